@@ -1,0 +1,107 @@
+"""The engine's settings: what a user passes (EngineArgs), checked once, before anything is allocated."""
+
+import dataclasses
+import math
+from typing import Any, Literal, get_args
+
+AttentionBackend = Literal["auto", "pallas", "pallas_interpret", "xla"]
+DTypeName = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineArgs:
+    """What an engine is made from; the names are vLLM's.
+
+    Args:
+        model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
+        tokenizer: Folder or hub id of the tokenizer; None takes the model's own.
+        skip_tokenizer_init: True serves token ids only and loads no tokenizer.
+        dtype: "auto" takes the checkpoint's dtype; else "float32" or "bfloat16".
+        max_model_len: Most tokens of a prompt and its output together; None takes the model's own limit.
+        block_size: Tokens a block.
+        gpu_memory_utilization: Share of the GPU's memory that weights, activations and pool may fill.
+        kv_cache_memory_bytes: Bytes of the pool; None profiles a GPU, and takes 256 MiB on a CPU.
+        num_gpu_blocks_override: Blocks of the pool, null block included; wins over both settings above.
+        swap_space: GiB of host memory for swapped-out blocks. Preemption is by recomputation, which
+            needs none of it.
+        max_num_seqs: Most sequences in one step; None takes 64 on a CPU, 256 on a GPU.
+        max_num_batched_tokens: Token budget of one step; None takes 512 on a CPU, 2048 on a GPU.
+        enable_prefix_caching: Whether requests share the full blocks of equal prefixes.
+        enable_chunked_prefill: Whether a prompt may be computed over several steps.
+        scheduling_policy: "fcfs", first come first served.
+        tensor_parallel_size: Devices that one model is split over; 1.
+        seed: Seed of requests that bring none, and of random weights.
+        attention_backend: Which kernels attend: "pallas" (GPU), "pallas_interpret" (their CPU
+            interpreter), "xla", or "auto".
+
+    Raises:
+        ValueError: If a value is out of range; the message names the argument, the value and the range.
+    """
+
+    model: str = "pagelet"
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    dtype: DTypeName = "auto"
+    max_model_len: int | None = None
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    swap_space: float = 4
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: Literal["fcfs"] = "fcfs"
+    tensor_parallel_size: int = 1
+    seed: int = 0
+    attention_backend: AttentionBackend = "auto"
+
+    def __post_init__(self) -> None:
+        check(isinstance(self.model, str) and bool(self.model), "model", self.model, "a non-empty string")
+        check_choice("dtype", self.dtype, get_args(DTypeName))
+        check_choice("attention_backend", self.attention_backend, get_args(AttentionBackend))
+        check_choice("scheduling_policy", self.scheduling_policy, ("fcfs",))
+        check_choice("tensor_parallel_size", self.tensor_parallel_size, (1,))
+        check_choice("enable_chunked_prefill", self.enable_chunked_prefill, (True,))
+        check_choice("block_size", self.block_size, (1, 2, 4, 8, 16, 32, 64, 128))
+        for name, low in (
+            ("max_model_len", 1),
+            ("kv_cache_memory_bytes", 1),
+            ("num_gpu_blocks_override", 2),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+        ):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), low)
+        check_int("seed", self.seed, 0, 2**63 - 1)
+        check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, low_open=True)
+        check_number("swap_space", self.swap_space, 0, math.inf)
+
+
+def check(ok: bool, name: str, value: Any, allowed: str) -> None:
+    """Raises ValueError that names the argument, its value and what is allowed, unless `ok`."""
+    if not ok:
+        raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raises ValueError unless `value` is one of `choices` (of the same type: True is not 1)."""
+    ok = any(value == c and type(value) is type(c) for c in choices)
+    check(ok, name, value, " or ".join(repr(c) for c in choices))
+
+
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Raises ValueError unless `value` is an int (no bool) in [low, high]."""
+    ok = isinstance(value, int) and not isinstance(value, bool)
+    ok = ok and value >= low and (high is None or value <= high)
+    check(
+        ok, name, value, f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
+    )
+
+
+def check_number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
+    """Raises ValueError unless `value` is a finite number in [low, high], or (low, high] if `low_open`."""
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    ok = ok and (value > low if low_open else value >= low) and value <= high
+    check(ok, name, value, f"a finite number in {'(' if low_open else '['}{low}, {high}]")

@@ -1,0 +1,169 @@
+"""The Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Source: Touvron et al., LLaMA, 2023; names and semantics of the weights as in Hugging Face's
+LlamaForCausalLM.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax_paged.models.attention import AttentionMetadata, FullAttentionSpec, dense_attention, paged_attention
+from jax_paged.models.layers import TENSOR, Embedding, Linear, RMSNorm, apply_rope, rope_frequencies
+from jaxtyping import Array, Float, Int
+
+# (layer index, q, k, v) -> attention of every token.
+Attend = Callable[[int, Array, Array, Array], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Shape of a Llama; the names are those of config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: tuple[tuple[str, Any], ...] = (("rope_type", "default"),)
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    @functools.cached_property
+    def rope_frequencies(self) -> tuple[float, ...]:
+        return rope_frequencies(self.head_dim, self.rope_theta, dict(self.rope_scaling))
+
+
+class LlamaAttention(nnx.Module):
+    """Projections and rotary positions; how the tokens attend is the caller's `attend`."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.config = config
+        width = config.num_attention_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
+        make = functools.partial(Linear, bias=config.attention_bias, dtype=dtype, rngs=rngs)
+        self.q_proj = make(config.hidden_size, width, split=(None, TENSOR))
+        self.k_proj = make(config.hidden_size, kv_width, split=(None, TENSOR))
+        self.v_proj = make(config.hidden_size, kv_width, split=(None, TENSOR))
+        self.o_proj = make(width, config.hidden_size, split=(TENSOR, None))
+
+    def __call__(
+        self, x: Float[Array, "*t e"], positions: Int[Array, "*t"], attend: Callable[..., Array]
+    ) -> Float[Array, "*t e"]:
+        heads = (*x.shape[:-1], -1, self.config.head_dim)
+        q = apply_rope(self.q_proj(x).reshape(heads), positions, self.config.rope_frequencies)
+        k = apply_rope(self.k_proj(x).reshape(heads), positions, self.config.rope_frequencies)
+        out = attend(q, k, self.v_proj(x).reshape(heads))
+        return self.o_proj(out.reshape(*x.shape[:-1], -1))
+
+
+class LlamaMLP(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        make = functools.partial(Linear, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        self.gate_proj = make(config.hidden_size, config.intermediate_size, split=(None, TENSOR))
+        self.up_proj = make(config.hidden_size, config.intermediate_size, split=(None, TENSOR))
+        self.down_proj = make(config.intermediate_size, config.hidden_size, split=(TENSOR, None))
+
+    def __call__(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LlamaDecoderLayer(nnx.Module):
+    """Attention, then the MLP, each normed before and added to the stream."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        norm = functools.partial(RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.input_layernorm = norm()
+        self.self_attn = LlamaAttention(config, dtype=dtype, rngs=rngs)
+        self.post_attention_layernorm = norm()
+        self.mlp = LlamaMLP(config, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "*t e"], positions: Int[Array, "*t"], attend: Callable[..., Array]
+    ) -> Float[Array, "*t e"]:
+        x = x + self.self_attn(self.input_layernorm(x), positions, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LlamaForCausalLM(nnx.Module):
+    """The model that trains (dense) and serves (paged) with the same modules."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            [LlamaDecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
+        )
+        self.norm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(
+                config.hidden_size,
+                config.vocab_size,
+                bias=False,
+                split=(None, TENSOR),
+                dtype=dtype,
+                rngs=rngs,
+            )
+        )
+
+    def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t v"]:
+        """Returns the float32 logits of a dense causal batch, without any cache."""
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+        def attend(_: int, q: Array, k: Array, v: Array) -> Array:
+            return dense_attention(q, k, v, scale=self._scale)
+
+        return self.logits(self._hidden(tokens, positions, attend))
+
+    def paged(
+        self, tokens: Int[Array, " t"], kv_cache: list[Array], metadata: AttentionMetadata
+    ) -> tuple[Float[Array, "t e"], list[Array]]:
+        """Returns the last hidden state of every token row of a paged batch, and the pool written to.
+
+        Args:
+            tokens: int32 [T], token ids.
+            kv_cache: One pool a layer, [P, 2, K, S, D].
+            metadata: Where the rows stand.
+        """
+        kv_cache = list(kv_cache)
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            out, kv_cache[layer] = paged_attention(q, k, v, kv_cache[layer], metadata, scale=self._scale)
+            return out
+
+        return self._hidden(tokens, metadata.positions, attend), kv_cache
+
+    def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        """Returns the float32 logits of hidden states."""
+        if self.lm_head is None:
+            return self.embed_tokens.attend(hidden)
+        return jnp.matmul(hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+
+    def kv_cache_specs(self) -> list[FullAttentionSpec]:
+        """Returns what each layer caches."""
+        c = self.config
+        return [FullAttentionSpec(c.num_key_value_heads, c.head_dim)] * c.num_hidden_layers
+
+    @property
+    def _scale(self) -> float:
+        return self.config.head_dim**-0.5
+
+    def _hidden(self, tokens: Array, positions: Array, attend: Attend) -> Array:
+        x = self.embed_tokens(tokens)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, positions, functools.partial(attend, i))
+        return self.norm(x)
