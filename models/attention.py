@@ -64,7 +64,7 @@ class FullAttentionSpec:
 def dense_attention(
     q: Float[Array, "b t h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], *, scale: float
 ) -> Float[Array, "b t h d"]:
-    """Causal attention of a dense batch, no cache: what trains, and what the paged path is checked against."""
+    """Causal attention of a dense batch without a cache: what trains, and what checks the paged path."""
     return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True)
 
 
