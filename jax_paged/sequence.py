@@ -45,6 +45,7 @@ class Sequence:
         output_token_ids: Grows by the sampled tokens.
         num_computed_tokens: Tokens whose keys and values lie in the pool.
         stop_reason: The stop token id or stop string that ended it; None for the end token or no stop.
+        block_hashes: Hashes of its first full blocks, as far as the block manager needed them.
     """
 
     seq_id: int
@@ -53,6 +54,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     stop_reason: int | str | None = None
+    block_hashes: list[bytes] = dataclasses.field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
