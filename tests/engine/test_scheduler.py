@@ -1,0 +1,307 @@
+import pytest
+
+from jax_paged.block_manager import BlockManager
+from jax_paged.sampling_params import SamplingParams
+from jax_paged.scheduler import Scheduler, SchedulerOutput
+from jax_paged.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
+
+EOS = 2
+
+
+def make_group(index: int, prompt: list[int], *, salt: str = "", **params) -> SequenceGroup:
+    params = SamplingParams(**{"max_tokens": 8, **params})
+    return SequenceGroup(f"r{index}", [Sequence(index, prompt)], params, RequestMetrics(float(index)), salt)
+
+
+def make_scheduler(
+    num_blocks=64, block_size=4, caching=True, max_num_seqs=8, budget=64, max_model_len=256, watermark=0.0
+) -> Scheduler:
+    return Scheduler(
+        block_manager=BlockManager(num_blocks, block_size, caching),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset({EOS}),
+        watermark=watermark,
+    )
+
+
+def step(sched: Scheduler, token_id: int = 5, now: float = 0.0) -> SchedulerOutput:
+    """One step in which every sequence that samples gets the same token."""
+    output = sched.schedule(now)
+    sched.update(output, [token_id if row.samples else None for row in output.scheduled], now)
+    sched.block_manager.check_integrity()
+    return output
+
+
+def rows(output: SchedulerOutput) -> list[tuple[str, int, int]]:
+    return [(row.group.request_id, row.start, row.num_tokens) for row in output.scheduled]
+
+
+def drain(sched: Scheduler) -> int:
+    num_steps = 0
+    while sched.has_unfinished:
+        assert step(sched).scheduled or not sched.has_unfinished
+        num_steps += 1
+    assert sched.block_manager.num_free_blocks == sched.block_manager.num_usable_blocks
+    return num_steps
+
+
+def test_chunks_fill_the_budget_and_decodes_come_first():
+    sched = make_scheduler(budget=10)
+    for index, prompt_len in enumerate([3, 14, 2, 9]):
+        sched.add(make_group(index, [index] * prompt_len))
+    outputs = [step(sched)]
+    assert [len(row.block_table) for row in outputs[0].scheduled] == [1, 2]  # not all four blocks of r1 yet
+    outputs += [step(sched) for _ in range(3)]
+    assert [rows(output) for output in outputs] == [
+        [("r0", 0, 3), ("r1", 0, 7)],
+        [("r0", 3, 1), ("r1", 7, 7), ("r2", 0, 2)],
+        [("r0", 4, 1), ("r1", 14, 1), ("r2", 2, 1), ("r3", 0, 7)],
+        [("r0", 5, 1), ("r1", 15, 1), ("r2", 3, 1), ("r3", 7, 2)],
+    ]
+    assert [output.num_batched_tokens for output in outputs] == [10, 10, 10, 5]
+    drain(sched)
+
+
+def test_rows_of_one_token_come_first_whatever_they_are():
+    sched = make_scheduler(budget=6)
+    sched.add(make_group(0, [0] * 3))
+    sched.add(make_group(1, [1] * 2))
+    sched.add(make_group(2, [2] * 9))
+    assert rows(step(sched)) == [("r2", 0, 1), ("r0", 0, 3), ("r1", 0, 2)]
+
+
+def test_max_num_seqs():
+    sched = make_scheduler(max_num_seqs=2)
+    groups = [make_group(index, [index], max_tokens=2 + index) for index in range(4)]
+    for group in groups:
+        sched.add(group)
+    assert [[r[0] for r in rows(step(sched))] for _ in range(5)] == [
+        ["r0", "r1"],
+        ["r0", "r1"],
+        ["r1", "r2"],
+        ["r2", "r3"],
+        ["r2", "r3"],
+    ]
+
+
+def test_preemption_takes_the_latest_and_resumes_in_order():
+    sched = make_scheduler(num_blocks=7, block_size=2, caching=False)
+    groups = [make_group(index, [index] * 3, max_tokens=4) for index in range(3)]
+    for group in groups:
+        sched.add(group)
+    assert rows(step(sched)) == [("r0", 0, 3), ("r1", 0, 3), ("r2", 0, 3)]
+    assert rows(step(sched)) == [("r0", 3, 1), ("r1", 3, 1), ("r2", 3, 1)]
+    output = step(sched)  # r0 and r1 need a third block each: r2 gives its two
+    assert output.preempted == ("r2",)
+    assert rows(output) == [("r0", 4, 1), ("r1", 4, 1)]
+    seq = groups[2].sequences[0]
+    assert (seq.status, seq.num_computed_tokens, seq.output_token_ids) == (SequenceStatus.WAITING, 0, [5, 5])
+    sched.add(make_group(3, [3]))
+    assert list(sched.waiting) == ["r2", "r3"]
+    assert rows(step(sched)) == [("r0", 5, 1), ("r1", 5, 1)]
+    assert rows(step(sched)) == [("r3", 0, 1), ("r2", 0, 5)]  # prompt and output again
+    drain(sched)
+    assert [group.sequences[0].output_token_ids for group in groups] == [[5] * 4] * 3
+    assert [group.metrics.num_preemptions for group in groups] == [0, 0, 1]
+
+
+def test_a_step_that_preempts_admits_nobody():
+    sched = make_scheduler(num_blocks=4, block_size=2, caching=False, max_num_seqs=2)
+    for index, prompt_len in enumerate([2, 2, 1]):
+        sched.add(make_group(index, [index] * prompt_len))
+    step(sched)
+    output = step(sched)  # r0 takes the free block; r1, the latest, needs one too and gives up its own
+    assert output.preempted == ("r1",)
+    assert rows(output) == [("r0", 2, 1)]
+    assert sched.block_manager.num_free_blocks == 1
+    assert rows(step(sched)) == [("r0", 3, 1)]  # r1 needs two blocks; r2 would fit, but is not first
+    drain(sched)
+
+
+def test_a_preempted_request_hits_its_own_blocks():
+    sched = make_scheduler(num_blocks=7, block_size=2)
+    groups = [make_group(index, [10 + index] * 5, max_tokens=4) for index in range(2)]
+    for group in groups:
+        sched.add(group)
+    outputs = [step(sched) for _ in range(5)]
+    assert outputs[2].preempted == ("r1",)
+    assert rows(outputs[4]) == [("r1", 4, 3)]  # of its three full blocks the last was evicted
+    assert groups[1].metrics.num_cached_tokens == 0  # at its first admission
+    drain(sched)
+
+
+def test_watermark_holds_only_beside_running_requests():
+    sched = make_scheduler(num_blocks=11, block_size=1, watermark=0.2)
+    sched.add(make_group(0, [0] * 9, max_tokens=1))  # leaves one block, fewer than the watermark's two
+    assert rows(step(sched)) == [("r0", 0, 9)]
+    sched.add(make_group(1, [1] * 5, max_tokens=3))
+    sched.add(make_group(2, [2] * 4, max_tokens=1))  # would leave one
+    sched.add(make_group(3, [3] * 1, max_tokens=1))  # would leave enough, but does not overtake
+    assert rows(step(sched)) == [("r1", 0, 5)]
+    assert rows(step(sched)) == [("r1", 5, 1)]
+    drain(sched)
+
+
+def test_a_prompt_over_the_pool_is_ignored_and_nothing_is_lost():
+    sched = make_scheduler(num_blocks=5, block_size=4)
+    groups = [make_group(0, [0] * 3), make_group(1, [1] * 17), make_group(2, [2] * 16, max_tokens=9)]
+    for group in groups:
+        sched.add(group)
+    output = sched.schedule(7.0)
+    assert output.ignored == (groups[1],)
+    assert groups[1].sequences[0].status is SequenceStatus.FINISHED_IGNORED
+    assert groups[1].metrics.finished_time == 7.0
+    assert rows(output) == [("r0", 0, 3)]
+    sched.update(output, [5], 8.0)
+    drain(sched)
+    assert groups[0].sequences[0].output_token_ids == [5] * 8
+    # A prompt as large as the pool gets the one token that needs no slot.
+    assert groups[2].sequences[0].output_token_ids == [5]
+    assert groups[2].sequences[0].status is SequenceStatus.FINISHED_LENGTH_CAPPED
+
+
+def test_a_request_that_outgrows_the_pool_is_capped():
+    sched = make_scheduler(num_blocks=5, block_size=4)
+    groups = [make_group(index, [index] * 5, max_tokens=None) for index in range(3)]
+    for group in groups:
+        sched.add(group)
+    drain(sched)
+    for group in groups:
+        assert group.sequences[0].status is SequenceStatus.FINISHED_LENGTH_CAPPED
+        assert group.sequences[0].output_token_ids == [5] * (16 + 1 - 5)
+
+
+@pytest.mark.parametrize(
+    ("params", "sampled", "num_output", "status", "reason"),
+    [
+        ({}, [5, EOS, 6], 2, "STOPPED", None),
+        ({"ignore_eos": True, "max_tokens": 3}, [EOS] * 9, 3, "LENGTH_CAPPED", None),
+        ({"ignore_eos": True, "stop_token_ids": [EOS]}, [5, EOS], 2, "STOPPED", EOS),
+        ({"stop_token_ids": [EOS, 7]}, [EOS], 1, "STOPPED", None),
+        ({"stop_token_ids": [6, 7]}, [5, 7], 2, "STOPPED", 7),
+        ({"max_tokens": 1, "stop_token_ids": [7]}, [7], 1, "STOPPED", 7),
+        ({"max_tokens": 1}, [EOS], 1, "STOPPED", None),
+        ({"min_tokens": 3, "stop_token_ids": [7]}, [EOS, 7, 7], 3, "STOPPED", 7),
+        ({"min_tokens": 2, "max_tokens": 2}, [EOS, EOS], 2, "STOPPED", None),
+        ({"max_tokens": None}, [5] * 99, 7, "LENGTH_CAPPED", None),  # max_model_len 10, prompt 3
+    ],
+)
+def test_stop_conditions(params, sampled, num_output, status, reason):
+    sched = make_scheduler(max_model_len=10)
+    group = make_group(0, [3, EOS, 7], **params)
+    sched.add(group)
+    for num, token_id in enumerate(sampled[:num_output], 1):
+        assert not group.is_finished
+        output = sched.schedule(float(num))
+        assert sched.update(output, [token_id], num + 0.5) == [group]
+    (seq,) = group.sequences
+    assert (len(seq.output_token_ids), seq.status.name, seq.stop_reason) == (
+        num_output,
+        f"FINISHED_{status}",
+        reason,
+    )
+    assert not sched.has_unfinished
+    metrics = group.metrics
+    assert (metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time) == (
+        1.0,
+        1.5,
+        num_output + 0.5,
+    )
+    assert drain(sched) == 0
+
+
+def test_prefix_hits_are_counted_and_computed_tokens_are_not_computed_again():
+    sched = make_scheduler()
+    groups = [
+        make_group(0, list(range(10, 22)), max_tokens=1),
+        make_group(1, list(range(10, 22)), max_tokens=1),
+        make_group(2, [*range(10, 18), 99], max_tokens=1),
+        make_group(3, list(range(10, 22)), max_tokens=1, salt="other"),
+        make_group(4, list(range(10, 22)), max_tokens=1, prompt_logprobs=0),
+    ]
+    sched.add(groups[0])
+    step(sched)
+    for group in groups[1:]:
+        sched.add(group)
+    assert rows(step(sched)) == [("r2", 8, 1), ("r1", 8, 4), ("r3", 0, 12), ("r4", 0, 12)]
+    assert [group.metrics.num_cached_tokens for group in groups] == [0, 8, 8, 0, 0]
+    assert drain(sched) == 0
+
+
+@pytest.mark.parametrize("when", ["waiting", "prefill", "decode", "scheduled", "preempted", "finished"])
+def test_abort_in_every_state(when):
+    sched = make_scheduler(num_blocks=8, block_size=2, budget=4, caching=False)
+    other, group = make_group(0, [0] * 2, max_tokens=9), make_group(1, [1] * 6)
+    sched.add(other)
+    sched.add(group)
+    if when in ("prefill", "decode", "preempted"):
+        step(sched)
+        assert group.sequences[0].num_computed_tokens == 2
+    if when in ("decode", "preempted"):
+        step(sched)
+        step(sched)
+        assert len(group.sequences[0].output_token_ids) == 1
+    if when == "preempted":
+        while not step(sched).preempted:
+            pass
+    if when == "finished":
+        drain(sched)
+    if when == "scheduled":
+        output = sched.schedule(0.0)
+        assert sched.abort("r1") is group
+        assert sched.update(output, [5, None], 0.0) == [other]
+        assert group.sequences[0].num_computed_tokens == 0
+    else:
+        assert sched.abort("r1") is (None if when == "finished" else group)
+    expected = "LENGTH_CAPPED" if when == "finished" else "ABORTED"
+    assert group.sequences[0].status.name == f"FINISHED_{expected}"
+    sched.block_manager.check_integrity()
+    assert sched.abort("r1") is None
+    assert sched.abort("no such request") is None
+    drain(sched)
+    assert len(other.sequences[0].output_token_ids) == 9
+
+
+def test_finish_ends_now_and_a_second_reason_replaces_the_first():
+    sched = make_scheduler()
+    group, other = make_group(0, [0] * 5), make_group(1, [1] * 5, max_tokens=1)
+    sched.add(group)
+    sched.add(other)
+    output = sched.schedule(1.0)
+    sched.finish(group.sequences[0], SequenceStatus.FINISHED_ABORTED, 2.0)
+    assert sched.update(output, [5, 5], 3.0) == [other]
+    assert group.sequences[0].output_token_ids == []
+    assert group.metrics.finished_time == 2.0
+    sched.finish(other.sequences[0], SequenceStatus.FINISHED_STOPPED, 4.0, "text")
+    assert (other.sequences[0].status, other.sequences[0].stop_reason, other.metrics.finished_time) == (
+        SequenceStatus.FINISHED_STOPPED,
+        "text",
+        3.0,
+    )
+    waiting = make_group(2, [2])
+    sched.add(waiting)
+    sched.finish(waiting.sequences[0], SequenceStatus.FINISHED_ABORTED, 5.0)
+    assert drain(sched) == 0
+
+
+def test_a_request_id_is_unique_among_the_unfinished():
+    sched = make_scheduler()
+    sched.add(make_group(0, [0]))
+    for _ in range(2):  # waiting, then running
+        with pytest.raises(AssertionError, match="r0"):
+            sched.add(make_group(0, [0]))
+        step(sched)
+    drain(sched)
+    sched.add(make_group(0, [0]))
+    drain(sched)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"max_num_seqs": 0}, {"budget": 0}, {"max_model_len": 0}, {"watermark": 1.5}, {"watermark": -0.1}],
+)
+def test_bad_settings(setting):
+    with pytest.raises(ValueError, match="allowed"):
+        make_scheduler(**setting)
