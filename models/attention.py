@@ -16,7 +16,7 @@ import jax
 from jax_paged.pallas_kernels import ops
 from jaxtyping import Array, Float, Int
 
-Backend = Literal["pallas", "pallas_interpret", "xla"]
+Backend = Literal["xla"]
 
 
 @functools.partial(

@@ -1,0 +1,1 @@
+"""Attention over paged keys and values: arrays in, arrays out; knows no engine type."""

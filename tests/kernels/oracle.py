@@ -1,0 +1,46 @@
+"""Attention over pages in NumPy float64, written from the definitions: what every backend is checked against."""
+
+import numpy as np
+
+
+def gather(kv_pages: np.ndarray, table: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the keys and values [length, K, D] of one sequence in float64."""
+    page_size = kv_pages.shape[3]
+    slots = [(table[t // page_size], t % page_size) for t in range(length)]
+    tokens = np.stack([kv_pages[page, :, :, offset] for page, offset in slots]).astype(np.float64)
+    return tokens[:, 0], tokens[:, 1]
+
+
+def ragged_attention(
+    q, kv_pages, block_tables, context_lens, query_start_loc, *, scale, window=None, soft_cap=None
+):
+    """Attention of every query row; 0 in rows that no sequence has."""
+    q, kv_pages = np.asarray(q, np.float64), np.asarray(kv_pages).astype(np.float64)
+    out = np.zeros(q.shape)
+    group = q.shape[1] // kv_pages.shape[2]
+    for b, length in enumerate(np.asarray(context_lens)):
+        first, last = query_start_loc[b], query_start_loc[b + 1]
+        if last == first or length == 0:
+            continue
+        keys, values = gather(kv_pages, np.asarray(block_tables)[b], length)
+        keys, values = (np.repeat(x, group, axis=1) for x in (keys, values))
+        scores = np.einsum("qhd,thd->hqt", q[first:last], keys) * scale
+        if soft_cap is not None:
+            scores = np.tanh(scores / soft_cap) * soft_cap
+        position = length - (last - first) + np.arange(last - first)[:, None]
+        token = np.arange(length)[None]
+        live = token <= position
+        if window is not None:
+            live &= token > position - window
+        scores = np.where(live, scores, -np.inf)
+        probs = np.exp(scores - scores.max(-1, keepdims=True))
+        out[first:last] = np.einsum("hqt,thd->qhd", probs / probs.sum(-1, keepdims=True), values)
+    return out
+
+
+def paged_decode(q, kv_pages, block_tables, context_lens, *, scale, window=None, soft_cap=None):
+    """Attention of one query a sequence; 0 where there is no context."""
+    start = np.arange(len(context_lens) + 1)
+    return ragged_attention(
+        q, kv_pages, block_tables, context_lens, start, scale=scale, window=window, soft_cap=soft_cap
+    )
