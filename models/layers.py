@@ -1,5 +1,6 @@
 """Parts that several families share: linear maps, embeddings, RMSNorm, rotary positions."""
 
+import functools
 import math
 from typing import Any
 
@@ -17,9 +18,13 @@ def parameter(value: Array, split: tuple[str | None, ...]) -> nnx.Param:
     return nnx.Param(value, out_sharding=split, eager_sharding=False)
 
 
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype, scale: float = 0.02) -> Array:
-    """Draws an initial weight of standard deviation `scale`."""
-    return (jax.random.normal(rngs.params(), shape) * scale).astype(dtype)
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "std"))
+def normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, std: float) -> Array:
+    """Draws an initial weight of standard deviation `std`.
+
+    Compiled once a shape: so nothing but the weight itself is ever allocated.
+    """
+    return (jax.random.normal(key, shape) * std).astype(dtype)
 
 
 class Linear(nnx.Module):
@@ -32,10 +37,11 @@ class Linear(nnx.Module):
         *,
         bias: bool,
         split: tuple[str | None, str | None],
+        std: float,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ) -> None:
-        self.kernel = parameter(normal(rngs, (in_features, out_features), dtype), split)
+        self.kernel = parameter(normal(rngs.params(), (in_features, out_features), dtype, std), split)
         self.bias = parameter(jnp.zeros(out_features, dtype), split[1:]) if bias else None
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
@@ -46,8 +52,10 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """A table of vectors, one a token."""
 
-    def __init__(self, vocab_size: int, features: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.embedding = parameter(normal(rngs, (vocab_size, features), dtype), (TENSOR, None))
+    def __init__(
+        self, vocab_size: int, features: int, *, std: float, dtype: jnp.dtype, rngs: nnx.Rngs
+    ) -> None:
+        self.embedding = parameter(normal(rngs.params(), (vocab_size, features), dtype, std), (TENSOR, None))
 
     def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... e"]:
         return self.embedding[...][tokens]

@@ -7,14 +7,28 @@ LlamaForCausalLM.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax_paged.models.attention import AttentionMetadata, FullAttentionSpec, dense_attention, paged_attention
+from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import TENSOR, Embedding, Linear, RMSNorm, apply_rope, rope_frequencies
 from jaxtyping import Array, Float, Int
+
+WEIGHT_TABLE = WeightTable(
+    rows=(
+        (r"embed_tokens\.embedding", r"model.embed_tokens.weight", False),
+        (r"layers\.(\d+)\.(\w+_layernorm)\.scale", r"model.layers.\1.\2.weight", False),
+        (r"layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.kernel", r"model.layers.\1.\2.\3.weight", True),
+        (r"layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.bias", r"model.layers.\1.\2.\3.bias", False),
+        (r"norm\.scale", r"model.norm.weight", False),
+        (r"lm_head\.kernel", r"lm_head.weight", True),
+    ),
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+    ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+)
 
 # (layer index, q, k, v) -> attention of every token.
 Attend = Callable[[int, Array, Array, Array], Array]
@@ -38,6 +52,50 @@ class LlamaConfig:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    initializer_range: float = 0.02
+
+    @classmethod
+    def from_hf(cls, hf_config: dict[str, Any]) -> "LlamaConfig":
+        """Reads a config.json, of transformers 5 or older; what it leaves out is as in transformers.
+
+        Raises:
+            ValueError: If a value is missing, out of range or not supported; names all of them.
+        """
+        read = ConfigReader(hf_config)
+        hidden_size = read.integer("hidden_size")
+        heads = read.integer("num_attention_heads")
+        kv_heads = read.integer("num_key_value_heads", heads)
+        ok, allowed = heads % kv_heads == 0, f"a divisor of num_attention_heads, which is {heads}"
+        read.check(ok, "num_key_value_heads", kv_heads, allowed, also_needs=("num_attention_heads",))
+        head_dim = read.integer("head_dim", max(1, hidden_size // heads))
+        if hf_config.get("head_dim") is None:
+            ok, allowed = hidden_size % heads == 0, f"a multiple of num_attention_heads, which is {heads}"
+            read.check(ok, "hidden_size", hidden_size, allowed, also_needs=("num_attention_heads",))
+        derived_from = ("hidden_size", "num_attention_heads")
+        read.check(head_dim % 2 == 0, "head_dim", head_dim, "an even integer", also_needs=derived_from)
+        max_position_embeddings = read.integer("max_position_embeddings")
+        rope_theta, rope_scaling = read.rope(max_position_embeddings)
+        read.choice("hidden_act", "silu", ("silu",))
+        read.choice("quantization_config", None, (None,))
+        config = cls(
+            vocab_size=read.integer("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=read.integer("intermediate_size"),
+            num_hidden_layers=read.integer("num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=max_position_embeddings,
+            rms_norm_eps=read.number("rms_norm_eps", 1e-6),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            tie_word_embeddings=read.choice("tie_word_embeddings", False, (False, True)),
+            attention_bias=read.choice("attention_bias", False, (False, True)),
+            mlp_bias=read.choice("mlp_bias", False, (False, True)),
+            initializer_range=read.number("initializer_range", 0.02, low_open=False),
+        )
+        read.finish()
+        return config
 
     @functools.cached_property
     def rope_frequencies(self) -> tuple[float, ...]:
@@ -51,7 +109,9 @@ class LlamaAttention(nnx.Module):
         self.config = config
         width = config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
-        make = functools.partial(Linear, bias=config.attention_bias, dtype=dtype, rngs=rngs)
+        make = functools.partial(
+            Linear, bias=config.attention_bias, std=config.initializer_range, dtype=dtype, rngs=rngs
+        )
         self.q_proj = make(config.hidden_size, width, split=(None, TENSOR))
         self.k_proj = make(config.hidden_size, kv_width, split=(None, TENSOR))
         self.v_proj = make(config.hidden_size, kv_width, split=(None, TENSOR))
@@ -71,7 +131,9 @@ class LlamaMLP(nnx.Module):
     """SwiGLU."""
 
     def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        make = functools.partial(Linear, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+        make = functools.partial(
+            Linear, bias=config.mlp_bias, std=config.initializer_range, dtype=dtype, rngs=rngs
+        )
         self.gate_proj = make(config.hidden_size, config.intermediate_size, split=(None, TENSOR))
         self.up_proj = make(config.hidden_size, config.intermediate_size, split=(None, TENSOR))
         self.down_proj = make(config.intermediate_size, config.hidden_size, split=(TENSOR, None))
@@ -100,25 +162,20 @@ class LlamaDecoderLayer(nnx.Module):
 class LlamaForCausalLM(nnx.Module):
     """The model that trains (dense) and serves (paged) with the same modules."""
 
+    config_class: ClassVar[type[LlamaConfig]] = LlamaConfig
+    weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
+
     def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        std = config.initializer_range
+        vocab_size, hidden_size = config.vocab_size, config.hidden_size
+        self.embed_tokens = Embedding(vocab_size, hidden_size, std=std, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
             [LlamaDecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
         )
-        self.norm = RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
-        self.lm_head = (
-            None
-            if config.tie_word_embeddings
-            else Linear(
-                config.hidden_size,
-                config.vocab_size,
-                bias=False,
-                split=(None, TENSOR),
-                dtype=dtype,
-                rngs=rngs,
-            )
-        )
+        self.norm = RMSNorm(hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+        head = functools.partial(Linear, bias=False, split=(None, TENSOR), std=std, dtype=dtype, rngs=rngs)
+        self.lm_head = None if config.tie_word_embeddings else head(hidden_size, vocab_size)
 
     def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t v"]:
         """Returns the float32 logits of a dense causal batch, without any cache."""

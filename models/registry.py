@@ -1,0 +1,28 @@
+"""Which model families there are. A new one is a file beside this one, and its class in both lines below.
+
+A family's class offers what LlamaForCausalLM does: config_class, weight_table, the dense call, paged, logits
+and kv_cache_specs.
+"""
+
+from typing import Any
+
+from jax_paged.models.llama import LlamaForCausalLM
+
+CausalLM = LlamaForCausalLM
+# By the name that stands under "architectures" in config.json.
+MODELS: dict[str, type[CausalLM]] = {"LlamaForCausalLM": LlamaForCausalLM}
+
+
+def get_model_class(hf_config: dict[str, Any]) -> tuple[str, type[CausalLM]]:
+    """Returns the first supported architecture that a config.json names, and its class.
+
+    Raises:
+        ValueError: If it names none; the message lists the supported ones.
+    """
+    architectures = hf_config.get("architectures")
+    for name in architectures if isinstance(architectures, list) else []:
+        if name in MODELS:
+            return name, MODELS[name]
+    raise ValueError(
+        f"architectures of config.json is {architectures!r}; allowed: a list with one of {', '.join(MODELS)}"
+    )

@@ -1,0 +1,320 @@
+"""From a checkpoint folder to a model on the device, and back: Hugging Face layout, safetensors only."""
+
+import dataclasses
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy, which safetensors needs)
+import numpy as np
+from flax import nnx
+from jax_paged.models.hf_format import WeightTable
+from jax_paged.models.registry import CausalLM, get_model_class
+from jaxtyping import Array
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+INDEX_FILE = "model.safetensors.index.json"
+# No pickled weights and no code: nothing that is downloaded can run.
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model on the device, and what the engine needs to know of it.
+
+    Args:
+        model: The Flax module; owns the weights.
+        config: The family's config, such as LlamaConfig.
+        architecture: The name under "architectures" in config.json.
+        dtype: Of weights and activations: float32 or bfloat16.
+        weight_bytes: Bytes of all weights.
+        max_model_len: Most tokens that the model was made for.
+        vocab_size: Rows of the embedding.
+        eos_token_ids: Tokens that end a text; may be empty.
+    """
+
+    model: CausalLM
+    config: Any
+    architecture: str
+    dtype: jnp.dtype
+    weight_bytes: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Weight:
+    """A weight of a model, and where a checkpoint holds it."""
+
+    path: tuple[Any, ...]
+    param: nnx.Param
+    key: str
+    transposed: bool
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return self.param.shape[::-1] if self.transposed else self.param.shape
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A tensor of a checkpoint, known by its header."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def resolve_model_dir(model: str) -> Path:
+    """Returns the folder of a model, downloading it if it is a hub id.
+
+    Args:
+        model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
+
+    Raises:
+        ValueError: If it is none of these, or the hub cannot be reached and its cache does not hold it.
+    """
+    if model == "pagelet":
+        return Path(__file__).parent / "pagelet"
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download  # 0.2 s, and only hub models need it
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+    except (OSError, ValueError) as e:
+        raise ValueError(
+            f"model is {model!r}; allowed: 'pagelet' (built in), a local folder with config.json and "
+            f"*.safetensors, or a Hugging Face hub id such as 'meta-llama/Llama-3.2-1B'. There is no folder "
+            f"{folder.absolute()}, and the hub gave {type(e).__name__}: {e} Check the spelling and the "
+            "network, run `hf auth login` for a gated model, or download it elsewhere and pass its folder."
+        ) from e
+
+
+def load_model(folder: Path, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> LoadedModel:
+    """Loads a checkpoint folder onto the default device.
+
+    Names and shapes of all tensors are checked from the headers before any weight is read. Tensors are
+    then moved one at a time, so that the host never holds two copies of the model.
+
+    Args:
+        folder: Holds config.json and model.safetensors, or shards and model.safetensors.index.json.
+        dtype: "auto" takes the checkpoint's own.
+
+    Raises:
+        ValueError: If the folder holds no supported model; every problem with the config, or else every
+            missing, unexpected or misshapen weight, is in the one message.
+    """
+    hf_config = _read_json(folder / "config.json")
+    architecture, model_class = get_model_class(hf_config)
+    config = model_class.config_class.from_hf(hf_config)
+    generation_config = folder / "generation_config.json"
+    defaults = _read_json(generation_config) if generation_config.exists() else {}
+    eos_token_ids = _eos_token_ids(defaults, hf_config, config.vocab_size)
+
+    stored = _read_headers(folder)
+    chosen = _choose_dtype(dtype, hf_config, stored)
+    model = nnx.eval_shape(lambda: model_class(config, dtype=chosen, rngs=nnx.Rngs(0)))
+    weights = _weights(model)
+    _check_stored(folder, stored, weights, model_class.weight_table)
+
+    flat = []
+    # The largest come first: their temporary copies are made while little else is allocated.
+    for weight in sorted(weights, key=lambda w: -w.param.size):
+        value = _place(_read_tensor(stored[weight.key].file, weight.key), weight.transposed, chosen)
+        flat.append((weight.path, weight.param.replace(value.block_until_ready())))
+    nnx.update(model, nnx.from_flat_state(flat))
+    return _loaded(model, architecture, chosen, eos_token_ids)
+
+
+def random_model(
+    hf_config: dict[str, Any], dtype: Literal["float32", "bfloat16"], seed: int = 0
+) -> LoadedModel:
+    """Makes a model of random weights (standard deviation initializer_range) directly on the device.
+
+    Args:
+        hf_config: As in config.json.
+        dtype: Of the weights.
+        seed: The same seed gives the same weights on the same kind of device.
+
+    Raises:
+        ValueError: If the config is not of a supported model.
+    """
+    architecture, model_class = get_model_class(hf_config)
+    config = model_class.config_class.from_hf(hf_config)
+    chosen = _choose_dtype(dtype, hf_config, {})
+    model = model_class(config, dtype=chosen, rngs=nnx.Rngs(seed))
+    return _loaded(model, architecture, chosen, _eos_token_ids({}, hf_config, config.vocab_size))
+
+
+def save_model(model: CausalLM, folder: Path, hf_config: dict[str, Any]) -> None:
+    """Writes config.json and model.safetensors, such that `load_model` and transformers read them.
+
+    Args:
+        model: Is not modified.
+        folder: Made if it does not exist.
+        hf_config: The config.json that the model's config was read from; "dtype" is set in the copy.
+
+    Raises:
+        ValueError: If `hf_config` describes another model.
+    """
+    if model.config_class.from_hf(hf_config) != model.config:
+        raise ValueError(f"hf_config is {hf_config!r}; allowed: the config of the model, {model.config}")
+    tensors = {}
+    for weight in _weights(model):
+        value = np.asarray(weight.param[...])
+        tensors[weight.key] = np.ascontiguousarray(value.T if weight.transposed else value)
+        hf_config = {**hf_config, "dtype": value.dtype.name}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def random_checkpoint(
+    folder: Path, hf_config: dict[str, Any], dtype: Literal["float32", "bfloat16"], seed: int = 0
+) -> None:
+    """Writes a checkpoint folder of random weights; see `random_model`."""
+    save_model(random_model(hf_config, dtype, seed).model, folder, hf_config)
+
+
+def _weights(model: CausalLM) -> list[_Weight]:
+    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return [_Weight(path, p, *model.weight_table.hf_key(".".join(map(str, path)))) for path, p in params]
+
+
+def _loaded(
+    model: CausalLM, architecture: str, dtype: jnp.dtype, eos_token_ids: frozenset[int]
+) -> LoadedModel:
+    return LoadedModel(
+        model=model,
+        config=model.config,
+        architecture=architecture,
+        dtype=dtype,
+        weight_bytes=sum(x.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param))),
+        max_model_len=model.config.max_position_embeddings,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _place(value: Array, transposed: bool, dtype: jnp.dtype) -> Array:
+    return (value.T if transposed else value).astype(dtype)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise ValueError(f"{file} does not exist; a model folder holds config.json and *.safetensors") from e
+    except ValueError as e:
+        raise ValueError(f"{file} is not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds a {type(value).__name__}; allowed: an object")
+    return value
+
+
+def _eos_token_ids(
+    generation_config: dict[str, Any], hf_config: dict[str, Any], vocab_size: int
+) -> frozenset[int]:
+    value = generation_config.get("eos_token_id")
+    value = hf_config.get("eos_token_id") if value is None else value
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
+        raise ValueError(
+            f"eos_token_id is {value!r}; allowed: null, an id in [0, {vocab_size - 1}], or a list of them"
+        )
+    return frozenset(ids)
+
+
+def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, _Stored]) -> jnp.dtype:
+    if dtype == "auto":
+        own = hf_config.get("dtype") or hf_config.get("torch_dtype")
+        found = {str(own)} if own else {STORED_DTYPES.get(s.dtype, s.dtype) for s in stored.values()}
+        if found not in ({"float32"}, {"bfloat16"}):
+            names = " and ".join(sorted(found))
+            raise ValueError(
+                f"dtype is 'auto', and the checkpoint's own is {names}; allowed: say dtype='bfloat16' or "
+                "dtype='float32' for such a checkpoint"
+            )
+        (dtype,) = found
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype is {dtype!r}; allowed: 'auto' or 'float32' or 'bfloat16'")
+    return jnp.dtype(dtype)
+
+
+def _read_headers(folder: Path) -> dict[str, _Stored]:
+    """Returns what the shards of a folder hold, by key, without reading a weight."""
+    names = ["model.safetensors"]
+    if not (folder / names[0]).exists():
+        if not (folder / INDEX_FILE).exists():
+            others = sorted(f.name for f in folder.iterdir())
+            raise ValueError(
+                f"{folder} holds neither {names[0]} nor {INDEX_FILE}, but {others}; weights in other formats "
+                "are not read: convert them to safetensors"
+            )
+        weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise ValueError(
+                f"weight_map of {folder / INDEX_FILE} is {weight_map!r}; allowed: an object of file names"
+            )
+        names = sorted(set(weight_map.values()))
+
+    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder / INDEX_FILE} names shards that {folder} does not hold: {missing}")
+    stored: dict[str, _Stored] = {}
+    for name in names:
+        try:
+            with safe_open(folder / name, "numpy") as f:
+                for key in f.keys():  # noqa: SIM118  (not iterable itself)
+                    if key in stored:
+                        raise ValueError(f"{key} lies in {stored[key].file} and again in {folder / name}")
+                    part = f.get_slice(key)
+                    stored[key] = _Stored(folder / name, tuple(part.get_shape()), part.get_dtype())
+        except SafetensorError as e:
+            raise ValueError(f"{folder / name} is not a whole safetensors file: {e}") from e
+    return stored
+
+
+def _read_tensor(file: Path, key: str) -> np.ndarray:
+    # Opened anew for each tensor: pages of the mapped file that were read count as memory until it closes.
+    with safe_open(file, "numpy") as f:
+        return f.get_tensor(key)
+
+
+def _check_stored(
+    folder: Path, stored: dict[str, _Stored], weights: list[_Weight], table: WeightTable
+) -> None:
+    """Raises ValueError that names every weight that is missing, unexpected, or of another shape or type."""
+    expected = {weight.key: weight.stored_shape for weight in weights}
+    problems = []
+    for key, shape in expected.items():
+        tensor = stored.get(key)
+        if tensor is None:
+            problems.append(f"{key} is missing")
+            continue
+        if tensor.shape != shape:
+            problems.append(f"{key} has shape {tensor.shape}; config.json makes it {shape}")
+        if tensor.dtype not in STORED_DTYPES:
+            problems.append(f"{key} is of type {tensor.dtype}; allowed: {', '.join(STORED_DTYPES)}")
+    for key in stored.keys() - expected.keys():
+        kept = table.tied.get(key)
+        if kept in expected and kept in stored:
+            a, b = stored[key], stored[kept]
+            readable = {a.dtype, b.dtype} <= STORED_DTYPES.keys()
+            if not readable or not np.array_equal(_read_tensor(a.file, key), _read_tensor(b.file, kept)):
+                problems.append(f"{key} differs from {kept}, though config.json ties them")
+        elif not re.fullmatch(table.ignored, key):
+            problems.append(f"{key} is unexpected")
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in sorted(problems))
+        raise ValueError(f"the weights in {folder} do not fit its config.json:{lines}")

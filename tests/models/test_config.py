@@ -1,0 +1,134 @@
+"""Reading config.json: both forms, and every problem in one message."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jax_paged.models.llama import LlamaConfig
+from jax_paged.models.registry import MODELS, get_model_class
+
+MINIMAL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_what_is_left_out_is_as_in_transformers() -> None:
+    config = LlamaConfig.from_hf(MINIMAL)
+    assert (config.num_key_value_heads, config.head_dim) == (4, 8)
+    assert (config.rms_norm_eps, config.rope_theta, config.initializer_range) == (1e-6, 10000.0, 0.02)
+    assert not config.tie_word_embeddings
+    assert not config.attention_bias
+    assert not config.mlp_bias
+    nulls = dict.fromkeys(("head_dim", "num_key_value_heads", "rope_scaling", "quantization_config"))
+    assert LlamaConfig.from_hf(MINIMAL | nulls) == config
+
+
+@pytest.mark.parametrize(
+    "older",
+    [
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+        {"rope_theta": 5e5, "rope_scaling": {("type" if k == "rope_type" else k): LLAMA3[k] for k in LLAMA3}},
+        {"rope_parameters": LLAMA3, "rope_theta": 5e5},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rope_theta": 1.0},
+    ],
+)
+def test_both_forms_of_rope(older: dict[str, Any]) -> None:
+    newer = LlamaConfig.from_hf(MINIMAL | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}})
+    assert LlamaConfig.from_hf(MINIMAL | older) == newer
+    assert newer.rope_theta == 5e5
+    assert dict(newer.rope_scaling) == LLAMA3
+
+
+def test_llama3_scaling() -> None:
+    # Wavelengths 6.3 (short: kept), 33 (between 16 and 64: blended), 167 (long: stretched).
+    config = MINIMAL | {"head_dim": 6, "rope_parameters": LLAMA3 | {"rope_theta": 144.0}}
+    base = 144.0 ** (-np.arange(3) / 3)
+    smooth = (64 / (2 * math.pi / base[1]) - 1) / 3
+    expected = (base[0], (1 - smooth) * base[1] / 8 + smooth * base[1], base[2] / 8)
+    assert 0 < smooth < 1
+    assert LlamaConfig.from_hf(config).rope_frequencies == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size is 0; allowed: an integer of at least 1"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"hidden_size": 32.0}, "hidden_size is 32.0"),
+        ({"hidden_size": None}, "hidden_size is missing; allowed: an integer of at least 1"),
+        ({"hidden_size": 30}, "hidden_size is 30; allowed: a multiple of num_attention_heads, which is 4"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3; allowed: a divisor of"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads is 8; allowed: a divisor of"),
+        ({"head_dim": 7}, "head_dim is 7; allowed: an even integer"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; allowed: 'silu'"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; allowed: a finite number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; allowed: False or True"),
+        ({"attention_bias": 1}, "attention_bias is 1; allowed: False or True"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}; allowed: None"),
+        ({"rope_theta": -1.0}, "rope_parameters.rope_theta is -1.0"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type is 'linear'; allowed:"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; allowed: an object or null"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5; allowed: 1.0"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "rope_parameters.high_freq_factor is 1.0"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.factor is missing"),
+    ],
+)
+def test_one_bad_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        LlamaConfig.from_hf(MINIMAL | changes)
+    assert message in str(error.value)
+    if "llama3" not in str(changes):
+        assert str(error.value).count("allowed:") == 1
+
+
+def test_all_problems_are_in_one_message() -> None:
+    bad = {"vocab_size": -1, "num_attention_heads": 0, "num_key_value_heads": 3, "hidden_act": "relu"}
+    bad |= {"rope_scaling": LLAMA3 | {"factor": 0.5, "low_freq_factor": None}}
+    config = {k: v for k, v in (MINIMAL | bad).items() if k != "intermediate_size"}
+    with pytest.raises(ValueError) as error:
+        LlamaConfig.from_hf(config)
+    lines = str(error.value).splitlines()[1:]
+    assert sorted(line.split()[0] for line in lines) == [
+        "hidden_act",
+        "intermediate_size",
+        "num_attention_heads",
+        "rope_scaling.factor",
+        "rope_scaling.low_freq_factor",
+        "vocab_size",
+    ]
+
+
+def test_the_fixtures_cover_both_forms() -> None:
+    configs = [json.loads(f.read_text()) for f in (Path(__file__).parent / "fixtures").glob("*/config.json")]
+    assert {"rope_parameters" in c for c in configs} == {True, False}
+    assert {"dtype" in c for c in configs} == {True, False}
+    assert {c["tie_word_embeddings"] for c in configs} == {True, False}
+    ratios = {LlamaConfig.from_hf(c).num_attention_heads // c["num_key_value_heads"] for c in configs}
+    assert ratios == {1, 2, 4, 8}
+
+
+def test_architectures() -> None:
+    assert get_model_class(MINIMAL) == ("LlamaForCausalLM", MODELS["LlamaForCausalLM"])
+    for bad in (["GPT2LMHeadModel"], [], None, "LlamaForCausalLM"):
+        with pytest.raises(
+            ValueError, match=r"architectures .* allowed: a list with one of LlamaForCausalLM"
+        ):
+            get_model_class(MINIMAL | {"architectures": bad})

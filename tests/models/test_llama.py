@@ -1,0 +1,147 @@
+"""The Llama family by its dense call: against transformers (make_references.py), and its gradients."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax_paged.models.layers import TENSOR
+from jax_paged.models.llama import LlamaConfig, LlamaForCausalLM
+from jax_paged.models.weights import load_model
+
+FIXTURES = sorted((Path(__file__).parent / "fixtures").iterdir())
+MAX_LEN = 128
+# Float32 sums of a few hundred terms, in another order, move log-probabilities by less than 1e-5.
+TOLERANCE = 1e-4
+
+
+@nnx.jit
+def dense_logprobs(model: Any, tokens: jax.Array) -> jax.Array:
+    return jax.nn.log_softmax(model(tokens))
+
+
+def compare(model: Any, folder: Path) -> tuple[bool, float]:
+    """Returns whether all greedy tokens are the references', and the largest error of a log-probability.
+
+    Each of the references' tokens must be the best one after those before it, so greedy decoding gives
+    the reference token for token.
+    """
+    cases = json.loads((folder / "reference.json").read_text())["cases"]
+    assert {1, 16, 17, 32, 100} <= {len(c["prompt_token_ids"]) for c in cases}
+    tokens = np.zeros((len(cases), MAX_LEN), np.int32)
+    for row, case in zip(tokens, cases, strict=True):
+        text = case["prompt_token_ids"] + case["token_ids"]
+        row[: len(text)] = text
+    equal, error = True, 0.0
+    for logprobs, case in zip(np.asarray(dense_logprobs(model, jnp.asarray(tokens))), cases, strict=True):
+        first, count = len(case["prompt_token_ids"]) - 1, len(case["token_ids"])
+        assert count == 24
+        rows = logprobs[first : first + count]
+        equal &= rows.argmax(1).tolist() == case["token_ids"]
+        ours = np.take_along_axis(rows, np.array(case["top_token_ids"]), axis=1)
+        error = max(error, np.abs(ours - case["top_logprobs"]).max())
+        error = max(error, np.abs(ours[:, 0] - case["logprobs"]).max())
+    return equal, error
+
+
+@pytest.mark.parametrize("folder", FIXTURES, ids=lambda f: f.name)
+def test_equals_transformers(folder: Path) -> None:
+    equal, error = compare(load_model(folder).model, folder)
+    assert equal
+    assert error < TOLERANCE
+
+
+def _with_config(model: Any, **changes: Any) -> Any:
+    config = dataclasses.replace(model.config, **changes)
+    other = LlamaForCausalLM(config, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+    nnx.update(other, nnx.state(model))
+    return other
+
+
+def _without_bias(model: Any, module: str, name: str) -> Any:
+    for layer in model.layers:
+        param = getattr(getattr(layer, module), name).bias
+        param[...] = jnp.zeros_like(param[...])
+    return model
+
+
+def _swapped(model: Any) -> Any:
+    for layer in model.layers:
+        layer.mlp.gate_proj, layer.mlp.up_proj = layer.mlp.up_proj, layer.mlp.gate_proj
+    return model
+
+
+MISTAKES: dict[str, Callable[[Any], Any]] = {
+    "no rope scaling": functools.partial(_with_config, rope_scaling=(("rope_type", "default"),)),
+    "other theta": functools.partial(_with_config, rope_theta=10000.0),
+    "other epsilon": functools.partial(_with_config, rms_norm_eps=1e-3),
+    "no q bias": functools.partial(_without_bias, module="self_attn", name="q_proj"),
+    "no o bias": functools.partial(_without_bias, module="self_attn", name="o_proj"),
+    "no down bias": functools.partial(_without_bias, module="mlp", name="down_proj"),
+    "gate and up swapped": _swapped,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_references_notice_a_mistake(mistake: str) -> None:
+    (folder,) = (f for f in FIXTURES if f.name == "llama3_tied_biases_old_config")
+    _, error = compare(MISTAKES[mistake](load_model(folder).model), folder)
+    assert error > 10 * TOLERANCE
+
+
+def test_gradient_is_that_of_the_served_model() -> None:
+    (folder,) = (f for f in FIXTURES if f.name == "llama3_tied_biases_old_config")
+    graph, state = nnx.split(load_model(folder).model)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (4, 32)))
+
+    @jax.jit
+    def loss(state: nnx.State) -> jax.Array:
+        logprobs = jax.nn.log_softmax(nnx.merge(graph, state)(tokens[:, :-1]))
+        return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
+
+    gradient = jax.grad(loss)(state)
+    for path, leaf in nnx.to_flat_state(gradient):
+        assert float(jnp.abs(leaf[...]).max()) > 1e-4, path
+
+    # Along the gradient the central difference is its norm, up to O(step^2) and rounding over the step.
+    norm = float(jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient))))
+    step = 5e-4
+
+    def moved(sign: float) -> float:
+        return float(loss(jax.tree.map(lambda p, g: p + sign * step * g / norm, state, gradient)))
+
+    assert (moved(1) - moved(-1)) / (2 * step) == pytest.approx(norm, rel=1e-2)
+
+
+def test_every_weight_says_how_it_is_split() -> None:
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        max_position_embeddings=64,
+        attention_bias=True,
+        mlp_bias=True,
+    )
+    model = nnx.eval_shape(lambda: LlamaForCausalLM(config, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0)))
+    column, row = (None, TENSOR), (TENSOR, None)
+    columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+    expected: dict[str, Any] = dict.fromkeys(columns, column)
+    expected |= dict.fromkeys(("o_proj", "down_proj", "embed_tokens"), row)
+    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    assert len(params) == 1 + 2 * 7 + 2 + 1 + 1
+    for path, param in params:
+        split = param.get_metadata()["out_sharding"]
+        assert len(split) == param.ndim, path
+        whole = expected.get(str(path[-2]), (None, None))
+        assert split == (whole if param.ndim == 2 else whole[1:]), path
