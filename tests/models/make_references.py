@@ -26,7 +26,7 @@ PROMPT_LENS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 47, 64, 65, 79, 99, 100)
 NUM_NEW_TOKENS = 24
 NUM_TOP = 5
 MIN_MARGIN = 1e-3
-LAYER_SCALE = 3.0
+LAYER_SCALE = 2.0
 
 # The original context is shorter than the prompts, so that every branch of the scaling is at work.
 LLAMA3_ROPE = {
