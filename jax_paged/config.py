@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from typing import Any, Literal, get_args
 
 AttentionBackend = Literal["auto", "pallas", "pallas_interpret", "xla"]
@@ -105,3 +106,9 @@ def check_number(name: str, value: Any, low: float, high: float, *, low_open: bo
     ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     ok = ok and (value > low if low_open else value >= low) and value <= high
     check(ok, name, value, f"a finite number in {'(' if low_open else '['}{low}, {high}]")
+
+
+def compilation_cache_dir() -> str:
+    """Returns the folder that compiled steps are kept in between runs."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "jax-paged", "compiled")

@@ -1,0 +1,136 @@
+"""Ahead-of-time compilation of the planned buckets: largest first, in parallel, the rest in the background."""
+
+import concurrent.futures
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from jax_paged.batch import Bucket
+from jax_paged.config import compilation_cache_dir
+
+# XLA compiles one program mostly on one core.
+NUM_COMPILE_THREADS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """One compiled bucket and what it cost.
+
+    Args:
+        execute: The compiled program.
+        trace_s: Seconds of tracing and lowering (Python).
+        compile_s: Seconds of XLA's compilation, or of reading it from the cache.
+        temp_bytes: Memory beside arguments and results while it runs.
+    """
+
+    execute: jax.stages.Compiled
+    trace_s: float
+    compile_s: float
+    temp_bytes: int
+
+
+def use_persistent_cache() -> None:
+    """Turns JAX's compilation cache on, for programs of any size, unless the user has set it up."""
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = Path(compilation_cache_dir())
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class CompiledBuckets:
+    """The compiled step of every planned bucket.
+
+    The constructor returns when the largest bucket of each kind is there: any step fits one of them. The
+    others follow in background threads; until one is there, steps use the next larger.
+
+    Args:
+        buckets: What to compile, each kind in ascending order.
+        lower: Traces and lowers the step of one bucket; called from several threads.
+    """
+
+    def __init__(self, buckets: list[Bucket], lower: Callable[[Bucket], jax.stages.Lowered]) -> None:
+        self.buckets = buckets
+        self._lower = lower
+        self._futures: dict[Bucket, concurrent.futures.Future[CompiledStep]] = {
+            bucket: concurrent.futures.Future() for bucket in sorted(buckets, key=lambda b: -b.num_tokens)
+        }
+        largest = [max(b for b in buckets if b.is_decode is kind) for kind in {b.is_decode for b in buckets}]
+        self._queue = [*(b for b in self._futures if b not in largest), *largest]
+        self._queue[: len(self._futures) - len(largest)] = reversed(
+            self._queue[: len(self._futures) - len(largest)]
+        )
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._threads = [threading.Thread(target=self._work) for _ in range(NUM_COMPILE_THREADS)]
+        for thread in self._threads:
+            thread.start()
+        try:
+            for bucket in largest:
+                self._futures[bucket].result()
+        except BaseException:
+            self.stop()
+            raise
+
+    def smallest_ready(self, *, is_decode: bool, num_tokens: int, num_seqs: int) -> Bucket:
+        """Returns the smallest compiled bucket that a step fits in."""
+        for bucket in self.buckets:
+            fits = bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
+            if bucket.is_decode is is_decode and fits and self._futures[bucket].done():
+                return bucket
+        raise AssertionError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")
+
+    def __getitem__(self, bucket: Bucket) -> CompiledStep:
+        return self._futures[bucket].result()
+
+    def wait(self) -> None:
+        """Returns when all buckets are compiled."""
+        concurrent.futures.wait(self._futures.values())
+        for future in self._futures.values():
+            future.result()
+
+    def stop(self) -> None:
+        """Ends the background threads; a compilation under way is waited for."""
+        self._stopped = True
+        for thread in self._threads:
+            thread.join()
+
+    def plan(self) -> str:
+        """Returns a table of the buckets: what is compiled, and what it cost."""
+        lines = [f"{'bucket':<16}{'trace s':>9}{'compile s':>11}{'temp MiB':>10}"]
+        for bucket in self.buckets:
+            future = self._futures[bucket]
+            if future.done():
+                step = future.result()
+                mib = step.temp_bytes / 2**20
+                lines.append(f"{bucket!s:<16}{step.trace_s:>9.2f}{step.compile_s:>11.2f}{mib:>10.1f}")
+            else:
+                lines.append(f"{bucket!s:<16}{'to be compiled':>30}")
+        return "\n".join(lines)
+
+    def _work(self) -> None:
+        # Not daemons: a thread inside XLA when the interpreter ends would crash it. So they look up whether
+        # the program is still there.
+        while not self._stopped and threading.main_thread().is_alive():
+            with self._lock:
+                if not self._queue:
+                    return
+                bucket = self._queue.pop()
+            try:
+                self._futures[bucket].set_result(self._compile(bucket))
+            except BaseException as e:
+                self._futures[bucket].set_exception(e)
+
+    def _compile(self, bucket: Bucket) -> CompiledStep:
+        start = time.perf_counter()
+        lowered = self._lower(bucket)
+        traced = time.perf_counter()
+        compiled = lowered.compile()
+        memory = compiled.memory_analysis()
+        temp_bytes = 0 if memory is None else memory.temp_size_in_bytes
+        return CompiledStep(compiled, traced - start, time.perf_counter() - traced, temp_bytes)

@@ -1,0 +1,53 @@
+"""The pool: one array a layer, [blocks, 2, kv_heads, block_size, head_dim], and how many blocks fit."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jax_paged.models.attention import FullAttentionSpec
+from jax_paged.models.layers import TENSOR
+
+CPU_KV_CACHE_BYTES = 256 * 2**20
+
+
+def block_bytes(specs: list[FullAttentionSpec], block_size: int, dtype: jnp.dtype) -> int:
+    """Returns the bytes that one block takes in all layers together."""
+    return sum(2 * s.num_kv_heads * block_size * s.head_dim for s in specs) * dtype.itemsize
+
+
+def kv_cache_sharding(mesh: Mesh) -> NamedSharding:
+    """Returns how a mesh splits a layer's pool: along the kv heads."""
+    return NamedSharding(mesh, PartitionSpec(None, None, TENSOR))
+
+
+def allocate_kv_cache(
+    specs: list[FullAttentionSpec], num_blocks: int, block_size: int, dtype: jnp.dtype, mesh: Mesh
+) -> list[Array]:
+    """Makes the pools of all layers, zeros."""
+    sharding = kv_cache_sharding(mesh)
+    shapes = [(num_blocks, 2, s.num_kv_heads, block_size, s.head_dim) for s in specs]
+    return [jnp.zeros(shape, dtype, device=sharding) for shape in shapes]
+
+
+def gpu_kv_cache_bytes(device: jax.Device, gpu_memory_utilization: float) -> int:
+    """Returns the bytes that are left for the pool, after a forward pass has shown the peak of the rest.
+
+    Args:
+        device: A GPU on which weights lie and the largest step has run with a tiny pool.
+        gpu_memory_utilization: Share of the memory that all may fill together.
+
+    Raises:
+        ValueError: If nothing is left.
+    """
+    stats = device.memory_stats()
+    assert stats is not None, "a GPU reports its memory"
+    # bytes_limit is what JAX has set aside, its own share of the whole GPU.
+    left = int(stats["bytes_limit"] * gpu_memory_utilization) - stats["peak_bytes_in_use"]
+    if left <= 0:
+        raise ValueError(
+            f"gpu_memory_utilization is {gpu_memory_utilization}, which leaves no memory for the pool: weights "
+            f"and activations take {stats['peak_bytes_in_use'] / 2**30:.1f} of {stats['bytes_limit'] / 2**30:.1f} "
+            "GiB; allowed: a larger share, a smaller model, or fewer max_num_batched_tokens"
+        )
+    return left

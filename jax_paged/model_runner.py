@@ -1,0 +1,391 @@
+"""The jitted step: weights, pool and one packed buffer in; sampled tokens and the pool out."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jax_paged.batch import (
+    MAX_BIAS_IDS,
+    BatchBuilder,
+    Bucket,
+    attention_metadata,
+    empty_sampling_inputs,
+    layout,
+    plan_buckets,
+    sampling_batch,
+    unpack,
+)
+from jax_paged.compilation import CompiledBuckets, use_persistent_cache
+from jax_paged.config import EngineArgs, check_int
+from jax_paged.kv_cache import (
+    CPU_KV_CACHE_BYTES,
+    allocate_kv_cache,
+    block_bytes,
+    gpu_kv_cache_bytes,
+    kv_cache_sharding,
+)
+from jax_paged.models.layers import TENSOR
+from jax_paged.models.weights import LoadedModel, load_model, resolve_model_dir
+from jax_paged.pallas_kernels.ops import resolve_backend
+from jax_paged.sampler import sample, token_logprobs
+from jax_paged.sampling_params import MAX_LOGPROBS
+from jax_paged.scheduler import ScheduledSequence, SchedulerOutput
+
+# Prompt positions whose log-probabilities are computed at a time.
+PROMPT_LOGPROBS_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class RunnerConfig:
+    """What a runner has come to: sizes, limits, names."""
+
+    model_name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    backend: str
+    block_size: int
+    num_blocks: int
+    kv_cache_bytes: int
+    weight_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    eos_token_ids: frozenset[int]
+    max_logprobs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probability and rank of a token, and the most likely tokens in its place."""
+
+    logprob: float
+    rank: int
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutput:
+    """What a step computed, in lists parallel to SchedulerOutput.scheduled.
+
+    Args:
+        token_ids: The sampled token; None where the step did not reach the sequence's end.
+        logprobs: Of the sampled token; the top lists are empty, and rank 0, unless the request wants them.
+        prompt_logprobs: Of the prompt tokens at positions start + 1 and on, if the request wants them.
+        is_finite: False where the logits held NaN or infinity: the request has to end.
+    """
+
+    token_ids: list[int | None]
+    logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: list[list[TokenLogprobs]]
+    is_finite: list[bool]
+
+
+class ModelRunner:
+    """Owns weights and pool, and runs steps.
+
+    Args:
+        args: Model and limits.
+        loaded: A model in memory to serve, in place of args.model; its weights stay the caller's.
+
+    Raises:
+        ValueError: If the model can't be loaded or a limit does not fit it.
+    """
+
+    def __init__(self, args: EngineArgs, loaded: LoadedModel | None = None) -> None:
+        self._backend = resolve_backend(args.attention_backend)
+        use_persistent_cache()
+        self._owns_weights = loaded is None
+        if loaded is None:
+            loaded = load_model(resolve_model_dir(args.model), args.dtype)
+        device = jax.devices()[0]
+        on_cpu = device.platform == "cpu"
+        self._mesh = Mesh(np.array([device]), (TENSOR,))
+        self._replicated = NamedSharding(self._mesh, PartitionSpec())
+        self._graphdef, state = nnx.split(loaded.model)
+        specs = jax.tree.leaves(nnx.get_partition_spec(state), is_leaf=lambda x: isinstance(x, PartitionSpec))
+        leaves, self._treedef = jax.tree.flatten(state)
+        shardings = [NamedSharding(self._mesh, spec) for spec in specs]
+        # A flat list: a nested one costs twice as much to pass, at every step.
+        self._weights: list[Array] = jax.device_put(leaves, shardings)
+        self._specs = loaded.model.kv_cache_specs()
+
+        max_model_len = loaded.max_model_len if args.max_model_len is None else args.max_model_len
+        check_int("max_model_len", max_model_len, 2, loaded.max_model_len)
+        max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
+        max_num_batched_tokens = args.max_num_batched_tokens or (512 if on_cpu else 2048)
+        self._dtype = loaded.dtype
+        self._per_block = block_bytes(self._specs, args.block_size, loaded.dtype)
+        self._block_size = args.block_size
+        self._vocab_size, self._max_model_len = loaded.vocab_size, max_model_len
+        self._max_logprobs = min(MAX_LOGPROBS, loaded.vocab_size)
+        self._max_blocks_per_seq = -(-max_model_len // args.block_size)
+        self.num_traces = 0
+        buckets = plan_buckets(max_num_seqs, max_num_batched_tokens)
+        num_blocks = self._num_blocks(args, device, on_cpu, buckets)
+
+        self.config = RunnerConfig(
+            model_name=args.model,
+            architecture=loaded.architecture,
+            vocab_size=loaded.vocab_size,
+            max_model_len=max_model_len,
+            dtype=str(loaded.dtype),
+            backend=self._backend,
+            block_size=args.block_size,
+            num_blocks=num_blocks,
+            kv_cache_bytes=num_blocks * self._per_block,
+            weight_bytes=loaded.weight_bytes,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            eos_token_ids=loaded.eos_token_ids,
+            max_logprobs=self._max_logprobs,
+        )
+        self._builder = BatchBuilder(
+            block_size=args.block_size,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            vocab_size=loaded.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+        )
+        self._max_tokens = max_num_batched_tokens
+        self._compiled = CompiledBuckets(buckets, lambda bucket: self._lower(bucket, num_blocks))
+        self._prompt_logprobs = self._lower_prompt_logprobs().compile()
+        self._kv_cache = allocate_kv_cache(self._specs, num_blocks, args.block_size, self._dtype, self._mesh)
+        self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
+
+    @property
+    def buckets(self) -> tuple[str, ...]:
+        """Names of the shapes that steps are padded to."""
+        return tuple(map(str, self._compiled.buckets))
+
+    def compile_plan(self) -> str:
+        """Returns a table of the buckets: shapes, seconds and bytes of what is compiled."""
+        return self._compiled.plan()
+
+    def wait_until_compiled(self) -> None:
+        """Returns when every bucket is compiled; until then steps may use a larger one than needed."""
+        self._compiled.wait()
+
+    def execute(self, output: SchedulerOutput) -> StepOutput:
+        """Runs one step: builds the batch, runs the model and samples. The pool is updated in place."""
+        rows = output.scheduled
+        assert not output.blocks_to_copy, "no sequence can fork yet"
+        bucket = self._compiled.smallest_ready(
+            is_decode=all(row.num_tokens == 1 for row in rows),
+            num_tokens=output.num_batched_tokens,
+            num_seqs=len(rows),
+        )
+        inputs = self._builder.build(output, bucket)
+        empty = self._empty(bucket)
+        sampling_inputs = [e if x is None else x for x, e in zip(inputs[1:], empty, strict=True)]
+        placed = jax.device_put([inputs.packed, *sampling_inputs], self._replicated)
+        results, details, hidden, self._kv_cache = self._compiled[bucket].execute(
+            self._weights, self._kv_cache, *placed
+        )
+        token_ids, logprobs, is_finite = np.asarray(results)[:, : len(rows)]
+        wanted = [row.samples and row.group.sampling_params.logprobs is not None for row in rows]
+        top = _read_details(details) if any(wanted) else None
+        return StepOutput(
+            token_ids=[
+                token if row.samples else None for row, token in zip(rows, token_ids.tolist(), strict=True)
+            ],
+            logprobs=[
+                _token_logprobs(i, logprob, top if wanted[i] else None, row) if row.samples else None
+                for i, (row, logprob) in enumerate(zip(rows, logprobs.view(np.float32).tolist(), strict=True))
+            ],
+            prompt_logprobs=self._prompt_logprobs_of(rows, hidden),
+            is_finite=[bool(x) for x in is_finite],
+        )
+
+    def close(self) -> None:
+        """Frees pool and weights (not those of a model that the caller brought); the runner is done."""
+        self._compiled.stop()
+        arrays = [*self._kv_cache, *(x for inputs in self._empty_inputs.values() for x in inputs)]
+        for array in arrays + (self._weights if self._owns_weights else []):
+            array.delete()
+        self._kv_cache, self._weights, self._empty_inputs = [], [], {}
+        del self._compiled, self._prompt_logprobs, self._graphdef
+
+    def _step(
+        self,
+        bucket: Bucket,
+        weights: list[Array],
+        kv_cache: list[Array],
+        packed: Array,
+        history: Array,
+        bias_ids: Array,
+        bias_values: Array,
+    ) -> tuple[Array, Array, Array, list[Array]]:
+        """The step of one bucket, as it is traced.
+
+        Returns:
+            int32 [3, B] token ids, bits of the log-probabilities, whether finite; int32 [B, 1 + 2N] rank,
+            most likely ids, bits of their log-probabilities; the hidden states, padded to the largest
+            bucket's rows; the pool.
+        """
+        self.num_traces += 1
+        fields = unpack(packed, bucket, self._max_blocks_per_seq)
+        model = self._model(weights)
+        hidden, kv_cache = model.paged(
+            fields["tokens"], kv_cache, attention_metadata(fields, bucket, self._backend)
+        )
+        logits = model.logits(hidden if bucket.is_decode else hidden[fields["logits_rows"]])
+        batch = sampling_batch(fields, history, bias_ids, bias_values)
+        sampled = sample(logits, batch, max_logprobs=self._max_logprobs)
+        results = jnp.stack([sampled.token_ids, _bits(sampled.logprob), sampled.is_finite.astype(jnp.int32)])
+        details = jnp.concatenate(
+            [sampled.rank[:, None], sampled.top_token_ids, _bits(sampled.top_logprobs)], axis=1
+        )
+        padding = 0 if bucket.is_decode else self._max_tokens - bucket.num_tokens
+        return results, details, jnp.pad(hidden, ((0, padding), (0, 0))), kv_cache
+
+    def _model(self, weights: list[Array]) -> Any:
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, weights))
+
+    def _lower(self, bucket: Bucket, num_blocks: int) -> jax.stages.Lowered:
+        def step(*args: Any) -> tuple[Array, Array, Array, list[Array]]:
+            return self._step(bucket, *args)
+
+        _, size = layout(bucket, self._max_blocks_per_seq)
+        pool_sharding = kv_cache_sharding(self._mesh)
+        pool = [
+            jax.ShapeDtypeStruct(
+                (num_blocks, 2, spec.num_kv_heads, self._block_size, spec.head_dim),
+                self._dtype,
+                sharding=pool_sharding,
+            )
+            for spec in self._specs
+        ]
+        b = bucket.num_seqs
+        inputs = [
+            self._replicated_shape((size,), jnp.int32),
+            self._replicated_shape((b, self._max_model_len), jnp.int32),
+            self._replicated_shape((b, MAX_BIAS_IDS), jnp.int32),
+            self._replicated_shape((b, MAX_BIAS_IDS), jnp.float32),
+        ]
+        out_shardings = (self._replicated,) * 3 + ([pool_sharding] * len(pool),)
+        jitted = jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
+        return jitted.trace(self._weights, pool, *inputs).lower()
+
+    def _lower_prompt_logprobs(self) -> jax.stages.Lowered:
+        def prompt_logprobs(weights: list[Array], hidden: Array, rows: Array, targets: Array) -> Array:
+            self.num_traces += 1
+            logits = self._model(weights).logits(hidden[rows])
+            everything = token_logprobs(
+                logits, targets, jnp.ones(rows.shape, bool), max_logprobs=self._max_logprobs
+            )
+            logprob, rank, top_ids, top_logprobs = everything
+            return jnp.concatenate(
+                [rank[:, None], top_ids, _bits(top_logprobs), _bits(logprob)[:, None]], axis=1
+            )
+
+        hidden_size = jax.eval_shape(lambda w: self._model(w).embed_tokens.embedding[...], self._weights)
+        rows = self._replicated_shape((PROMPT_LOGPROBS_ROWS,), jnp.int32)
+        hidden = self._replicated_shape((self._max_tokens, hidden_size.shape[1]), self._dtype)
+        return jax.jit(prompt_logprobs).trace(self._weights, hidden, rows, rows).lower()
+
+    def _replicated_shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
+
+    def _num_blocks(self, args: EngineArgs, device: jax.Device, on_cpu: bool, buckets: list[Bucket]) -> int:
+        if args.num_gpu_blocks_override is not None:
+            return args.num_gpu_blocks_override
+        if args.kv_cache_memory_bytes is not None:
+            num_bytes = args.kv_cache_memory_bytes
+        elif on_cpu:
+            num_bytes = CPU_KV_CACHE_BYTES
+        else:
+            self._profile(max(buckets, key=lambda b: b.num_tokens))
+            num_bytes = gpu_kv_cache_bytes(device, args.gpu_memory_utilization)
+        num_blocks = num_bytes // self._per_block
+        if num_blocks < 2:
+            raise ValueError(
+                f"kv_cache_memory_bytes is {num_bytes}; allowed: at least two blocks of {self._per_block} bytes"
+            )
+        return num_blocks
+
+    def _profile(self, bucket: Bucket) -> None:
+        """Runs the largest step once with a tiny pool, so that the device's peak shows what it needs."""
+        num_blocks = 2
+        compiled = self._lower(bucket, num_blocks).compile()
+        pool = allocate_kv_cache(self._specs, num_blocks, self._block_size, self._dtype, self._mesh)
+        _, size = layout(bucket, self._max_blocks_per_seq)
+        inputs = (
+            jnp.zeros(size, jnp.int32),
+            *empty_sampling_inputs(bucket, self._max_model_len, self._vocab_size),
+        )
+        jax.block_until_ready(compiled(self._weights, pool, *jax.device_put(inputs, self._replicated)))
+
+    def _empty(self, bucket: Bucket) -> tuple[Array, Array, Array]:
+        if bucket.num_seqs not in self._empty_inputs:
+            self._empty_inputs[bucket.num_seqs] = jax.device_put(
+                empty_sampling_inputs(bucket, self._max_model_len, self._vocab_size), self._replicated
+            )
+        return self._empty_inputs[bucket.num_seqs]
+
+    def _prompt_logprobs_of(
+        self, rows: tuple[ScheduledSequence, ...], hidden: Array
+    ) -> list[list[TokenLogprobs]]:
+        """Returns the log-probabilities of the prompt tokens that follow the rows of this step."""
+        out: list[list[TokenLogprobs]] = []
+        first = 0
+        for row in rows:
+            wants = row.group.sampling_params.prompt_logprobs is not None
+            prompt = row.seq.prompt_token_ids
+            last = min(row.start + row.num_tokens, len(prompt) - 1) if wants else row.start
+            targets = prompt[row.start + 1 : last + 1]
+            out.append(self._run_prompt_logprobs(hidden, first, targets) if targets else [])
+            first += row.num_tokens
+        return out
+
+    def _run_prompt_logprobs(self, hidden: Array, first: int, targets: list[int]) -> list[TokenLogprobs]:
+        out: list[TokenLogprobs] = []
+        n = PROMPT_LOGPROBS_ROWS
+        if hidden.shape[0] != self._max_tokens:
+            # A one-token chunk of a prompt in a decode step: its few rows are brought to the usual shape.
+            padded = np.zeros((self._max_tokens, hidden.shape[1]), hidden.dtype)
+            padded[: hidden.shape[0]] = np.asarray(hidden)
+            hidden = jax.device_put(padded, self._replicated)
+        for i in range(0, len(targets), n):
+            chunk = targets[i : i + n]
+            rows, ids = np.zeros((2, n), np.int32)
+            rows[: len(chunk)] = np.arange(first + i, first + i + len(chunk))
+            ids[: len(chunk)] = chunk
+            result = self._prompt_logprobs(
+                self._weights, hidden, *jax.device_put((rows, ids), self._replicated)
+            )
+            result = np.asarray(result)
+            top, logprobs = _read_details(result[:, :-1]), result[:, -1].view(np.float32)
+            out += [TokenLogprobs(float(logprobs[j]), *(x[j] for x in top)) for j in range(len(chunk))]
+        return out
+
+
+def _bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+Details = tuple[list[int], list[list[int]], list[list[float]]]
+
+
+def _read_details(details: Array | np.ndarray) -> Details:
+    """Returns rank, most likely ids and their log-probabilities, a list entry a row."""
+    array = np.ascontiguousarray(details)
+    n = (array.shape[1] - 1) // 2
+    top_logprobs = np.ascontiguousarray(array[:, 1 + n :]).view(np.float32)
+    return array[:, 0].tolist(), array[:, 1 : 1 + n].tolist(), top_logprobs.tolist()
+
+
+def _token_logprobs(i: int, logprob: float, top: Details | None, row: ScheduledSequence) -> TokenLogprobs:
+    if top is None:
+        return TokenLogprobs(logprob, 0, [], [])
+    k = row.group.sampling_params.logprobs
+    rank, ids, logprobs = top
+    return TokenLogprobs(logprob, rank[i], ids[i][:k], logprobs[i][:k])
