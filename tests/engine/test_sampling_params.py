@@ -1,0 +1,125 @@
+"""SamplingParams: what is let in, and what the message of a refusal says."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from jax_paged.sampling_params import SamplingParams
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"n": 1, "best_of": 1},
+    {"temperature": 0},
+    {"temperature": 1e6},
+    {"top_p": 1e-9},
+    {"top_p": 1},
+    {"top_k": -1},
+    {"top_k": 2**31 - 1},
+    {"min_p": 1.0},
+    {"presence_penalty": -2, "frequency_penalty": 2.0},
+    {"repetition_penalty": 1e-6},
+    {"seed": 0},
+    {"seed": 2**63 - 1},
+    {"stop": "a"},
+    {"stop": []},
+    {"stop": ("a", "bc")},
+    {"stop_token_ids": [0, 7]},
+    {"max_tokens": None, "min_tokens": 10**6},
+    {"max_tokens": 5, "min_tokens": 5},
+    {"logprobs": 0, "prompt_logprobs": 20},
+    {"logit_bias": {}},
+    {"logit_bias": {0: -100, 5: 100.0}},
+    {"logit_bias": dict.fromkeys(range(300), 1.0)},
+    {"ignore_eos": True, "skip_special_tokens": False},
+]
+
+NOT_NUMBERS: list[Any] = [None, True, "1", math.nan, math.inf, -math.inf, [1.0]]
+NOT_INTEGERS: list[Any] = [True, "1", 1.0, math.nan, [1]]
+BAD: dict[str, list[Any]] = {
+    "n": [0, 2, -1, None, *NOT_INTEGERS],
+    "best_of": [0, 2, *NOT_INTEGERS],
+    "temperature": [-1e-9, 1e6 + 1, *NOT_NUMBERS],
+    "top_p": [0, -0.1, 1.0001, *NOT_NUMBERS],
+    "top_k": [-2, 2**31, None, *NOT_INTEGERS],
+    "min_p": [-0.1, 1.1, *NOT_NUMBERS],
+    "presence_penalty": [-2.1, 2.1, *NOT_NUMBERS],
+    "frequency_penalty": [-2.1, 2.1, *NOT_NUMBERS],
+    "repetition_penalty": [0, -1, 1e-7, 1e7, *NOT_NUMBERS],
+    "seed": [-1, 2**63, *NOT_INTEGERS],
+    "stop": ["", ["a", ""], 5, [5], {"a": 1}, b"a", True],
+    "stop_token_ids": [5, "5", {5: 5}, [-1], [True], [1.0], ["1"], [None], True],
+    "ignore_eos": [0, 1, None, "yes"],
+    "max_tokens": [0, -1, *NOT_INTEGERS],
+    "min_tokens": [-1, 17, None, *NOT_INTEGERS],
+    "logprobs": [-1, 21, *NOT_INTEGERS],
+    "prompt_logprobs": [-1, 21, *NOT_INTEGERS],
+    "logit_bias": [
+        5,
+        [(1, 2)],
+        {"1": 1.0},
+        {True: 1.0},
+        {-1: 1.0},
+        {1: 100.1},
+        {1: math.nan},
+        {1: -math.inf},
+        {1: None},
+        dict.fromkeys(range(301), 1.0),
+    ],
+    "skip_special_tokens": [0, 1, None, "yes"],
+}
+
+
+def test_good_values() -> None:
+    for values in GOOD:
+        SamplingParams(**values)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_values(name: str) -> None:
+    for value in BAD[name]:
+        with pytest.raises(ValueError, match=f"{name}.* is .*; allowed: .") as error:
+            SamplingParams(**{name: value})
+        shown = str(error.value)
+        if not isinstance(value, list | dict):
+            assert f"{name} is {value!r}; allowed: " in shown
+
+
+def test_every_field_is_checked() -> None:
+    assert set(BAD) == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def test_messages() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"n": 2}, "n is 2; allowed: 1"),
+        ({"temperature": math.nan}, "temperature is nan; allowed: a finite number in [0, 1000000.0]"),
+        ({"top_p": 0}, "top_p is 0; allowed: a finite number in (0, 1]"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9; allowed: an integer in [0, 8]"),
+        ({"logit_bias": {7: 200}}, "logit_bias[7] is 200; allowed: a finite number in [-100, 100]"),
+        (
+            {"logit_bias": dict.fromkeys(range(301), 0)},
+            "the length of logit_bias is 301; allowed: at most 300 entries",
+        ),
+    ]
+    for values, message in cases:
+        with pytest.raises(ValueError) as error:
+            SamplingParams(**values)
+        assert str(error.value) == message
+
+
+def test_stop_strings() -> None:
+    for stop, expected in ((None, ()), ("ab", ("ab",)), (["ab", "c"], ("ab", "c")), ([], ())):
+        assert SamplingParams(stop=stop).stop_strings == expected
+
+
+def test_validate_for_vocab() -> None:
+    params = SamplingParams(stop_token_ids=[0, 99], logit_bias={99: 1.0})
+    params.validate_for_vocab(100)
+    SamplingParams().validate_for_vocab(1)
+    with pytest.raises(ValueError, match=r"stop_token_ids is 99; allowed: an integer in \[0, 98\]"):
+        params.validate_for_vocab(99)
+    with pytest.raises(ValueError, match=r"logit_bias is 99; allowed: an integer in \[0, 49\]"):
+        SamplingParams(logit_bias={3: 1.0, 99: 1.0}).validate_for_vocab(50)
+    with pytest.raises(ValueError, match="stop_token_ids is 4294967297"):
+        SamplingParams(stop_token_ids=[2**32 + 1]).validate_for_vocab(50)
