@@ -1,0 +1,137 @@
+"""pagelet's tokenizer, and the batches that it is trained on."""
+
+import ast
+import random
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax_paged.models.pagelet.dialogue import Dialogue, read_topics
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+VOCAB_SIZE = 2048
+END_OF_TEXT, END = "<|endoftext|>", "<|end|>"
+SPECIAL_TOKENS = [END_OF_TEXT, END, "<|system|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def library_texts() -> Iterator[str]:
+    """Yields the docstrings of this Python's standard library, and its short documented code."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "encodings", "__phello__"}
+    for path in sorted(root.rglob("*.py")):
+        if skipped & set(path.relative_to(root).parts):
+            continue
+        try:
+            source = path.read_text("utf-8")
+            tree = ast.parse(source)
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            docstring = ast.get_docstring(node)
+            if not docstring:
+                continue
+            yield docstring
+            code = None if isinstance(node, ast.Module) else ast.get_source_segment(source, node, padded=True)
+            if code and len(code) < 2000:
+                yield textwrap.dedent(code)
+
+
+def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Learns a byte-level BPE in which every digit is a token of its own."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    chat = [text for topic in read_topics() for text in (*topic.written, *[topic.answer] * 5)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts + chat * 5, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=SPECIAL_TOKENS[1:],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
+
+
+class Corpus:
+    """Draws training batches: rows of conversations, and rows cut from the standard library's text.
+
+    Args:
+        tokenizer: What the text is encoded with.
+        texts: The standard library's text.
+        seed: Together with the number of a batch it fixes the batch.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: list[str], seed: int) -> None:
+        self.bpe: Any = tokenizer.backend_tokenizer
+        self.seed = seed
+        self.topics = read_topics()
+        self.ids = {token: self.bpe.token_to_id(token) for token in SPECIAL_TOKENS}
+        texts = random.Random(seed).sample(texts, len(texts))
+        end = [self.ids[END_OF_TEXT]]
+        self.library = np.concatenate([encoding.ids + end for encoding in self.bpe.encode_batch(texts)])
+
+    def batch(self, step: int, rows: int, row_len: int, chat_share: float) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the batch of a step.
+
+        Args:
+            step: Its number.
+            rows: Rows of the batch.
+            row_len: Tokens that a row predicts.
+            chat_share: Share of rows that are conversations.
+
+        Returns:
+            int32 [rows, row_len + 1] tokens, and float32 [rows, row_len] weights of the predictions: all
+            of the library's text, but of conversations only what the assistant says.
+        """
+        rng = random.Random(f"{self.seed}.{step}")
+        dialogue = Dialogue(self.topics, rng)
+        tokens = np.full((rows, row_len + 1), self.ids[END_OF_TEXT], np.int32)
+        weights = np.zeros((rows, row_len), np.float32)
+        for row in range(rows):
+            if row < rows * chat_share:
+                ids, learned = self.conversation(dialogue, row_len + 1)
+                tokens[row, : len(ids)] = ids
+                weights[row, : len(ids) - 1] = learned[1:]
+            else:
+                start = rng.randrange(len(self.library) - row_len)
+                tokens[row] = self.library[start : start + row_len + 1]
+                weights[row] = 1
+        return tokens, weights
+
+    def conversation(self, dialogue: Dialogue, limit: int) -> tuple[list[int], list[bool]]:
+        """Returns the ids of as many turns as fit into `limit` tokens, and which ids are to be learned."""
+        ids: list[int] = []
+        learned: list[bool] = []
+        misses = 0
+        for messages in dialogue.conversation():
+            fitting = len(ids)
+            for message in messages:
+                text = [*self.bpe.encode(message["content"]).ids, self.ids[END]]
+                ids += [self.ids[f"<|{message['role']}|>"], *text]
+                learned += [False, *[message["role"] == "assistant"] * len(text)]
+            if len(ids) > limit:
+                del ids[fitting:], learned[fitting:]
+                misses += 1
+                if misses == 4:
+                    return ids, learned
+        raise AssertionError("a conversation does not end")

@@ -1,0 +1,194 @@
+"""Trains pagelet and writes its folder: python -m jax_paged.models.pagelet.train
+
+It stops and goes on where it was: every few minutes it writes a checkpoint. Batches depend on the seed
+and their number only, so a run that was interrupted ends as one that was not.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+from flax import nnx
+from jax_paged.models.pagelet.corpus import (
+    END,
+    END_OF_TEXT,
+    VOCAB_SIZE,
+    Corpus,
+    library_texts,
+    make_tokenizer,
+)
+from jax_paged.models.weights import random_model, save_model
+from safetensors.numpy import load_file, save_file
+from tqdm import tqdm
+
+FOLDER = Path(__file__).parent
+SEED = 0
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+PEAK_RATE, WARM_UP, FALL = 3e-3, 40, 0.4  # the rate rises, stays, and falls to 0 in the last part
+SHORT, LONG, LONG_SHARE = (24, 160), (8, 512), 0.1  # (rows, tokens a row); long rows come last
+CHAT_SHARE = 0.65
+CHECKPOINT_S = 120
+
+
+def learning_rate(num_steps: int) -> optax.Schedule:
+    """Returns a rate that does not depend on num_steps until it falls, so that a run can be made shorter."""
+    start = int(num_steps * (1 - FALL))
+    rise = optax.linear_schedule(0, PEAK_RATE, WARM_UP)
+    return optax.join_schedules([rise, optax.linear_schedule(PEAK_RATE, 0, num_steps - start)], [start])
+
+
+def make_optimizer(num_steps: int) -> optax.GradientTransformation:
+    """Returns Muon for the matrices of the layers, and Adam for the embedding and the norms.
+
+    Source: Liu et al., Muon is Scalable for LLM Training, 2025 (updates scaled to the size of Adam's).
+    """
+
+    def dimensions(params: Any) -> Any:
+        def of(path: Any, weight: jax.Array) -> Any:
+            is_matrix = weight.ndim == 2 and "embed_tokens" not in jax.tree_util.keystr(path)
+            return optax.contrib.MuonDimensionNumbers() if is_matrix else None
+
+        return jax.tree_util.tree_map_with_path(of, params)
+
+    muon = optax.contrib.muon(
+        learning_rate(num_steps),
+        weight_decay=0.02,
+        adam_b2=0.98,
+        muon_weight_dimension_numbers=dimensions,
+        consistent_rms=0.2,
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), muon)
+
+
+def make_step(graph: Any, optimizer: optax.GradientTransformation) -> Any:
+    """Returns the jitted step: (params, optimizer state, tokens, weights) -> the first two and the losses."""
+
+    def losses(params: nnx.State, tokens: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = nnx.merge(graph, params)(tokens[:, :-1])
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]) * weights
+        chat = jnp.arange(len(tokens)) < len(tokens) * CHAT_SHARE
+        parts = [jnp.sum(loss.T * rows) / jnp.sum(weights.T * rows) for rows in (chat, ~chat)]
+        return jnp.sum(loss) / jnp.sum(weights), jnp.stack(parts)
+
+    def step(params: nnx.State, state: Any, tokens: jax.Array, weights: jax.Array) -> Any:
+        (_, parts), grads = jax.value_and_grad(losses, has_aux=True)(params, tokens, weights)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, parts
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def train(num_steps: int, checkpoint: Path, out: Path, picture: Path | None) -> None:
+    """Trains up to num_steps from the checkpoint, if there is one, and writes the model's folder.
+
+    Args:
+        num_steps: Steps in all, those of the checkpoint included.
+        checkpoint: File that is read, and written every CHECKPOINT_S seconds.
+        out: Folder that gets config, weights and tokenizer.
+        picture: File that gets the loss curve.
+    """
+    texts = list(library_texts())
+    tokenizer = make_tokenizer(texts)
+    corpus = Corpus(tokenizer, texts, SEED)
+    print(f"{len(corpus.library):,} tokens of the standard library")
+
+    graph, params = nnx.split(random_model(CONFIG, "float32", SEED).model)
+    print(f"{sum(p.size for p in jax.tree.leaves(params)):,} parameters")
+    optimizer = make_optimizer(num_steps)
+    leaves, structure = jax.tree.flatten((params, optimizer.init(params)))
+    curve = np.zeros((0, 2), np.float32)
+    seconds = 0.0
+    if checkpoint.exists():
+        saved = load_file(checkpoint)
+        leaves = [jnp.asarray(saved[f"leaf{i}"]) for i in range(len(leaves))]
+        curve, seconds = saved["curve"], float(saved["seconds"])
+    params, state = jax.tree.unflatten(structure, leaves)
+
+    def save() -> None:
+        arrays = {f"leaf{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves((params, state)))}
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        part = checkpoint.with_suffix(".part")
+        save_file({**arrays, "curve": curve, "seconds": np.array(seconds)}, part)
+        part.replace(checkpoint)
+
+    step = make_step(graph, optimizer)
+    last = began = time.monotonic()
+    before = seconds
+    bar = tqdm(range(len(curve), num_steps), initial=len(curve), total=num_steps, unit="step", mininterval=2)
+    for i in bar:
+        shape = LONG if i >= num_steps * (1 - LONG_SHARE) else SHORT
+        params, state, parts = step(params, state, *corpus.batch(i, *shape, CHAT_SHARE))
+        curve = np.concatenate([curve, np.asarray(parts)[None]])
+        seconds = before + time.monotonic() - began
+        chat, library = curve[-20:].mean(0)
+        bar.set_postfix(chat=f"{chat:.3f}", library=f"{library:.3f}", refresh=False)
+        if time.monotonic() - last > CHECKPOINT_S or i == num_steps - 1:
+            save()
+            last = time.monotonic()
+    print(
+        f"{len(curve)} steps in {seconds / 60:.1f} minutes, mean loss of the last 20: {curve[-20:].mean(0)}"
+    )
+
+    weights = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in (END_OF_TEXT, END)}
+    end = {"eos_token_id": list(ids.values()), "pad_token_id": ids[END_OF_TEXT]}
+    save_model(nnx.merge(graph, weights), out, CONFIG | end)
+    tokenizer.save_pretrained(out)
+    (out / "generation_config.json").write_text(json.dumps({"do_sample": False} | end, indent=2) + "\n")
+    if picture:
+        draw(curve, picture)
+
+
+def draw(curve: np.ndarray, picture: Path) -> None:
+    """Draws the losses of the conversations and of the library's text over the steps."""
+    from matplotlib import pyplot  # an extra; only the picture needs it
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    window = np.ones(min(25, len(curve))) / min(25, len(curve))
+    for column, name in enumerate(["conversations (answers only)", "Python's standard library"]):
+        smooth = np.convolve(curve[:, column], window, "valid")
+        axes.plot(np.arange(len(smooth)) + len(window), smooth, label=name)
+    axes.set(
+        xlabel="step", ylabel="loss, nats a token (log scale)", yscale="log", title="pagelet: training loss"
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train pagelet.")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--checkpoint", type=Path, default=Path("build/pagelet/checkpoint.safetensors"))
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder that gets the model")
+    parser.add_argument("--picture", type=Path, help="file that gets the loss curve")
+    args = parser.parse_args()
+    train(args.steps, args.checkpoint, args.out, args.picture)
+
+
+if __name__ == "__main__":
+    main()
