@@ -1,25 +1,32 @@
 """The CPU backend: the ops as fast as XLA makes them, and a plain GPU baseline.
 
-Both attentions walk the pages in chunks that fit a core's cache, with an online softmax (Milakov and
-Gimelshein, 2018), and stop at the longest live context: the cost follows the tokens that are there, not
-the padded table. A gather of the whole padded table goes through memory three times and is most of a
-decode step.
+Both attentions walk a work list. A tile is a few query rows of one sequence (one row in decode, up to
+PREFILL_TILE_ROWS in prefill); an item is a tile and ITEM_TOKENS tokens of the context that it sees:
+
+    sequence, context      tiles        items (64 tokens each)
+    a, 150 tokens          a0           (a0, 0-63) (a0, 64-127) (a0, 128-149)
+    b, 30 tokens           b0           (b0, 0-29)
+    c, prefill of 20       c0 c1        (c0, 0-15) (c1, 0-19)
+
+The items that are there stand next to each other: a loop takes them chunk after chunk, as many as stay in
+a core's cache, and joins the chunks by an online softmax (Milakov and Gimelshein, 2018). So the cost follows
+the live tokens and not the padded tables. A gather of whole padded tables goes through memory three times.
+Temporary arrays stay below 32 MiB, from where on malloc maps and clears new pages at every step.
 """
 
-import functools
-from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 # Finite, so that a row with nothing to attend to gives exp(0), masked away, and not NaN.
 MASKED_SCORE = -1e30
-# Tokens of keys that one decode iteration loads for all its sequences: about 1 MiB at 4 kv heads of 64.
-DECODE_CHUNK_TOKENS = 1024
-DECODE_ROWS = 16
-PREFILL_TILE_ROWS = 64
-PREFILL_CHUNK_TOKENS = 128
+ITEM_TOKENS = 64
+PREFILL_TILE_ROWS = 32
+# Bytes of keys that a chunk loads.
+DECODE_CHUNK_BYTES = 4 * 2**20
+PREFILL_CHUNK_BYTES = 2 * 2**20
 
 
 def write_kv(
@@ -44,6 +51,22 @@ def copy_blocks(
     return kv_pages.at[dst].set(kv_pages.at[src].get(mode="clip"), mode="drop")
 
 
+class Tiles(NamedTuple):
+    """Query tiles. The R rows of a kv head are those of its group of heads, one head after the other.
+
+    Args:
+        queries: [N, K, R, D] float32, scaled.
+        positions: int32 [N, R], position of each row in its sequence.
+        context_lens: int32 [N], tokens that the tile's last row sees; 0 in an unused tile.
+        seq: int32 [N], row of the block tables.
+    """
+
+    queries: Float[Array, "n k r d"]
+    positions: Int[Array, "n r"]
+    context_lens: Int[Array, " n"]
+    seq: Int[Array, " n"]
+
+
 def paged_decode(
     q: Float[Array, "b h d"],
     kv_pages: Float[Array, "p 2 k s d"],
@@ -54,30 +77,13 @@ def paged_decode(
     window: int | None,
     soft_cap: float | None,
 ) -> Float[Array, "b h d"]:
-    """See ops.paged_decode.
-
-    Sequences are sorted by length and taken DECODE_ROWS at a time, so that those that share a loop end at
-    about the same page.
-    """
-    (num_seqs, num_heads, head_dim), kv_heads, page_size = q.shape, kv_pages.shape[2], kv_pages.shape[3]
-    rows = min(DECODE_ROWS, num_seqs)
-    pages = min(max(1, DECODE_CHUNK_TOKENS // (rows * page_size)), block_tables.shape[1])
-    order = jnp.argsort(-context_lens)
-    padding = -num_seqs % rows
-    order = jnp.pad(order, (0, padding))
-    lens = jnp.where(jnp.arange(num_seqs + padding) < num_seqs, context_lens[order], 0)
-    tables = _pad_columns(block_tables, pages)[order]
-    queries = q.reshape(num_seqs, kv_heads, -1, head_dim)[order].astype(jnp.float32) * scale
-    blocks = []
-    for first in range(0, num_seqs + padding, rows):
-        block = slice(first, first + rows)
-        attend = functools.partial(_attend_rows, kv_pages, tables[block], pages, soft_cap=soft_cap)
-        end = lens[block][:, None]
-        start = 0 if window is None else end - window
-        blocks.append(attend(queries[block], lens[block], lambda t, s=start, e=end: (t >= s) & (t < e)))
-    inverse = jnp.argsort(order[:num_seqs])
-    out = jnp.concatenate(blocks)[inverse]
-    return out.reshape(num_seqs, num_heads, head_dim).astype(q.dtype)
+    """See ops.paged_decode: every sequence is a tile of one row."""
+    num_seqs, _, head_dim = q.shape
+    queries = q.reshape(num_seqs, kv_pages.shape[2], -1, head_dim).astype(jnp.float32) * scale
+    positions = jnp.broadcast_to(context_lens[:, None] - 1, (num_seqs, queries.shape[2]))
+    tiles = Tiles(queries, positions, context_lens, jnp.arange(num_seqs))
+    out = _attend(tiles, kv_pages, block_tables, DECODE_CHUNK_BYTES, window=window, soft_cap=soft_cap)
+    return out.reshape(q.shape).astype(q.dtype)
 
 
 def ragged_attention(
@@ -91,13 +97,9 @@ def ragged_attention(
     window: int | None,
     soft_cap: float | None,
 ) -> Float[Array, "t h d"]:
-    """See ops.ragged_attention.
-
-    Sequences with one query go through paged_decode together. The queries of the others are cut into
-    tiles of PREFILL_TILE_ROWS rows; a loop over the tiles that are there attends one tile at a time.
-    """
-    (num_tokens, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
-    group = num_heads // kv_heads
+    """See ops.ragged_attention: sequences with one query go through paged_decode, the others in tiles."""
+    (num_tokens, num_heads, head_dim), (num_seqs, _) = q.shape, block_tables.shape
+    kv_heads, rows = kv_pages.shape[2], min(PREFILL_TILE_ROWS, num_tokens)
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
     is_decode = query_lens == 1
     decoded = paged_decode(
@@ -110,107 +112,111 @@ def ragged_attention(
         soft_cap=soft_cap,
     )
 
-    tile_rows = min(PREFILL_TILE_ROWS, num_tokens)
-    pages = min(max(1, PREFILL_CHUNK_TOKENS // page_size), block_tables.shape[1])
-    tables = _pad_columns(block_tables, pages)
-    num_tiles = jnp.where(is_decode, 0, -(-query_lens // tile_rows))
-    last_tile = jnp.cumsum(num_tiles)
-    queries = jnp.pad(q, ((0, tile_rows), (0, 0), (0, 0)))
+    # Each sequence leaves at most one tile that is not full, and has at least two rows.
+    num_tiles = num_tokens // rows + min(num_seqs, num_tokens // 2) + 1
+    tile_counts = jnp.where(is_decode, 0, -(-query_lens // rows))
+    tile_ends = jnp.cumsum(tile_counts)
+    seq, index, is_used = _spread(tile_ends, tile_counts, num_tiles)
+    offset = index * rows
+    row = (query_start_loc[seq] + offset)[:, None] + jnp.arange(rows)
+    queries = q.at[row].get(mode="clip").reshape(num_tiles, rows, kv_heads, -1, head_dim)
+    queries = queries.transpose(0, 2, 3, 1, 4).reshape(num_tiles, kv_heads, -1, head_dim)
+    positions = (context_lens[seq] - query_lens[seq] + offset)[:, None] + jnp.arange(rows)
+    seen = jnp.where(is_used, jnp.minimum(positions[:, -1] + 1, context_lens[seq]), 0)
+    positions = jnp.tile(positions, (1, num_heads // kv_heads))
+    tiles = Tiles(queries.astype(jnp.float32) * scale, positions, seen, seq)
+    out = _attend(tiles, kv_pages, block_tables, PREFILL_CHUNK_BYTES, window=window, soft_cap=soft_cap)
+    out = out.reshape(num_tiles, kv_heads, -1, rows, head_dim).transpose(0, 3, 1, 2, 4)
+    out = out.reshape(num_tiles * rows, num_heads, head_dim).astype(q.dtype)
 
-    def attend_tile(tile: Array, out: Array) -> Array:
-        seq = jnp.sum(tile >= last_tile)
-        offset = (tile - (last_tile[seq] - num_tiles[seq])) * tile_rows
-        row = query_start_loc[seq] + offset
-        rows = lax.dynamic_slice_in_dim(queries, row, tile_rows)
-        # [1, K, G * rows, D]: a kv head's whole group attends in one product.
-        rows_by_head = rows.reshape(tile_rows, kv_heads, group, head_dim).transpose(1, 2, 0, 3)
-        rows_by_head = rows_by_head.reshape(1, kv_heads, group * tile_rows, head_dim)
-        position = context_lens[seq] - query_lens[seq] + offset + jnp.arange(tile_rows)
-        end = jnp.minimum(position[-1] + 1, context_lens[seq])[None]
-        position = jnp.tile(position, group)[None, None, :, None]
-
-        def is_live(t: Array) -> Array:
-            t = t[:, None, None]
-            return (t <= position) if window is None else (t <= position) & (t > position - window)
-
-        table = lax.dynamic_slice_in_dim(tables, seq, 1)
-        scaled = rows_by_head.astype(jnp.float32) * scale
-        tile_out = _attend_rows(kv_pages, table, pages, scaled, end, is_live, soft_cap=soft_cap)
-        tile_out = tile_out.reshape(kv_heads, group, tile_rows, head_dim).transpose(2, 0, 1, 3)
-        tile_out = tile_out.reshape(tile_rows, num_heads, head_dim).astype(q.dtype)
-        # The tile may reach into the rows of the next sequence: those keep what they have.
-        is_own = (offset + jnp.arange(tile_rows) < query_lens[seq])[:, None, None]
-        kept = lax.dynamic_slice_in_dim(out, row, tile_rows)
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(is_own, tile_out, kept), row, axis=0)
-
-    prefilled = lax.fori_loop(0, last_tile[-1], attend_tile, jnp.zeros_like(queries))[:num_tokens]
+    # Back from tiles to token rows.
     token = jnp.arange(num_tokens)
-    seq = jnp.minimum(jnp.sum(token[:, None] >= query_start_loc[1:], axis=1), block_tables.shape[0] - 1)
-    is_decode_row = is_decode[seq] & (token < query_start_loc[-1])
-    return jnp.where(is_decode_row[:, None, None], decoded[seq], prefilled)
+    seq = jnp.sum(token[:, None] >= query_start_loc[1:], axis=1)
+    is_padding = seq >= num_seqs
+    seq = jnp.minimum(seq, num_seqs - 1)
+    prefilled = (tile_ends - tile_counts)[seq] * rows + token - query_start_loc[seq]
+    out = jnp.where(is_decode[seq][:, None, None], decoded[seq], out.at[prefilled].get(mode="clip"))
+    return jnp.where(is_padding[:, None, None], 0, out)
 
 
-def _attend_rows(
-    kv_pages: Float[Array, "p 2 k s d"],
-    tables: Int[Array, "r m"],
-    pages: int,
-    queries: Float[Array, "r k g d"],
-    lens: Int[Array, " r"],
-    is_live: Callable[[Int[Array, "*r t"]], Bool[Array, "..."]],
-    *,
-    soft_cap: float | None,
-) -> Float[Array, "r k g d"]:
-    """Attends R rows of scaled float32 queries over their tables, `pages` columns an iteration.
+def _spread(ends: Int[Array, " b"], counts: Int[Array, " b"], size: int) -> tuple[Array, Array, Array]:
+    """Lists counts[b] entries for each b, one b after the other.
 
     Args:
-        kv_pages: The pool.
-        tables: Pages of each row; the number of columns is a multiple of `pages`.
-        pages: Columns an iteration.
-        queries: Scaled float32 queries.
-        lens: Tokens of each row; those from there on are dead.
-        is_live: Positions [1, T] -> whether each is attended to, broadcastable to [R, T] or [R, K, G, T].
-        soft_cap: See ops.paged_decode.
+        ends: Running sum of counts.
+        counts: Entries of each b.
+        size: Length of the list.
+
+    Returns:
+        For each entry its b (the last b where unused), its index within b, and whether it is used.
     """
+    entry = jnp.arange(size)
+    owner = jnp.sum(entry[:, None] >= ends, axis=1)
+    is_used = owner < counts.shape[0]
+    owner = jnp.minimum(owner, counts.shape[0] - 1)
+    return owner, entry - (ends - counts)[owner], is_used
+
+
+def _attend(
+    tiles: Tiles,
+    kv_pages: Float[Array, "p 2 k s d"],
+    block_tables: Int[Array, "b m"],
+    chunk_bytes: int,
+    *,
+    window: int | None,
+    soft_cap: float | None,
+) -> Float[Array, "n k r d"]:
+    """Attends with every tile over its context, a chunk of items at a time; 0 in unused tiles."""
     num_pages, _, kv_heads, page_size, head_dim = kv_pages.shape
-    rows, tokens = tables.shape[0], pages * page_size
+    num_tiles = tiles.queries.shape[0]
+    pages = max(1, ITEM_TOKENS // page_size)
+    tokens = pages * page_size
+    most_items = num_tiles * -(-block_tables.shape[1] // pages)
+    chunk_items = min(max(1, chunk_bytes // (tokens * kv_heads * head_dim * 4)), most_items)
+    tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % pages)))
     # A row of this view is the [S, D] tile of one page, one of keys and values, one head.
-    tiles = kv_pages.reshape(num_pages * 2 * kv_heads, page_size * head_dim)
+    page_tiles = kv_pages.reshape(num_pages * 2 * kv_heads, page_size * head_dim)
     head = jnp.arange(kv_heads)[:, None]
+    item_counts = -(-tiles.context_lens // tokens)
+    item_ends = jnp.cumsum(item_counts)
 
     def load(page: Array, which: int) -> Array:
-        tile = (page[:, None, :] * 2 + which) * kv_heads + head
-        loaded = tiles.at[tile].get(mode="promise_in_bounds")
-        return loaded.reshape(rows, kv_heads, tokens, head_dim).astype(jnp.float32)
+        row = (page[:, None, :] * 2 + which) * kv_heads + head
+        loaded = page_tiles.at[row].get(mode="promise_in_bounds")
+        return loaded.reshape(-1, kv_heads, tokens, head_dim).astype(jnp.float32)
 
-    def attend_chunk(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def attend_chunk(chunk: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, largest, total = carry
-        page = lax.dynamic_slice_in_dim(tables, i * pages, pages, axis=1)
-        position = i * tokens + jnp.arange(tokens)
-        written = position < lens[:, None]
-        live = is_live(position[None])
-        if live.ndim == 2:
-            live = (live & written)[:, None, None]
-        else:
-            live = live & written[:, None, None]
-        scores = jnp.einsum("rkgd,rktd->rkgt", queries, load(page, 0))
+        ends = item_ends - chunk * chunk_items
+        tile, index, is_used = _spread(ends, item_counts, chunk_items)
+        token = index[:, None] * tokens + jnp.arange(tokens)
+        is_there = is_used[:, None] & (token < tiles.context_lens[tile][:, None])
+        # Pages past the context are not loaded: the table's rest may be anything, and costs nothing so.
+        column = jnp.where(is_there[:, ::page_size], token[:, ::page_size] // page_size, 0)
+        page = jnp.where(is_there[:, ::page_size], tables[tiles.seq[tile][:, None], column], 0)
+        position = tiles.positions[tile][:, None, :, None]
+        token, is_there = token[:, None, None], is_there[:, None, None]
+        live = is_there & (token <= position)
+        if window is not None:
+            live &= token > position - window
+
+        scores = jnp.einsum("nkrd,nktd->nkrt", tiles.queries[tile], load(page, 0))
         if soft_cap is not None:
             scores = jnp.tanh(scores / soft_cap) * soft_cap
         scores = jnp.where(live, scores, MASKED_SCORE)
-        new_largest = jnp.maximum(largest, scores.max(-1))
-        probs = jnp.where(live, jnp.exp(scores - new_largest[..., None]), 0)
+        # An unused item is nobody's: its tile is out of range, and what it adds is dropped.
+        segment = jnp.where(is_used, tile, num_tiles)
+        new_largest = largest.at[segment].max(scores.max(-1), mode="drop")
+        probs = jnp.where(live, jnp.exp(scores - new_largest[tile][..., None]), 0)
         decay = jnp.exp(largest - new_largest)
         # 0 * NaN is NaN: what a dead slot holds must not reach the product.
-        values = jnp.where(written[:, None, :, None], load(page, 1), 0)
-        acc = acc * decay[..., None] + jnp.einsum("rkgt,rktd->rkgd", probs, values)
-        return acc, new_largest, total * decay + probs.sum(-1)
+        values = jnp.where(is_there.swapaxes(-1, -2), load(page, 1), 0)
+        weighted = jnp.einsum("nkrt,nktd->nkrd", probs, values)
+        acc = (acc * decay[..., None]).at[segment].add(weighted, mode="drop")
+        return acc, new_largest, (total * decay).at[segment].add(probs.sum(-1), mode="drop")
 
-    zero = jnp.zeros(queries.shape, jnp.float32)
-    carry = (zero, jnp.full(queries.shape[:-1], MASKED_SCORE), zero[..., 0])
-    num_chunks = -(-lens.max() // tokens)
+    zero = jnp.zeros_like(tiles.queries)
+    carry = (zero, jnp.full(zero.shape[:-1], MASKED_SCORE), zero[..., 0])
+    num_chunks = -(-item_ends[-1] // chunk_items)
     acc, _, total = lax.fori_loop(0, num_chunks, attend_chunk, carry)
     return acc / jnp.where(total > 0, total, 1)[..., None]
-
-
-def _pad_columns(tables: Int[Array, "b m"], multiple: int) -> Int[Array, "b m2"]:
-    """Pads block tables with the null page to a multiple of columns: a slice past the end would clamp."""
-    return jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % multiple)))
