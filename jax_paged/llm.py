@@ -1,0 +1,158 @@
+"""LLM: prompts in, outputs out, for notebooks and scripts."""
+
+import itertools
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from tqdm import tqdm
+
+from jax_paged.config import EngineArgs, check
+from jax_paged.engine import CheckedRequest, LLMEngine, Prompt, as_prompts, deferred_interrupt
+from jax_paged.outputs import RequestOutput
+from jax_paged.sampling_params import SamplingParams
+from jax_paged.tokenizer import Messages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class LLM:
+    """A model with its engine; `close` it, or use it in a `with` block, to free the memory.
+
+    Args:
+        model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
+        **engine_args: The other fields of EngineArgs.
+
+    Raises:
+        ValueError: If the model or a setting can't be used.
+    """
+
+    def __init__(self, model: str = "pagelet", **engine_args: Any) -> None:
+        self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args))
+        self._request_ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes prompts, all of them together.
+
+        Args:
+            prompts: A prompt or a list of them; each is text, a list of token ids, {"prompt": text} or
+                {"prompt_token_ids": ids}.
+            sampling_params: For all prompts, or a list with one for each; None takes the defaults.
+            use_tqdm: Whether to show a progress bar.
+
+        Returns:
+            One output a prompt, in their order.
+
+        Raises:
+            ValueError: If the engine can't run one of the prompts; then none has run.
+        """
+        listed = as_prompts(prompts)
+        params = self._params_of(sampling_params, len(listed))
+        pairs = enumerate(zip(listed, params, strict=True))
+        return self._run([self._check(i, *pair) for i, pair in pairs], use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or a list of them, through the tokenizer's chat template.
+
+        Args:
+            messages: dicts with "role" and "content", or a list of such lists.
+            sampling_params: As `generate` takes them.
+            use_tqdm: Whether to show a progress bar.
+
+        Returns:
+            One output a conversation, in their order.
+
+        Raises:
+            ValueError: As `generate`; also if the tokenizer has no chat template.
+        """
+        tokenizer = self.llm_engine.tokenizer
+        if tokenizer is None:
+            raise ValueError("chat needs a tokenizer, and skip_tokenizer_init is True")
+        check(
+            isinstance(messages, list | tuple) and bool(messages), "messages", messages, "a list of messages"
+        )
+        conversations = [messages] if isinstance(messages[0], dict) else messages
+        prompts = [tokenizer.encode_chat(m) for m in conversations]  # pyright: ignore[reportArgumentType]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Returns the tokenizer as transformers loads it.
+
+        Raises:
+            ValueError: If the engine has none.
+        """
+        if self.llm_engine.tokenizer is None:
+            raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
+        return self.llm_engine.tokenizer.hf
+
+    def close(self) -> None:
+        """Frees weights and pool; a second call does nothing."""
+        self.llm_engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"LLM{self.llm_engine!r}"
+
+    def _params_of(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> Sequence[SamplingParams | None]:
+        if not isinstance(params, list | tuple):
+            return [params] * num_prompts  # pyright: ignore[reportReturnType]
+        if len(params) != num_prompts:
+            raise ValueError(
+                f"sampling_params has {len(params)} entries; allowed: one for all, or {num_prompts}"
+            )
+        return params
+
+    def _check(self, index: int, prompt: Prompt, params: SamplingParams | None) -> CheckedRequest:
+        try:
+            return self.llm_engine.check_request(prompt, params)
+        except ValueError as error:
+            raise ValueError(f"prompts[{index}]: {error}") from error
+
+    def _run(self, requests: list[CheckedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """Runs requests to their end; Ctrl-C (between two steps) or an error ends all of them."""
+        engine = self.llm_engine
+        ids = [f"generate-{next(self._request_ids)}" for _ in requests]
+        outputs: dict[str, RequestOutput] = {}
+        with (
+            deferred_interrupt() as interrupted,
+            tqdm(total=len(ids), disable=not use_tqdm, unit="request", dynamic_ncols=True) as bar,
+        ):
+            num_tokens, start = 0, time.monotonic()
+            try:
+                for request_id, request in zip(ids, requests, strict=True):
+                    engine.add_request(request_id, request)
+                while len(outputs) < len(ids) and not interrupted.is_set():
+                    changed = engine.advance()
+                    ended = {s.group.request_id: s.output() for s in changed if s.finish_reason is not None}
+                    outputs |= ended
+                    num_tokens += len(changed)
+                    rate = num_tokens / (time.monotonic() - start)
+                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+                    bar.update(len(ended))
+            finally:
+                for request_id in ids:
+                    engine.abort_request(request_id)
+        return [outputs[request_id] for request_id in ids]

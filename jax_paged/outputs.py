@@ -1,0 +1,94 @@
+"""What a request returns; the names are vLLM's."""
+
+import dataclasses
+
+from jax_paged.sequence import RequestMetrics
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-probability of a token, before penalties, bias and temperature.
+
+    Args:
+        logprob: Natural logarithm of its probability.
+        rank: 1 for the most probable token of the vocabulary.
+        decoded_token: Its text; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+# One dict a token: token id -> Logprob, the sampled (or prompt's) token first, then the most probable ones.
+TokenLogprobDict = dict[int, Logprob]
+
+
+@dataclasses.dataclass(slots=True)
+class CompletionOutput:
+    """One output of a request.
+
+    Args:
+        index: Which of the request's outputs it is.
+        text: Its text, before the stop string or stop token that ended it; "" without a tokenizer.
+        token_ids: Its tokens, the one that ended it included.
+        cumulative_logprob: Sum of the log-probabilities of `token_ids`.
+        logprobs: One dict a token; None if not asked for.
+        finish_reason: "stop", "length" or "abort"; None while it runs.
+        stop_reason: The stop string or stop token id that ended it, or why it was aborted.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float
+    logprobs: list[TokenLogprobDict] | None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def __repr__(self) -> str:
+        end = self.finish_reason and f", finish_reason={self.finish_reason!r}"
+        reason = f", stop_reason={self.stop_reason!r}" if self.stop_reason is not None else ""
+        return f"CompletionOutput({self.text!r}, {len(self.token_ids)} tokens{end or ', running'}{reason})"
+
+
+@dataclasses.dataclass(slots=True)
+class RequestOutput:
+    """A request and its outputs so far.
+
+    Args:
+        request_id: The id it was added with.
+        prompt: Its text; None if it came as token ids.
+        prompt_token_ids: Its tokens.
+        prompt_logprobs: One dict a prompt token, None for the first; None if not asked for.
+        outputs: Its outputs.
+        finished: Whether all outputs have ended.
+        metrics: When it arrived, got its first token and ended, in seconds of time.monotonic().
+        num_cached_tokens: Prompt tokens that were found in the prefix cache.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobDict | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int
+
+    def __repr__(self) -> str:
+        prompt = f"{len(self.prompt_token_ids)} prompt tokens" if self.prompt is None else repr(self.prompt)
+        return f"RequestOutput({self.request_id!r}, {prompt}, outputs={self.outputs})"
+
+    def extend(self, delta: "RequestOutput") -> None:
+        """Appends a later part of the same request; `delta` holds only what has come since."""
+        for output, new in zip(self.outputs, delta.outputs, strict=True):
+            output.text += new.text
+            output.token_ids = output.token_ids + new.token_ids
+            output.cumulative_logprob = new.cumulative_logprob
+            if output.logprobs is not None and new.logprobs is not None:
+                output.logprobs = output.logprobs + new.logprobs
+            output.finish_reason, output.stop_reason = new.finish_reason, new.stop_reason
+        self.prompt_logprobs = delta.prompt_logprobs
+        self.finished = delta.finished
+        self.num_cached_tokens = delta.num_cached_tokens
