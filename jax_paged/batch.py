@@ -12,7 +12,6 @@ import math
 import weakref
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax

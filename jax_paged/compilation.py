@@ -1,5 +1,6 @@
-"""Ahead-of-time compilation of the planned buckets: largest first, in parallel, the rest in the background."""
+"""Ahead-of-time compilation of the planned buckets, in parallel; all but the largest in the background."""
 
+import collections
 import concurrent.futures
 import dataclasses
 import threading
@@ -58,13 +59,11 @@ class CompiledBuckets:
         self.buckets = buckets
         self._lower = lower
         self._futures: dict[Bucket, concurrent.futures.Future[CompiledStep]] = {
-            bucket: concurrent.futures.Future() for bucket in sorted(buckets, key=lambda b: -b.num_tokens)
+            bucket: concurrent.futures.Future() for bucket in buckets
         }
-        largest = [max(b for b in buckets if b.is_decode is kind) for kind in {b.is_decode for b in buckets}]
-        self._queue = [*(b for b in self._futures if b not in largest), *largest]
-        self._queue[: len(self._futures) - len(largest)] = reversed(
-            self._queue[: len(self._futures) - len(largest)]
-        )
+        # After the largest come the small ones: they make a lone user's steps quick.
+        largest = [max(b for b in buckets if b.is_decode is kind) for kind in (False, True)]
+        self._queue = collections.deque([*largest, *(b for b in buckets if b not in largest)])
         self._lock = threading.Lock()
         self._stopped = False
         self._threads = [threading.Thread(target=self._work) for _ in range(NUM_COMPILE_THREADS)]
@@ -120,7 +119,7 @@ class CompiledBuckets:
             with self._lock:
                 if not self._queue:
                     return
-                bucket = self._queue.pop()
+                bucket = self._queue.popleft()
             try:
                 self._futures[bucket].set_result(self._compile(bucket))
             except BaseException as e:

@@ -1,6 +1,5 @@
 """The pool: one array a layer, [blocks, 2, kv_heads, block_size, head_dim], and how many blocks fit."""
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -30,24 +29,23 @@ def allocate_kv_cache(
     return [jnp.zeros(shape, dtype, device=sharding) for shape in shapes]
 
 
-def gpu_kv_cache_bytes(device: jax.Device, gpu_memory_utilization: float) -> int:
+def gpu_kv_cache_bytes(memory_stats: dict[str, int], gpu_memory_utilization: float) -> int:
     """Returns the bytes that are left for the pool, after a forward pass has shown the peak of the rest.
 
     Args:
-        device: A GPU on which weights lie and the largest step has run with a tiny pool.
+        memory_stats: Of a GPU on which weights lie and the largest step has run with a tiny pool.
         gpu_memory_utilization: Share of the memory that all may fill together.
 
     Raises:
         ValueError: If nothing is left.
     """
-    stats = device.memory_stats()
-    assert stats is not None, "a GPU reports its memory"
     # bytes_limit is what JAX has set aside, its own share of the whole GPU.
-    left = int(stats["bytes_limit"] * gpu_memory_utilization) - stats["peak_bytes_in_use"]
+    left = int(memory_stats["bytes_limit"] * gpu_memory_utilization) - memory_stats["peak_bytes_in_use"]
     if left <= 0:
+        used, limit = memory_stats["peak_bytes_in_use"] / 2**30, memory_stats["bytes_limit"] / 2**30
         raise ValueError(
-            f"gpu_memory_utilization is {gpu_memory_utilization}, which leaves no memory for the pool: weights "
-            f"and activations take {stats['peak_bytes_in_use'] / 2**30:.1f} of {stats['bytes_limit'] / 2**30:.1f} "
-            "GiB; allowed: a larger share, a smaller model, or fewer max_num_batched_tokens"
+            f"gpu_memory_utilization is {gpu_memory_utilization}, which leaves no memory for the pool: "
+            f"weights and activations take {used:.1f} of {limit:.1f} GiB; allowed: a larger share, a smaller "
+            "model, or fewer max_num_batched_tokens"
         )
     return left

@@ -1,6 +1,7 @@
 """The jitted step: weights, pool and one packed buffer in; sampled tokens and the pool out."""
 
 import dataclasses
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from jax_paged.kv_cache import (
     gpu_kv_cache_bytes,
     kv_cache_sharding,
 )
+from jax_paged.models.attention import Backend
 from jax_paged.models.layers import TENSOR
 from jax_paged.models.weights import LoadedModel, load_model, resolve_model_dir
 from jax_paged.pallas_kernels.ops import resolve_backend
@@ -101,7 +103,7 @@ class ModelRunner:
     """
 
     def __init__(self, args: EngineArgs, loaded: LoadedModel | None = None) -> None:
-        self._backend = resolve_backend(args.attention_backend)
+        self._backend: Backend = resolve_backend(args.attention_backend)
         use_persistent_cache()
         self._owns_weights = loaded is None
         if loaded is None:
@@ -117,6 +119,7 @@ class ModelRunner:
         # A flat list: a nested one costs twice as much to pass, at every step.
         self._weights: list[Array] = jax.device_put(leaves, shardings)
         self._specs = loaded.model.kv_cache_specs()
+        self._hidden_size = loaded.config.hidden_size
 
         max_model_len = loaded.max_model_len if args.max_model_len is None else args.max_model_len
         check_int("max_model_len", max_model_len, 2, loaded.max_model_len)
@@ -130,7 +133,7 @@ class ModelRunner:
         self._max_blocks_per_seq = -(-max_model_len // args.block_size)
         self.num_traces = 0
         buckets = plan_buckets(max_num_seqs, max_num_batched_tokens)
-        num_blocks = self._num_blocks(args, device, on_cpu, buckets)
+        num_blocks = self._num_blocks(args, device, buckets)
 
         self.config = RunnerConfig(
             model_name=args.model,
@@ -273,7 +276,8 @@ class ModelRunner:
         ]
         out_shardings = (self._replicated,) * 3 + ([pool_sharding] * len(pool),)
         jitted = jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
-        return jitted.trace(self._weights, pool, *inputs).lower()
+        with self._precision():
+            return jitted.trace(self._weights, pool, *inputs).lower()
 
     def _lower_prompt_logprobs(self) -> jax.stages.Lowered:
         def prompt_logprobs(weights: list[Array], hidden: Array, rows: Array, targets: Array) -> Array:
@@ -287,28 +291,33 @@ class ModelRunner:
                 [rank[:, None], top_ids, _bits(top_logprobs), _bits(logprob)[:, None]], axis=1
             )
 
-        hidden_size = jax.eval_shape(lambda w: self._model(w).embed_tokens.embedding[...], self._weights)
         rows = self._replicated_shape((PROMPT_LOGPROBS_ROWS,), jnp.int32)
-        hidden = self._replicated_shape((self._max_tokens, hidden_size.shape[1]), self._dtype)
-        return jax.jit(prompt_logprobs).trace(self._weights, hidden, rows, rows).lower()
+        hidden = self._replicated_shape((self._max_tokens, self._hidden_size), self._dtype)
+        with self._precision():
+            return jax.jit(prompt_logprobs).trace(self._weights, hidden, rows, rows).lower()
+
+    def _precision(self) -> AbstractContextManager[None]:
+        # float32 means float32: GPUs would multiply in TF32, which is not exact to the token.
+        return jax.default_matmul_precision("highest" if self._dtype == jnp.float32 else "default")
 
     def _replicated_shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._replicated)
 
-    def _num_blocks(self, args: EngineArgs, device: jax.Device, on_cpu: bool, buckets: list[Bucket]) -> int:
+    def _num_blocks(self, args: EngineArgs, device: Any, buckets: list[Bucket]) -> int:
         if args.num_gpu_blocks_override is not None:
             return args.num_gpu_blocks_override
         if args.kv_cache_memory_bytes is not None:
             num_bytes = args.kv_cache_memory_bytes
-        elif on_cpu:
+        elif device.platform == "cpu":
             num_bytes = CPU_KV_CACHE_BYTES
         else:
             self._profile(max(buckets, key=lambda b: b.num_tokens))
-            num_bytes = gpu_kv_cache_bytes(device, args.gpu_memory_utilization)
+            num_bytes = gpu_kv_cache_bytes(device.memory_stats(), args.gpu_memory_utilization)
         num_blocks = num_bytes // self._per_block
         if num_blocks < 2:
             raise ValueError(
-                f"kv_cache_memory_bytes is {num_bytes}; allowed: at least two blocks of {self._per_block} bytes"
+                f"kv_cache_memory_bytes is {num_bytes}; allowed: at least two blocks of {self._per_block} "
+                "bytes"
             )
         return num_blocks
 
@@ -364,7 +373,11 @@ class ModelRunner:
             )
             result = np.asarray(result)
             top, logprobs = _read_details(result[:, :-1]), result[:, -1].view(np.float32)
-            out += [TokenLogprobs(float(logprobs[j]), *(x[j] for x in top)) for j in range(len(chunk))]
+            rank, top_ids, top_logprobs = top
+            out += [
+                TokenLogprobs(float(logprobs[j]), rank[j], top_ids[j], top_logprobs[j])
+                for j in range(len(chunk))
+            ]
         return out
 
 

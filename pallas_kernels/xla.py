@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 # Finite, so that a row with nothing to attend to gives exp(0), masked away, and not NaN.
 MASKED_SCORE = -1e30
 ITEM_TOKENS = 64
-PREFILL_TILE_ROWS = 32
+PREFILL_TILE_ROWS = 16
 # Bytes of keys that a chunk loads.
 DECODE_CHUNK_BYTES = 4 * 2**20
 PREFILL_CHUNK_BYTES = 2 * 2**20
@@ -36,8 +36,13 @@ def write_kv(
     slot_mapping: Int[Array, " t"],
 ) -> Float[Array, "p 2 k s d"]:
     """See ops.write_kv."""
-    page_size = kv_pages.shape[3]
+    num_pages, _, _, page_size, _ = kv_pages.shape
     kv = jnp.stack([k, v], axis=1).astype(kv_pages.dtype)
+    if kv.shape[0] == 1:
+        # XLA makes a scatter of one row an update that it then computes twice, each on a copy of the pool.
+        # A second row that is dropped keeps it a scatter.
+        kv = jnp.pad(kv, ((0, 1), (0, 0), (0, 0), (0, 0)))
+        slot_mapping = jnp.pad(slot_mapping, (0, 1), constant_values=num_pages * page_size)
     page, offset = slot_mapping // page_size, slot_mapping % page_size
     return kv_pages.at[page, :, :, offset].set(kv, mode="drop")
 

@@ -1,0 +1,166 @@
+"""Throughput of the engine on a fixed workload: 64 greedy requests submitted at once.
+
+    python benchmarks/throughput.py                                  a random-weight model made on the spot
+    python benchmarks/throughput.py --model DIR --reference FILE     a checkpoint, and what it should answer
+
+The workload: prompts of 16-256 random tokens, outputs of a fixed 16-128 tokens, end tokens ignored. The
+model: a Llama of 8 layers, 512 wide, 8 heads, 4 kv heads, vocabulary 8192, untied: 40M parameters.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+START = time.time()
+
+HF_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "initializer_range": 0.05,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def process_start() -> float:
+    """Returns when this process started, in seconds of time.time(); Linux only, else when Python got here."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return START
+    return time.time() - (uptime - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def workload() -> list[dict[str, Any]]:
+    """Returns the 64 requests; always the same."""
+    rng = random.Random(0)
+    requests = []
+    for _ in range(64):
+        prompt_len, max_tokens = rng.randint(16, 256), rng.randint(16, 128)
+        prompt = [rng.randrange(260, 8192) for _ in range(prompt_len)]
+        requests.append({"prompt_token_ids": prompt, "max_tokens": max_tokens})
+    return requests
+
+
+class DeviceTimer:
+    """Stands before an engine's compiled steps and adds up the seconds that they run."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+        self.seconds = 0.0
+        self.steps: dict[str, list[float]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+    def __getitem__(self, bucket: Any) -> Any:
+        import jax
+
+        step = self._compiled[bucket]
+
+        class Timed:
+            @staticmethod
+            def execute(*args: Any) -> Any:
+                start = time.perf_counter()
+                out = jax.block_until_ready(step.execute(*args))
+                elapsed = time.perf_counter() - start
+                self.seconds += elapsed
+                self.steps.setdefault(str(bucket), []).append(elapsed)
+                return out
+
+        return Timed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="a checkpoint folder; default: random weights")
+    parser.add_argument("--reference", type=Path, help="JSON list of the 64 expected outputs")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3, help="the workload is run so many times")
+    parser.add_argument("--steps", action="store_true", help="print the time of each bucket's steps")
+    args = parser.parse_args()
+
+    from jax_paged import LLM, SamplingParams
+    from jax_paged.models.weights import random_model
+
+    loaded = None if args.model else random_model(HF_CONFIG, args.dtype)
+    llm = LLM(
+        model=args.model or "random",
+        dtype=args.dtype,
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=64,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        enable_prefix_caching=False,
+        **({"loaded": loaded} if loaded else {}),
+    )
+    warm = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": [300] * 8}], warm, use_tqdm=False)
+    startup_s = time.time() - process_start()
+    runner = llm.llm_engine.runner
+    runner.wait_until_compiled()
+    compiled_s = time.time() - process_start()
+
+    requests = workload()
+    prompts = [{"prompt_token_ids": r["prompt_token_ids"]} for r in requests]
+    params = [SamplingParams(temperature=0.0, max_tokens=r["max_tokens"], ignore_eos=True) for r in requests]
+    timer = runner._compiled = DeviceTimer(runner._compiled)
+    rounds = []
+    for _ in range(args.rounds):
+        timer.seconds, timer.steps = 0.0, {}
+        start, arrival = time.perf_counter(), time.monotonic()
+        results = llm.generate(prompts, params, use_tqdm=False)
+        wall_s = time.perf_counter() - start
+        outputs = [list(r.outputs[0].token_ids) for r in results]
+        first = sorted(r.metrics.first_token_time - arrival for r in results)
+        rounds.append(
+            {
+                "wall_s": round(wall_s, 2),
+                "output_tokens_per_s": round(sum(map(len, outputs)) / wall_s, 1),
+                "ttft_p50_s": round(statistics.median(first), 3),
+                "ttft_p99_s": round(first[-1], 3),
+                "host_share": round(1 - timer.seconds / wall_s, 3),
+                "steps": sum(map(len, timer.steps.values())),
+            }
+        )
+        if args.steps:
+            for name, times in sorted(timer.steps.items()):
+                print(f"  {name:<14} {len(times):4d} steps, median {statistics.median(times) * 1e3:7.2f} ms")
+    best = max(rounds, key=lambda r: r["output_tokens_per_s"])
+    report: dict[str, Any] = {
+        "dtype": args.dtype,
+        **best,
+        "all_rounds_tokens_per_s": [r["output_tokens_per_s"] for r in rounds],
+        "startup_s": round(startup_s, 2),
+        "all_buckets_compiled_s": round(compiled_s, 2),
+        "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "backend": runner.config.backend,
+    }
+    if args.reference:
+        expected = json.loads(args.reference.read_text())
+        report["equal_to_reference"] = sum(a == b for a, b in zip(outputs, expected, strict=True))
+    print(runner.compile_plan())
+    print("RESULT " + json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
