@@ -97,7 +97,7 @@ def sample(logits: Float[Array, "b v"], batch: SamplingBatch, *, max_logprobs: i
     the bounds of top_k and top_p keep all tokens tied at the bound.
     """
     is_finite = jnp.isfinite(jax.nn.logsumexp(logits, axis=-1))
-    adjusted = _adjust(jnp.where(is_finite[:, None], logits, 0.0), batch)
+    adjusted = _adjust(logits, batch)
     greedy = _argmax(adjusted)
     is_random = batch.temperature >= GREEDY_BELOW
     token_ids = lax.cond(

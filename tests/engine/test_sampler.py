@@ -15,6 +15,7 @@ from scipy import stats
 from jax_paged.sampler import (
     SampledTokens,
     SamplingBatch,
+    _find,
     _integers_below,
     _weights,
     sample,
@@ -277,6 +278,12 @@ def test_integers_below() -> None:
     bits = np.asarray(jax.vmap(jax.random.bits)(keys))
     expected = [int(n) * (int(b) >> 2) >> 30 for n, b in zip(limits, bits, strict=True)]
     assert np.asarray(_integers_below(jnp.asarray(limits, jnp.int32), keys)).tolist() == expected
+
+
+def test_find() -> None:
+    weights = jnp.tile(jnp.array([[0, 3, 0, 2, 0]]), (5, 1))
+    index, rest = _find(weights, jnp.arange(5))
+    assert (index.tolist(), rest.tolist()) == ([1, 1, 1, 3, 3], [0, 1, 2, 0, 1])
 
 
 def test_ties_at_a_bound_are_kept() -> None:
