@@ -21,12 +21,13 @@ class RequestStream:
     """The outputs of one request as an asynchronous iterator.
 
     Each output holds only what has come since the one before: text, token ids and logprobs. What comes
-    while the consumer is busy is joined. Must be iterated to the end or aborted; used in the event loop
-    that made it.
+    while the consumer is busy is joined; if `whole`, all of it is, and there is one output at the end.
+    Must be iterated to the end or aborted; used in the event loop that made it.
     """
 
-    def __init__(self, request_id: str, abort: Callable[["RequestStream"], None]) -> None:
+    def __init__(self, request_id: str, whole: bool, abort: Callable[["RequestStream"], None]) -> None:
         self.request_id = request_id
+        self.whole = whole
         self.loop = asyncio.get_running_loop()
         self._abort = abort
         self._ready = asyncio.Event()
@@ -92,7 +93,12 @@ class AsyncLLMEngine:
         return cls(engine_args)
 
     async def submit(
-        self, prompt: Prompt | CheckedRequest, sampling_params: SamplingParams | None, request_id: str
+        self,
+        prompt: Prompt | CheckedRequest,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        whole: bool = False,
     ) -> RequestStream:
         """Starts a request.
 
@@ -100,6 +106,7 @@ class AsyncLLMEngine:
             prompt: As LLMEngine.check_request takes it, or what that has returned.
             sampling_params: None takes the defaults.
             request_id: No unfinished request may have the same.
+            whole: Whether to give one output at the end, which costs nothing a token.
 
         Returns:
             The stream of its outputs. If the id is taken, it raises ValueError when iterated.
@@ -110,7 +117,7 @@ class AsyncLLMEngine:
         """
         if not isinstance(prompt, CheckedRequest):
             prompt = await asyncio.to_thread(self.engine.check_request, prompt, sampling_params)
-        stream = RequestStream(request_id, self._abort)
+        stream = RequestStream(request_id, whole, self._abort)
         self._calls.put(lambda: self._add(stream, prompt))
         if self.error is not None:  # asked after the put: the thread sets it before it looks a last time
             raise self._stopped()
@@ -215,10 +222,11 @@ class AsyncLLMEngine:
         for state in self.engine.advance():
             request_id = state.group.request_id
             stream = self._streams.get(request_id)
-            if stream is not None:
-                outputs.append((stream, state.take_delta()))
-                if state.finish_reason is not None:
-                    del self._streams[request_id]
+            if stream is None or (stream.whole and state.finish_reason is None):
+                continue
+            outputs.append((stream, state.take_delta()))
+            if state.finish_reason is not None:
+                del self._streams[request_id]
         self._deliver(outputs)
 
     def _deliver(self, items: list[tuple[RequestStream, RequestOutput | Exception]]) -> None:

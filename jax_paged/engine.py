@@ -231,7 +231,7 @@ class LLMEngine:
         pool = f"{c.num_blocks} blocks of {c.block_size} tokens, {_size(c.kv_cache_bytes)}"
         return (
             f"<{c.model_name} ({c.architecture}, {_size(c.weight_bytes)}), {c.dtype}, backend {c.backend}, "
-            f"pool {pool}, buckets {', '.join(self.runner.buckets)}>"
+            f"pool {pool}, buckets {_grouped(self.runner.buckets)}>"
         )
 
     def _end(self, group: SequenceGroup) -> RequestState:
@@ -334,13 +334,23 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.0f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.1f} GiB"
 
 
+def _grouped(names: tuple[str, ...]) -> str:
+    """Returns "decode 1", "decode 2", "mixed 64x8" as "decode 1 2, mixed 64x8"."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        kind, size = name.split(" ")
+        groups.setdefault(kind, []).append(size)
+    return ", ".join(" ".join([kind, *sizes]) for kind, sizes in groups.items())
+
+
 def as_prompts(prompts: Any) -> list[Prompt]:
     """Returns a list of prompts of what users pass: one prompt in any form, or a list of them.
 
     A list of integers is one prompt.
     """
-    if not isinstance(prompts, str | dict):
-        check(isinstance(prompts, list | tuple), "prompts", prompts, "a prompt or a list of prompts")
-        if not prompts or not isinstance(prompts[0], int):
-            return list(prompts)
-    return [prompts]
+    if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], int)):
+        return list(prompts)
+    is_one = isinstance(prompts, str | dict | list | tuple)
+    check(is_one, "prompts", prompts, "a prompt or a list of prompts")
+    one: Any = prompts
+    return [one]

@@ -60,7 +60,7 @@ class ScriptedRunner:
             eos_token_ids=frozenset({EOS}),
             max_logprobs=19,
         )
-        self.buckets = ("8x8", "64x8")
+        self.buckets = ("decode 1", "decode 8", "mixed 64x8")
         self.num_steps = 0
         self.num_closed = 0
         self.seeds = {}
@@ -354,7 +354,7 @@ def test_repr(llm):
         "float32",
         "backend none",
         "40 blocks of 16 tokens, 3 MiB",
-        "8x8, 64x8",
+        "buckets decode 1 8, mixed 64x8>",
         "2.0 GiB",
     ):
         assert part in repr(llm)

@@ -1,0 +1,374 @@
+"""The OpenAI API over HTTP."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import orjson
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from jax_paged.async_engine import AsyncLLMEngine, RequestStream
+from jax_paged.cli import engine_args, make_parser
+from jax_paged.engine import CheckedRequest, Prompt, as_prompts
+from jax_paged.metrics import Metrics
+from jax_paged.openai_protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    usage,
+    validation_error,
+)
+from jax_paged.outputs import RequestOutput
+from jax_paged.sampling_params import SamplingParams
+from jax_paged.tokenizer import import_transformers
+
+_SHUTDOWN_S = 5
+_DONE = b"data: [DONE]\n\n"
+
+
+class OpenAIServer:
+    """The handlers of one model's routes.
+
+    Args:
+        engine: Runs the requests; stays the caller's.
+        model_name: The model as clients call it.
+    """
+
+    def __init__(self, engine: AsyncLLMEngine, model_name: str) -> None:
+        self.engine = engine
+        self.model_name = model_name
+        self.metrics = Metrics(engine.engine)
+        self.created = int(time.time())
+
+    def app(self) -> FastAPI:
+        """Returns the application."""
+        app = FastAPI(title="jax-paged")
+        app.post("/v1/completions")(self.completions)
+        app.post("/v1/chat/completions")(self.chat_completions)
+        app.get("/v1/models")(self.models)
+        app.get("/health")(self.health)
+        app.get("/metrics")(self.prometheus)
+        app.exception_handler(ApiError)(_on_api_error)
+        app.exception_handler(RequestValidationError)(_on_validation_error)
+        app.exception_handler(HTTPException)(_on_http_error)
+        app.exception_handler(Exception)(_on_any_error)
+        return app
+
+    async def models(self) -> Response:
+        """GET /v1/models."""
+        card = {"id": self.model_name, "object": "model", "created": self.created, "owned_by": "jax-paged"}
+        limit = self.engine.engine.runner.config.max_model_len
+        return _json({"object": "list", "data": [{**card, "max_model_len": limit}]})
+
+    async def health(self) -> Response:
+        """GET /health: 200 while the engine runs."""
+        self._check_ready(None)
+        return _json({"status": "ok"})
+
+    async def prometheus(self) -> Response:
+        """GET /metrics."""
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        """POST /v1/completions."""
+        self._check_ready(body.model)
+        head = self._head("cmpl", "text_completion")
+        with _bad_input(body):
+            params = body.sampling_params()
+            prompts = as_prompts(body.prompt)
+            if not prompts:
+                raise ValueError("prompt is []; allowed: at least one prompt")
+            checked = await asyncio.to_thread(self._check_all, prompts, params)
+        offsets = [0] * len(checked)
+
+        def choice(index: int, output: RequestOutput) -> dict[str, Any]:
+            completion = output.outputs[0]
+            logprobs = completion_logprobs(completion, offsets[index])
+            if logprobs is not None:
+                offsets[index] += sum(map(len, logprobs["tokens"]))
+            return {
+                "index": index,
+                "text": completion.text,
+                "logprobs": logprobs,
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+            }
+
+        if not body.stream:
+            return await _unless_gone(request, self._answer(checked, head, choice))
+        return _event_stream(self._chunks(checked, head, choice, body.include_usage))
+
+    async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        self._check_ready(body.model)
+        tokenizer = self.engine.engine.tokenizer
+        with _bad_input(body):
+            if tokenizer is None:
+                raise ValueError("chat needs a tokenizer, and the server runs without one")
+            params = body.sampling_params()
+            prompt = await asyncio.to_thread(tokenizer.encode_chat, body.messages)
+            checked = self._check_all([prompt], params)
+        num_top = body.top_logprobs or 0
+
+        def end(output: RequestOutput) -> dict[str, Any]:
+            completion = output.outputs[0]
+            return {
+                "logprobs": chat_logprobs(completion, num_top),
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+            }
+
+        def message(index: int, output: RequestOutput) -> dict[str, Any]:
+            content = {"role": "assistant", "content": output.outputs[0].text}
+            return {"index": index, "message": content, **end(output)}
+
+        def delta(index: int, output: RequestOutput) -> dict[str, Any]:
+            text = output.outputs[0].text
+            return {"index": index, "delta": {"content": text} if text else {}, **end(output)}
+
+        if not body.stream:
+            head = self._head("chatcmpl", "chat.completion")
+            return await _unless_gone(request, self._answer(checked, head, message))
+        head = self._head("chatcmpl", "chat.completion.chunk")
+        first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        return _event_stream(self._chunks(checked, head, delta, body.include_usage, first))
+
+    async def _answer(
+        self,
+        requests: list[CheckedRequest],
+        head: dict[str, Any],
+        choice: Callable[[int, RequestOutput], dict[str, Any]],
+    ) -> Response:
+        """Runs requests to their end; returns the whole answer."""
+        async with self._running(requests, head["id"], whole=True) as streams:
+            outputs = [await anext(stream) for stream in streams]
+        choices = []
+        for i, output in enumerate(outputs):
+            self.metrics.observe(output, len(output.outputs[0].token_ids))
+            _check_ended_well(output)
+            choices.append(choice(i, output))
+            if output.prompt_logprobs is not None:
+                choices[i]["prompt_logprobs"] = prompt_logprobs(output)
+        counts = [len(output.outputs[0].token_ids) for output in outputs]
+        return _json({**head, "choices": choices, "usage": _usage_of(outputs, counts)})
+
+    async def _chunks(
+        self,
+        requests: list[CheckedRequest],
+        head: dict[str, Any],
+        choice: Callable[[int, RequestOutput], dict[str, Any]],
+        include_usage: bool,
+        first: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[bytes]:
+        """Yields server-sent events: a chunk for each part of an output, usage if asked for, and the end."""
+        last: dict[int, RequestOutput] = {}
+        counts = [0] * len(requests)
+        no_usage = {"usage": None} if include_usage else {}
+        try:
+            if first is not None:
+                yield _event({**head, "choices": [first], **no_usage})
+            async with self._running(requests, head["id"]) as streams:
+                async for i, part in _merged(streams):
+                    last[i] = part
+                    counts[i] += len(part.outputs[0].token_ids)
+                    if part.finished:
+                        self.metrics.observe(part, counts[i])
+                        _check_ended_well(part)
+                    yield _event({**head, "choices": [choice(i, part)], **no_usage})
+            if include_usage:
+                outputs = [last[i] for i in range(len(requests))]
+                yield _event({**head, "choices": [], "usage": _usage_of(outputs, counts)})
+        except ApiError as error:  # the answer has begun: its status is sent already
+            yield _event(error.body())
+        yield _DONE
+
+    @contextlib.asynccontextmanager
+    async def _running(
+        self, requests: list[CheckedRequest], request_id: str, *, whole: bool = False
+    ) -> AsyncIterator[list[RequestStream]]:
+        """Starts requests, and aborts at the end those that still run."""
+        streams: list[RequestStream] = []
+        try:
+            for i, checked in enumerate(requests):
+                streams.append(await self.engine.submit(checked, None, f"{request_id}-{i}", whole=whole))
+            yield streams
+        except RuntimeError as error:
+            raise ApiError(str(error), status=500) from error
+        finally:
+            for stream in streams:
+                stream.abort()
+
+    def _check_all(self, prompts: list[Prompt], params: SamplingParams) -> list[CheckedRequest]:
+        return [self.engine.engine.check_request(prompt, params) for prompt in prompts]
+
+    def _check_ready(self, model: str | None) -> None:
+        if self.engine.error is not None:
+            raise ApiError(f"the engine has stopped: {self.engine.error}", status=503)
+        if model not in (None, self.model_name):
+            raise ApiError(
+                f"model is {model!r}; allowed: {self.model_name!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    def _head(self, prefix: str, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model_name,
+        }
+
+
+@contextlib.contextmanager
+def _bad_input(body: CompletionRequest | ChatRequest) -> Iterator[None]:
+    """Makes a ValueError of what a client sent the client's error; its first word may name a field."""
+    try:
+        yield
+    except ValueError as error:
+        name = str(error).split(" ", 1)[0]
+        raise ApiError(str(error), param=name if name in type(body).model_fields else None) from error
+
+
+async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """Yields (index, part) of several streams as the parts come."""
+    if len(streams) == 1:
+        async for part in streams[0]:
+            yield 0, part
+        return
+    waiting = {asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i = waiting.pop(task)
+                part = task.result()
+                if not part.finished:
+                    waiting[asyncio.ensure_future(anext(streams[i]))] = i
+                yield i, part
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """Awaits an answer, and cancels it when the client leaves."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.create_task(answer), asyncio.create_task(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else Response(status_code=499)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _check_ended_well(output: RequestOutput) -> None:
+    completion = output.outputs[0]
+    if completion.finish_reason == "abort":
+        raise ApiError(f"the request was aborted: {completion.stop_reason}", status=500)
+
+
+def _usage_of(outputs: list[RequestOutput], num_output_tokens: list[int]) -> dict[str, Any]:
+    num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached_tokens = sum(output.num_cached_tokens for output in outputs)
+    return usage(num_prompt_tokens, sum(num_output_tokens), num_cached_tokens)
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(orjson.dumps(body), status, media_type="application/json")
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def _event_stream(chunks: AsyncGenerator[bytes]) -> Response:
+    return StreamingResponse(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+async def _on_api_error(_: Request, error: Any) -> Response:
+    return _json(error.body(), error.status)
+
+
+async def _on_validation_error(_: Request, error: Any) -> Response:
+    return _json(validation_error(error.errors()).body(), 400)
+
+
+async def _on_http_error(request: Request, error: Any) -> Response:
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return _json(ApiError(message, status=error.status_code).body(), error.status_code)
+
+
+async def _on_any_error(_: Request, error: Exception) -> Response:
+    return _json(ApiError(str(error), status=500).body(), 500)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serves a model until SIGINT or SIGTERM; the command line is `--help`'s."""
+    args = make_parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _exit)
+    config = uvicorn.Config(
+        "", args.host, args.port, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_S
+    )
+    sockets = [config.bind_socket()]  # a port that is taken is found before the model is loaded
+    # Chat templates need it, and its import can run while the model compiles.
+    threading.Thread(target=import_transformers, daemon=True).start()
+    try:
+        engine = AsyncLLMEngine(engine_args(args))
+    except ValueError as error:
+        sys.exit(f"jax-paged: {error}")
+    name = args.served_model_name or args.model
+    config.app = OpenAIServer(engine, name).app()
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            _Server(config, engine, name).run(sockets)
+    finally:
+        engine.close()
+
+
+class _Server(uvicorn.Server):
+    """Says that it is ready once it listens."""
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncLLMEngine, model_name: str) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._model_name = model_name
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        question = {"role": "user", "content": "What is a block table?"}
+        body = {"model": self._model_name, "messages": [question], "temperature": 0}
+        print(
+            f"{self._engine.engine!r}\n"
+            f"Serving the OpenAI API at {url}/v1. Ctrl-C ends it. Try:\n\n"
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+            f"    -d '{orjson.dumps(body).decode()}'\n",
+            flush=True,
+        )
+
+
+def _exit(_: int, __: FrameType | None) -> None:
+    sys.exit(0)
