@@ -1,0 +1,254 @@
+"""Bad requests, NaN and aborts in the middle of a batch: the others are exact, and no block is lost."""
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from real_model import (
+    EOS,
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    Request,
+    add,
+    drain,
+    greedy_requests,
+    make_engine,
+    reset,
+    run,
+    tokens_of,
+)
+
+from jax_paged import LLMEngine, SamplingParams
+from jax_paged.block_manager import BlockManager
+from jax_paged.scheduler import Scheduler
+
+NAN_TOKEN = 300
+
+
+def _without_nan_token(requests: list[Request]) -> list[Request]:
+    bias = {NAN_TOKEN: -100.0}
+    return [
+        Request(
+            [1 if t == NAN_TOKEN else t for t in r.prompt],
+            SamplingParams(temperature=0, max_tokens=r.params.max_tokens, logit_bias=bias),
+        )
+        for r in requests
+    ]
+
+
+GOOD = _without_nan_token(greedy_requests(seed=9, count=8))
+
+
+@pytest.fixture(scope="module")
+def expected(session_engine: LLMEngine) -> list[list[int]]:
+    return tokens_of(run(reset(session_engine), GOOD))
+
+
+def _params(**settings: Any) -> Callable[[LLMEngine], None]:
+    return lambda engine: engine.add_request("bad", [1, 2], SamplingParams(**settings))
+
+
+def _prompt(prompt: Any, max_tokens: int = 4) -> Callable[[LLMEngine], None]:
+    return lambda engine: engine.add_request("bad", prompt, SamplingParams(max_tokens=max_tokens))
+
+
+BAD: dict[str, tuple[Callable[[LLMEngine], None], str]] = {
+    # The first one tried: the request of this id is still running then.
+    "id in use": (lambda engine: add(engine, GOOD[:1]), "request_id"),
+    "empty prompt": (_prompt([]), "at least one token"),
+    "empty text": (_prompt(""), "not empty"),
+    "negative id": (_prompt([1, -1]), r"prompt_token_ids\[1\] is -1"),
+    "id out of vocabulary": (_prompt([VOCAB_SIZE]), rf"{VOCAB_SIZE}.*\[0, {VOCAB_SIZE - 1}\]"),
+    "id beyond int32": (_prompt([2**32 + 5]), str(2**32 + 5)),
+    "boolean id": (_prompt([1, True]), "True"),
+    "float id": (_prompt([1.0]), "1.0"),
+    "no prompt": (_prompt(None), "None"),
+    "prompt too long": (_prompt([1] * MAX_MODEL_LEN), f"{MAX_MODEL_LEN}"),
+    "prompt and max_tokens too long": (_prompt([1] * (MAX_MODEL_LEN - 3)), f"{MAX_MODEL_LEN}"),
+    "temperature": (_params(temperature=-0.1), "temperature is -0.1"),
+    "temperature NaN": (_params(temperature=math.nan), "temperature is nan"),
+    "top_p 0": (_params(top_p=0.0), "top_p"),
+    "top_p NaN": (_params(top_p=math.nan), "top_p"),
+    "top_k": (_params(top_k=-2), "top_k"),
+    "min_p": (_params(min_p=1.5), "min_p"),
+    "presence_penalty": (_params(presence_penalty=2.5), "presence_penalty"),
+    "frequency_penalty": (_params(frequency_penalty=math.inf), "frequency_penalty"),
+    "repetition_penalty": (_params(repetition_penalty=0.0), "repetition_penalty"),
+    "seed": (_params(seed=-1), "seed"),
+    "n": (_params(n=2), "n is 2"),
+    "max_tokens": (_params(max_tokens=0), "max_tokens"),
+    "min_tokens": (_params(max_tokens=2, min_tokens=3), "min_tokens"),
+    "logprobs": (_params(logprobs=21), "logprobs"),
+    "prompt_logprobs": (_params(prompt_logprobs=-1), "prompt_logprobs"),
+    "logit_bias id": (_params(logit_bias={VOCAB_SIZE: 1.0}), "logit_bias"),
+    "logit_bias NaN": (_params(logit_bias={1: math.nan}), "logit_bias"),
+    "stop_token_ids": (_params(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids"),
+    # All of them are held back until min_tokens, which takes a row of fixed size each.
+    "too many stop_token_ids": (_params(min_tokens=1, stop_token_ids=[1] * 600), "length of stop_token_ids"),
+    "stop": (_params(stop=[""]), "stop"),
+}
+
+
+def test_bad_requests_do_not_touch_the_batch(engine: LLMEngine, expected: list[list[int]]) -> None:
+    add(engine, GOOD)
+    bad = list(BAD.values())[::-1]
+    outputs = {}
+    while engine.has_unfinished_requests():
+        for _ in range(3):
+            if bad:
+                request, message = bad.pop()
+                num_free = engine.scheduler.block_manager.num_free_blocks
+                with pytest.raises(ValueError, match=message):
+                    request(engine)
+                assert engine.scheduler.block_manager.num_free_blocks == num_free
+        outputs |= {o.request_id: o for o in engine.step() if o.finished}
+    assert not bad
+    assert drain(engine) == {}
+    assert tokens_of([outputs[str(i)] for i in range(len(GOOD))]) == expected
+
+
+def test_prompt_that_never_fits_the_pool(
+    small_engine: LLMEngine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A smaller pool than the device's: 40 blocks of 4 tokens.
+    small_pool = Scheduler(
+        block_manager=BlockManager(41, 4, True),
+        max_num_seqs=16,
+        max_num_batched_tokens=32,
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=frozenset({EOS}),
+    )
+    monkeypatch.setattr(small_engine, "scheduler", small_pool)
+    fitting = [i for i, r in enumerate(GOOD) if len(r.prompt) + len(expected[i]) < 160]
+    assert len(fitting) >= 3
+    add(small_engine, [GOOD[i] for i in fitting])
+    small_engine.step()
+    with pytest.raises(ValueError, match="161 tokens and needs 41 blocks of 4; allowed: the 40 blocks"):
+        small_engine.add_request("bad", [1] * 161, SamplingParams(max_tokens=1))
+    # This one's output outgrows the pool: it ends at the pool's size.
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    small_engine.add_request("long", [1] * 130, params)
+    outputs = drain(small_engine)
+    assert tokens_of([outputs[str(i)] for i in range(len(fitting))]) == [expected[i] for i in fitting]
+    assert outputs["long"].outputs[0].finish_reason == "length"
+    assert len(outputs["long"].outputs[0].token_ids) == 160 + 1 - 130
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "LlamaForCausalLM"),
+        ({"num_hidden_layers": 3}, "layers.2.self_attn.q_proj.weight is missing"),
+        ({"intermediate_size": 96}, "has shape"),
+    ],
+)
+def test_an_engine_that_can_not_start_leaves_others_alone(
+    engine: LLMEngine,
+    expected: list[list[int]],
+    checkpoint: Path,
+    tmp_path: Path,
+    config: dict[str, Any],
+    message: str,
+) -> None:
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    original = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(original | config))
+    add(engine, GOOD)
+    engine.step()
+    with pytest.raises(ValueError, match=message):
+        make_engine(tmp_path)
+    outputs = drain(engine)
+    assert tokens_of([outputs[str(i)] for i in range(len(GOOD))]) == expected
+
+
+@contextlib.contextmanager
+def nan_embedding(engine: LLMEngine, token_ids: list[int]) -> Iterator[None]:
+    """Makes the embedding of some tokens NaN for a while."""
+    weights = engine.runner._weights
+    (index,) = (i for i, w in enumerate(weights) if w.shape == (VOCAB_SIZE, 64))
+    kept = weights[index]
+    broken = np.array(kept)
+    broken[token_ids] = np.nan
+    weights[index] = jax.device_put(broken, kept.sharding)
+    try:
+        yield
+    finally:
+        weights[index] = kept
+
+
+@pytest.mark.parametrize("budget", [128, 24])
+def test_nan_ends_its_request_alone(engine: LLMEngine, expected: list[list[int]], budget: int) -> None:
+    engine.scheduler.max_num_batched_tokens = budget
+    params = SamplingParams(temperature=0.7, max_tokens=20, logprobs=2)
+    shared = GOOD[0].prompt
+    bad = {
+        "at once": Request([5, NAN_TOKEN], params),
+        "early in a long prompt": Request([NAN_TOKEN, *([9] * 150)], params),
+        # Its first blocks are good ones, which others share.
+        "late in a shared prompt": Request([*shared, *([9] * 40), NAN_TOKEN, *([9] * 40)], params),
+        # It is the output that goes wrong: the NaN token is forced as the first one.
+        "in the output": Request([3, 4], SamplingParams(temperature=0, logit_bias={NAN_TOKEN: 100.0})),
+    }
+    add(engine, GOOD[:4])
+    for request_id, request in bad.items():
+        engine.add_request(request_id, request.prompt, request.params)
+    for i in range(4, 8):
+        engine.add_request(str(i), GOOD[i].prompt, GOOD[i].params)
+    with nan_embedding(engine, [NAN_TOKEN]):
+        outputs = drain(engine)
+    assert tokens_of([outputs[str(i)] for i in range(len(GOOD))]) == expected
+    for request_id in bad:
+        completion = outputs[request_id].outputs[0]
+        assert completion.finish_reason == "abort", request_id
+        assert "finite" in str(completion.stop_reason), request_id
+        assert list(completion.token_ids) == ([NAN_TOKEN] if request_id == "in the output" else [])
+    # Nothing that held NaN was kept as a cached prefix: with the weights healed all is well.
+    again = run(engine, [*bad.values(), *GOOD])
+    assert {o.outputs[0].finish_reason for o in again[:4]} <= {"stop", "length"}
+    assert tokens_of(again[4:]) == expected
+
+
+def test_blocks_that_held_nan_are_reused(small_engine: LLMEngine, expected: list[list[int]]) -> None:
+    params = SamplingParams(max_tokens=5)
+    with nan_embedding(small_engine, list(range(VOCAB_SIZE))):
+        outputs = run(small_engine, [Request([i] * 150, params) for i in range(20)])
+    assert {o.outputs[0].finish_reason for o in outputs} == {"abort"}
+    held_nan = np.isnan(np.asarray(small_engine.runner._kv_cache[0])).any(axis=(1, 2, 3, 4))
+    assert held_nan.sum() >= 8
+    # The blocks freed last are handed out first.
+    assert held_nan[list(small_engine.scheduler.block_manager._free)[:8]].all()
+    assert tokens_of(run(small_engine, GOOD)) == expected
+
+
+def test_abort_in_the_middle(engine: LLMEngine, expected: list[list[int]]) -> None:
+    engine.scheduler.max_num_batched_tokens = 24
+    long = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    engine.add_request("decoding", [1, 2, 3], long)
+    add(engine, GOOD)
+    engine.add_request("waiting", [4] * 100, long)
+    engine.step()
+    engine.step()
+    assert "decoding" in engine.scheduler.running
+    assert "waiting" in engine.scheduler.waiting
+    being_prefilled = next(reversed(engine.scheduler.running))
+    assert not engine.scheduler.running[being_prefilled].sequences[0].output_token_ids
+    state = engine.abort_request("decoding")
+    assert state is not None
+    assert state.output().outputs[0].finish_reason == "abort"
+    assert state.output().finished
+    engine.abort_request("waiting")
+    engine.abort_request(being_prefilled)
+    assert engine.abort_request("waiting") is None
+    assert engine.abort_request("unknown") is None
+    outputs = drain(engine)
+    others = [i for i in range(len(GOOD)) if str(i) != being_prefilled]
+    assert outputs.keys() == {str(i) for i in others}
+    assert tokens_of([outputs[str(i)] for i in others]) == [expected[i] for i in others]
