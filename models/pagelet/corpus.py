@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jax_paged.models.pagelet.dialogue import Dialogue, read_topics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from jax_paged.models.pagelet.dialogue import Dialogue, read_topics
 
 VOCAB_SIZE = 2048
 END_OF_TEXT, END = "<|endoftext|>", "<|end|>"
@@ -90,7 +91,9 @@ class Corpus:
         end = [self.ids[END_OF_TEXT]]
         self.library = np.concatenate([encoding.ids + end for encoding in self.bpe.encode_batch(texts)])
 
-    def batch(self, step: int, rows: int, row_len: int, chat_share: float) -> tuple[np.ndarray, np.ndarray]:
+    def batch(
+        self, step: int, rows: int, row_len: int, chat_share: float, library_weight: float
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the batch of a step.
 
         Args:
@@ -98,25 +101,27 @@ class Corpus:
             rows: Rows of the batch.
             row_len: Tokens that a row predicts.
             chat_share: Share of rows that are conversations.
+            library_weight: Weight of a token of the library's text; one that the assistant says has 1.
 
         Returns:
-            int32 [rows, row_len + 1] tokens, and float32 [rows, row_len] weights of the predictions: all
-            of the library's text, but of conversations only what the assistant says.
+            int32 [rows, row_len + 1] tokens; float32 [rows, row_len] weights of the predictions, 0 in
+            conversations but for what the assistant says; bool [rows], which rows are conversations.
         """
         rng = random.Random(f"{self.seed}.{step}")
         dialogue = Dialogue(self.topics, rng)
         tokens = np.full((rows, row_len + 1), self.ids[END_OF_TEXT], np.int32)
         weights = np.zeros((rows, row_len), np.float32)
+        is_chat = np.arange(rows) < rows * chat_share
         for row in range(rows):
-            if row < rows * chat_share:
+            if is_chat[row]:
                 ids, learned = self.conversation(dialogue, row_len + 1)
                 tokens[row, : len(ids)] = ids
                 weights[row, : len(ids) - 1] = learned[1:]
             else:
                 start = rng.randrange(len(self.library) - row_len)
                 tokens[row] = self.library[start : start + row_len + 1]
-                weights[row] = 1
-        return tokens, weights
+                weights[row] = library_weight
+        return tokens, weights, is_chat
 
     def conversation(self, dialogue: Dialogue, limit: int) -> tuple[list[int], list[bool]]:
         """Returns the ids of as many turns as fit into `limit` tokens, and which ids are to be learned."""

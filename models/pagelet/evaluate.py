@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from transformers import AutoTokenizer
+
 from jax_paged.models.pagelet.dialogue import (
     TEMPLATES,
     is_held_out,
@@ -18,23 +20,53 @@ from jax_paged.models.pagelet.dialogue import (
 )
 from jax_paged.models.registry import CausalLM
 from jax_paged.models.weights import load_model
-from transformers import AutoTokenizer
 
 FOLDER = Path(__file__).parent
 
 
 def answer(model: CausalLM, tokenizer: Any, questions: list[str], max_tokens: int) -> list[str]:
     """Answers each question greedily through the chat template, all in one dense batch without a cache."""
-    chats = [[{"role": "user", "content": question}] for question in questions]
-    text = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(text)["input_ids"]
-    lens = np.array([len(row) for row in ids])
-    tokens = np.full((len(ids), -(-(lens.max() + max_tokens) // 32) * 32), tokenizer.pad_token_id, np.int32)
-    for row, prompt in zip(tokens, ids, strict=True):
-        row[: len(prompt)] = prompt
-    tokens = np.asarray(_generate(model, jnp.asarray(tokens), jnp.asarray(lens), max_tokens))
-    new = [row[n : n + max_tokens] for row, n in zip(tokens, lens, strict=True)]
+    ids = prompts(tokenizer, questions)
+    tokens, lens = pad([row + [tokenizer.pad_token_id] * max_tokens for row in ids], tokenizer.pad_token_id)
+    starts = lens - max_tokens
+    tokens = np.asarray(_generate(model, jnp.asarray(tokens), jnp.asarray(starts), max_tokens))
+    new = [row[n : n + max_tokens] for row, n in zip(tokens, starts, strict=True)]
     return [tokenizer.decode(row).split("<|end")[0] for row in new]
+
+
+def would_answer(model: CausalLM, tokenizer: Any, questions: list[str], answers: list[str]) -> np.ndarray:
+    """Returns whether each answer, with its end, is what greedy decoding gives: the best token everywhere."""
+    ends = [tokenizer(text + "<|end|>")["input_ids"] for text in answers]
+    rows = [prompt + end for prompt, end in zip(prompts(tokenizer, questions), ends, strict=True)]
+    tokens, lens = pad(rows, tokenizer.pad_token_id)
+    best = np.concatenate(
+        [_best(model, jnp.asarray(part)) for part in np.split(tokens, range(32, len(tokens), 32))]
+    )
+    starts = lens - [len(end) for end in ends]
+    spans = [slice(start, end) for start, end in zip(starts, lens, strict=True)]
+    return np.array([(best[i, s.start - 1 : s.stop - 1] == tokens[i, s]).all() for i, s in enumerate(spans)])
+
+
+def prompts(tokenizer: Any, questions: list[str]) -> list[list[int]]:
+    """Returns the token ids of each question in the chat template."""
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    return tokenizer(tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True))[
+        "input_ids"
+    ]
+
+
+def pad(rows: list[list[int]], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows padded at their ends to one length, a multiple of 32, and their own lengths."""
+    lens = np.array([len(row) for row in rows])
+    tokens = np.full((len(rows), -(-lens.max() // 32) * 32), pad_id, np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[: len(row)] = row
+    return tokens, lens
+
+
+@nnx.jit
+def _best(model: CausalLM, tokens: jax.Array) -> jax.Array:
+    return jnp.argmax(model(tokens), axis=-1)
 
 
 @nnx.jit(static_argnums=3)
@@ -72,24 +104,24 @@ def measure(model: CausalLM, tokenizer: Any, num_sums: int) -> dict[str, float]:
     held_out = [(topics[name], text) for name, texts in read_held_out().items() for text in texts]
     known = [(topic, rng.choice(topic.written)) for topic in topics.values()]
     chats = {"held-out wordings": held_out, "wordings of the training text": known}
-    kinds: dict[str, tuple[list[str], list[str], int]] = {
-        name: ([text for _, text in chat], [topic.answer for topic, _ in chat], 100)
+    kinds = {
+        name: ([text for _, text in chat], [topic.answer for topic, _ in chat])
         for name, chat in chats.items()
     }
-    kinds["random two-digit sums"] = (*sum_questions(TEMPLATES["sum"], pairs, 2), 16)
-    kinds["the same, held-out wordings"] = (*sum_questions(TEMPLATES["held_out_sum"], pairs, 3), 16)
+    kinds["random two-digit sums"] = sum_questions(TEMPLATES["sum"], pairs, 2)
+    kinds["the same, held-out wordings"] = sum_questions(TEMPLATES["held_out_sum"], pairs, 3)
     unseen = rng.sample(unseen, min(num_sums, len(unseen)))
-    kinds["two-digit sums never seen"] = (*sum_questions(TEMPLATES["sum"], unseen, 4), 16)
+    kinds["two-digit sums never seen"] = sum_questions(TEMPLATES["sum"], unseen, 4)
     shares = {}
-    for kind, (questions, wanted, max_tokens) in kinds.items():
-        answers = answer(model, tokenizer, questions, max_tokens)
-        wrong = [(q, a) for q, a, right in zip(questions, answers, wanted, strict=True) if a != right]
-        shares[kind] = 1 - len(wrong) / len(questions)
-        print(
-            f"{kind}: {shares[kind]:.1%} of {len(questions)}",
-            *[f"  {q}\n    {a}" for q, a in wrong[:20]],
-            sep="\n",
-        )
+    for kind, (questions, wanted) in kinds.items():
+        right = would_answer(model, tokenizer, questions, wanted)
+        shares[kind] = float(right.mean())
+        print(f"{kind}: {shares[kind]:.1%} of {len(questions)}")
+        wrong = [question for question, ok in zip(questions, right, strict=True) if not ok]
+        for question, said in zip(
+            wrong[:8], answer(model, tokenizer, wrong[:8], 40) if wrong else [], strict=True
+        ):
+            print(f"  {question}\n    {said}")
     return shares
 
 

@@ -7,6 +7,7 @@ and their number only, so a run that was interrupted ends as one that was not.
 import argparse
 import json
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ import numpy as np
 import optax
 import optax.contrib
 from flax import nnx
+from safetensors.numpy import load_file, save_file
+from tqdm import tqdm
+
 from jax_paged.models.pagelet.corpus import (
     END,
     END_OF_TEXT,
@@ -25,8 +29,6 @@ from jax_paged.models.pagelet.corpus import (
     make_tokenizer,
 )
 from jax_paged.models.weights import random_model, save_model
-from safetensors.numpy import load_file, save_file
-from tqdm import tqdm
 
 FOLDER = Path(__file__).parent
 SEED = 0
@@ -48,9 +50,10 @@ CONFIG = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-PEAK_RATE, WARM_UP, FALL = 3e-3, 40, 0.4  # the rate rises, stays, and falls to 0 in the last part
+PEAK_RATE, WARM_UP, FALL = 3e-3, 40, 0.35  # the rate rises, stays, and falls to 0 in the last part
 SHORT, LONG, LONG_SHARE = (24, 160), (8, 512), 0.1  # (rows, tokens a row); long rows come last
-CHAT_SHARE = 0.65
+# First the language, then the answers: (first step, share of chat rows, weight of the library's loss).
+PARTS = ((0, 0.65, 1.0), (422, 0.8, 0.25))
 CHECKPOINT_S = 120
 
 
@@ -85,17 +88,18 @@ def make_optimizer(num_steps: int) -> optax.GradientTransformation:
 
 
 def make_step(graph: Any, optimizer: optax.GradientTransformation) -> Any:
-    """Returns the jitted step: (params, optimizer state, tokens, weights) -> the first two and the losses."""
+    """Returns the jitted step: (params, optimizer state, *batch) -> the first two and the losses."""
 
-    def losses(params: nnx.State, tokens: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def losses(
+        params: nnx.State, tokens: jax.Array, weights: jax.Array, is_chat: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         logits = nnx.merge(graph, params)(tokens[:, :-1])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]) * weights
-        chat = jnp.arange(len(tokens)) < len(tokens) * CHAT_SHARE
-        parts = [jnp.sum(loss.T * rows) / jnp.sum(weights.T * rows) for rows in (chat, ~chat)]
+        parts = [jnp.sum(loss.T * rows) / jnp.sum(weights.T * rows) for rows in (is_chat, ~is_chat)]
         return jnp.sum(loss) / jnp.sum(weights), jnp.stack(parts)
 
-    def step(params: nnx.State, state: Any, tokens: jax.Array, weights: jax.Array) -> Any:
-        (_, parts), grads = jax.value_and_grad(losses, has_aux=True)(params, tokens, weights)
+    def step(params: nnx.State, state: Any, *batch: jax.Array) -> Any:
+        (_, parts), grads = jax.value_and_grad(losses, has_aux=True)(params, *batch)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, parts
 
@@ -114,6 +118,7 @@ def train(num_steps: int, checkpoint: Path, out: Path, picture: Path | None) -> 
     texts = list(library_texts())
     tokenizer = make_tokenizer(texts)
     corpus = Corpus(tokenizer, texts, SEED)
+    data = zlib.crc32(corpus.library.tobytes())  # differs as soon as text or tokenizer do
     print(f"{len(corpus.library):,} tokens of the standard library")
 
     graph, params = nnx.split(random_model(CONFIG, "float32", SEED).model)
@@ -124,6 +129,10 @@ def train(num_steps: int, checkpoint: Path, out: Path, picture: Path | None) -> 
     seconds = 0.0
     if checkpoint.exists():
         saved = load_file(checkpoint)
+        if int(saved["data"]) != data:
+            raise ValueError(
+                f"checkpoint is {checkpoint}; allowed: one made from this very text, or none yet"
+            )
         leaves = [jnp.asarray(saved[f"leaf{i}"]) for i in range(len(leaves))]
         curve, seconds = saved["curve"], float(saved["seconds"])
     params, state = jax.tree.unflatten(structure, leaves)
@@ -132,7 +141,7 @@ def train(num_steps: int, checkpoint: Path, out: Path, picture: Path | None) -> 
         arrays = {f"leaf{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves((params, state)))}
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
         part = checkpoint.with_suffix(".part")
-        save_file({**arrays, "curve": curve, "seconds": np.array(seconds)}, part)
+        save_file({**arrays, "curve": curve, "seconds": np.array(seconds), "data": np.array(data)}, part)
         part.replace(checkpoint)
 
     step = make_step(graph, optimizer)
@@ -141,7 +150,9 @@ def train(num_steps: int, checkpoint: Path, out: Path, picture: Path | None) -> 
     bar = tqdm(range(len(curve), num_steps), initial=len(curve), total=num_steps, unit="step", mininterval=2)
     for i in bar:
         shape = LONG if i >= num_steps * (1 - LONG_SHARE) else SHORT
-        params, state, parts = step(params, state, *corpus.batch(i, *shape, CHAT_SHARE))
+        _, chat_share, library_weight = max(part for part in PARTS if part[0] <= i)
+        batch = corpus.batch(i, *shape, chat_share, library_weight)
+        params, state, parts = step(params, state, *batch)
         curve = np.concatenate([curve, np.asarray(parts)[None]])
         seconds = before + time.monotonic() - began
         chat, library = curve[-20:].mean(0)
@@ -182,7 +193,7 @@ def draw(curve: np.ndarray, picture: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train pagelet.")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--checkpoint", type=Path, default=Path("build/pagelet/checkpoint.safetensors"))
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder that gets the model")
     parser.add_argument("--picture", type=Path, help="file that gets the loss curve")
