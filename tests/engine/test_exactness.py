@@ -109,7 +109,7 @@ def test_block_size_32(checkpoint: Path, expected: list[list[int]]) -> None:
 def test_small_pool_and_block_size_4(
     small_engine: LLMEngine, expected: list[list[int]], enable_prefix_caching: bool
 ) -> None:
-    """Outputs are short beside prompts, so they alone outgrow the pool seldom: free blocks are withheld too."""
+    """Outputs are short beside prompts and seldom outgrow the pool alone: free blocks are withheld too."""
     set_prefix_caching(small_engine, enable_prefix_caching)
     manager = small_engine.scheduler.block_manager
     add(small_engine, REQUESTS)
