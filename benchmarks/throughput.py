@@ -111,7 +111,7 @@ def main() -> None:
         max_num_seqs=64,
         max_num_batched_tokens=args.max_num_batched_tokens,
         enable_prefix_caching=False,
-        **({"loaded": loaded} if loaded else {}),
+        loaded=loaded,
     )
     warm = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     llm.generate([{"prompt_token_ids": [300] * 8}], warm, use_tqdm=False)

@@ -15,7 +15,7 @@ from jax_paged.batch import MAX_BIAS_IDS
 from jax_paged.block_manager import BlockManager
 from jax_paged.config import EngineArgs, check, check_int
 from jax_paged.model_runner import ModelRunner
-from jax_paged.models.weights import resolve_model_dir
+from jax_paged.models.weights import LoadedModel, resolve_model_dir
 from jax_paged.outputs import RequestOutput
 from jax_paged.request_state import RequestState
 from jax_paged.sampling_params import SamplingParams
@@ -63,17 +63,19 @@ class LLMEngine:
 
     Args:
         args: Model and limits.
+        loaded: A model in memory to serve in place of args.model's weights, such as one in training. They
+            stay the caller's.
 
     Raises:
         ValueError: If the model, its tokenizer or a setting can't be used.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(self, args: EngineArgs, loaded: LoadedModel | None = None) -> None:
         self.args = args
         self.tokenizer: Tokenizer | None = None
         if not args.skip_tokenizer_init:
             self.tokenizer = Tokenizer(args.tokenizer or str(resolve_model_dir(args.model)))
-        self.runner = ModelRunner(args)
+        self.runner = ModelRunner(args, loaded)
         config = self.runner.config
         self.scheduler = Scheduler(
             block_manager=BlockManager(config.num_blocks, config.block_size, args.enable_prefix_caching),

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from jax_paged.config import EngineArgs, check
 from jax_paged.engine import CheckedRequest, LLMEngine, Prompt, as_prompts, deferred_interrupt
+from jax_paged.models.weights import LoadedModel
 from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.tokenizer import Messages
@@ -23,14 +24,18 @@ class LLM:
 
     Args:
         model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
+        loaded: A model in memory to serve in place of the weights of `model`, such as one in training. They
+            stay the caller's.
         **engine_args: The other fields of EngineArgs.
 
     Raises:
         ValueError: If the model or a setting can't be used.
     """
 
-    def __init__(self, model: str = "pagelet", **engine_args: Any) -> None:
-        self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args))
+    def __init__(
+        self, model: str = "pagelet", *, loaded: LoadedModel | None = None, **engine_args: Any
+    ) -> None:
+        self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args), loaded)
         self._request_ids = itertools.count()
 
     def generate(
