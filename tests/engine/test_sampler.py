@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,7 +75,7 @@ def make_batch(rows: Sequence[Row], vocab_size: int, length: int) -> SamplingBat
         "bias_ids": bias_ids,
         "bias_values": bias_values,
     }
-    return SamplingBatch(**fields)
+    return SamplingBatch(**{name: jnp.asarray(value) for name, value in fields.items()})
 
 
 def reference(logits: np.ndarray, row: Row, order: Sequence[str] = ORDER) -> np.ndarray:
@@ -121,10 +122,10 @@ def step(logits: jax.Array, batch: SamplingBatch) -> SampledTokens:
 
 
 def run(logits: np.ndarray, rows: Sequence[Row], length: int = 16) -> Any:
-    """Samples the rows, each from its own logits or all from the same; SampledTokens of NumPy arrays."""
-    logits = np.broadcast_to(logits, (len(rows), logits.shape[-1])).astype(np.float32)
-    batch = make_batch(rows, logits.shape[-1], length)
-    return jax.tree.map(np.asarray, step(logits, batch))
+    """Samples the rows, each from its own logits or all from the same; all in NumPy arrays."""
+    shared = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (len(rows), logits.shape[-1]))
+    got = step(shared, make_batch(rows, logits.shape[-1], length))
+    return types.SimpleNamespace(**{name: np.asarray(value) for name, value in vars(got).items()})
 
 
 def chi_square(tokens: np.ndarray, probabilities: np.ndarray) -> float:
@@ -341,8 +342,8 @@ def test_longer_padding_changes_nothing() -> None:
 def test_what_lies_past_total_len_is_skipped() -> None:
     logits, rows = random_logits(64, V, scale=2), assorted_rows(V)
     batch = make_batch(rows, V, 16)
-    stale = np.where(batch.history == V, np.arange(16), batch.history)
-    got = step(logits, dataclasses.replace(batch, history=stale))
+    stale = jnp.where(batch.history == V, jnp.arange(16), batch.history)
+    got = step(jnp.asarray(logits), dataclasses.replace(batch, history=stale))
     assert np.array_equal(got.token_ids, run(logits, rows).token_ids)
 
 
