@@ -272,12 +272,14 @@ def sampling_batch(
     )
 
 
-def empty_sampling_inputs(bucket: Bucket, max_model_len: int, vocab_size: int) -> tuple[Array, Array, Array]:
-    """Returns history, bias_ids and bias_values without any effect, on the device: most steps reuse them."""
+def empty_sampling_inputs(
+    bucket: Bucket, max_model_len: int, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns history, bias_ids and bias_values without any effect, for the steps that need none."""
     return (
-        jnp.full((bucket.num_seqs, max_model_len), vocab_size, jnp.int32),
-        jnp.full((bucket.num_seqs, MAX_BIAS_IDS), vocab_size, jnp.int32),
-        jnp.zeros((bucket.num_seqs, MAX_BIAS_IDS), jnp.float32),
+        np.full((bucket.num_seqs, max_model_len), vocab_size, np.int32),
+        np.full((bucket.num_seqs, MAX_BIAS_IDS), vocab_size, np.int32),
+        np.zeros((bucket.num_seqs, MAX_BIAS_IDS), np.float32),
     )
 
 

@@ -20,8 +20,9 @@ class EngineArgs:
         dtype: "auto" takes the checkpoint's dtype; else "float32" or "bfloat16".
         max_model_len: Most tokens of a prompt and its output together; None takes the model's own limit.
         block_size: Tokens a block.
-        gpu_memory_utilization: Share of the GPU's memory that weights, activations and pool may fill.
-        kv_cache_memory_bytes: Bytes of the pool; None profiles a GPU, and takes 256 MiB on a CPU.
+        gpu_memory_utilization: Share that weights, activations and pool may fill of the GPU memory that JAX
+            has set aside (three quarters of the GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else).
+        kv_cache_memory_bytes: Bytes of the pool; None takes what a GPU has left, and 256 MiB on a CPU.
         num_gpu_blocks_override: Blocks of the pool, null block included; wins over both settings above.
         swap_space: GiB of host memory for swapped-out blocks. Preemption is by recomputation, which
             needs none of it.
@@ -103,8 +104,9 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
 
 def check_number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
     """Raises ValueError unless `value` is a finite number in [low, high], or (low, high] if `low_open`."""
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    ok = ok and (value > low if low_open else value >= low) and value <= high
+    ok = isinstance(value, int | float) and not isinstance(value, bool)
+    # NaN fails every comparison; math.isfinite would overflow on a huge int.
+    ok = ok and (value > low if low_open else value >= low) and value <= high and value != math.inf
     check(ok, name, value, f"a finite number in {'(' if low_open else '['}{low}, {high}]")
 
 

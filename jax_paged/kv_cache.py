@@ -29,23 +29,24 @@ def allocate_kv_cache(
     return [jnp.zeros(shape, dtype, device=sharding) for shape in shapes]
 
 
-def gpu_kv_cache_bytes(memory_stats: dict[str, int], gpu_memory_utilization: float) -> int:
-    """Returns the bytes that are left for the pool, after a forward pass has shown the peak of the rest.
+def gpu_kv_cache_bytes(memory_stats: dict[str, int], step_bytes: int, gpu_memory_utilization: float) -> int:
+    """Returns the bytes that are left for the pool.
 
     Args:
-        memory_stats: Of a GPU on which weights lie and the largest step has run with a tiny pool.
+        memory_stats: Of a GPU on which the weights lie.
+        step_bytes: What the largest step needs beside weights and pool.
         gpu_memory_utilization: Share of the memory that all may fill together.
 
     Raises:
         ValueError: If nothing is left.
     """
     # bytes_limit is what JAX has set aside, its own share of the whole GPU.
-    left = int(memory_stats["bytes_limit"] * gpu_memory_utilization) - memory_stats["peak_bytes_in_use"]
+    used, limit = memory_stats["bytes_in_use"] + step_bytes, memory_stats["bytes_limit"]
+    left = int(limit * gpu_memory_utilization) - used
     if left <= 0:
-        used, limit = memory_stats["peak_bytes_in_use"] / 2**30, memory_stats["bytes_limit"] / 2**30
         raise ValueError(
             f"gpu_memory_utilization is {gpu_memory_utilization}, which leaves no memory for the pool: "
-            f"weights and activations take {used:.1f} of {limit:.1f} GiB; allowed: a larger share, a smaller "
+            f"{used / 2**30:.1f} of {limit / 2**30:.1f} GiB are taken; allowed: a larger share, a smaller "
             "model, or fewer max_num_batched_tokens"
         )
     return left

@@ -311,8 +311,8 @@ class ModelRunner:
         elif device.platform == "cpu":
             num_bytes = CPU_KV_CACHE_BYTES
         else:
-            self._profile(max(buckets, key=lambda b: b.num_tokens))
-            num_bytes = gpu_kv_cache_bytes(device.memory_stats(), args.gpu_memory_utilization)
+            step_bytes = self._step_bytes(max(buckets, key=lambda b: b.num_tokens))
+            num_bytes = gpu_kv_cache_bytes(device.memory_stats(), step_bytes, args.gpu_memory_utilization)
         num_blocks = num_bytes // self._per_block
         if num_blocks < 2:
             raise ValueError(
@@ -321,17 +321,12 @@ class ModelRunner:
             )
         return num_blocks
 
-    def _profile(self, bucket: Bucket) -> None:
-        """Runs the largest step once with a tiny pool, so that the device's peak shows what it needs."""
-        num_blocks = 2
-        compiled = self._lower(bucket, num_blocks).compile()
-        pool = allocate_kv_cache(self._specs, num_blocks, self._block_size, self._dtype, self._mesh)
-        _, size = layout(bucket, self._max_blocks_per_seq)
-        inputs = (
-            jnp.zeros(size, jnp.int32),
-            *empty_sampling_inputs(bucket, self._max_model_len, self._vocab_size),
-        )
-        jax.block_until_ready(compiled(self._weights, pool, *jax.device_put(inputs, self._replicated)))
+    def _step_bytes(self, bucket: Bucket) -> int:
+        """Returns the memory that a step needs beside weights and pool: compiled with a tiny pool, it tells."""
+        memory = self._lower(bucket, num_blocks=2).compile().memory_analysis()
+        assert memory is not None, "a GPU's compiler tells what a program needs"
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes
 
     def _empty(self, bucket: Bucket) -> tuple[Array, Array, Array]:
         if bucket.num_seqs not in self._empty_inputs:

@@ -226,8 +226,7 @@ def greedy_requests(seed: int, count: int) -> list[Request]:
     requests = []
     for i in range(count):
         num_prompt = near_multiple(int(rng.integers(1, 301)), 1, 300)
-        # Few are long: a request that runs alone takes a step a token.
-        num_output = int(rng.integers(1, 101)) if rng.random() < 0.2 else int(rng.integers(1, 16))
+        num_output = int(rng.integers(1, 101))
         num_output = near_multiple(num_prompt + num_output, num_prompt + 1, num_prompt + 100) - num_prompt
         prompt = rng.integers(0, VOCAB_SIZE, num_prompt)
         if i % 2:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from jax_paged.models.llama import LlamaConfig
 from jax_paged.models.registry import MODELS, get_model_class
 

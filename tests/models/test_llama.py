@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+
 from jax_paged.models.layers import TENSOR
 from jax_paged.models.llama import LlamaConfig, LlamaForCausalLM
 from jax_paged.models.weights import load_model

@@ -12,6 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
+
 from jax_paged.models import weights
 from jax_paged.models.weights import (
     load_model,
@@ -20,7 +22,6 @@ from jax_paged.models.weights import (
     resolve_model_dir,
     save_model,
 )
-from safetensors.numpy import load_file, save_file
 
 SHARDED = Path(__file__).parent / "fixtures" / "wide_heads_mlp_bias_sharded"
 CONFIG: dict[str, Any] = {
