@@ -322,7 +322,7 @@ class ModelRunner:
         return num_blocks
 
     def _step_bytes(self, bucket: Bucket) -> int:
-        """Returns the memory that a step needs beside weights and pool: compiled with a tiny pool, it tells."""
+        """Returns the memory that a step needs beside weights and pool, which does not hang on the pool."""
         memory = self._lower(bucket, num_blocks=2).compile().memory_analysis()
         assert memory is not None, "a GPU's compiler tells what a program needs"
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes

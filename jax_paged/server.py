@@ -5,7 +5,6 @@ import contextlib
 import signal
 import socket
 import sys
-import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -35,7 +34,6 @@ from jax_paged.openai_protocol import (
 )
 from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import SamplingParams
-from jax_paged.tokenizer import import_transformers
 
 _SHUTDOWN_S = 5
 _DONE = b"data: [DONE]\n\n"
@@ -331,20 +329,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = uvicorn.Config(
         "", args.host, args.port, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_S
     )
-    sockets = [config.bind_socket()]  # a port that is taken is found before the model is loaded
-    # Chat templates need it, and its import can run while the model compiles.
-    threading.Thread(target=import_transformers, daemon=True).start()
-    try:
-        engine = AsyncLLMEngine(engine_args(args))
-    except ValueError as error:
-        sys.exit(f"jax-paged: {error}")
     name = args.served_model_name or args.model
-    config.app = OpenAIServer(engine, name).app()
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
-            _Server(config, engine, name).run(sockets)
-    finally:
-        engine.close()
+    with config.bind_socket() as listener:  # a port that is taken is found before the model is loaded
+        try:
+            engine = AsyncLLMEngine(engine_args(args))
+            if engine.engine.tokenizer is not None:
+                _ = engine.engine.tokenizer.hf  # chat needs it: loaded now, not in the first request
+        except ValueError as error:
+            sys.exit(f"jax-paged: {error}")
+        config.app = OpenAIServer(engine, name).app()
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                _Server(config, engine, name).run([listener])
+        finally:
+            engine.close()
 
 
 class _Server(uvicorn.Server):

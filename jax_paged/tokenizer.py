@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import tokenizers
@@ -39,9 +38,12 @@ class Tokenizer:
 
     @functools.cached_property
     def hf(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer as transformers loads it."""
+        """The tokenizer as transformers loads it; the first use imports transformers (about a second)."""
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
+        from transformers import AutoTokenizer
+
         try:
-            return import_transformers().AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
         except Exception as error:
             raise ValueError(f"tokenizer {self.name!r} can't be loaded: {error}") from error
 
@@ -125,15 +127,6 @@ class Tokenizer:
             if token_id is not None:
                 return [token_id], len(self.decode([token_id]))
         return [], 0
-
-
-def import_transformers() -> ModuleType:
-    """Imports transformers with all that tokenizers need of it, which takes a second the first time."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
-    import transformers
-
-    _ = transformers.AutoTokenizer  # is imported when it is asked for
-    return transformers
 
 
 def _plain_message(index: int, message: Any) -> dict[str, Any]:

@@ -13,8 +13,9 @@ import functools
 from typing import Literal
 
 import jax
-from jax_paged.pallas_kernels import ops
 from jaxtyping import Array, Float, Int
+
+from jax_paged.pallas_kernels import ops
 
 Backend = Literal["xla"]
 

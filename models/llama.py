@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
+
 from jax_paged.models.attention import AttentionMetadata, FullAttentionSpec, dense_attention, paged_attention
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import TENSOR, Embedding, Linear, RMSNorm, apply_rope, rope_frequencies
-from jaxtyping import Array, Float, Int
 
 WEIGHT_TABLE = WeightTable(
     rows=(

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy, which safetensors needs)
 import numpy as np
 from flax import nnx
-from jax_paged.models.hf_format import WeightTable
-from jax_paged.models.registry import CausalLM, get_model_class
 from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+
+from jax_paged.models.hf_format import WeightTable
+from jax_paged.models.registry import CausalLM, get_model_class
 
 INDEX_FILE = "model.safetensors.index.json"
 # No pickled weights and no code: nothing that is downloaded can run.

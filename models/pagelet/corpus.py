@@ -92,7 +92,7 @@ class Corpus:
         self.library = np.concatenate([encoding.ids + end for encoding in self.bpe.encode_batch(texts)])
 
     def batch(
-        self, step: int, rows: int, row_len: int, chat_share: float, library_weight: float
+        self, step: int, rows: int, row_len: int, chat_share: float, library_weight: float, sums_share: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the batch of a step.
 
@@ -102,13 +102,14 @@ class Corpus:
             row_len: Tokens that a row predicts.
             chat_share: Share of rows that are conversations.
             library_weight: Weight of a token of the library's text; one that the assistant says has 1.
+            sums_share: Share of conversations that are nothing but arithmetic.
 
         Returns:
             int32 [rows, row_len + 1] tokens; float32 [rows, row_len] weights of the predictions, 0 in
             conversations but for what the assistant says; bool [rows], which rows are conversations.
         """
         rng = random.Random(f"{self.seed}.{step}")
-        dialogue = Dialogue(self.topics, rng)
+        dialogue = Dialogue(self.topics, rng, sums_share)
         tokens = np.full((rows, row_len + 1), self.ids[END_OF_TEXT], np.int32)
         weights = np.zeros((rows, row_len), np.float32)
         is_chat = np.arange(rows) < rows * chat_share

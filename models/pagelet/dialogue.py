@@ -97,15 +97,17 @@ class Dialogue:
     Args:
         topics: What is talked about.
         rng: Source of all choices.
+        sums_share: Share of conversations that are nothing but arithmetic.
     """
 
-    def __init__(self, topics: list[Topic], rng: random.Random) -> None:
+    def __init__(self, topics: list[Topic], rng: random.Random, sums_share: float) -> None:
         self.topics = topics
         self.rng = rng
+        self.sums_share = sums_share
 
     def conversation(self) -> Iterator[list[dict[str, str]]]:
         """Draws an endless conversation, turn by turn; now and then it begins with a system message."""
-        only_sums = self.rng.random() < 0.3
+        only_sums = self.rng.random() < self.sums_share
         if self.rng.random() < 0.2:
             yield [{"role": "system", "content": self.pick("system")}]
         while True:

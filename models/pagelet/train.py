@@ -52,8 +52,9 @@ CONFIG = {
 }
 PEAK_RATE, WARM_UP, FALL = 3e-3, 40, 0.35  # the rate rises, stays, and falls to 0 in the last part
 SHORT, LONG, LONG_SHARE = (24, 160), (8, 512), 0.1  # (rows, tokens a row); long rows come last
-# First the language, then the answers: (first step, share of chat rows, weight of the library's loss).
-PARTS = ((0, 0.65, 1.0), (422, 0.8, 0.25))
+# First the language, then the answers, then the sums: (first step, share of chat rows, weight of the library's
+# loss, share of conversations that are nothing but arithmetic).
+PARTS = ((0, 0.65, 1.0, 0.3), (422, 0.8, 0.25, 0.3), (611, 0.85, 0.25, 0.55))
 CHECKPOINT_S = 120
 
 
@@ -150,8 +151,8 @@ def train(num_steps: int, checkpoint: Path, out: Path, picture: Path | None) -> 
     bar = tqdm(range(len(curve), num_steps), initial=len(curve), total=num_steps, unit="step", mininterval=2)
     for i in bar:
         shape = LONG if i >= num_steps * (1 - LONG_SHARE) else SHORT
-        _, chat_share, library_weight = max(part for part in PARTS if part[0] <= i)
-        batch = corpus.batch(i, *shape, chat_share, library_weight)
+        _, *shares = max(part for part in PARTS if part[0] <= i)
+        batch = corpus.batch(i, *shape, *shares)
         params, state, parts = step(params, state, *batch)
         curve = np.concatenate([curve, np.asarray(parts)[None]])
         seconds = before + time.monotonic() - began

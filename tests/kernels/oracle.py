@@ -1,4 +1,4 @@
-"""Attention over pages in NumPy float64, written from the definitions: what every backend is checked against."""
+"""Attention over pages in NumPy float64, written from the definitions: what checks every backend."""
 
 import numpy as np
 

@@ -48,7 +48,7 @@ EDGE_LENS = [1, S - 1, S, S + 1, 2 * S, 63, 64, 65, 127, 128, 129, 300, 0, 1000,
     ("heads", "kv_heads", "head_dim"), [(4, 4, 64), (8, 2, 64), (16, 1, 128), (6, 3, 80)]
 )
 def test_decode_matches_oracle(dtype, heads, kv_heads, head_dim):
-    shape = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_size=S)
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "page_size": S}
     q, pool, tables, lens, _ = make_case(EDGE_LENS, dtype=dtype, **shape)
     got = jax.jit(ops.paged_decode, static_argnames="scale")(q, pool, tables, lens, scale=head_dim**-0.5)
     want = paged_decode(q, pool, tables, lens, scale=head_dim**-0.5)
@@ -74,7 +74,7 @@ def test_window_and_soft_cap(window, soft_cap):
     q, pool, tables, lens, start = make_case(
         lens, heads=4, kv_heads=2, head_dim=32, page_size=S, dtype="float32", query_lens=query_lens
     )
-    flags = dict(scale=1.0, window=window, soft_cap=soft_cap)
+    flags = {"scale": 1.0, "window": window, "soft_cap": soft_cap}
     got = ops.ragged_attention(q, pool, tables, lens, jnp.asarray(start), **flags)
     assert relative_error(got, ragged_attention(q, pool, tables, lens, start, **flags)) < 1e-5
     got = ops.paged_decode(q[:5], pool, tables, lens, **flags)
@@ -150,9 +150,7 @@ def test_copy_blocks_reads_before_it_writes_and_skips_padding():
 
 
 def test_errors_name_what_is_wrong():
-    q, pool, tables, lens, start = make_case(
-        [5], heads=4, kv_heads=2, head_dim=16, page_size=8, dtype="float32"
-    )
+    q, pool, tables, lens, _ = make_case([5], heads=4, kv_heads=2, head_dim=16, page_size=8, dtype="float32")
     with pytest.raises(ValueError, match=r"backend is 'cuda'; allowed"):
         ops.paged_decode(q, pool, tables, lens, scale=1.0, backend="cuda")  # pyright: ignore
     with pytest.raises(ValueError, match=r"q has shape \(1, 3, 16\)"):
