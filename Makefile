@@ -25,15 +25,14 @@ test-slow: setup
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout=3600 $(ARGS)
 
 # jax_paged.models and jax_paged.pallas_kernels live in top-level folders. Linters read the file system
-# and not import hooks, so they get a tree of links that looks as the installed package does.
-LINKS := $(VENV)/links
+# and not import hooks, so they get a copy that looks as the installed package does.
+COPY := $(VENV)/as-installed
 lint: setup
-	@rm -rf $(LINKS) && mkdir -p $(LINKS)/jax_paged
-	@ln -s $(CURDIR)/jax_paged/*.py $(CURDIR)/models $(CURDIR)/pallas_kernels $(LINKS)/jax_paged/
+	@rm -rf $(COPY) && mkdir -p $(COPY) && cp -R jax_paged $(COPY)/ && cp -R models pallas_kernels $(COPY)/jax_paged/
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	PYTHONPATH=$(LINKS) $(BIN)/lint-imports
+	cd $(COPY) && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
 
 format: setup
 	$(BIN)/ruff format .

@@ -326,8 +326,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serves a model until SIGINT or SIGTERM; the command line is `--help`'s."""
     args = make_parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _exit)
+    # uvicorn's own logging would close the handlers that others have made.
     config = uvicorn.Config(
-        "", args.host, args.port, log_level="warning", timeout_graceful_shutdown=_SHUTDOWN_S
+        "",
+        args.host,
+        args.port,
+        log_config=None,
+        log_level="warning",
+        timeout_graceful_shutdown=_SHUTDOWN_S,
     )
     name = args.served_model_name or args.model
     with config.bind_socket() as listener:  # a port that is taken is found before the model is loaded

@@ -52,8 +52,8 @@ CONFIG = {
 }
 PEAK_RATE, WARM_UP, FALL = 3e-3, 40, 0.35  # the rate rises, stays, and falls to 0 in the last part
 SHORT, LONG, LONG_SHARE = (24, 160), (8, 512), 0.1  # (rows, tokens a row); long rows come last
-# First the language, then the answers, then the sums: (first step, share of chat rows, weight of the library's
-# loss, share of conversations that are nothing but arithmetic).
+# First the language, then the answers, then the sums: (first step, share of chat rows, weight of the
+# library's loss, share of conversations that are nothing but arithmetic).
 PARTS = ((0, 0.65, 1.0, 0.3), (422, 0.8, 0.25, 0.3), (611, 0.85, 0.25, 0.55))
 CHECKPOINT_S = 120
 

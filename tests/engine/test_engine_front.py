@@ -43,7 +43,7 @@ class ScriptedRunner:
 
     num_blocks = 40
 
-    def __init__(self, args):
+    def __init__(self, args, loaded=None):
         self.config = types.SimpleNamespace(
             model_name="scripted",
             architecture="None",
