@@ -1,0 +1,379 @@
+import json
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+CHAT = [{"role": "user", "content": "What is a block table?"}]
+
+
+def text_of(chunks, index=0):
+    choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+    return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
+
+
+def test_completion(served):
+    answer = served.complete(user="me", store=False, metadata={"a": "b"})
+    (choice,) = answer["choices"]
+    assert choice["text"]
+    assert (answer["object"], answer["model"], choice["index"]) == ("text_completion", "pagelet", 0)
+    assert choice["finish_reason"] in ("stop", "length")
+    assert choice["logprobs"] is None
+    ids = served.server.engine.engine.tokenizer.encode("def f(")
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    assert answer["usage"]["total_tokens"] == len(ids) + answer["usage"]["completion_tokens"]
+    assert served.complete(ids)["choices"] == answer["choices"]
+
+
+def test_several_prompts(served):
+    prompts = ["def f(", "import ", "class A"]
+    alone = [served.complete(prompt) for prompt in prompts]
+    together = served.complete(prompts)
+    assert [c["index"] for c in together["choices"]] == [0, 1, 2]
+    assert [c["text"] for c in together["choices"]] == [a["choices"][0]["text"] for a in alone]
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert together["usage"][name] == sum(a["usage"][name] for a in alone)
+    chunks = served.stream("/completions", prompt=prompts, temperature=0, max_tokens=24)
+    assert [text_of(chunks, i) for i in range(3)] == [c["text"] for c in together["choices"]]
+    ends = [c["index"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
+    assert sorted(ends) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 5},
+        {"temperature": 0.9, "seed": 5, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logit_bias": {"300": 2}},
+        {"temperature": 0, "repetition_penalty": 1.2, "presence_penalty": 0.5, "min_tokens": 3},
+    ],
+)
+def test_stream_equals_the_whole(served, settings):
+    body = {"prompt": "def read(self", "max_tokens": 40, "logprobs": 2, **settings}
+    (whole,) = served.post("/completions", **body)["choices"]
+    chunks = served.stream("/completions", **body, stream_options={"include_usage": True})
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == len(whole["logprobs"]["tokens"])
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert text_of(chunks) == whole["text"]
+    parts = [c["choices"][0] for c in chunks[:-1]]
+    assert [p["finish_reason"] for p in parts] == [None] * (len(parts) - 1) + [whole["finish_reason"]]
+    for name in ("tokens", "text_offset"):
+        assert [x for p in parts for x in p["logprobs"][name]] == whole["logprobs"][name]
+    # A prefix that is cached makes the step another one: float32 rounds otherwise.
+    values = [x for p in parts for x in p["logprobs"]["token_logprobs"]]
+    assert values == pytest.approx(whole["logprobs"]["token_logprobs"], abs=1e-4)
+    tops = [x for p in parts for x in p["logprobs"]["top_logprobs"]]
+    for top, expected in zip(tops, whole["logprobs"]["top_logprobs"], strict=True):
+        assert top == pytest.approx(expected, abs=1e-4)
+    assert "usage" not in served.stream("/completions", **body)[-1]
+
+
+def test_chat(served):
+    answer = served.chat()
+    (choice,) = answer["choices"]
+    assert (answer["object"], choice["message"]["role"]) == ("chat.completion", "assistant")
+    assert choice["message"]["content"]
+    parts = [{"type": "text", "text": "What is a "}, {"type": "text", "text": "block table?"}]
+    assert served.chat(parts)["choices"] == answer["choices"]
+    chunks = served.stream("/chat/completions", messages=CHAT, temperature=0)
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[0]["object"] == "chat.completion.chunk"
+    assert text_of(chunks) == choice["message"]["content"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+    for name in ("max_tokens", "max_completion_tokens"):
+        short = served.chat(**{name: 2})
+        assert (short["usage"]["completion_tokens"], short["choices"][0]["finish_reason"]) == (2, "length")
+
+
+def test_chat_logprobs(served):
+    answer = served.chat(logprobs=True, top_logprobs=3, max_tokens=5)
+    choice = answer["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert "".join(t["token"] for t in content) == choice["message"]["content"]
+    for token in content:
+        values = [t["logprob"] for t in token["top_logprobs"]]
+        assert len(values) == 3
+        assert values == sorted(values, reverse=True)
+        assert token["logprob"] == values[0]  # greedy
+        assert bytes(token["bytes"]).decode() == token["token"]
+    assert (
+        served.chat(logprobs=True, max_tokens=1)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+    )
+
+
+def test_prompt_logprobs(served):
+    ids = served.server.engine.engine.tokenizer.encode("import os\nimport sys\n")
+    answer = served.complete(ids, prompt_logprobs=1)
+    first, *rest = answer["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert [next(iter(entry)) for entry in rest] == [str(i) for i in ids[1:]]
+    assert all(min(x["rank"] for x in entry.values()) == 1 for entry in rest)
+
+
+def test_stop_strings(served):
+    text = served.complete(max_tokens=40, ignore_eos=True)["choices"][0]["text"]
+    stop = text[9:13]
+    expected = text[: text.find(stop)]
+    (choice,) = served.complete(max_tokens=40, ignore_eos=True, stop=["never", stop])["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", stop)
+    body = {"prompt": "def f(", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stop": stop}
+    chunks = served.stream("/completions", **body)
+    assert text_of(chunks) == expected
+    assert chunks[-1]["choices"][0]["stop_reason"] == stop
+
+
+def test_characters_of_several_tokens(served):
+    # One byte after the other is made the most likely token, and each only once.
+    tokenizer = served.server.engine.engine.tokenizer
+    ids = tokenizer.encode("好")
+    assert len(ids) == 3, "a character of three tokens"
+    bias = {str(i): value for i, value in zip(ids, (100, 66, 33), strict=True)}
+    body = {"prompt": "a", "max_tokens": 3, "temperature": 0, "repetition_penalty": 1e6, "logit_bias": bias}
+    assert served.post("/completions", **body)["choices"][0]["text"] == "好"
+    texts = [c["choices"][0]["text"] for c in served.stream("/completions", **body)]
+    assert texts == ["", "", "好"]
+    cut = {**body, "max_tokens": 2}
+    assert text_of(served.stream("/completions", **cut)) == "\ufffd"
+    assert served.complete("你好 🙂", max_tokens=1)["usage"]["prompt_tokens"] == len(
+        tokenizer.encode("你好 🙂")
+    )
+
+
+def test_sixteen_at_once_answer_as_alone(served):
+    bodies = [
+        {"prompt": f"def f{i}(x):\n", "max_tokens": 20 + i, "temperature": 0.8, "seed": i} for i in range(16)
+    ]
+    alone = [served.post("/completions", **body)["choices"][0]["text"] for body in bodies]
+
+    def ask(i):
+        if i % 2:
+            return served.post("/completions", **bodies[i])["choices"][0]["text"]
+        return text_of(served.stream("/completions", **bodies[i]))
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, range(16))) == alone
+    served.wait_until_idle()
+
+
+LONG = {"prompt": ["a b c", "d e f"], "max_tokens": 480, "ignore_eos": True}
+
+
+@pytest.fixture
+def slow_steps(served, monkeypatch):
+    """Makes LONG take at least five seconds."""
+    runner = served.server.engine.engine.runner
+    execute = runner.execute
+
+    def slow(output):
+        time.sleep(0.01)
+        return execute(output)
+
+    monkeypatch.setattr(runner, "execute", slow)
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_a_client_that_leaves_a_stream_frees_its_blocks(served):
+    with served.client.stream("POST", "/completions", json={**LONG, "stream": True}) as answer:
+        next(answer.iter_lines())
+        assert served.server.engine.engine.has_unfinished_requests()
+    served.wait_until_idle(timeout_s=2)
+
+
+@pytest.mark.usefixtures("slow_steps")
+def test_a_client_that_leaves_before_the_answer_frees_its_blocks(served):
+    with pytest.raises(httpx.ReadTimeout):
+        served.client.post("/completions", json=LONG, timeout=httpx.Timeout(60, read=0.3))
+    assert served.server.engine.engine.has_unfinished_requests()
+    served.wait_until_idle(timeout_s=2)
+
+
+BAD = [
+    ("/completions", {}, "prompt is missing", "prompt"),
+    ("/completions", {"prompt": "a", "foo": 1}, "foo is not a field", "foo"),
+    ("/completions", {"prompt": ""}, "prompt is ''", "prompt"),
+    ("/completions", {"prompt": []}, "at least one prompt", "prompt"),
+    ("/completions", {"prompt": 5}, "prompts is 5", None),
+    ("/completions", {"prompt": ["a", ""]}, "prompt is ''", "prompt"),
+    ("/completions", {"prompt": [5, -1]}, "prompt_token_ids[1] is -1", None),
+    ("/completions", {"prompt": [5, True]}, "prompt_token_ids[1] is True", None),
+    ("/completions", {"prompt": [5, 1.5]}, "prompt_token_ids[1] is 1.5", None),
+    ("/completions", {"prompt": [2048]}, "allowed: an integer in [0, 2047]", None),
+    ("/completions", {"prompt": [10**30]}, "prompt_token_ids[0]", None),
+    (
+        "/completions",
+        {"prompt": [5] * 500, "max_tokens": 13},
+        "513 tokens in all; allowed: max_model_len, 512",
+        None,
+    ),
+    ("/completions", {"prompt": "a", "temperature": -1}, "temperature is -1.0", "temperature"),
+    ("/completions", {"prompt": "a", "temperature": "1"}, "a valid number", "temperature"),
+    ("/completions", {"prompt": "a", "temperature": True}, "a valid number", "temperature"),
+    ("/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens is 0", "max_tokens"),
+    ("/completions", {"prompt": "a", "max_tokens": 1.5}, "a valid integer", "max_tokens"),
+    ("/completions", {"prompt": "a", "top_p": 0}, "top_p is 0", "top_p"),
+    ("/completions", {"prompt": "a", "seed": -1}, "seed is -1", "seed"),
+    ("/completions", {"prompt": "a", "seed": 2**63}, "seed is 9223372036854775808", "seed"),
+    ("/completions", {"prompt": "a", "n": 2}, "n is 2", "n"),
+    ("/completions", {"prompt": "a", "best_of": 2}, "best_of is 2", "best_of"),
+    ("/completions", {"prompt": "a", "echo": True}, "echo is True", "echo"),
+    ("/completions", {"prompt": "a", "suffix": "b"}, "suffix is 'b'", "suffix"),
+    ("/completions", {"prompt": "a", "logprobs": 21}, "logprobs is 21", "logprobs"),
+    ("/completions", {"prompt": "a", "stop": [1]}, "a valid string", "stop"),
+    ("/completions", {"prompt": "a", "stop": ""}, "stop is ''", "stop"),
+    ("/completions", {"prompt": "a", "stop_token_ids": [2048]}, "stop_token_ids is 2048", None),
+    ("/completions", {"prompt": "a", "logit_bias": {"x": 1}}, "token ids", "logit_bias"),
+    ("/completions", {"prompt": "a", "logit_bias": {"2048": 1}}, "logit_bias is 2048", None),
+    ("/completions", {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias[5] is 101", None),
+    (
+        "/completions",
+        {"prompt": "a", "stream_options": {"x": 1}},
+        "stream_options.x is not",
+        "stream_options",
+    ),
+    ("/chat/completions", {}, "messages is missing", "messages"),
+    ("/chat/completions", {"messages": []}, "at least one message", "messages"),
+    ("/chat/completions", {"messages": "hi"}, "a valid list", "messages"),
+    ("/chat/completions", {"messages": [{"content": "a"}]}, "messages[0]", None),
+    ("/chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content is None", None),
+    (
+        "/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content",
+        None,
+    ),
+    ("/chat/completions", {"messages": CHAT, "tools": [{}]}, "tools", "tools"),
+    (
+        "/chat/completions",
+        {"messages": CHAT, "response_format": {"type": "json_object"}},
+        "'text'",
+        "response_format",
+    ),
+    ("/chat/completions", {"messages": CHAT, "top_logprobs": 2}, "unless logprobs is true", "top_logprobs"),
+    ("/chat/completions", {"messages": CHAT, "max_tokens": 511}, "allowed: max_model_len", None),
+    ("/chat/completions", {"messages": CHAT, "prompt": "a"}, "prompt is not a field", "prompt"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "message", "param"), BAD)
+def test_bad_input(served, path, body, message, param):
+    for stream in (False, True):
+        answer = served.client.post(path, json={**body, "stream": stream})
+        error = answer.json()["error"]
+        assert answer.status_code == 400, answer.text
+        assert message in error["message"]
+        assert error["type"] == "invalid_request_error"
+        assert error["param"] == param
+        assert error["code"] is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt":', "not JSON"),
+        (b"", "not a JSON object"),
+        (b"[]", "not a JSON object"),
+        (b'{"prompt": "a", "top_p": NaN}', "top_p is nan"),
+        (b'{"prompt": "a", "temperature": Infinity}', "temperature is inf"),
+        (b'{"prompt": "\\ud800"}', "Unicode"),
+    ],
+)
+def test_bad_json(served, content, message):
+    headers = {"Content-Type": "application/json"}
+    answer = served.client.post("/completions", content=content, headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert message in answer.json()["error"]["message"]
+
+
+def test_unknown_model_and_path(served):
+    answer = served.client.post("/completions", json={"model": "gpt-5", "prompt": "a"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "'pagelet'" in error["message"]
+    for path, status in (("/nothing", 404), ("/completions", 405)):
+        answer = served.client.get(path)
+        assert (answer.status_code, list(answer.json())) == (status, ["error"])
+
+
+def test_bad_requests_do_not_disturb_others(served):
+    expected = served.complete(max_tokens=60)["choices"]
+    with ThreadPoolExecutor(8) as pool:
+        good = [pool.submit(served.complete, max_tokens=60) for _ in range(4)]
+        bad = [pool.submit(served.client.post, path, json=body) for path, body, *_ in BAD]
+        assert all(b.result().status_code == 400 for b in bad)
+        assert all(g.result()["choices"] == expected for g in good)
+    served.wait_until_idle()
+
+
+def test_non_finite_logits_are_an_error_of_one_request(served, monkeypatch):
+    runner = served.server.engine.engine.runner
+    execute = runner.execute
+
+    def poisoned(output):
+        result = execute(output)
+        for i, row in enumerate(output.scheduled):
+            if row.group.sampling_params.seed == 666 and len(row.seq.output_token_ids) == 2:
+                result.is_finite[i] = False
+        return result
+
+    expected = served.complete()["choices"]
+    monkeypatch.setattr(runner, "execute", poisoned)
+    with ThreadPoolExecutor(3) as pool:
+        good = pool.submit(served.complete)
+        bad = pool.submit(
+            served.client.post, "/completions", json={"prompt": "a", "seed": 666, "ignore_eos": True}
+        )
+        chunks = served.stream("/completions", prompt="a", seed=666, ignore_eos=True)
+        assert good.result()["choices"] == expected
+    assert bad.result().status_code == 500
+    assert "non-finite logits" in bad.result().json()["error"]["message"]
+    assert "non-finite logits" in chunks[-1]["error"]["message"]
+    assert len(chunks) == 3
+    served.wait_until_idle()
+
+
+def test_an_engine_that_has_stopped_says_so(served, monkeypatch):
+    assert served.client.get("../health").json() == {"status": "ok"}
+    monkeypatch.setattr(served.server.engine, "error", RuntimeError("device lost"))
+    for answer in (
+        served.client.get("../health"),
+        served.client.post("/completions", json={"prompt": "a"}),
+        served.client.post("/chat/completions", json={"messages": CHAT, "stream": True}),
+    ):
+        assert answer.status_code == 503
+        assert "device lost" in answer.json()["error"]["message"]
+
+
+def test_models(served):
+    (model,) = served.client.get("/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("pagelet", "model", 512)
+
+
+def test_metrics(served):
+    def values():
+        text = served.client.get("../metrics").text
+        return {k: float(v) for k, v in re.findall(r"^(jax_paged_\S+) (\S+)$", text, re.MULTILINE)}
+
+    served.wait_until_idle()
+    before = values()
+    usage = served.complete(ignore_eos=True, max_tokens=5)["usage"]
+    served.stream("/completions", prompt="def f(", ignore_eos=True, max_tokens=5)
+    after = values()
+
+    def grew(name):
+        return after[f"jax_paged_{name}"] - before.get(f"jax_paged_{name}", 0)
+
+    assert grew('requests_total{finish_reason="length"}') == 2
+    assert grew("generation_tokens_total") == 10
+    assert grew("prompt_tokens_total") == 2 * usage["prompt_tokens"]
+    assert grew("time_to_first_token_seconds_count") == grew("inter_token_latency_seconds_count") == 2
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio"):
+        assert after[f"jax_paged_{name}"] == 0
+
+
+def test_openapi_describes_the_requests(served):
+    schema = json.dumps(served.client.get("../openapi.json").json())
+    assert "max_completion_tokens" in schema
+    assert "/v1/chat/completions" in schema
