@@ -99,14 +99,17 @@ class LLMEngine:
 
         Args:
             prompt: Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-            sampling_params: None takes the defaults; max_tokens None takes the rest of max_model_len.
+            sampling_params: None takes the model's defaults (its generation_config.json); max_tokens None
+                takes the rest of max_model_len.
 
         Raises:
             ValueError: If the engine can't run it; the message names the argument, its value and what is
                 allowed.
         """
         self._check_open()
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = sampling_params
+        if params is None:
+            params = SamplingParams(**self.runner.config.sampling_defaults)
         ok = isinstance(params, SamplingParams)
         check(ok, "sampling_params", params, "a SamplingParams")
         text, token_ids = self._tokenize(prompt)

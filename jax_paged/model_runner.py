@@ -62,6 +62,7 @@ class RunnerConfig:
     max_num_batched_tokens: int
     eos_token_ids: frozenset[int]
     max_logprobs: int
+    sampling_defaults: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +151,7 @@ class ModelRunner:
             max_num_batched_tokens=max_num_batched_tokens,
             eos_token_ids=loaded.eos_token_ids,
             max_logprobs=self._max_logprobs,
+            sampling_defaults=loaded.sampling_defaults,
         )
         self._builder = BatchBuilder(
             block_size=args.block_size,

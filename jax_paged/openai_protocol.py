@@ -100,10 +100,11 @@ class _Request(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def _params(self, **more: Any) -> SamplingParams:
+    def _params(self, defaults: dict[str, Any], **more: Any) -> SamplingParams:
         values = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
         values["logit_bias"] = _int_keys(self.logit_bias)
-        return SamplingParams(**{k: v for k, v in values.items() if v is not None}, **more)
+        given = {k: v for k, v in values.items() if v is not None}
+        return SamplingParams(**{**defaults, **given}, **more)
 
 
 class CompletionRequest(_Request):
@@ -118,10 +119,12 @@ class CompletionRequest(_Request):
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
 
-    def sampling_params(self) -> SamplingParams:
-        """Raises ValueError if a value is out of range."""
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """Fills in the model's defaults; raises ValueError if a value is out of range."""
         return self._params(
-            max_tokens=16 if self.max_tokens is None else self.max_tokens, logprobs=self.logprobs
+            defaults,
+            max_tokens=16 if self.max_tokens is None else self.max_tokens,
+            logprobs=self.logprobs,
         )
 
 
@@ -145,14 +148,15 @@ class ChatRequest(_Request):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Any = None
 
-    def sampling_params(self) -> SamplingParams:
-        """Raises ValueError if a value is out of range."""
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """Fills in the model's defaults; raises ValueError if a value is out of range."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError(
                 f"top_logprobs is {self.top_logprobs}; allowed: nothing, unless logprobs is true"
             )
         limits = [x for x in (self.max_tokens, self.max_completion_tokens) if x is not None]
         return self._params(
+            defaults,
             max_tokens=min(limits, default=None),
             logprobs=self.top_logprobs or 0 if self.logprobs else None,
         )

@@ -87,7 +87,7 @@ class OpenAIServer:
         self._check_ready(body.model)
         head = self._head("cmpl", "text_completion")
         with _bad_input(body):
-            params = body.sampling_params()
+            params = body.sampling_params(self.engine.engine.runner.config.sampling_defaults)
             prompts = as_prompts(body.prompt)
             if not prompts:
                 raise ValueError("prompt is []; allowed: at least one prompt")
@@ -118,7 +118,7 @@ class OpenAIServer:
         with _bad_input(body):
             if tokenizer is None:
                 raise ValueError("chat needs a tokenizer, and the server runs without one")
-            params = body.sampling_params()
+            params = body.sampling_params(self.engine.engine.runner.config.sampling_defaults)
             prompt = await asyncio.to_thread(tokenizer.encode_chat, body.messages)
             checked = self._check_all([prompt], params)
         num_top = body.top_logprobs or 0

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -40,7 +41,9 @@ class Tokenizer:
     def hf(self) -> "PreTrainedTokenizerBase":
         """The tokenizer as transformers loads it; the first use imports transformers (about a second)."""
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
-        from transformers import AutoTokenizer
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "IProgress not found")  # in notebooks without ipywidgets
+            from transformers import AutoTokenizer
 
         try:
             return AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)

@@ -38,6 +38,7 @@ class LoadedModel:
         max_model_len: Most tokens that the model was made for.
         vocab_size: Rows of the embedding.
         eos_token_ids: Tokens that end a text; may be empty.
+        sampling_defaults: What generation_config.json says of sampling, in the words of SamplingParams.
     """
 
     model: CausalLM
@@ -48,6 +49,7 @@ class LoadedModel:
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    sampling_defaults: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,7 +135,7 @@ def load_model(folder: Path, dtype: Literal["auto", "float32", "bfloat16"] = "au
         value = _place(_read_tensor(stored[weight.key].file, weight.key), weight.transposed, chosen)
         flat.append((weight.path, weight.param.replace(value.block_until_ready())))
     nnx.update(model, nnx.from_flat_state(flat))
-    return _loaded(model, architecture, chosen, eos_token_ids)
+    return _loaded(model, architecture, chosen, eos_token_ids, _sampling_defaults(defaults))
 
 
 def random_model(
@@ -153,7 +155,7 @@ def random_model(
     config = model_class.config_class.from_hf(hf_config)
     chosen = _choose_dtype(dtype, hf_config, {})
     model = model_class(config, dtype=chosen, rngs=nnx.Rngs(seed))
-    return _loaded(model, architecture, chosen, _eos_token_ids({}, hf_config, config.vocab_size))
+    return _loaded(model, architecture, chosen, _eos_token_ids({}, hf_config, config.vocab_size), {})
 
 
 def save_model(model: CausalLM, folder: Path, hf_config: dict[str, Any]) -> None:
@@ -192,7 +194,11 @@ def _weights(model: CausalLM) -> list[_Weight]:
 
 
 def _loaded(
-    model: CausalLM, architecture: str, dtype: jnp.dtype, eos_token_ids: frozenset[int]
+    model: CausalLM,
+    architecture: str,
+    dtype: jnp.dtype,
+    eos_token_ids: frozenset[int],
+    sampling_defaults: dict[str, Any],
 ) -> LoadedModel:
     return LoadedModel(
         model=model,
@@ -203,6 +209,7 @@ def _loaded(
         max_model_len=model.config.max_position_embeddings,
         vocab_size=model.config.vocab_size,
         eos_token_ids=eos_token_ids,
+        sampling_defaults=sampling_defaults,
     )
 
 
@@ -234,6 +241,14 @@ def _eos_token_ids(
             f"eos_token_id is {value!r}; allowed: null, an id in [0, {vocab_size - 1}], or a list of them"
         )
     return frozenset(ids)
+
+
+def _sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the sampling values that a checkpoint asks for; do_sample false is temperature 0."""
+    if generation_config.get("do_sample") is False:
+        return {"temperature": 0.0}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {name: generation_config[name] for name in names if generation_config.get(name) is not None}
 
 
 def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, _Stored]) -> jnp.dtype:

@@ -385,6 +385,16 @@ def test_ctrl_c_ends_generate_between_steps_and_leaves_the_engine_usable(llm):
     assert llm.generate("abc?", LONG, use_tqdm=False)[0].outputs[0].text == "abc"
 
 
+def test_ctrl_c_in_a_step_comes_after_the_step(scripted):
+    with LLMEngine(scripted()) as engine:
+        engine.add_request("a", "abc?", LONG)
+        engine.runner.during_step = lambda output: os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        engine.runner.during_step = lambda output: None
+        assert run(engine)["a"].outputs[0].text == "abc"
+
+
 def test_an_error_of_the_runner_ends_the_requests_of_generate(llm):
     def fail(output):
         raise RuntimeError("device lost")

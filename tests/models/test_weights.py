@@ -243,6 +243,20 @@ def test_end_tokens(folder: Path, config_id: Any, generation_id: Any, expected: 
         assert expected in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("generation_config", "expected"),
+    [
+        ({}, {}),
+        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"temperature": None, "top_k": 50, "max_length": 9}, {"top_k": 50}),
+    ],
+)
+def test_sampling_defaults(folder: Path, generation_config: dict[str, Any], expected: dict[str, Any]) -> None:
+    (folder / "generation_config.json").write_text(json.dumps(generation_config))
+    assert load_model(folder).sampling_defaults == expected
+
+
 def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config.json does not exist"):
         load_model(tmp_path)
