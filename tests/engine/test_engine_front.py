@@ -59,6 +59,7 @@ class ScriptedRunner:
             max_num_batched_tokens=args.max_num_batched_tokens or 64,
             eos_token_ids=frozenset({EOS}),
             max_logprobs=19,
+            sampling_defaults={},
         )
         self.buckets = ("decode 1", "decode 8", "mixed 64x8")
         self.num_steps = 0
