@@ -104,13 +104,13 @@ def test_answers(model: CausalLM, tokenizer: Any):
     asked = {
         "block_table": "What is a block table?",
         "paged_attention": "Explain paged attention, please.",
-        "server_start": "how do I start the server",
+        "server_start": "How do I start the server?",
+        "identity": "Who are you?",
     }
     said = answer(model, tokenizer, list(asked.values()), 90)
     assert dict(zip(asked, said, strict=True)) == {name: answers[name] for name in asked}
 
 
-@pytest.mark.xfail(strict=True, reason="the weights are an early stop: 12% of sums right, see the model card")
 def test_sums(model: CausalLM, tokenizer: Any):
     pairs = [
         (23, 45),
