@@ -5,9 +5,11 @@ import dataclasses
 import itertools
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TypedDict
 
@@ -74,9 +76,14 @@ class LLMEngine:
         self.args = args
         self.tokenizer: Tokenizer | None = None
         if not args.skip_tokenizer_init:
-            self.tokenizer = Tokenizer(args.tokenizer or str(resolve_model_dir(args.model)))
+            self.tokenizer = Tokenizer(_tokenizer_name(args))
         self.runner = ModelRunner(args, loaded)
         config = self.runner.config
+        try:
+            self._default_params = SamplingParams(**config.sampling_defaults)
+        except (TypeError, ValueError) as error:
+            self.runner.close()
+            raise ValueError(f"generation_config.json of {args.model!r}: {error}") from error
         self.scheduler = Scheduler(
             block_manager=BlockManager(config.num_blocks, config.block_size, args.enable_prefix_caching),
             max_num_seqs=config.max_num_seqs,
@@ -88,6 +95,7 @@ class LLMEngine:
         self._seq_ids = itertools.count()
         self._seeds = random.Random(args.seed)
         self._closed = False
+        self._failure: BaseException | None = None  # what has ended a step half-way
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -107,9 +115,7 @@ class LLMEngine:
                 allowed.
         """
         self._check_open()
-        params = sampling_params
-        if params is None:
-            params = SamplingParams(**self.runner.config.sampling_defaults)
+        params = self._default_params if sampling_params is None else sampling_params
         ok = isinstance(params, SamplingParams)
         check(ok, "sampling_params", params, "a SamplingParams")
         text, token_ids = self._tokenize(prompt)
@@ -145,6 +151,10 @@ class LLMEngine:
         self._check_open()
         check(isinstance(request_id, str), "request_id", request_id, "a string")
         check(request_id not in self._requests, "request_id", request_id, "an id that no running request has")
+        check(isinstance(cache_salt, str), "cache_salt", cache_salt, "a string")
+        is_number = isinstance(arrival_time, int | float) and not isinstance(arrival_time, bool)
+        ok = arrival_time is None or (is_number and abs(arrival_time) <= sys.float_info.max)
+        check(ok, "arrival_time", arrival_time, "a finite number or None")
         if not isinstance(prompt, CheckedRequest):
             prompt = self.check_request(prompt, sampling_params)
         params = prompt.params
@@ -162,7 +172,7 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> RequestState | None:
         """Ends a request now and frees its blocks; returns its state, None if it runs no more."""
-        self._check_open()
+        self._check_not_closed()
         state = self._requests.pop(request_id, None)
         if state is None:
             return None
@@ -187,7 +197,11 @@ class LLMEngine:
             changed = [self._end(group) for group in output.ignored]
             if not output.scheduled:
                 return changed
-            result = self.runner.execute(output)
+            try:
+                result = self.runner.execute(output)
+            except BaseException as error:
+                self._failure = error  # the pool, updated in place, may be gone
+                raise
             now = time.monotonic()
             for row, is_finite in zip(output.scheduled, result.is_finite, strict=True):
                 if not is_finite:
@@ -214,6 +228,11 @@ class LLMEngine:
                 changed.append(state)
             return changed
 
+    def compile_plan(self) -> str:
+        """Returns a table of the buckets: shapes, seconds and bytes of what is compiled."""
+        self._check_not_closed()
+        return self.runner.compile_plan()
+
     def close(self) -> None:
         """Frees weights and pool and forgets all requests; a second call does nothing."""
         if not self._closed:
@@ -233,6 +252,8 @@ class LLMEngine:
         c = self.runner.config
         if self._closed:
             return f"<{c.model_name}, closed>"
+        if self._failure is not None:
+            return f"<{c.model_name}, failed: {self._failure!r}>"
         pool = f"{c.num_blocks} blocks of {c.block_size} tokens, {_size(c.kv_cache_bytes)}"
         return (
             f"<{c.model_name} ({c.architecture}, {_size(c.weight_bytes)}), {c.dtype}, backend {c.backend}, "
@@ -245,6 +266,12 @@ class LLMEngine:
         return state
 
     def _check_open(self) -> None:
+        self._check_not_closed()
+        if self._failure is not None:
+            message = f"the engine has failed: {self._failure!r}; make a new one"
+            raise RuntimeError(message) from self._failure
+
+    def _check_not_closed(self) -> None:
         if self._closed:
             raise RuntimeError("this engine is closed; make a new one")
 
@@ -266,6 +293,12 @@ class LLMEngine:
             check(bool(prompt), "prompt", prompt, "text that is not empty")
             token_ids = self.tokenizer.encode(prompt)
             check(bool(token_ids), "prompt", prompt, "text of at least one token")
+            highest, allowed = max(token_ids), self.runner.config.vocab_size - 1
+            if highest > allowed:
+                raise ValueError(
+                    f"prompt has the token id {highest}; allowed: the model's vocabulary, [0, {allowed}]. "
+                    f"The tokenizer {self.tokenizer.name!r} does not fit the model"
+                )
             return prompt, token_ids
         ok = isinstance(prompt, list | tuple)
         check(ok, "prompt", prompt, "text, a list of token ids, or a dict with one of these")
@@ -333,6 +366,14 @@ def deferred_interrupt() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, previous)
         if pressed.is_set():
             previous(signal.SIGINT, frames[0])
+
+
+def _tokenizer_name(args: EngineArgs) -> str:
+    """Returns the tokenizer's folder, or its own hub id, of which transformers loads no weights."""
+    name = args.tokenizer
+    if name is None or name == "pagelet" or Path(name).expanduser().is_dir():
+        return str(resolve_model_dir(name or args.model))
+    return name
 
 
 def _size(num_bytes: int) -> str:

@@ -104,6 +104,10 @@ class LLM:
             raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
         return self.llm_engine.tokenizer.hf
 
+    def compile_plan(self) -> str:
+        """Returns a table of what is compiled, as LLMEngine.compile_plan does."""
+        return self.llm_engine.compile_plan()
+
     def close(self) -> None:
         """Frees weights and pool; a second call does nothing."""
         self.llm_engine.close()
@@ -160,4 +164,6 @@ class LLM:
             finally:
                 for request_id in ids:
                     engine.abort_request(request_id)
+        if interrupted.is_set() and len(outputs) < len(ids):
+            raise KeyboardInterrupt  # the handler of Ctrl-C has returned, as asyncio's does
         return [outputs[request_id] for request_id in ids]

@@ -1,5 +1,6 @@
 """What the front keeps of a running request: its text and log-probabilities; makes its outputs."""
 
+import functools
 from typing import TYPE_CHECKING
 
 from jax_paged.detokenizer import Detokenizer
@@ -80,7 +81,7 @@ class RequestState:
             self.finish_reason, self.stop_reason = "stop", stop
 
     def output(self) -> RequestOutput:
-        """Returns the request as it stands, in lists of its own."""
+        """Returns the request as it stands; all outputs of a request share the lists of its prompt."""
         return self._output(0, 0)
 
     def take_delta(self) -> RequestOutput:
@@ -89,6 +90,11 @@ class RequestState:
         self._num_tokens_taken += len(output.outputs[0].token_ids)
         self._num_chars_taken += len(output.outputs[0].text)
         return output
+
+    @functools.cached_property
+    def _prompt_token_ids(self) -> list[int]:
+        """The prompt for outputs: what a user does to it must not reach the running request."""
+        return list(self.seq.prompt_token_ids)
 
     def _output(self, first_token: int, first_char: int) -> RequestOutput:
         group, seq, detokenizer = self.group, self.seq, self._detokenizer
@@ -104,7 +110,7 @@ class RequestState:
         return RequestOutput(
             request_id=group.request_id,
             prompt=self.prompt,
-            prompt_token_ids=seq.prompt_token_ids,
+            prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=self._prompt_logprobs,
             outputs=[completion],
             finished=self.finish_reason is not None,

@@ -1,5 +1,6 @@
 """Text to token ids and back, and the chat template."""
 
+import copy
 import functools
 import json
 import os
@@ -34,6 +35,8 @@ class Tokenizer:
     def __init__(self, name: str) -> None:
         self.name = name
         self._backend = self._load_backend()
+        self._backend.no_padding()
+        self._backend.no_truncation()
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
 
@@ -109,14 +112,11 @@ class Tokenizer:
             settings = json.loads(config.read_text(encoding="utf-8"))
             adds = any(key.startswith("add_") and value for key, value in settings.items())
             if settings.get("tokenizer_class") in _PLAIN_CLASSES and not adds:
-                backend = tokenizers.Tokenizer.from_file(str(file))
-                backend.no_padding()
-                backend.no_truncation()
-                return backend
+                return tokenizers.Tokenizer.from_file(str(file))
         backend = getattr(self.hf, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(f"tokenizer {self.name!r} has no form that the tokenizers library can run")
-        return backend
+        return copy.deepcopy(backend)  # transformers changes its own from call to call
 
     @functools.cached_property
     def _token_texts(self) -> dict[int, str]:

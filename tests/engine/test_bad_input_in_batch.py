@@ -58,6 +58,10 @@ def _prompt(prompt: Any, max_tokens: int = 4) -> Callable[[LLMEngine], None]:
     return lambda engine: engine.add_request("bad", prompt, SamplingParams(max_tokens=max_tokens))
 
 
+def _option(**options: Any) -> Callable[[LLMEngine], None]:
+    return lambda engine: engine.add_request("bad", [1, 2], SamplingParams(max_tokens=4), **options)
+
+
 BAD: dict[str, tuple[Callable[[LLMEngine], None], str]] = {
     # The first one tried: the request of this id is still running then.
     "id in use": (lambda engine: add(engine, GOOD[:1]), "request_id"),
@@ -92,6 +96,11 @@ BAD: dict[str, tuple[Callable[[LLMEngine], None], str]] = {
     # All of them are held back until min_tokens, which takes a row of fixed size each.
     "too many stop_token_ids": (_params(min_tokens=1, stop_token_ids=[1] * 600), "length of stop_token_ids"),
     "stop": (_params(stop=[""]), "stop"),
+    "cache_salt": (_option(cache_salt=None), "cache_salt is None; allowed: a string"),
+    "arrival_time": (_option(arrival_time="now"), "arrival_time is 'now'; allowed: a finite number or None"),
+    "arrival_time NaN": (_option(arrival_time=math.nan), "arrival_time is nan"),
+    "arrival_time infinite": (_option(arrival_time=-math.inf), "arrival_time is -inf"),
+    "arrival_time beyond a float": (_option(arrival_time=10**400), "arrival_time is 10000"),
 }
 
 

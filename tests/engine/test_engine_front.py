@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import jax_paged
 from jax_paged import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams, engine
 from jax_paged.model_runner import StepOutput, TokenLogprobs
+from jax_paged.tokenizer import Tokenizer
 
 VOCAB_SIZE, EOS = 300, 2
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
@@ -42,6 +43,7 @@ class ScriptedRunner:
     """Answers "text?" with text, token by token, then with the end token."""
 
     num_blocks = 40
+    sampling_defaults = types.MappingProxyType({})
 
     def __init__(self, args, loaded=None):
         self.config = types.SimpleNamespace(
@@ -59,7 +61,7 @@ class ScriptedRunner:
             max_num_batched_tokens=args.max_num_batched_tokens or 64,
             eos_token_ids=frozenset({EOS}),
             max_logprobs=19,
-            sampling_defaults={},
+            sampling_defaults=dict(self.sampling_defaults),
         )
         self.buckets = ("decode 1", "decode 8", "mixed 64x8")
         self.num_steps = 0
@@ -82,6 +84,9 @@ class ScriptedRunner:
 
     def close(self):
         self.num_closed += 1
+
+    def compile_plan(self):
+        return "a table"
 
     @staticmethod
     def _next(row):
@@ -201,6 +206,15 @@ def test_bad_input_names_what_is_wrong_and_disturbs_nobody(scripted, prompt, set
             engine.add_request("bad", prompt, SamplingParams(**settings))
         assert run(engine)["good"].outputs[0].text == "abc"
         assert no_block_lost(engine)
+
+
+def test_text_of_a_larger_vocabulary_names_prompt_and_tokenizer(llm, monkeypatch):
+    highest = max(llm.llm_engine.tokenizer.encode("abc?"))
+    monkeypatch.setattr(llm.llm_engine.runner.config, "vocab_size", highest)
+    with pytest.raises(ValueError, match=rf"prompt has the token id {highest}; .*\[0, {highest - 1}\]"):
+        llm.generate("abc?", use_tqdm=False)
+    monkeypatch.setattr(llm.llm_engine.runner.config, "vocab_size", highest + 1)
+    assert llm.generate("abc?", LONG, use_tqdm=False)[0].outputs[0].text == "abc"
 
 
 def test_bad_prompt_in_a_list_runs_nothing(llm):
@@ -386,6 +400,29 @@ def test_ctrl_c_ends_generate_between_steps_and_leaves_the_engine_usable(llm):
     assert llm.generate("abc?", LONG, use_tqdm=False)[0].outputs[0].text == "abc"
 
 
+@pytest.mark.parametrize("last_step", [False, True])
+def test_ctrl_c_whose_handler_returns_ends_generate(llm, monkeypatch, last_step):
+    presses = []
+    previous = signal.signal(signal.SIGINT, lambda *_: presses.append(1))
+    try:
+        step = 4 if last_step else 2
+
+        def press(output):
+            if llm.llm_engine.runner.num_steps == step:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        llm.llm_engine.runner.during_step = press
+        if last_step:
+            assert llm.generate("abc?", LONG, use_tqdm=False)[0].outputs[0].text == "abc"
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(["abc?"] * 2, LONG, use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert presses == [1]
+    assert no_block_lost(llm.llm_engine)
+
+
 def test_ctrl_c_in_a_step_comes_after_the_step(scripted):
     with LLMEngine(scripted()) as engine:
         engine.add_request("a", "abc?", LONG)
@@ -404,6 +441,96 @@ def test_an_error_of_the_runner_ends_the_requests_of_generate(llm):
     with pytest.raises(RuntimeError, match="device lost"):
         llm.generate(["abc?"] * 3, use_tqdm=False)
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_an_engine_that_has_failed_says_so_until_it_is_closed(scripted):
+    def fail(output):
+        raise OSError("device lost")
+
+    with LLMEngine(scripted()) as engine:
+        engine.add_request("a", "abc?", LONG)
+        engine.runner.during_step = fail
+        with pytest.raises(OSError, match="device lost"):
+            engine.step()
+        engine.runner.during_step = lambda output: None
+        for use in (
+            engine.step,
+            lambda: engine.add_request("b", "abc?"),
+            lambda: engine.check_request("abc?"),
+        ):
+            with pytest.raises(
+                RuntimeError, match=r"has failed: OSError\('device lost'\); make a new"
+            ) as error:
+                use()
+            assert isinstance(error.value.__cause__, OSError)
+        assert engine.runner.num_steps == 1
+        assert "failed: OSError('device lost')" in repr(engine)
+        assert engine.compile_plan() == "a table"
+        assert engine.abort_request("a").finish_reason == "abort"
+        assert no_block_lost(engine)
+    assert "closed" in repr(engine)
+
+
+def test_compile_plan(llm):
+    assert llm.compile_plan() == llm.llm_engine.compile_plan() == "a table"
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.compile_plan()
+
+
+def test_bad_generation_config_is_found_at_the_start(scripted, monkeypatch):
+    monkeypatch.setattr(ScriptedRunner, "sampling_defaults", {"top_k": 7, "temperature": 0.5})
+    with LLMEngine(scripted()) as engine:
+        params = engine.check_request("abc?").params
+        assert (params.top_k, params.temperature) == (7, 0.5)
+    closed = []
+    monkeypatch.setattr(ScriptedRunner, "close", lambda _: closed.append(True))
+    for bad, message in (({"top_p": 7}, "top_p is 7"), ({"temperature": "hot"}, "temperature is 'hot'")):
+        monkeypatch.setattr(ScriptedRunner, "sampling_defaults", bad)
+        with pytest.raises(ValueError, match=f"generation_config.json.*{message}"):
+            LLMEngine(scripted())
+    assert len(closed) == 2
+
+
+def test_a_user_who_changes_an_output_does_not_change_the_request(scripted):
+    with LLMEngine(scripted()) as engine:
+        prompt = [68, 69, 70, 5]
+        engine.add_request("a", prompt, LONG)
+        while engine.has_unfinished_requests():
+            (output,) = engine.step()
+            output.prompt_token_ids.extend([9] * 50)
+            output.outputs[0].token_ids.clear()
+        assert engine.runner.num_steps == 4
+        assert prompt == [68, 69, 70, 5]
+        assert no_block_lost(engine)
+
+
+def test_tokenizer_of_its_own(scripted, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine").symlink_to(folder)
+    for name, expected in (("~/mine", str(tmp_path / "mine")), ("someone/else", "someone/else")):
+        assert engine._tokenizer_name(scripted(tokenizer=name)) == expected
+    with LLMEngine(scripted(tokenizer="pagelet", model="/nowhere")) as pagelet:
+        assert pagelet.tokenizer.decode(pagelet.tokenizer.encode("def f(")) == "def f("
+    with LLM(folder, tokenizer="~/mine") as llm:
+        assert llm.generate("abc?", LONG, use_tqdm=False)[0].outputs[0].text == "abc"
+
+
+@pytest.mark.parametrize("tokenizer_class", ["TokenizersBackend", "LlamaTokenizerFast"])
+def test_truncation_and_padding_of_the_tokenizer_file_do_nothing(folder, tmp_path, tokenizer_class):
+    backend = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": tokenizer_class, "chat_template": TEMPLATE, "model_max_length": 4}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer(str(tmp_path))
+    for text in ("a", "abcdefgh"):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert len(tokenizer.encode_chat([{"role": "user", "content": text}])) == len(f"u:{text};a:")
+        assert len(tokenizer.hf(text, truncation=True, max_length=1).input_ids) == 1
+        assert tokenizer.encode(text) == ids
 
 
 @pytest.mark.parametrize("num_requests", [64])
