@@ -41,8 +41,9 @@ format: setup
 bench: setup
 	$(BIN)/python benchmarks/throughput.py $(ARGS)
 
+# On a GPU machine the environment may be another than ours: make gpu-check PYTHON=python3
 gpu-check:
-	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+	$(if $(filter command%,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON))) benchmarks/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

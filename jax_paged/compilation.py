@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import jax
 
 from jax_paged.batch import Bucket
 from jax_paged.config import compilation_cache_dir
+
+_LOGGER = logging.getLogger(__name__)
 
 # XLA compiles one program mostly on one core.
 NUM_COMPILE_THREADS = 2
@@ -35,10 +38,20 @@ class CompiledStep:
 
 
 def use_persistent_cache() -> None:
-    """Turns JAX's compilation cache on, for programs of any size, unless the user has set it up."""
+    """Turns JAX's compilation cache on, for programs of any size, unless the user has set it up.
+
+    Raises:
+        ValueError: If its folder can't be made.
+    """
     if jax.config.jax_compilation_cache_dir is None:
         folder = Path(compilation_cache_dir())
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"the cache of compiled steps can't be kept in {folder}: {error}; set XDG_CACHE_HOME, or "
+                "JAX_COMPILATION_CACHE_DIR, to a folder that can be written to"
+            ) from error
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -62,7 +75,8 @@ class CompiledBuckets:
             bucket: concurrent.futures.Future() for bucket in buckets
         }
         # After the largest come the small ones: they make a lone user's steps quick.
-        largest = [max(b for b in buckets if b.is_decode is kind) for kind in (False, True)]
+        kinds = ([b for b in buckets if b.is_decode is kind] for kind in (False, True))
+        largest = [max(kind) for kind in kinds if kind]
         self._queue = collections.deque([*largest, *(b for b in buckets if b not in largest)])
         self._lock = threading.Lock()
         self._stopped = False
@@ -80,7 +94,7 @@ class CompiledBuckets:
         """Returns the smallest compiled bucket that a step fits in."""
         for bucket in self.buckets:
             fits = bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
-            if bucket.is_decode is is_decode and fits and self._futures[bucket].done():
+            if bucket.is_decode is is_decode and fits and self._is_compiled(bucket):
                 return bucket
         raise AssertionError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")
 
@@ -88,8 +102,7 @@ class CompiledBuckets:
         return self._futures[bucket].result()
 
     def wait(self) -> None:
-        """Returns when all buckets are compiled."""
-        concurrent.futures.wait(self._futures.values())
+        """Returns when all buckets are compiled; raises what has failed one, CancelledError after `stop`."""
         for future in self._futures.values():
             future.result()
 
@@ -98,19 +111,25 @@ class CompiledBuckets:
         self._stopped = True
         for thread in self._threads:
             thread.join()
+        for bucket in self._queue:
+            self._futures[bucket].cancel()
 
     def plan(self) -> str:
         """Returns a table of the buckets: what is compiled, and what it cost."""
         lines = [f"{'bucket':<16}{'trace s':>9}{'compile s':>11}{'temp MiB':>10}"]
         for bucket in self.buckets:
-            future = self._futures[bucket]
-            if future.done():
-                step = future.result()
+            if self._is_compiled(bucket):
+                step = self[bucket]
                 mib = step.temp_bytes / 2**20
                 lines.append(f"{bucket!s:<16}{step.trace_s:>9.2f}{step.compile_s:>11.2f}{mib:>10.1f}")
             else:
-                lines.append(f"{bucket!s:<16}{'to be compiled':>30}")
+                state = "failed" if self._futures[bucket].done() else "to be compiled"
+                lines.append(f"{bucket!s:<16}{state:>30}")
         return "\n".join(lines)
+
+    def _is_compiled(self, bucket: Bucket) -> bool:
+        future = self._futures[bucket]
+        return future.done() and not future.cancelled() and future.exception() is None
 
     def _work(self) -> None:
         # Not daemons: a thread inside XLA when the interpreter ends would crash it. So they look up whether
@@ -122,8 +141,9 @@ class CompiledBuckets:
                 bucket = self._queue.popleft()
             try:
                 self._futures[bucket].set_result(self._compile(bucket))
-            except BaseException as e:
-                self._futures[bucket].set_exception(e)
+            except BaseException as error:
+                _LOGGER.error("bucket %s was not compiled, steps use a larger one: %r", bucket, error)
+                self._futures[bucket].set_exception(error)
 
     def _compile(self, bucket: Bucket) -> CompiledStep:
         start = time.perf_counter()

@@ -19,6 +19,7 @@ class EngineArgs:
         skip_tokenizer_init: True serves token ids only and loads no tokenizer.
         dtype: "auto" takes the checkpoint's dtype; else "float32" or "bfloat16".
         max_model_len: Most tokens of a prompt and its output together; None takes the model's own limit.
+            Block tables, and the history that penalties read, are padded to it: a small limit is quicker.
         block_size: Tokens a block.
         gpu_memory_utilization: Share that weights, activations and pool may fill of the GPU memory that JAX
             has set aside (three quarters of the GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else).
@@ -32,7 +33,7 @@ class EngineArgs:
         enable_chunked_prefill: Whether a prompt may be computed over several steps.
         scheduling_policy: "fcfs", first come first served.
         tensor_parallel_size: Devices that one model is split over; 1.
-        seed: Seed of requests that bring none, and of random weights.
+        seed: Seed of requests that bring none.
         attention_backend: Which kernels attend: "pallas" (GPU), "pallas_interpret" (their CPU
             interpreter), "xla", or "auto".
 
@@ -61,6 +62,10 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         check(isinstance(self.model, str) and bool(self.model), "model", self.model, "a non-empty string")
+        ok = self.tokenizer is None or (isinstance(self.tokenizer, str) and bool(self.tokenizer))
+        check(ok, "tokenizer", self.tokenizer, "None or a non-empty string")
+        for name in ("skip_tokenizer_init", "enable_prefix_caching"):
+            check_choice(name, getattr(self, name), (False, True))
         check_choice("dtype", self.dtype, get_args(DTypeName))
         check_choice("attention_backend", self.attention_backend, get_args(AttentionBackend))
         check_choice("scheduling_policy", self.scheduling_policy, ("fcfs",))

@@ -40,6 +40,8 @@ from jax_paged.sampler import sample, token_logprobs
 from jax_paged.sampling_params import MAX_LOGPROBS
 from jax_paged.scheduler import ScheduledSequence, SchedulerOutput
 
+# Slots of the pool: they are numbered by int32.
+MAX_SLOTS = 2**31 - 1
 # Prompt positions whose log-probabilities are computed at a time.
 PROMPT_LOGPROBS_ROWS = 64
 
@@ -104,7 +106,7 @@ class ModelRunner:
     """
 
     def __init__(self, args: EngineArgs, loaded: LoadedModel | None = None) -> None:
-        self._backend: Backend = resolve_backend(args.attention_backend)
+        self._backend: Backend = resolve_backend(args.attention_backend, name="attention_backend")
         use_persistent_cache()
         self._owns_weights = loaded is None
         if loaded is None:
@@ -126,6 +128,7 @@ class ModelRunner:
         check_int("max_model_len", max_model_len, 2, loaded.max_model_len)
         max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
         max_num_batched_tokens = args.max_num_batched_tokens or (512 if on_cpu else 2048)
+        self._max_tokens = max_num_batched_tokens
         self._dtype = loaded.dtype
         self._per_block = block_bytes(self._specs, args.block_size, loaded.dtype)
         self._block_size = args.block_size
@@ -160,11 +163,11 @@ class ModelRunner:
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
         )
-        self._max_tokens = max_num_batched_tokens
-        self._compiled = CompiledBuckets(buckets, lambda bucket: self._lower(bucket, num_blocks))
-        self._prompt_logprobs = self._lower_prompt_logprobs().compile()
-        self._kv_cache = allocate_kv_cache(self._specs, num_blocks, args.block_size, self._dtype, self._mesh)
         self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
+        self._kv_cache = allocate_kv_cache(self._specs, num_blocks, args.block_size, self._dtype, self._mesh)
+        self._prompt_logprobs = self._lower_prompt_logprobs().compile()
+        # Last, as it leaves threads behind.
+        self._compiled = CompiledBuckets(buckets, lambda bucket: self._lower(bucket, num_blocks))
 
     @property
     def buckets(self) -> tuple[str, ...]:
@@ -307,28 +310,38 @@ class ModelRunner:
 
     def _num_blocks(self, args: EngineArgs, device: Any, buckets: list[Bucket]) -> int:
         if args.num_gpu_blocks_override is not None:
+            most = MAX_SLOTS // args.block_size
+            check_int("num_gpu_blocks_override", args.num_gpu_blocks_override, 2, most)
             return args.num_gpu_blocks_override
         if args.kv_cache_memory_bytes is not None:
             num_bytes = args.kv_cache_memory_bytes
         elif device.platform == "cpu":
             num_bytes = CPU_KV_CACHE_BYTES
         else:
-            step_bytes = self._step_bytes(max(buckets, key=lambda b: b.num_tokens))
-            num_bytes = gpu_kv_cache_bytes(device.memory_stats(), step_bytes, args.gpu_memory_utilization)
+            stats = device.memory_stats()
+            if stats is None:
+                raise ValueError(
+                    "kv_cache_memory_bytes is None, and this device's allocator does not tell how much "
+                    "memory is left; allowed: a number of bytes"
+                )
+            num_bytes = gpu_kv_cache_bytes(stats, self._step_bytes(buckets), args.gpu_memory_utilization)
         num_blocks = num_bytes // self._per_block
         if num_blocks < 2:
             raise ValueError(
-                f"kv_cache_memory_bytes is {num_bytes}; allowed: at least two blocks of {self._per_block} "
-                "bytes"
+                f"the pool would have {num_bytes} bytes; allowed: at least two blocks of {self._per_block} "
+                "bytes (kv_cache_memory_bytes)"
             )
-        return num_blocks
+        return min(num_blocks, MAX_SLOTS // args.block_size)
 
-    def _step_bytes(self, bucket: Bucket) -> int:
-        """Returns the memory that a step needs beside weights and pool, which does not hang on the pool."""
-        memory = self._lower(bucket, num_blocks=2).compile().memory_analysis()
+    def _step_bytes(self, buckets: list[Bucket]) -> int:
+        """Returns the memory that steps need beside weights and pool: the largest tells, with a tiny pool."""
+        largest = max(buckets, key=lambda b: b.num_tokens)
+        memory = self._lower(largest, num_blocks=2).compile().memory_analysis()
         assert memory is not None, "a GPU's compiler tells what a program needs"
         results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        return memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes
+        row_bytes = 4 * (self._max_model_len + 2 * MAX_BIAS_IDS)
+        empty_inputs = row_bytes * sum({bucket.num_seqs for bucket in buckets})
+        return memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes + empty_inputs
 
     def _empty(self, bucket: Bucket) -> tuple[Array, Array, Array]:
         if bucket.num_seqs not in self._empty_inputs:

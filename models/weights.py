@@ -21,7 +21,7 @@ from jax_paged.models.registry import CausalLM, get_model_class
 
 INDEX_FILE = "model.safetensors.index.json"
 # No pickled weights and no code: nothing that is downloaded can run.
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -82,7 +82,8 @@ def resolve_model_dir(model: str) -> Path:
         model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
 
     Raises:
-        ValueError: If it is none of these, or the hub cannot be reached and its cache does not hold it.
+        ValueError: If it is none of these, the hub cannot be reached and its cache does not hold it, or
+            the model there is of a family that is not supported.
     """
     if model == "pagelet":
         return Path(__file__).parent / "pagelet"
@@ -91,8 +92,11 @@ def resolve_model_dir(model: str) -> Path:
         return folder
     from huggingface_hub import snapshot_download  # 0.2 s, and only hub models need it
 
+    def download(patterns: list[str]) -> Path:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+        config = download(["config.json"]) / "config.json"
     except (OSError, ValueError) as e:
         raise ValueError(
             f"model is {model!r}; allowed: 'pagelet' (built in), a local folder with config.json and "
@@ -100,6 +104,8 @@ def resolve_model_dir(model: str) -> Path:
             f"{folder.absolute()}, and the hub gave {type(e).__name__}: {e} Check the spelling and the "
             "network, run `hf auth login` for a gated model, or download it elsewhere and pass its folder."
         ) from e
+    get_model_class(_read_json(config))  # refuses a model of another family before its weights are fetched
+    return download(HUB_FILES)
 
 
 def load_model(folder: Path, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> LoadedModel:

@@ -23,17 +23,18 @@ Backend = Literal["auto", "xla"]
 BACKENDS: tuple[Backend, ...] = ("auto", "xla")
 
 
-def resolve_backend(backend: str) -> Literal["xla"]:
+def resolve_backend(backend: str, *, name: str = "backend") -> Literal["xla"]:
     """Returns the backend that `backend` stands for on this machine.
 
     Args:
         backend: "auto" or "xla". "auto" is "xla" everywhere until Pallas kernels have passed on a GPU.
+        name: What the caller's argument is called.
 
     Raises:
         ValueError: If the backend is unknown or this build lacks it.
     """
     if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; allowed in this build: {' or '.join(map(repr, BACKENDS))}")
+        raise ValueError(f"{name} is {backend!r}; allowed in this build: {' or '.join(map(repr, BACKENDS))}")
     return "xla"
 
 

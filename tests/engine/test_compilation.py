@@ -1,5 +1,6 @@
 """The planned buckets: every step fits one, the next larger serves until the right one is compiled."""
 
+import concurrent.futures
 import threading
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_paged.batch import Bucket, plan_buckets
-from jax_paged.compilation import CompiledBuckets
+from jax_paged.compilation import CompiledBuckets, use_persistent_cache
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 16, 64, 100, 256])
@@ -68,6 +69,15 @@ def test_a_failure_of_the_largest_is_raised_at_once_and_of_another_in_wait():
     compiled = CompiledBuckets(BUCKETS, fail_at(2))
     with pytest.raises(RuntimeError, match="no 2"):
         compiled.wait()
+    # It is said (in the log too), and the next larger one goes on serving.
+    assert "failed" in compiled.plan()
+    assert compiled.smallest_ready(is_decode=True, num_tokens=2, num_seqs=2) == BUCKETS[2]
+    compiled.stop()
+
+
+def test_one_kind_alone():
+    compiled = CompiledBuckets(BUCKETS[:3], lower)
+    compiled.wait()
     compiled.stop()
 
 
@@ -87,3 +97,17 @@ def test_stop_leaves_the_rest_uncompiled():
     gate.set()
     stopper.join(60)
     assert not stopper.is_alive()
+    with pytest.raises(concurrent.futures.CancelledError):
+        compiled.wait()
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    kept = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        with pytest.raises(ValueError, match="XDG_CACHE_HOME"):
+            use_persistent_cache()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", kept)

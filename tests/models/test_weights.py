@@ -289,8 +289,14 @@ def test_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model_dir("pagelet") == Path(weights.__file__).parent / "pagelet"
     assert resolve_model_dir(str(tmp_path)) == tmp_path
     assert not asked
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(ValueError, match=r"MambaForCausalLM.*allowed.*LlamaForCausalLM"):
+        resolve_model_dir("org/name")
+    assert asked == [("org/name", ["config.json"])]
+    (tmp_path / "cache" / "config.json").write_text(json.dumps(CONFIG))
     assert resolve_model_dir("org/name") == tmp_path / "cache"
-    ((repo_id, patterns),) = asked
+    repo_id, patterns = asked[-1]
     assert repo_id == "org/name"
     assert not any(p.endswith((".bin", ".pt", ".pth", ".py", "*")) for p in patterns)
 
