@@ -168,6 +168,10 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
     if kind == "json_invalid":
         return ApiError(f"the body is not JSON: {errors[0]['ctx']['error']}")
     if not location:
+        if isinstance(errors[0]["input"], bytes):  # FastAPI reads JSON only where this header says so
+            return ApiError(
+                "the body can't be read; allowed: JSON, with the header Content-Type: application/json"
+            )
         return ApiError("the body is not a JSON object")
     param = location[0]
     if kind == "extra_forbidden":
@@ -176,7 +180,9 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
         return ApiError(f"{'.'.join(location)} is missing", param=param)
     # A field of several types has an error for each of them.
     messages = dict.fromkeys(e["msg"] for e in errors if str(e["loc"][1]) == param)
-    return ApiError(f"{param} is {_short(errors[0]['input'])}: {'; or: '.join(messages)}", param=param)
+    return ApiError(
+        f"{param} is {shortened(repr(errors[0]['input']))}: {'; or: '.join(messages)}", param=param
+    )
 
 
 def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
@@ -240,9 +246,12 @@ def _int_keys(bias: dict[str, float] | None) -> dict[int, float] | None:
     try:
         return {int(key): value for key, value in bias.items()}
     except ValueError as error:
-        raise ValueError(f"logit_bias is {_short(bias)}; allowed: keys that are token ids") from error
+        raise ValueError(
+            f"logit_bias is {shortened(repr(bias))}; allowed: keys that are token ids"
+        ) from error
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
+def shortened(text: str, length: int = 100) -> str:
+    """Returns `text`, without its middle if it is longer than about `length` characters."""
+    half = length // 2
+    return text if len(text) <= length else f"{text[:half]}...{text[-half:]}"

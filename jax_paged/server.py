@@ -29,6 +29,7 @@ from jax_paged.openai_protocol import (
     chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
+    shortened,
     usage,
     validation_error,
 )
@@ -241,7 +242,9 @@ def _bad_input(body: CompletionRequest | ChatRequest) -> Iterator[None]:
         yield
     except ValueError as error:
         name = str(error).split(" ", 1)[0]
-        raise ApiError(str(error), param=name if name in type(body).model_fields else None) from error
+        raise ApiError(
+            shortened(str(error), 600), param=name if name in type(body).model_fields else None
+        ) from error
 
 
 async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -323,7 +326,11 @@ async def _on_any_error(_: Request, error: Exception) -> Response:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serves a model until SIGINT or SIGTERM; the command line is `--help`'s."""
+    """Serves a model until SIGINT or SIGTERM; the command line is `--help`'s.
+
+    Raises:
+        SystemExit: If an argument is wrong, or if Ctrl-C is pressed before the server listens (130).
+    """
     args = make_parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _exit)
     # uvicorn's own logging would close the handlers that others have made.
@@ -343,6 +350,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 _ = engine.engine.tokenizer.hf  # chat needs it: loaded now, not in the first request
         except ValueError as error:
             sys.exit(f"jax-paged: {error}")
+        except KeyboardInterrupt:
+            sys.exit(130)
         config.app = OpenAIServer(engine, name).app()
         try:
             with contextlib.suppress(KeyboardInterrupt):

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from jax_paged import EngineArgs
+from jax_paged import EngineArgs, server
 from jax_paged.cli import engine_args, make_parser
 from jax_paged.server import main
 
@@ -53,6 +53,18 @@ def test_bad_arguments_end_with_one_line(line, message, capsys):
         main(["--port", "0", *line.split()])
     assert end.value.code
     assert message in f"{end.value.code} {capsys.readouterr().err}"
+
+
+@pytest.mark.usefixtures("kept_signals")
+def test_ctrl_c_while_the_model_loads_ends_quietly(monkeypatch, capsys):
+    def load(_):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(server, "AsyncLLMEngine", load)
+    with pytest.raises(SystemExit) as end:
+        main(["--port", "0"])
+    assert end.value.code == 130
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+JSON = {"Content-Type": "application/json"}
 CHAT = [{"role": "user", "content": "What is a block table?"}]
 
 
@@ -281,10 +282,33 @@ def test_bad_input(served, path, body, message, param):
     ],
 )
 def test_bad_json(served, content, message):
-    headers = {"Content-Type": "application/json"}
-    answer = served.client.post("/completions", content=content, headers=headers)
+    answer = served.client.post("/completions", content=content, headers=JSON)
     assert answer.status_code == 400, answer.text
     assert message in answer.json()["error"]["message"]
+
+
+def test_json_without_its_header(served):
+    for headers in ({}, {"Content-Type": "application/x-www-form-urlencoded"}):
+        answer = served.client.post("/completions", content=b'{"prompt": "a"}', headers=headers)
+        assert answer.status_code == 400, answer.text
+        assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "start", "end"),
+    [
+        ({"prompt": [10**4000]}, "prompt_token_ids[0] is 10000", "allowed: an integer in [0, 2047]"),
+        ({"prompt": "a", "stop_token_ids": [10**4000]}, "a token id of stop_token_ids is 1000", ""),
+        ({"prompt": "a", "max_tokens": "9" * 4000}, "max_tokens is '9999", "a valid integer"),
+    ],
+)
+def test_errors_are_short(served, body, start, end):
+    message = served.client.post("/completions", content=json.dumps(body), headers=JSON).json()["error"][
+        "message"
+    ]
+    assert message.startswith(start)
+    assert message.endswith(end)
+    assert len(message) < 620
 
 
 def test_unknown_model_and_path(served):
