@@ -145,6 +145,7 @@ class LLM:
         engine = self.llm_engine
         ids = [f"generate-{next(self._request_ids)}" for _ in requests]
         outputs: dict[str, RequestOutput] = {}
+        own = frozenset(ids)  # others may have been added to the engine by hand
         with (
             deferred_interrupt() as interrupted,
             tqdm(total=len(ids), disable=not use_tqdm, unit="request", dynamic_ncols=True) as bar,
@@ -155,7 +156,8 @@ class LLM:
                     engine.add_request(request_id, request)
                 while len(outputs) < len(ids) and not interrupted.is_set():
                     changed = engine.advance()
-                    ended = {s.group.request_id: s.output() for s in changed if s.finish_reason is not None}
+                    own_states = ((s.group.request_id, s) for s in changed if s.group.request_id in own)
+                    ended = {i: s.output() for i, s in own_states if s.finish_reason is not None}
                     outputs |= ended
                     num_tokens += len(changed)
                     rate = num_tokens / (time.monotonic() - start)

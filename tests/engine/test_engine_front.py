@@ -433,6 +433,12 @@ def test_ctrl_c_in_a_step_comes_after_the_step(scripted):
         assert run(engine)["a"].outputs[0].text == "abc"
 
 
+def test_generate_beside_a_request_that_was_added_by_hand(llm):
+    llm.llm_engine.add_request("by hand", "abc?", SamplingParams(max_tokens=1))
+    outputs = llm.generate(["abc?"] * 2, SamplingParams(max_tokens=4), use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [4, 4]
+
+
 def test_an_error_of_the_runner_ends_the_requests_of_generate(llm):
     def fail(output):
         raise RuntimeError("device lost")
