@@ -78,6 +78,18 @@ def test_pool_is_not_copied(session_engine: LLMEngine) -> None:
     assert_pool_is_not_copied(session_engine)
 
 
+def test_temporaries_do_not_grow_with_the_pool(session_engine: LLMEngine) -> None:
+    """A copy of the pool would, at any size; steps of a single row once made one."""
+    runner = session_engine.runner
+    for bucket in (runner._compiled.buckets[0], runner._compiled.buckets[-1]):
+        temps = []
+        for num_blocks in (500, 5000):
+            memory = runner._lower(bucket, num_blocks).compile().memory_analysis()
+            assert memory is not None
+            temps.append(memory.temp_size_in_bytes)
+        assert temps[1] - temps[0] < 0.01 * 4500 * runner._per_block, bucket
+
+
 @pytest.mark.slow
 def test_pool_of_the_default_engine_is_not_copied() -> None:
     with LLMEngine(EngineArgs()) as engine:
