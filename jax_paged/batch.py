@@ -244,10 +244,20 @@ def unpack(packed: Array, bucket: Bucket, max_blocks_per_seq: int) -> dict[str, 
     }
 
 
-def attention_metadata(fields: dict[str, Array], bucket: Bucket, backend: Backend) -> AttentionMetadata:
+def attention_metadata(
+    fields: dict[str, Array], bucket: Bucket, backend: Backend, places: tuple[tuple[int, int], ...]
+) -> AttentionMetadata:
     """Returns the part of an unpacked buffer that the model reads."""
-    names = ("positions", "slot_mapping", "block_tables", "context_lens", "query_start_loc")
-    return AttentionMetadata(*(fields[name] for name in names), is_decode=bucket.is_decode, backend=backend)
+    return AttentionMetadata(
+        positions=fields["positions"],
+        slot_mapping=fields["slot_mapping"][None],
+        block_tables=fields["block_tables"][None],
+        context_lens=fields["context_lens"][None],
+        query_start_loc=fields["query_start_loc"],
+        is_decode=bucket.is_decode,
+        backend=backend,
+        places=places,
+    )
 
 
 def sampling_batch(

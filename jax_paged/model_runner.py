@@ -242,9 +242,9 @@ class ModelRunner:
         self.num_traces += 1
         fields = unpack(packed, bucket, self._max_blocks_per_seq)
         model = self._model(weights)
-        hidden, kv_cache = model.paged(
-            fields["tokens"], kv_cache, attention_metadata(fields, bucket, self._backend)
-        )
+        places = tuple((i, 0) for i in range(len(self._specs)))
+        metadata = attention_metadata(fields, bucket, self._backend, places)
+        hidden, kv_cache = model.paged(fields["tokens"], kv_cache, metadata)
         logits = model.logits(hidden if bucket.is_decode else hidden[fields["logits_rows"]])
         batch = sampling_batch(fields, history, bias_ids, bias_values)
         sampled = sample(logits, batch, max_logprobs=self._max_logprobs)

@@ -13,6 +13,7 @@ import functools
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels import ops
@@ -23,30 +24,36 @@ Backend = Literal["xla"]
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["positions", "slot_mapping", "block_tables", "context_lens", "query_start_loc"],
-    meta_fields=["is_decode", "backend"],
+    meta_fields=["is_decode", "backend", "places"],
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionMetadata:
     """Where the tokens of a padded batch stand, and where their keys and values lie.
 
+    Layers that cache the same share block tables: they are a group, and there are G of them.
+
     Args:
         positions: int32 [T], position of each token in its sequence; 0 in padding rows.
-        slot_mapping: int32 [T], block_id * block_size + offset that each token's key and value go to;
+        slot_mapping: int32 [G, T], block_id * block_size + offset that each token's key and value go to;
             num_blocks * block_size or more in padding rows, which are not written.
-        block_tables: int32 [B, M], block ids of each sequence, padded with the null block 0.
-        context_lens: int32 [B], tokens of each sequence, this step's included; 0 in unused rows.
+        block_tables: int32 [G, B, M], block ids of each sequence, padded with the null block 0, which also
+            stands where a block fell out of a window.
+        context_lens: int32 [G, B], tokens of each sequence, this step's included; 0 in unused rows. In a
+            group of cross attention, tokens that the encoder has read.
         query_start_loc: int32 [B + 1], first token row of each sequence.
         is_decode: Static; True if T == B and sequence b has just the token row b.
         backend: Static; which kernels attend.
+        places: Static; (pool, group) of each entry of the model's kv_cache_specs().
     """
 
     positions: Int[Array, " t"]
-    slot_mapping: Int[Array, " t"]
-    block_tables: Int[Array, "b m"]
-    context_lens: Int[Array, " b"]
+    slot_mapping: Int[Array, "g t"]
+    block_tables: Int[Array, "g b m"]
+    context_lens: Int[Array, "g b"]
     query_start_loc: Int[Array, " b1"]
     is_decode: bool
     backend: Backend
+    places: tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,31 +69,139 @@ class FullAttentionSpec:
     head_dim: int
 
 
+@dataclasses.dataclass(frozen=True)
+class SlidingWindowSpec:
+    """A layer whose tokens attend to the last ones only: blocks before the window are given back.
+
+    Args:
+        num_kv_heads: Key and value heads.
+        head_dim: Size of a head.
+        window: Tokens that a token attends to, itself included.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossAttentionSpec:
+    """A layer that attends to an encoder's output: written once a request, then only read.
+
+    Args:
+        num_kv_heads: Key and value heads.
+        head_dim: Size of a head.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+
+
+KVCacheSpec = FullAttentionSpec | SlidingWindowSpec | CrossAttentionSpec
+
+
+def window_of(spec: KVCacheSpec) -> int | None:
+    """Returns how many tokens a layer attends to; None for all."""
+    return spec.window if isinstance(spec, SlidingWindowSpec) else None
+
+
 def dense_attention(
-    q: Float[Array, "b t h d"], k: Float[Array, "b t k d"], v: Float[Array, "b t k d"], *, scale: float
+    q: Float[Array, "b t h d"],
+    k: Float[Array, "b t k d"],
+    v: Float[Array, "b t k d"],
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    distance_bias: Float[Array, "h n"] | None = None,
 ) -> Float[Array, "b t h d"]:
-    """Causal attention of a dense batch without a cache: what trains, and what checks the paged path."""
-    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True)
+    """Causal attention of a dense batch without a cache: what trains, and what checks the paged path.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        scale: Factor of the scores.
+        window: Tokens that a token attends to, itself included; None for all.
+        soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for none.
+        distance_bias: Added to the score of query i and key j: distance_bias[head, min(i - j, n - 1)].
+    """
+    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
+    live = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    bias = None
+    if distance_bias is not None:
+        bias = distance_bias[None, :, jnp.clip(distance, 0, distance_bias.shape[1] - 1)].astype(q.dtype)
+    if soft_cap is None:
+        return jax.nn.dot_product_attention(q, k, v, bias, live[None, None], scale=scale)
+    assert bias is None, "no family has both a soft cap and a bias"
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bihd,bjhd->bhij", q, k, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(live, jnp.tanh(scores / soft_cap) * soft_cap, -jnp.inf)
+    return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores).astype(v.dtype), v)
 
 
 def paged_attention(
+    layer: int,
+    spec: KVCacheSpec,
     q: Float[Array, "t h d"],
     k: Float[Array, "t k d"],
     v: Float[Array, "t k d"],
-    kv_pages: Float[Array, "p 2 k s d"],
+    kv_cache: list[Array],
     metadata: AttentionMetadata,
     *,
     scale: float,
-) -> tuple[Float[Array, "t h d"], Float[Array, "p 2 k s d"]]:
+    soft_cap: float | None = None,
+    distance_bias: Float[Array, "h n"] | None = None,
+) -> Float[Array, "t h d"]:
     """Writes this step's keys and values to their slots, then attends over the block tables.
 
+    Args:
+        layer: Index among the model's kv_cache_specs().
+        spec: Of that layer.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        kv_cache: The pools, [P, 2, K, S, D] each; the layer's is replaced by the one written to.
+        metadata: Where the rows stand.
+        scale: Factor of the scores.
+        soft_cap: As dense_attention takes it.
+        distance_bias: As dense_attention takes it.
+
     Returns:
-        The attention of every token row (0 in padding rows), and the pool with the new entries.
+        The attention of every token row, 0 in padding rows.
     """
+    pool, group = metadata.places[layer]
     backend = metadata.backend
-    kv_pages = ops.write_kv(kv_pages, k, v, metadata.slot_mapping, backend=backend)
-    tables, lens = metadata.block_tables, metadata.context_lens
+    kv_pages = ops.write_kv(kv_cache[pool], k, v, metadata.slot_mapping[group], backend=backend)
+    kv_cache[pool] = kv_pages
+    tables, lens = metadata.block_tables[group], metadata.context_lens[group]
+    options = {"scale": scale, "window": window_of(spec), "soft_cap": soft_cap, "backend": backend}
+    if distance_bias is not None:
+        options["distance_bias"] = distance_bias
     if metadata.is_decode:
-        return ops.paged_decode(q, kv_pages, tables, lens, scale=scale, backend=backend), kv_pages
-    start = metadata.query_start_loc
-    return ops.ragged_attention(q, kv_pages, tables, lens, start, scale=scale, backend=backend), kv_pages
+        return ops.paged_decode(q, kv_pages, tables, lens, **options)
+    return ops.ragged_attention(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
+
+
+def cross_attention(
+    layer: int, q: Float[Array, "t h d"], kv_cache: list[Array], metadata: AttentionMetadata, *, scale: float
+) -> Float[Array, "t h d"]:
+    """Attends to all of the encoder's keys and values of each row's sequence, which lie in the pool.
+
+    Args:
+        layer: Index among the model's kv_cache_specs(), of a CrossAttentionSpec.
+        q: Queries.
+        kv_cache: The pools; not modified.
+        metadata: Where the rows stand.
+        scale: Factor of the scores.
+    """
+    pool, group = metadata.places[layer]
+    tables, lens = metadata.block_tables[group], metadata.context_lens[group]
+    if not metadata.is_decode:
+        # Nothing is causal here: every row is a decode of its own.
+        rows = jnp.arange(q.shape[0])[:, None]
+        seq = jnp.sum(rows >= metadata.query_start_loc[1:], axis=1)
+        is_padding = seq >= lens.shape[0]
+        seq = jnp.minimum(seq, lens.shape[0] - 1)
+        tables, lens = tables[seq], jnp.where(is_padding, 0, lens[seq])
+    return ops.paged_decode(q, kv_cache[pool], tables, lens, scale=scale, backend=metadata.backend)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jax_paged.models.attention import AttentionMetadata, FullAttentionSpec, dense_attention, paged_attention
+from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec
+from jax_paged.models.causal_lm import Attend, CausalLM
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import TENSOR, Embedding, Linear, RMSNorm, apply_rope, rope_frequencies
 
@@ -30,9 +31,6 @@ WEIGHT_TABLE = WeightTable(
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
 )
-
-# (layer index, q, k, v) -> attention of every token.
-Attend = Callable[[int, Array, Array, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +122,7 @@ class LlamaAttention(nnx.Module):
         heads = (*x.shape[:-1], -1, self.config.head_dim)
         q = apply_rope(self.q_proj(x).reshape(heads), positions, self.config.rope_frequencies)
         k = apply_rope(self.k_proj(x).reshape(heads), positions, self.config.rope_frequencies)
-        out = attend(q, k, self.v_proj(x).reshape(heads))
+        out = attend(q, k, self.v_proj(x).reshape(heads), scale=self.config.head_dim**-0.5)
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
 
 
@@ -160,7 +158,7 @@ class LlamaDecoderLayer(nnx.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class LlamaForCausalLM(nnx.Module):
+class LlamaForCausalLM(CausalLM):
     """The model that trains (dense) and serves (paged) with the same modules."""
 
     config_class: ClassVar[type[LlamaConfig]] = LlamaConfig
@@ -178,50 +176,19 @@ class LlamaForCausalLM(nnx.Module):
         head = functools.partial(Linear, bias=False, split=(None, TENSOR), std=std, dtype=dtype, rngs=rngs)
         self.lm_head = None if config.tie_word_embeddings else head(hidden_size, vocab_size)
 
-    def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t v"]:
-        """Returns the float32 logits of a dense causal batch, without any cache."""
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-
-        def attend(_: int, q: Array, k: Array, v: Array) -> Array:
-            return dense_attention(q, k, v, scale=self._scale)
-
-        return self.logits(self._hidden(tokens, positions, attend))
-
-    def paged(
-        self, tokens: Int[Array, " t"], kv_cache: list[Array], metadata: AttentionMetadata
-    ) -> tuple[Float[Array, "t e"], list[Array]]:
-        """Returns the last hidden state of every token row of a paged batch, and the pool written to.
-
-        Args:
-            tokens: int32 [T], token ids.
-            kv_cache: One pool a layer, [P, 2, K, S, D].
-            metadata: Where the rows stand.
-        """
-        kv_cache = list(kv_cache)
-
-        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            out, kv_cache[layer] = paged_attention(q, k, v, kv_cache[layer], metadata, scale=self._scale)
-            return out
-
-        return self._hidden(tokens, metadata.positions, attend), kv_cache
-
-    def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
-        """Returns the float32 logits of hidden states."""
-        if self.lm_head is None:
-            return self.embed_tokens.attend(hidden)
-        return jnp.matmul(hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
-
-    def kv_cache_specs(self) -> list[FullAttentionSpec]:
-        """Returns what each layer caches."""
-        c = self.config
-        return [FullAttentionSpec(c.num_key_value_heads, c.head_dim)] * c.num_hidden_layers
-
-    @property
-    def _scale(self) -> float:
-        return self.config.head_dim**-0.5
-
-    def _hidden(self, tokens: Array, positions: Array, attend: Attend) -> Array:
+    def hidden(
+        self, tokens: Int[Array, "*t"], positions: Int[Array, "*t"], attend: Attend
+    ) -> Float[Array, "*t e"]:
         x = self.embed_tokens(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, positions, functools.partial(attend, i))
         return self.norm(x)
+
+    def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        if self.lm_head is None:
+            return self.embed_tokens.attend(hidden)
+        return jnp.matmul(hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        c = self.config
+        return [FullAttentionSpec(c.num_key_value_heads, c.head_dim)] * c.num_hidden_layers

@@ -1,14 +1,10 @@
-"""Which model families there are. A new one is a file beside this one, and its class in both lines below.
-
-A family's class offers what LlamaForCausalLM does: config_class, weight_table, the dense call, paged, logits
-and kv_cache_specs.
-"""
+"""Which model families there are. A new one is a file beside this one, and a line below."""
 
 from typing import Any
 
+from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.llama import LlamaForCausalLM
 
-CausalLM = LlamaForCausalLM
 # By the name that stands under "architectures" in config.json.
 MODELS: dict[str, type[CausalLM]] = {"LlamaForCausalLM": LlamaForCausalLM}
 

@@ -16,8 +16,9 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.hf_format import WeightTable
-from jax_paged.models.registry import CausalLM, get_model_class
+from jax_paged.models.registry import get_model_class
 
 INDEX_FILE = "model.safetensors.index.json"
 # No pickled weights and no code: nothing that is downloaded can run.

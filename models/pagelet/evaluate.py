@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from transformers import AutoTokenizer
 
+from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.pagelet.dialogue import (
     TEMPLATES,
     is_held_out,
@@ -18,7 +19,6 @@ from jax_paged.models.pagelet.dialogue import (
     read_topics,
     sum_answer,
 )
-from jax_paged.models.registry import CausalLM
 from jax_paged.models.weights import load_model
 
 FOLDER = Path(__file__).parent

@@ -9,10 +9,10 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.pagelet.corpus import SPECIAL_TOKENS
 from jax_paged.models.pagelet.dialogue import choices, is_held_out, read_held_out, read_topics
 from jax_paged.models.pagelet.evaluate import FOLDER, answer, sum_questions
-from jax_paged.models.registry import CausalLM
 from jax_paged.models.weights import load_model
 
 
