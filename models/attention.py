@@ -10,7 +10,6 @@ A padded batch of T token rows holds B sequences one after the other (here T = 8
 
 import dataclasses
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels import ops
 
-Backend = Literal["xla"]
+Backend = ops.Implementation
 
 
 @functools.partial(

@@ -12,30 +12,51 @@ The pool of a layer is [P, 2, K, S, D]: P pages of S tokens, keys (0) and values
     +---------------+  +---------------+  +---------------+
 """
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from jax_paged.pallas_kernels import xla
+from jax_paged.pallas_kernels import tuning, xla
 
-Backend = Literal["auto", "xla"]
-BACKENDS: tuple[Backend, ...] = ("auto", "xla")
+Backend = Literal["auto", "pallas", "pallas_interpret", "xla"]
+Implementation = Literal["pallas", "pallas_interpret", "xla"]
 
 
-def resolve_backend(backend: str, *, name: str = "backend") -> Literal["xla"]:
+def resolve_backend(backend: str, *, name: str = "backend") -> Implementation:
     """Returns the backend that `backend` stands for on this machine.
 
     Args:
-        backend: "auto" or "xla". "auto" is "xla" everywhere until Pallas kernels have passed on a GPU.
+        backend: "pallas" (Mosaic GPU kernels), "pallas_interpret" (the same in JAX's interpreter, slow),
+            "xla", or "auto": "xla" everywhere until the whole test suite has passed with "pallas" on a GPU.
         name: What the caller's argument is called.
 
     Raises:
-        ValueError: If the backend is unknown or this build lacks it.
+        ValueError: If the backend is unknown, or is "pallas" on a machine without an NVIDIA GPU.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"{name} is {backend!r}; allowed in this build: {' or '.join(map(repr, BACKENDS))}")
-    return "xla"
+    implementation = _implementation(backend, name)
+    if implementation == "pallas":
+        device = jax.devices()[0]
+        if device.platform != "gpu":
+            raise ValueError(
+                f"{name} is 'pallas', which needs an NVIDIA GPU; allowed on this machine, whose device is "
+                f"{device.device_kind!r}: 'auto' or 'pallas_interpret' or 'xla'"
+            )
+        tuning.target()
+    return implementation
+
+
+def _implementation(backend: Any, name: str = "backend") -> Implementation:
+    if backend not in get_args(Backend):
+        raise ValueError(f"{name} is {backend!r}; allowed: {' or '.join(map(repr, get_args(Backend)))}")
+    return "xla" if backend == "auto" else backend
+
+
+def _choose(backend: str, array: Array) -> Implementation:
+    """Returns the implementation; in a trace "pallas" stands, as it may be lowered for another machine."""
+    return _implementation(backend) if isinstance(array, Tracer) else resolve_backend(backend)
 
 
 def write_kv(
@@ -61,8 +82,12 @@ def write_kv(
     _check_pool(kv_pages)
     _check("k", k.shape, (slot_mapping.shape[0], kv_pages.shape[2], kv_pages.shape[4]))
     _check("v", v.shape, k.shape)
-    resolve_backend(backend)
-    return xla.write_kv(kv_pages, k, v, slot_mapping)
+    if (implementation := _choose(backend, k)) == "xla":
+        return xla.write_kv(kv_pages, k, v, slot_mapping)
+    from jax_paged.pallas_kernels import write_kv as write_kernel
+
+    interpret = implementation == "pallas_interpret"
+    return write_kernel.write_kv(kv_pages, k, v, slot_mapping, interpret=interpret)
 
 
 def copy_blocks(
@@ -85,8 +110,11 @@ def copy_blocks(
     """
     _check_pool(kv_pages)
     _check("dst", dst.shape, src.shape)
-    resolve_backend(backend)
-    return xla.copy_blocks(kv_pages, src, dst)
+    if (implementation := _choose(backend, src)) == "xla":
+        return xla.copy_blocks(kv_pages, src, dst)
+    from jax_paged.pallas_kernels import copy_blocks as copy_kernel
+
+    return copy_kernel.copy_blocks(kv_pages, src, dst, interpret=implementation == "pallas_interpret")
 
 
 def paged_decode(
@@ -98,6 +126,8 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " h"] | None = None,
+    distance_bias: Float[Array, "h n"] | None = None,
     backend: Backend = "auto",
 ) -> Float[Array, "b h d"]:
     """Attends with one query a sequence, the last token of its context, over the pages of its table.
@@ -110,6 +140,9 @@ def paged_decode(
         scale: Factor of the scores.
         window: Only the last `window` tokens are attended to; None for all.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for none.
+        sinks: A logit a head that joins the softmax's denominator and has no value.
+        distance_bias: Added to the scaled score of query position i and key position j:
+            distance_bias[head, min(i - j, n - 1)]. Not with a soft cap, nor with the Pallas backends.
         backend: Which implementation.
 
     Returns:
@@ -118,11 +151,17 @@ def paged_decode(
     Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, SOSP 2023.
     """
     _check_attention(q, kv_pages, block_tables, context_lens)
+    _check_heads(q, soft_cap, sinks, distance_bias)
     _check("block_tables", block_tables.shape[:1], q.shape[:1])
-    resolve_backend(backend)
-    return xla.paged_decode(
-        q, kv_pages, block_tables, context_lens, scale=scale, window=window, soft_cap=soft_cap
-    )
+    options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    if (implementation := _choose(backend, q)) == "xla":
+        options["distance_bias"] = distance_bias
+        return xla.paged_decode(q, kv_pages, block_tables, context_lens, **options)
+    _check_no_bias(distance_bias, backend)
+    from jax_paged.pallas_kernels import paged_decode as decode_kernel
+
+    options["interpret"] = implementation == "pallas_interpret"
+    return decode_kernel.paged_decode(q, kv_pages, block_tables, context_lens, **options)
 
 
 def ragged_attention(
@@ -135,6 +174,8 @@ def ragged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " h"] | None = None,
+    distance_bias: Float[Array, "h n"] | None = None,
     backend: Backend = "auto",
 ) -> Float[Array, "t h d"]:
     """Attends with any number of queries a sequence, the last positions of its context, causally.
@@ -148,23 +189,27 @@ def ragged_attention(
         scale: Factor of the scores.
         window: A query attends to itself and the window - 1 tokens before it; None for all.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for none.
+        sinks: A logit a head that joins the softmax's denominator and has no value.
+        distance_bias: Added to the scaled score of query position i and key position j:
+            distance_bias[head, min(i - j, n - 1)]. Not with a soft cap, nor with the Pallas backends.
         backend: Which implementation.
 
     Returns:
         Attention in the dtype of q; exactly 0 in rows from query_start_loc[B] on.
     """
     _check_attention(q, kv_pages, block_tables, context_lens)
+    _check_heads(q, soft_cap, sinks, distance_bias)
     _check("query_start_loc", query_start_loc.shape, (block_tables.shape[0] + 1,))
-    resolve_backend(backend)
-    return xla.ragged_attention(
-        q,
-        kv_pages,
-        block_tables,
-        context_lens,
-        query_start_loc,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
+    options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
+    if (implementation := _choose(backend, q)) == "xla":
+        options["distance_bias"] = distance_bias
+        return xla.ragged_attention(q, kv_pages, block_tables, context_lens, query_start_loc, **options)
+    _check_no_bias(distance_bias, backend)
+    from jax_paged.pallas_kernels import ragged_prefill
+
+    options["interpret"] = implementation == "pallas_interpret"
+    return ragged_prefill.ragged_attention(
+        q, kv_pages, block_tables, context_lens, query_start_loc, **options
     )
 
 
@@ -198,3 +243,22 @@ def _check_attention(q: Array, kv_pages: Array, block_tables: Array, context_len
     for name, array in (("block_tables", block_tables), ("context_lens", context_lens)):
         if array.dtype != jnp.int32:
             raise ValueError(f"{name} has dtype {array.dtype}; allowed: int32")
+
+
+def _check_heads(q: Array, soft_cap: float | None, sinks: Array | None, distance_bias: Array | None) -> None:
+    if sinks is not None:
+        _check("sinks", sinks.shape, q.shape[1:2])
+    if distance_bias is not None:
+        if distance_bias.ndim != 2 or distance_bias.shape[0] != q.shape[1] or distance_bias.shape[1] < 1:
+            raise ValueError(
+                f"distance_bias has shape {distance_bias.shape}; allowed with q: ({q.shape[1]}, 1 or more)"
+            )
+        if soft_cap is not None:
+            raise ValueError(f"soft_cap is {soft_cap}; allowed with distance_bias: None")
+
+
+def _check_no_bias(distance_bias: Array | None, backend: str) -> None:
+    if distance_bias is not None:
+        raise ValueError(
+            f"distance_bias has shape {distance_bias.shape}; allowed with backend {backend!r}: None"
+        )

@@ -14,7 +14,7 @@ the live tokens and not the padded tables. A gather of whole padded tables goes 
 Temporary arrays stay below 32 MiB, from where on malloc maps and clears new pages at every step.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -79,15 +79,14 @@ def paged_decode(
     context_lens: Int[Array, " b"],
     *,
     scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    **options: Any,
 ) -> Float[Array, "b h d"]:
-    """See ops.paged_decode: every sequence is a tile of one row."""
+    """See ops.paged_decode: every sequence is a tile of one row; the options go to _attend."""
     num_seqs, _, head_dim = q.shape
     queries = q.reshape(num_seqs, kv_pages.shape[2], -1, head_dim).astype(jnp.float32) * scale
     positions = jnp.broadcast_to(context_lens[:, None] - 1, (num_seqs, queries.shape[2]))
     tiles = Tiles(queries, positions, context_lens, jnp.arange(num_seqs))
-    out = _attend(tiles, kv_pages, block_tables, DECODE_CHUNK_BYTES, window=window, soft_cap=soft_cap)
+    out = _attend(tiles, kv_pages, block_tables, DECODE_CHUNK_BYTES, **options)
     return out.reshape(q.shape).astype(q.dtype)
 
 
@@ -99,8 +98,7 @@ def ragged_attention(
     query_start_loc: Int[Array, " b1"],
     *,
     scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    **options: Any,
 ) -> Float[Array, "t h d"]:
     """See ops.ragged_attention: sequences with one query go through paged_decode, the others in tiles."""
     (num_tokens, num_heads, head_dim), (num_seqs, _) = q.shape, block_tables.shape
@@ -113,8 +111,7 @@ def ragged_attention(
         block_tables,
         jnp.where(is_decode, context_lens, 0),
         scale=scale,
-        window=window,
-        soft_cap=soft_cap,
+        **options,
     )
 
     # Each sequence leaves at most one tile that is not full, and has at least two rows.
@@ -130,7 +127,7 @@ def ragged_attention(
     seen = jnp.where(is_used, jnp.minimum(positions[:, -1] + 1, context_lens[seq]), 0)
     positions = jnp.tile(positions, (1, num_heads // kv_heads))
     tiles = Tiles(queries.astype(jnp.float32) * scale, positions, seen, seq)
-    out = _attend(tiles, kv_pages, block_tables, PREFILL_CHUNK_BYTES, window=window, soft_cap=soft_cap)
+    out = _attend(tiles, kv_pages, block_tables, PREFILL_CHUNK_BYTES, **options)
     out = out.reshape(num_tiles, kv_heads, -1, rows, head_dim).transpose(0, 3, 1, 2, 4)
     out = out.reshape(num_tiles * rows, num_heads, head_dim).astype(q.dtype)
 
@@ -168,8 +165,10 @@ def _attend(
     block_tables: Int[Array, "b m"],
     chunk_bytes: int,
     *,
-    window: int | None,
-    soft_cap: float | None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " h"] | None = None,
+    distance_bias: Float[Array, "h n"] | None = None,
 ) -> Float[Array, "n k r d"]:
     """Attends with every tile over its context, a chunk of items at a time; 0 in unused tiles."""
     num_pages, _, kv_heads, page_size, head_dim = kv_pages.shape
@@ -184,6 +183,12 @@ def _attend(
     head = jnp.arange(kv_heads)[:, None]
     item_counts = -(-tiles.context_lens // tokens)
     item_ends = jnp.cumsum(item_counts)
+
+    def of_rows(of_heads: Array) -> Array:
+        of_heads = of_heads.astype(jnp.float32).reshape(kv_heads, -1, *of_heads.shape[1:])
+        return jnp.repeat(of_heads, tiles.queries.shape[2] // of_heads.shape[1], axis=1)
+
+    bias = None if distance_bias is None else of_rows(distance_bias)
 
     def load(page: Array, which: int) -> Array:
         row = (page[:, None, :] * 2 + which) * kv_heads + head
@@ -208,6 +213,9 @@ def _attend(
         scores = jnp.einsum("nkrd,nktd->nkrt", tiles.queries[tile], load(page, 0))
         if soft_cap is not None:
             scores = jnp.tanh(scores / soft_cap) * soft_cap
+        if bias is not None:
+            distance = jnp.clip(position - token, 0, bias.shape[2] - 1)
+            scores += bias[head[..., None], jnp.arange(bias.shape[1])[:, None], distance]
         scores = jnp.where(live, scores, MASKED_SCORE)
         # An unused item is nobody's: its tile is out of range, and what it adds is dropped.
         segment = jnp.where(is_used, tile, num_tiles)
@@ -223,5 +231,10 @@ def _attend(
     zero = jnp.zeros_like(tiles.queries)
     carry = (zero, jnp.full(zero.shape[:-1], MASKED_SCORE), zero[..., 0])
     num_chunks = -(-item_ends[-1] // chunk_items)
-    acc, _, total = lax.fori_loop(0, num_chunks, attend_chunk, carry)
+    acc, largest, total = lax.fori_loop(0, num_chunks, attend_chunk, carry)
+    if sinks is not None:
+        sink = of_rows(sinks)
+        new_largest = jnp.maximum(largest, sink)
+        decay = jnp.exp(largest - new_largest)
+        acc, total = acc * decay[..., None], total * decay + jnp.exp(sink - new_largest)
     return acc / jnp.where(total > 0, total, 1)[..., None]

@@ -12,7 +12,17 @@ def gather(kv_pages: np.ndarray, table: np.ndarray, length: int) -> tuple[np.nda
 
 
 def ragged_attention(
-    q, kv_pages, block_tables, context_lens, query_start_loc, *, scale, window=None, soft_cap=None
+    q,
+    kv_pages,
+    block_tables,
+    context_lens,
+    query_start_loc,
+    *,
+    scale,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    distance_bias=None,
 ):
     """Attention of every query row; 0 in rows that no sequence has."""
     q, kv_pages = np.asarray(q, np.float64), np.asarray(kv_pages).astype(np.float64)
@@ -30,17 +40,22 @@ def ragged_attention(
         position = length - (last - first) + np.arange(last - first)[:, None]
         token = np.arange(length)[None]
         live = token <= position
+        if distance_bias is not None:
+            distance = np.clip(position - token, 0, distance_bias.shape[1] - 1)
+            scores += np.asarray(distance_bias, np.float64)[:, distance]
         if window is not None:
             live &= token > position - window
         scores = np.where(live, scores, -np.inf)
-        probs = np.exp(scores - scores.max(-1, keepdims=True))
-        out[first:last] = np.einsum("hqt,thd->qhd", probs / probs.sum(-1, keepdims=True), values)
+        largest = scores.max(-1, keepdims=True)
+        probs = np.exp(scores - largest)
+        total = probs.sum(-1, keepdims=True)
+        if sinks is not None:
+            total = total + np.exp(np.asarray(sinks, np.float64)[:, None, None] - largest)
+        out[first:last] = np.einsum("hqt,thd->qhd", probs / total, values)
     return out
 
 
-def paged_decode(q, kv_pages, block_tables, context_lens, *, scale, window=None, soft_cap=None):
+def paged_decode(q, kv_pages, block_tables, context_lens, **options):
     """Attention of one query a sequence; 0 where there is no context."""
     start = np.arange(len(context_lens) + 1)
-    return ragged_attention(
-        q, kv_pages, block_tables, context_lens, start, scale=scale, window=window, soft_cap=soft_cap
-    )
+    return ragged_attention(q, kv_pages, block_tables, context_lens, start, **options)

@@ -1,0 +1,138 @@
+"""What the Pallas kernels share: the GPU they are made for, the sizes of their tiles, and the interpreter."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend import backend as jax_backend
+from jaxtyping import Array, Float
+
+LOG2E = 1.4426950408889634
+# Finite, so that a row with nothing to attend to gives exp2(0), masked away, and not NaN.
+MASKED_SCORE = -1e30
+HEAD_DIMS = (64, 80, 96, 128, 256)
+PAGE_SIZES = (16, 32, 64)
+MAX_GROUP_SIZE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The GPU that a kernel is lowered for.
+
+    Args:
+        capability: CUDA compute capability, (9, 0) for an H100.
+        num_sms: Streaming multiprocessors.
+        smem_bytes: Most shared memory of a block.
+    """
+
+    capability: tuple[int, int]
+    num_sms: int
+    smem_bytes: int
+
+    @property
+    def has_tma(self) -> bool:
+        """Whether tiles come by TMA and a barrier; else by cp.async."""
+        return self.capability >= (9, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+    """Sizes of an attention kernel's tiles.
+
+    Args:
+        block_rows: Query rows of a tile, a sequence's heads of one kv head included.
+        block_tokens: Keys and values of a pipeline stage, a multiple of the page size.
+        num_stages: Pipeline stages, of which all but one are in flight.
+        num_items: Entries of the work list a kv head (paged_decode).
+        has_tma: Target.has_tma of the GPU that it was chosen for.
+    """
+
+    block_rows: int
+    block_tokens: int
+    num_stages: int
+    num_items: int
+    has_tma: bool
+
+
+def target(*, interpret: bool = False) -> Target:
+    """Returns the GPU that a trace is lowered for: the abstract mesh's device, else the default device.
+
+    Lowering for CUDA on a machine without a GPU is for an H100, as in Mosaic itself, unless the abstract mesh
+    has a device with a `compute_capability`. The interpreter runs what an H100 gets.
+
+    Args:
+        interpret: Whether the kernel is interpreted.
+
+    Raises:
+        ValueError: If the device is a GPU that the kernels do not support.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax_backend.get_default_device()
+    name = "9.0" if interpret else getattr(device, "compute_capability", "9.0")
+    major, _, minor = name.partition(".")
+    # An AMD GPU is called gfx942 or the like.
+    capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+    if capability < (8, 0):
+        raise ValueError(
+            f"the device {device.device_kind} has compute capability {name}; allowed with backend 'pallas': "
+            "8.0 or higher"
+        )
+    data_center = {(8, 0): (108, 163), (8, 7): (16, 163), (9, 0): (132, 227), (10, 0): (148, 227)}
+    num_sms, smem_kib = data_center.get(capability, (64, 99))
+    num_sms = getattr(device, "core_count", None) or getattr(device, "num_cores", None) or num_sms
+    return Target(capability, num_sms, smem_kib * 1024)
+
+
+def check_smem(smem_bytes: int, gpu: Target, what: str) -> None:
+    """Raises ValueError if `what` (a kernel and its shape) needs more shared memory than `gpu` has."""
+    if smem_bytes > gpu.smem_bytes:
+        raise ValueError(
+            f"{what} needs {smem_bytes} bytes of shared memory; allowed on compute capability "
+            f"{gpu.capability[0]}.{gpu.capability[1]}: {gpu.smem_bytes}"
+        )
+
+
+def check_shape(q: Array, kv_pages: Array, *, interpret: bool) -> None:
+    """Raises ValueError if the attention kernels do not support these shapes and dtypes.
+
+    Args:
+        q: [rows, H, D].
+        kv_pages: [P, 2, K, S, D].
+        interpret: Whether the kernel is interpreted, which supports float32 too.
+    """
+    _, _, kv_heads, page_size, head_dim = kv_pages.shape
+    dtypes = ("bfloat16", "float16", "float32") if interpret else ("bfloat16", "float16")
+    for name, value, allowed in (
+        ("dtype", kv_pages.dtype.name, dtypes),
+        ("head_dim", head_dim, HEAD_DIMS),
+        ("page_size", page_size, PAGE_SIZES),
+        ("query heads a kv head", q.shape[1] // kv_heads, range(1, MAX_GROUP_SIZE + 1)),
+    ):
+        if value not in allowed:
+            raise ValueError(
+                f"kv_pages and q have {name} {value}; allowed with backend 'pallas': "
+                f"{', '.join(map(str, allowed))}. Backend 'xla' takes any"
+            )
+
+
+def interpret_params(interpret: bool) -> plgpu.InterpretGPUParams | bool:
+    """Returns the `interpret` argument of plgpu.kernel."""
+    return plgpu.InterpretGPUParams() if interpret else False
+
+
+def smem_transforms(head_dim: int, dtype: jnp.dtype) -> tuple[Any, ...]:
+    """Returns the transforms of a [..., tokens, head_dim] buffer: the widest swizzle that divides a row."""
+    row_bytes = head_dim * dtype.itemsize
+    swizzle = next(size for size in (128, 64, 32) if row_bytes % size == 0)
+    gpu: Any = plgpu  # pyright takes both classes for abstract ones
+    return gpu.TilingTransform((8, swizzle // dtype.itemsize)), gpu.SwizzleTransform(swizzle)
+
+
+def mma(
+    acc: Float[Array, "m n"], a: Float[Array, "m k"], b: Float[Array, "k n"], *, interpret: bool
+) -> Float[Array, "m n"]:
+    """Returns acc + a @ b by mma.sync; by a plain dot in the interpreter, which has no tensor units."""
+    if interpret:
+        return acc + jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32))
+    return plgpu.mma(acc, a, b)
