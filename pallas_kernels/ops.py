@@ -19,7 +19,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from jax_paged.pallas_kernels import copy_blocks as copy_kernel
+from jax_paged.pallas_kernels import paged_decode as decode_kernel
 from jax_paged.pallas_kernels import tuning, xla
+from jax_paged.pallas_kernels import write_kv as write_kernel
 
 Backend = Literal["auto", "pallas", "pallas_interpret", "xla"]
 Implementation = Literal["pallas", "pallas_interpret", "xla"]
@@ -84,8 +87,6 @@ def write_kv(
     _check("v", v.shape, k.shape)
     if (implementation := _choose(backend, k)) == "xla":
         return xla.write_kv(kv_pages, k, v, slot_mapping)
-    from jax_paged.pallas_kernels import write_kv as write_kernel
-
     interpret = implementation == "pallas_interpret"
     return write_kernel.write_kv(kv_pages, k, v, slot_mapping, interpret=interpret)
 
@@ -97,7 +98,7 @@ def copy_blocks(
     *,
     backend: Backend = "auto",
 ) -> Float[Array, "p 2 k s d"]:
-    """Copies whole pages; all are read before any is written.
+    """Copies whole pages; all are read before any is written (Pallas: no page may be in both src and dst).
 
     Args:
         kv_pages: The pool.
@@ -112,8 +113,6 @@ def copy_blocks(
     _check("dst", dst.shape, src.shape)
     if (implementation := _choose(backend, src)) == "xla":
         return xla.copy_blocks(kv_pages, src, dst)
-    from jax_paged.pallas_kernels import copy_blocks as copy_kernel
-
     return copy_kernel.copy_blocks(kv_pages, src, dst, interpret=implementation == "pallas_interpret")
 
 
@@ -158,8 +157,6 @@ def paged_decode(
         options["distance_bias"] = distance_bias
         return xla.paged_decode(q, kv_pages, block_tables, context_lens, **options)
     _check_no_bias(distance_bias, backend)
-    from jax_paged.pallas_kernels import paged_decode as decode_kernel
-
     options["interpret"] = implementation == "pallas_interpret"
     return decode_kernel.paged_decode(q, kv_pages, block_tables, context_lens, **options)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import backend as jax_backend
 from jaxtyping import Array, Float
@@ -121,12 +122,27 @@ def interpret_params(interpret: bool) -> plgpu.InterpretGPUParams | bool:
     return plgpu.InterpretGPUParams() if interpret else False
 
 
-def smem_transforms(head_dim: int, dtype: jnp.dtype) -> tuple[Any, ...]:
-    """Returns the transforms of a [..., tokens, head_dim] buffer: the widest swizzle that divides a row."""
+def smem_transforms(head_dim: int, dtype: jnp.dtype, cp_async_rows: int = 32) -> tuple[Any, ...]:
+    """Returns the transforms of a [..., tokens, head_dim] buffer: the widest swizzle that fits.
+
+    Args:
+        head_dim: Elements of a row.
+        dtype: Of the elements.
+        cp_async_rows: Rows that one cp.async copy writes: its [8, swizzle] tiles must be a multiple of four,
+            one or more a warp. TMA does not mind.
+
+    Raises:
+        ValueError: If no swizzle fits.
+    """
     row_bytes = head_dim * dtype.itemsize
-    swizzle = next(size for size in (128, 64, 32) if row_bytes % size == 0)
     gpu: Any = plgpu  # pyright takes both classes for abstract ones
-    return gpu.TilingTransform((8, swizzle // dtype.itemsize)), gpu.SwizzleTransform(swizzle)
+    for swizzle in (128, 64, 32):
+        if row_bytes % swizzle == 0 and cp_async_rows // 8 * (row_bytes // swizzle) % 4 == 0:
+            return gpu.TilingTransform((8, swizzle // dtype.itemsize)), gpu.SwizzleTransform(swizzle)
+    raise ValueError(
+        f"head_dim is {head_dim} and page_size {cp_async_rows}; allowed with that head_dim and backend 'pallas' "
+        "below compute capability 9.0: page_size 32 or 64"
+    )
 
 
 def mma(
@@ -136,3 +152,47 @@ def mma(
     if interpret:
         return acc + jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32))
     return plgpu.mma(acc, a, b)
+
+
+def store(ref: Any, value: Array) -> None:
+    """Writes `value` to global memory, rows that are not whole cache lines included."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:  # jax 0.11 has the assignment alone, which 0.12 keeps for whole cache lines.
+        ref[...] = value
+
+
+def row_layout(head_dim: int) -> Any:
+    """Returns a layout of [rows, head_dim] for any head_dim that 16 divides, or None where the default does.
+
+    128 threads cannot share every number of elements evenly. In this layout a quarter of a warp has a run of
+    16 elements, and all quarters have the same.
+    """
+    if head_dim % 128 == 0:
+        return None
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((1, 16), (2,))),
+        warp_dims=(plgpu.Replicated(4),),
+        lane_dims=(-2, plgpu.Replicated(4)),
+        vector_dim=-1,
+    )
+
+
+def copy_to_smem(source: Any, target: Any, barrier: Any) -> None:
+    """Starts a copy from global memory: by TMA, which arrives at the barrier, or by cp.async without one."""
+    if barrier is None:
+        plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+    else:
+        plgpu.copy_gmem_to_smem(source, target, barrier)
+
+
+def wait_cp_async(has_issued: Array, copies_in_flight: int) -> None:
+    """Waits for the oldest stage: for all but `copies_in_flight`, or for all once no more are issued."""
+
+    @pl.when(has_issued)
+    def _():
+        plgpu.wait_gmem_to_smem(copies_in_flight)
+
+    @pl.when(jnp.logical_not(has_issued))
+    def _():
+        plgpu.wait_gmem_to_smem(0)

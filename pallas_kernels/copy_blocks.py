@@ -1,0 +1,43 @@
+"""The copy_blocks kernel: all copies of a step in one launch, in place, one block of threads a tile."""
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jax_paged.pallas_kernels import tuning
+
+
+def copy_blocks(
+    kv_pages: Float[Array, "p 2 k s d"], src: Int[Array, " n"], dst: Int[Array, " n"], *, interpret: bool
+) -> Float[Array, "p 2 k s d"]:
+    """See ops.copy_blocks. No page may be in both src and dst: the copies run in any order.
+
+    Raises:
+        ValueError: If 128 threads cannot share the S * D elements of a tile.
+    """
+    num_pages, _, kv_heads, page_size, head_dim = kv_pages.shape
+    if page_size * head_dim % 128:
+        raise ValueError(
+            f"kv_pages has page_size {page_size} and head_dim {head_dim}; allowed with backend 'pallas': "
+            "a product that is a multiple of 128"
+        )
+    pool_ref = jax.new_ref(kv_pages)
+
+    def body(src_ref, dst_ref):
+        pair, which, head = (lax.axis_index(name) for name in ("pair", "which", "head"))
+        source, target = src_ref[pair], dst_ref[pair]
+
+        @pl.when((source < num_pages) & (target < num_pages))
+        def _():
+            pool_ref[target, which, head] = pool_ref[source, which, head]
+
+    plgpu.kernel(
+        body,
+        grid=(kv_heads, 2, src.shape[0]),
+        grid_names=("head", "which", "pair"),
+        kernel_name="copy_blocks",
+        interpret=tuning.interpret_params(interpret),
+    )(src, dst)
+    return jax.freeze(pool_ref)

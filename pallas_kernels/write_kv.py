@@ -1,0 +1,50 @@
+"""The write_kv kernel: reshape and block write in one pass, in place. One block of threads a token."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jax_paged.pallas_kernels import tuning
+
+
+def write_kv(
+    kv_pages: Float[Array, "p 2 k s d"],
+    k: Float[Array, "t k d"],
+    v: Float[Array, "t k d"],
+    slot_mapping: Int[Array, " t"],
+    *,
+    interpret: bool,
+) -> Float[Array, "p 2 k s d"]:
+    """See ops.write_kv. A token's K * D keys go from registers to the rows of its slot, K runs of D.
+
+    Raises:
+        ValueError: If head_dim is not a multiple of 16.
+    """
+    num_pages, _, kv_heads, page_size, head_dim = kv_pages.shape
+    if head_dim % 16:
+        raise ValueError(f"kv_pages has head_dim {head_dim}; allowed with backend 'pallas': a multiple of 16")
+    layout = tuning.row_layout(kv_heads * head_dim)
+    pool_ref = jax.new_ref(kv_pages)
+
+    def body(k_ref, v_ref, slot_ref):
+        token = lax.axis_index("token")
+        slot = slot_ref[token]
+
+        @pl.when(slot < num_pages * page_size)
+        def _():
+            page, offset = lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size))
+            for which, ref in enumerate((k_ref, v_ref)):
+                tile = plgpu.load(ref.at[token], layout=layout, optimized=False)
+                tuning.store(pool_ref.at[page, which, :, offset], tile)
+
+    plgpu.kernel(
+        body,
+        grid=(slot_mapping.shape[0],),
+        grid_names=("token",),
+        kernel_name="write_kv",
+        interpret=tuning.interpret_params(interpret),
+    )(k.astype(kv_pages.dtype), v.astype(kv_pages.dtype), slot_mapping)
+    return jax.freeze(pool_ref)
