@@ -61,7 +61,14 @@ class CausalLM(nnx.Module):
         """Returns what each layer caches."""
 
     def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t v"]:
-        """Returns the float32 logits of a dense causal batch, without any cache."""
+        """Returns the float32 logits of a dense causal batch, without any cache.
+
+        Raises:
+            ValueError: If the texts are longer than the model was made for.
+        """
+        limit = self.config.max_position_embeddings
+        if tokens.shape[1] > limit:
+            raise ValueError(f"tokens holds texts of {tokens.shape[1]} tokens; allowed: at most {limit}")
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         specs = self.kv_cache_specs()
 

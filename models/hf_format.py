@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _REQUIRED: Any = object()
@@ -28,9 +28,14 @@ class ConfigReader:
         self._prefix = prefix
         self._problems: dict[str, str] = {} if problems is None else problems
 
+    def get(self, name: str, default: Any) -> Any:
+        """Returns a value of any kind."""
+        value = self._config.get(name)
+        return default if value is None else value
+
     def integer(self, name: str, default: Any = _REQUIRED, low: int = 1) -> int:
         """Returns an integer of at least `low`."""
-        value = self._get(name, default)
+        value = self.get(name, default)
         ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
         self.check(ok, name, value, f"an integer of at least {low}")
         return value if ok else low
@@ -39,7 +44,7 @@ class ConfigReader:
         self, name: str, default: Any = _REQUIRED, low: float = 0.0, *, low_open: bool = True
     ) -> float:
         """Returns a finite number above `low`, or at least `low` if not `low_open`."""
-        value = self._get(name, default)
+        value = self.get(name, default)
         ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         ok = ok and (value > low if low_open else value >= low)
         self.check(ok, name, value, f"a finite number {'above' if low_open else 'of at least'} {low}")
@@ -47,43 +52,32 @@ class ConfigReader:
 
     def choice(self, name: str, default: Any, choices: tuple[Any, ...]) -> Any:
         """Returns one of `choices`."""
-        value = self._get(name, default)
+        value = self.get(name, default)
         ok = any(value == c and isinstance(value, bool) == isinstance(c, bool) for c in choices)
         self.check(ok, name, value, " or ".join(map(repr, choices)))
         return value if ok else choices[0]
 
-    def rope(self, max_position_embeddings: int) -> tuple[float, tuple[tuple[str, Any], ...]]:
-        """Returns the base of the rotary frequencies, and their scaling as `rope_frequencies` takes it.
+    def windows(
+        self, num_layers: int, default_types: Sequence[str], window: int | None
+    ) -> tuple[int | None, ...]:
+        """Returns the window of each layer, None where it attends to all, as `layer_types` says.
 
-        Reads both forms: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`.
+        Args:
+            num_layers: Number of layers.
+            default_types: What `layer_types` is where config.json leaves it out.
+            window: Of the layers that are "sliding_attention"; None if no layer may be.
         """
-        name = "rope_scaling" if self._config.get("rope_scaling") else "rope_parameters"
-        nested = self._config.get(name) or {}
-        if not self.check(isinstance(nested, dict), name, nested, "an object or null"):
-            return 1.0, ()
-        # The order of precedence is that of transformers.
-        outer = ("rope_theta", "partial_rotary_factor")
-        values = {k: self._config[k] for k in outer if k in self._config}
-        values |= {"original_max_position_embeddings": max_position_embeddings} | nested
-        if self._config.get("original_max_position_embeddings") is not None:
-            values["original_max_position_embeddings"] = self._config["original_max_position_embeddings"]
-        if "type" in values:
-            values.setdefault("rope_type", values["type"])
+        types = self.get("layer_types", list(default_types))
+        choices = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
+        ok = isinstance(types, list) and len(types) == num_layers and all(t in choices for t in types)
+        allowed = f"a list of num_hidden_layers, which is {num_layers}, of {' or '.join(map(repr, choices))}"
+        if not self.check(ok, "layer_types", types, allowed, also_needs=("num_hidden_layers",)):
+            return ()
+        return tuple(window if t == "sliding_attention" else None for t in types)
 
-        read = ConfigReader(values, f"{self._prefix}{name}.", self._problems)
-        read.choice("partial_rotary_factor", 1.0, (1.0,))
-        theta = read.number("rope_theta", 10000.0)
-        rope_type = read.choice("rope_type", "default", ("default", "llama3"))
-        if rope_type == "default":
-            return theta, (("rope_type", rope_type),)
-        low = read.number("low_freq_factor")
-        return theta, (
-            ("rope_type", rope_type),
-            ("factor", read.number("factor", low=1.0, low_open=False)),
-            ("low_freq_factor", low),
-            ("high_freq_factor", read.number("high_freq_factor", low=low)),
-            ("original_max_position_embeddings", read.integer("original_max_position_embeddings")),
-        )
+    def nested(self, name: str, values: Mapping[str, Any]) -> "ConfigReader":
+        """Returns a reader of the values that lie under `name`; problems are noted here."""
+        return ConfigReader(values, f"{self._prefix}{name}.", self._problems)
 
     def check(
         self, ok: bool, name: str, value: Any, allowed: str, *, also_needs: tuple[str, ...] = ()
@@ -105,10 +99,6 @@ class ConfigReader:
         if self._problems:
             lines = "".join(f"\n  {problem}" for problem in self._problems.values())
             raise ValueError(f"config.json does not describe a supported model:{lines}")
-
-    def _get(self, name: str, default: Any) -> Any:
-        value = self._config.get(name)
-        return default if value is None else value
 
 
 @dataclasses.dataclass(frozen=True)

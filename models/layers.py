@@ -1,8 +1,7 @@
-"""Parts that several families share: linear maps, embeddings, RMSNorm, rotary positions."""
+"""Parts that several families share: linear maps, embeddings, norms, activations."""
 
 import functools
-import math
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,15 @@ from jaxtyping import Array, Float, Int
 
 # Mesh axis that heads, MLP width and vocabulary are split over.
 TENSOR = "tensor"
+
+# By their names in config.json.
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 def parameter(value: Array, split: tuple[str | None, ...]) -> nnx.Param:
@@ -48,6 +56,10 @@ class Linear(nnx.Module):
         y = x @ self.kernel[...]
         return y if self.bias is None else y + self.bias[...]
 
+    def logits(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+        """Returns float32, whatever the weights are; a head has no bias."""
+        return jnp.matmul(x, self.kernel[...], preferred_element_type=jnp.float32)
+
 
 class Embedding(nnx.Module):
     """A table of vectors, one a token."""
@@ -81,41 +93,21 @@ class RMSNorm(nnx.Module):
         return x32.astype(x.dtype) * self.scale[...]
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: dict[str, Any]) -> tuple[float, ...]:
-    """Returns the angle per position of each of the head_dim / 2 rotated pairs.
+class LayerNorm(nnx.Module):
+    """Norm of mean 0 and variance 1, computed in float32, then scaled and shifted if `affine`.
 
-    Args:
-        head_dim: Size of a head.
-        theta: Base of the geometric series.
-        scaling: rope_type "default" or "llama3" with its factors, as in config.json.
-
-    Source: Su et al., RoFormer, 2021; for "llama3" the Llama 3.1 release (wavelengths longer than the
-    training context are stretched by `factor`, short ones kept, those between blended).
+    Source: Ba et al., Layer Normalization, 2016.
     """
-    base = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
-    if scaling["rope_type"] == "default":
-        return tuple(base)
-    assert scaling["rope_type"] == "llama3", "config parsing admits no other type"
-    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
-    context = scaling["original_max_position_embeddings"]
 
-    def stretch(frequency: float) -> float:
-        wavelength = 2 * math.pi / frequency
-        if wavelength > context / low:
-            return frequency / factor
-        if wavelength < context / high:
-            return frequency
-        smooth = (context / wavelength - low) / (high - low)
-        return (1 - smooth) * frequency / factor + smooth * frequency
+    def __init__(self, features: int, *, epsilon: float, affine: bool = True, dtype: jnp.dtype) -> None:
+        self.scale = parameter(jnp.ones(features, dtype), (None,)) if affine else None
+        self.bias = parameter(jnp.zeros(features, dtype), (None,)) if affine else None
+        self.epsilon = epsilon
 
-    return tuple(stretch(f) for f in base)
-
-
-def apply_rope(
-    x: Float[Array, "... h d"], positions: Int[Array, "..."], frequencies: tuple[float, ...]
-) -> Float[Array, "... h d"]:
-    """Rotates the pairs (i, i + d/2) of every head by position * frequency, in float32."""
-    angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    def __call__(self, x: Float[Array, "... e"]) -> Float[Array, "... e"]:
+        x32 = x.astype(jnp.float32)
+        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+        if self.scale is not None and self.bias is not None:
+            x32 = x32 * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return x32.astype(x.dtype)

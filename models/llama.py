@@ -1,4 +1,6 @@
-"""The Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""The Llama family, and the modules of its twins: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+A twin (mistral.py, qwen.py, phi3.py, ...) states in its config and modules what differs.
 
 Source: Touvron et al., LLaMA, 2023; names and semantics of the weights as in Hugging Face's
 LlamaForCausalLM.
@@ -7,22 +9,23 @@ LlamaForCausalLM.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec
+from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from jax_paged.models.causal_lm import Attend, CausalLM
 from jax_paged.models.hf_format import ConfigReader, WeightTable
-from jax_paged.models.layers import TENSOR, Embedding, Linear, RMSNorm, apply_rope, rope_frequencies
+from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, Linear, RMSNorm
+from jax_paged.models.rope import Rope, read_rope, rope_values
 
 WEIGHT_TABLE = WeightTable(
     rows=(
         (r"embed_tokens\.embedding", r"model.embed_tokens.weight", False),
         (r"layers\.(\d+)\.(\w+_layernorm)\.scale", r"model.layers.\1.\2.weight", False),
+        (r"layers\.(\d+)\.self_attn\.([qk]_norm)\.scale", r"model.layers.\1.self_attn.\2.weight", False),
         (r"layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.kernel", r"model.layers.\1.\2.\3.weight", True),
         (r"layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.bias", r"model.layers.\1.\2.\3.bias", False),
         (r"norm\.scale", r"model.norm.weight", False),
@@ -35,7 +38,15 @@ WEIGHT_TABLE = WeightTable(
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Shape of a Llama; the names are those of config.json."""
+    """Shape of a Llama or a twin; most names are those of config.json.
+
+    Args:
+        rope: Rotary positions.
+        windows: Window of each layer, None where it attends to all; empty if no layer has one.
+        attention_bias: Whether the projections to queries, keys and values have biases.
+        output_bias: Whether the projection of the attention does.
+        qk_norm: Whether queries and keys are normed.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -45,91 +56,138 @@ class LlamaConfig:
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
+    rope: Rope
+    windows: tuple[int | None, ...] = ()
+    hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: tuple[tuple[str, Any], ...] = (("rope_type", "default"),)
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    output_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
     initializer_range: float = 0.02
 
+    # What transformers takes for a value that config.json leaves out.
+    defaults: ClassVar[dict[str, Any]] = {}
+
     @classmethod
-    def from_hf(cls, hf_config: dict[str, Any]) -> "LlamaConfig":
+    def from_hf(cls, hf_config: dict[str, Any]) -> Self:
         """Reads a config.json, of transformers 5 or older; what it leaves out is as in transformers.
 
         Raises:
             ValueError: If a value is missing, out of range or not supported; names all of them.
         """
-        read = ConfigReader(hf_config)
+        read = ConfigReader(cls.defaults | hf_config)
+        fields = cls.read(read)
+        read.finish()
+        return cls(**fields)
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields; a twin changes those that it has in another way."""
         hidden_size = read.integer("hidden_size")
         heads = read.integer("num_attention_heads")
         kv_heads = read.integer("num_key_value_heads", heads)
         ok, allowed = heads % kv_heads == 0, f"a divisor of num_attention_heads, which is {heads}"
         read.check(ok, "num_key_value_heads", kv_heads, allowed, also_needs=("num_attention_heads",))
         head_dim = read.integer("head_dim", max(1, hidden_size // heads))
-        if hf_config.get("head_dim") is None:
+        if read.get("head_dim", None) is None:
             ok, allowed = hidden_size % heads == 0, f"a multiple of num_attention_heads, which is {heads}"
             read.check(ok, "hidden_size", hidden_size, allowed, also_needs=("num_attention_heads",))
         derived_from = ("hidden_size", "num_attention_heads")
         read.check(head_dim % 2 == 0, "head_dim", head_dim, "an even integer", also_needs=derived_from)
-        max_position_embeddings = read.integer("max_position_embeddings")
-        rope_theta, rope_scaling = read.rope(max_position_embeddings)
-        read.choice("hidden_act", "silu", ("silu",))
         read.choice("quantization_config", None, (None,))
-        config = cls(
-            vocab_size=read.integer("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=read.integer("intermediate_size"),
-            num_hidden_layers=read.integer("num_hidden_layers"),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            max_position_embeddings=max_position_embeddings,
-            rms_norm_eps=read.number("rms_norm_eps", 1e-6),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            tie_word_embeddings=read.choice("tie_word_embeddings", False, (False, True)),
-            attention_bias=read.choice("attention_bias", False, (False, True)),
-            mlp_bias=read.choice("mlp_bias", False, (False, True)),
-            initializer_range=read.number("initializer_range", 0.02, low_open=False),
-        )
-        read.finish()
-        return config
+        attention_bias = read.choice("attention_bias", False, (False, True))
+        fields = {
+            "hidden_size": hidden_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "vocab_size": read.integer("vocab_size"),
+            "intermediate_size": read.integer("intermediate_size"),
+            "num_hidden_layers": read.integer("num_hidden_layers"),
+            "max_position_embeddings": read.integer("max_position_embeddings"),
+            "hidden_act": read.choice("hidden_act", "silu", tuple(ACTIVATIONS)),
+            "rms_norm_eps": read.number("rms_norm_eps", 1e-6),
+            "tie_word_embeddings": read.choice("tie_word_embeddings", False, (False, True)),
+            "attention_bias": attention_bias,
+            "output_bias": attention_bias,
+            "mlp_bias": read.choice("mlp_bias", False, (False, True)),
+            "initializer_range": read.number("initializer_range", 0.02, low_open=False),
+        }
+        return fields | {"rope": cls.read_rope(read, head_dim, fields["max_position_embeddings"])}
 
-    @functools.cached_property
-    def rope_frequencies(self) -> tuple[float, ...]:
-        return rope_frequencies(self.head_dim, self.rope_theta, dict(self.rope_scaling))
+    @classmethod
+    def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
+        return read_rope(rope_values(read, max_position_embeddings), head_dim, max_position_embeddings)
+
+    @staticmethod
+    def one_window(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+        """Returns the windows of layers that have all the same, or none."""
+        if read.get("sliding_window", None) is None:
+            return ()
+        return (read.integer("sliding_window"),) * num_layers
 
 
 class LlamaAttention(nnx.Module):
     """Projections and rotary positions; how the tokens attend is the caller's `attend`."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+
+    def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
+        self.rope: Rope = config.rope
+        self.scale: float = config.head_dim**-0.5
+        self.soft_cap: float | None = None
         width = config.num_attention_heads * config.head_dim
-        kv_width = config.num_key_value_heads * config.head_dim
-        make = functools.partial(
-            Linear, bias=config.attention_bias, std=config.initializer_range, dtype=dtype, rngs=rngs
+        self.make_projections(width, config.num_key_value_heads * config.head_dim, dtype, rngs)
+        self.o_proj = Linear(
+            width,
+            config.hidden_size,
+            bias=config.output_bias,
+            split=(TENSOR, None),
+            std=config.initializer_range,
+            dtype=dtype,
+            rngs=rngs,
         )
-        self.q_proj = make(config.hidden_size, width, split=(None, TENSOR))
-        self.k_proj = make(config.hidden_size, kv_width, split=(None, TENSOR))
-        self.v_proj = make(config.hidden_size, kv_width, split=(None, TENSOR))
-        self.o_proj = make(width, config.hidden_size, split=(TENSOR, None))
+        norm = functools.partial(self.norm_class, config.head_dim, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.q_norm = norm() if config.qk_norm else None
+        self.k_norm = norm() if config.qk_norm else None
+
+    def make_projections(self, width: int, kv_width: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        c = self.config
+        make = functools.partial(
+            Linear,
+            c.hidden_size,
+            bias=c.attention_bias,
+            split=(None, TENSOR),
+            std=c.initializer_range,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.q_proj, self.k_proj, self.v_proj = make(width), make(kv_width), make(kv_width)
+
+    def project(self, x: Float[Array, "*t e"]) -> tuple[Array, Array, Array]:
+        """Returns queries, keys and values, their heads joined."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def __call__(
         self, x: Float[Array, "*t e"], positions: Int[Array, "*t"], attend: Callable[..., Array]
     ) -> Float[Array, "*t e"]:
         heads = (*x.shape[:-1], -1, self.config.head_dim)
-        q = apply_rope(self.q_proj(x).reshape(heads), positions, self.config.rope_frequencies)
-        k = apply_rope(self.k_proj(x).reshape(heads), positions, self.config.rope_frequencies)
-        out = attend(q, k, self.v_proj(x).reshape(heads), scale=self.config.head_dim**-0.5)
+        q, k, v = (y.reshape(heads) for y in self.project(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rope(q, positions), self.rope(k, positions)
+        out = attend(q, k, v, scale=self.scale, soft_cap=self.soft_cap)
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
 
 
 class LlamaMLP(nnx.Module):
-    """SwiGLU."""
+    """SwiGLU, or the same with another activation."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.activation = ACTIVATIONS[config.hidden_act]
         make = functools.partial(
             Linear, bias=config.mlp_bias, std=config.initializer_range, dtype=dtype, rngs=rngs
         )
@@ -138,18 +196,24 @@ class LlamaMLP(nnx.Module):
         self.down_proj = make(config.intermediate_size, config.hidden_size, split=(TENSOR, None))
 
     def __call__(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class LlamaDecoderLayer(nnx.Module):
     """Attention, then the MLP, each normed before and added to the stream."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
+
+    def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         norm = functools.partial(RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
         self.input_layernorm = norm()
-        self.self_attn = LlamaAttention(config, dtype=dtype, rngs=rngs)
+        self.self_attn = self.attention_class(config, layer, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = norm()
-        self.mlp = LlamaMLP(config, dtype=dtype, rngs=rngs)
+        self.mlp = self.mlp_class(config, layer)(config, layer, dtype=dtype, rngs=rngs)
+
+    @classmethod
+    def mlp_class(cls, config: Any, layer: int) -> Callable[..., nnx.Module]:
+        return LlamaMLP
 
     def __call__(
         self, x: Float[Array, "*t e"], positions: Int[Array, "*t"], attend: Callable[..., Array]
@@ -163,6 +227,8 @@ class LlamaForCausalLM(CausalLM):
 
     config_class: ClassVar[type[LlamaConfig]] = LlamaConfig
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
+    layer_class: ClassVar[Callable[..., nnx.Module]] = LlamaDecoderLayer
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -170,16 +236,19 @@ class LlamaForCausalLM(CausalLM):
         vocab_size, hidden_size = config.vocab_size, config.hidden_size
         self.embed_tokens = Embedding(vocab_size, hidden_size, std=std, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
-            [LlamaDecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
+            [self.layer_class(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_hidden_layers)]
         )
-        self.norm = RMSNorm(hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.norm = self.norm_class(hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
         head = functools.partial(Linear, bias=False, split=(None, TENSOR), std=std, dtype=dtype, rngs=rngs)
         self.lm_head = None if config.tie_word_embeddings else head(hidden_size, vocab_size)
+
+    def embed(self, tokens: Int[Array, "*t"]) -> Float[Array, "*t e"]:
+        return self.embed_tokens(tokens)
 
     def hidden(
         self, tokens: Int[Array, "*t"], positions: Int[Array, "*t"], attend: Attend
     ) -> Float[Array, "*t e"]:
-        x = self.embed_tokens(tokens)
+        x = self.embed(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, positions, functools.partial(attend, i))
         return self.norm(x)
@@ -187,8 +256,10 @@ class LlamaForCausalLM(CausalLM):
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
         if self.lm_head is None:
             return self.embed_tokens.attend(hidden)
-        return jnp.matmul(hidden, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+        return self.lm_head.logits(hidden)
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         c = self.config
-        return [FullAttentionSpec(c.num_key_value_heads, c.head_dim)] * c.num_hidden_layers
+        shape = (c.num_key_value_heads, c.head_dim)
+        windows = c.windows or (None,) * c.num_hidden_layers
+        return [FullAttentionSpec(*shape) if w is None else SlidingWindowSpec(*shape, w) for w in windows]

@@ -4,9 +4,18 @@ from typing import Any
 
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.llama import LlamaForCausalLM
+from jax_paged.models.mistral import MistralForCausalLM
+from jax_paged.models.phi3 import Phi3ForCausalLM
+from jax_paged.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 
 # By the name that stands under "architectures" in config.json.
-MODELS: dict[str, type[CausalLM]] = {"LlamaForCausalLM": LlamaForCausalLM}
+MODELS: dict[str, type[CausalLM]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": MistralForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+}
 
 
 def get_model_class(hf_config: dict[str, Any]) -> tuple[str, type[CausalLM]]:

@@ -1,31 +1,37 @@
-"""Makes the fixtures: tiny random Llama checkpoints, and what transformers says of them.
+"""Makes the fixtures: tiny random checkpoints of every family, and what transformers says of them.
 
 The tests need no torch; this script does. In an environment of its own (Python 3.11 has CPU builds):
 
     pip install torch==2.13.0 transformers==5.23.0
-    python tests/models/make_references.py
+    python tests/models/make_references.py              # or with names of fixtures, to make only those
 
 Every folder under tests/models/fixtures then holds config.json, one or several safetensors files, and
 reference.json: {"cases": [{"prompt_token_ids", "token_ids", "logprobs", "top_token_ids", "top_logprobs"}]}
 with, for each of the greedy output tokens, its log-probability and the five largest.
 
-A prompt is drawn anew when at some step the two best tokens are closer than MIN_MARGIN: then the greedy
-tokens depend on the model alone, and not on the order of float32 sums.
+A prompt is drawn anew when at some step the two best tokens, or at some router the last expert that is chosen
+and the first that is not, are too close: then the greedy tokens depend on the model alone, and not on the
+order of float32 sums.
 """
 
 import json
 import shutil
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
 
 FIXTURES = Path(__file__).parent / "fixtures"
 PROMPT_LENS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 47, 64, 65, 79, 99, 100)
 NUM_NEW_TOKENS = 24
 NUM_TOP = 5
 MIN_MARGIN = 1e-3
+MIN_ROUTER_MARGIN = 1e-4
 LAYER_SCALE = 2.0
 
 # The original context is shorter than the prompts, so that every branch of the scaling is at work.
@@ -37,80 +43,147 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-BASE: dict[str, Any] = {
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 8.0,
+    "original_max_position_embeddings": 64,
+}
+# 0.02 would give nearly the same token at every step.
+COMMON: dict[str, Any] = {
     "vocab_size": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+BASE: dict[str, Any] = COMMON | {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
-    # 0.02 would give nearly the same token at every step.
-    "initializer_range": 0.15,
-    "bos_token_id": None,
-    "eos_token_id": None,
 }
-CONFIGS: dict[str, dict[str, Any]] = {
-    "mha_old_config": {"num_key_value_heads": 4},
-    "gqa2_tied": {"num_key_value_heads": 2, "tie_word_embeddings": True},
-    "gqa4_llama3": {
-        "hidden_size": 64,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "rope_parameters": LLAMA3_ROPE,
-    },
-    "mqa8_attention_bias": {
-        "hidden_size": 64,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 1,
-        "attention_bias": True,
-    },
-    "wide_heads_mlp_bias_sharded": {
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "mlp_bias": True,
-    },
-    "llama3_tied_biases_old_config": {
-        "num_key_value_heads": 1,
-        "rope_parameters": LLAMA3_ROPE,
-        "tie_word_embeddings": True,
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
+# The names of fixtures of a family begin with its config class's; those without one are Llamas.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mha_old_config": ("LlamaConfig", BASE | {"num_key_value_heads": 4}),
+    "gqa2_tied": ("LlamaConfig", BASE | {"tie_word_embeddings": True}),
+    "gqa4_llama3": (
+        "LlamaConfig",
+        BASE | {"hidden_size": 64, "num_attention_heads": 8, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "mqa8_attention_bias": (
+        "LlamaConfig",
+        BASE
+        | {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 1, "attention_bias": True},
+    ),
+    "wide_heads_mlp_bias_sharded": (
+        "LlamaConfig",
+        BASE | {"num_hidden_layers": 3, "head_dim": 16, "mlp_bias": True},
+    ),
+    "llama3_tied_biases_old_config": (
+        "LlamaConfig",
+        BASE
+        | {
+            "num_key_value_heads": 1,
+            "rope_parameters": LLAMA3_ROPE,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "llama_linear_rope": ("LlamaConfig", BASE | {"rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
+    "mistral": ("MistralConfig", BASE | {"sliding_window": None, "head_dim": 16}),
+    "mistral_window": ("MistralConfig", BASE | {"sliding_window": 24}),
+    "qwen2_tied_yarn": (
+        "Qwen2Config",
+        BASE | {"tie_word_embeddings": True, "rope_parameters": YARN_ROPE, "use_sliding_window": False},
+    ),
+    "qwen2_window": (
+        "Qwen2Config",
+        BASE | {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    ),
+    "qwen3_tied": ("Qwen3Config", BASE | {"tie_word_embeddings": True, "head_dim": 16}),
+    "qwen3_bias_window": (
+        "Qwen3Config",
+        BASE
+        | {
+            "head_dim": 8,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 17,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": YARN_ROPE | {"truncate": False, "mscale": 0.7, "mscale_all_dim": 1.0},
+        },
+    ),
+    "phi3_window": ("Phi3Config", BASE | {"sliding_window": 31, "partial_rotary_factor": 0.75}),
+    # The original context holds all prompts with their outputs.
+    "phi3_longrope": (
+        "Phi3Config",
+        BASE
+        | {
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0, 1.25, 1.5, 2.0],
+                "long_factor": [1.0, 2.0, 4.0, 8.0],
+            },
+        },
+    ),
 }
 
 
-def make_model(name: str) -> LlamaForCausalLM:
+def make_model(name: str) -> Any:
     """Returns a random model.
 
     Its biases and norms are random too: what is 0 or 1 hides mistakes. Its layers outweigh the embedding:
     else a tied model repeats the last token.
     """
-    config = LlamaConfig(**(BASE | CONFIGS[name]))
+    config_class, values = CONFIGS[name]
+    config = getattr(transformers, config_class)(**values)
     config._attn_implementation = "eager"
-    model = LlamaForCausalLM(config).to(torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                mean = 0.0 if key.endswith("bias") else 1.0
-                parameter.normal_(mean, 0.2)
-            elif ".layers." in key:
+                # Norms start at 1, Gemma's and biases at 0.
+                parameter.normal_(parameter.mean().item(), 0.2)
+            elif ".layers." in key or ".h." in key:
                 parameter.mul_(LAYER_SCALE)
     return model
 
 
+@contextmanager
+def router_margins(model: Any) -> Iterator[list[float]]:
+    """Collects by how much the last expert that is chosen leads the next one."""
+    margins: list[float] = []
+
+    def note(module: Any, _: Any, out: Any) -> None:
+        best = out[0].float().topk(module.top_k + 1).values
+        margins.append((best[..., -2] - best[..., -1]).min().item())
+
+    hooks = [m.register_forward_hook(note) for m in model.modules() if type(m).__name__.endswith("Router")]
+    yield margins
+    for hook in hooks:
+        hook.remove()
+
+
 @torch.no_grad()
-def run(model: LlamaForCausalLM, prompt: list[int]) -> tuple[dict[str, Any], float]:
-    """Returns the case of one prompt, and the smallest margin between the two best tokens."""
-    out = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        do_sample=False,
-        max_new_tokens=NUM_NEW_TOKENS,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+def run(model: Any, prompt: list[int]) -> tuple[dict[str, Any], bool]:
+    """Returns the case of one prompt, and whether all margins are large enough."""
+    with router_margins(model) as routers:
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=NUM_NEW_TOKENS,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
     token_ids = out.sequences[0, len(prompt) :].tolist()
     assert len(token_ids) == NUM_NEW_TOKENS
     logprobs = torch.cat(out.logits).double().log_softmax(-1)
@@ -124,7 +197,8 @@ def run(model: LlamaForCausalLM, prompt: list[int]) -> tuple[dict[str, Any], flo
         "top_token_ids": top.indices.tolist(),
         "top_logprobs": values,
     }
-    return case, (top.values[:, 0] - top.values[:, 1]).min().item()
+    margin = (top.values[:, 0] - top.values[:, 1]).min().item()
+    return case, margin > MIN_MARGIN and min(routers, default=1.0) > MIN_ROUTER_MARGIN
 
 
 def make_old_config(file: Path) -> None:
@@ -134,22 +208,22 @@ def make_old_config(file: Path) -> None:
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["torch_dtype"] = config.pop("dtype")
-    del config["head_dim"]
+    config.pop("head_dim", None)
     config["transformers_version"] = "4.45.0"
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    for seed, name in enumerate(CONFIGS):
-        torch.manual_seed(seed)
+    for name in sys.argv[1:] or CONFIGS:
+        torch.manual_seed(zlib.crc32(name.encode()))
         model = make_model(name)
         cases = []
         for length in PROMPT_LENS:
-            margin = 0.0
-            while margin < MIN_MARGIN:
-                prompt = torch.randint(BASE["vocab_size"], (length,)).tolist()
-                case, margin = run(model, prompt)
+            good = False
+            while not good:
+                prompt = torch.randint(COMMON["vocab_size"], (length,)).tolist()
+                case, good = run(model, prompt)
             cases.append(case)
         folder = FIXTURES / name
         shutil.rmtree(folder, ignore_errors=True)

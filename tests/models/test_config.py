@@ -10,6 +10,7 @@ import pytest
 
 from jax_paged.models.llama import LlamaConfig
 from jax_paged.models.registry import MODELS, get_model_class
+from jax_paged.models.rope import Rope
 
 MINIMAL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -32,7 +33,8 @@ LLAMA3 = {
 def test_what_is_left_out_is_as_in_transformers() -> None:
     config = LlamaConfig.from_hf(MINIMAL)
     assert (config.num_key_value_heads, config.head_dim) == (4, 8)
-    assert (config.rms_norm_eps, config.rope_theta, config.initializer_range) == (1e-6, 10000.0, 0.02)
+    assert (config.rms_norm_eps, config.initializer_range) == (1e-6, 0.02)
+    assert config.rope == Rope(tuple(10000.0 ** (-i / 4) for i in range(4)))
     assert not config.tie_word_embeddings
     assert not config.attention_bias
     assert not config.mlp_bias
@@ -52,8 +54,9 @@ def test_what_is_left_out_is_as_in_transformers() -> None:
 def test_both_forms_of_rope(older: dict[str, Any]) -> None:
     newer = LlamaConfig.from_hf(MINIMAL | {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}})
     assert LlamaConfig.from_hf(MINIMAL | older) == newer
-    assert newer.rope_theta == 5e5
-    assert dict(newer.rope_scaling) == LLAMA3
+    other = LlamaConfig.from_hf(MINIMAL | {"rope_parameters": LLAMA3 | {"rope_theta": 4e5}})
+    plain = LlamaConfig.from_hf(MINIMAL | {"rope_theta": 5e5})
+    assert len({newer.rope, other.rope, plain.rope}) == 3
 
 
 def test_llama3_scaling() -> None:
@@ -63,7 +66,7 @@ def test_llama3_scaling() -> None:
     smooth = (64 / (2 * math.pi / base[1]) - 1) / 3
     expected = (base[0], (1 - smooth) * base[1] / 8 + smooth * base[1], base[2] / 8)
     assert 0 < smooth < 1
-    assert LlamaConfig.from_hf(config).rope_frequencies == pytest.approx(expected, rel=1e-12)
+    assert LlamaConfig.from_hf(config).rope.frequencies == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -78,14 +81,18 @@ def test_llama3_scaling() -> None:
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; allowed: a divisor of"),
         ({"num_key_value_heads": 8}, "num_key_value_heads is 8; allowed: a divisor of"),
         ({"head_dim": 7}, "head_dim is 7; allowed: an even integer"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; allowed: 'silu'"),
+        ({"hidden_act": "swiglu"}, "hidden_act is 'swiglu'; allowed: 'silu' or 'relu' or 'gelu'"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0; allowed: a finite number above 0"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; allowed: False or True"),
         ({"attention_bias": 1}, "attention_bias is 1; allowed: False or True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}; allowed: None"),
         ({"rope_theta": -1.0}, "rope_parameters.rope_theta is -1.0"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type is 'linear'; allowed:"),
+        (
+            {"rope_scaling": {"type": "su", "factor": 2.0}},
+            "rope_scaling.rope_type is 'su'; allowed: 'default'",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor is 0.5"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; allowed: an object or null"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5; allowed: 1.0"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "rope_parameters.high_freq_factor is 1.0"),
@@ -101,7 +108,7 @@ def test_one_bad_value(changes: dict[str, Any], message: str) -> None:
 
 
 def test_all_problems_are_in_one_message() -> None:
-    bad = {"vocab_size": -1, "num_attention_heads": 0, "num_key_value_heads": 3, "hidden_act": "relu"}
+    bad = {"vocab_size": -1, "num_attention_heads": 0, "num_key_value_heads": 3, "hidden_act": "swiglu"}
     bad |= {"rope_scaling": LLAMA3 | {"factor": 0.5, "low_freq_factor": None}}
     config = {k: v for k, v in (MINIMAL | bad).items() if k != "intermediate_size"}
     with pytest.raises(ValueError) as error:
@@ -122,13 +129,13 @@ def test_the_fixtures_cover_both_forms() -> None:
     assert {"rope_parameters" in c for c in configs} == {True, False}
     assert {"dtype" in c for c in configs} == {True, False}
     assert {c["tie_word_embeddings"] for c in configs} == {True, False}
-    ratios = {LlamaConfig.from_hf(c).num_attention_heads // c["num_key_value_heads"] for c in configs}
-    assert ratios == {1, 2, 4, 8}
+    llamas = [c for c in configs if c["architectures"] == ["LlamaForCausalLM"]]
+    assert {c["num_attention_heads"] // c["num_key_value_heads"] for c in llamas} == {1, 2, 4, 8}
 
 
 def test_architectures() -> None:
     assert get_model_class(MINIMAL) == ("LlamaForCausalLM", MODELS["LlamaForCausalLM"])
-    for bad in (["GPT2LMHeadModel"], [], None, "LlamaForCausalLM"):
+    for bad in (["MambaForCausalLM"], [], None, "LlamaForCausalLM"):
         with pytest.raises(
             ValueError, match=r"architectures .* allowed: a list with one of LlamaForCausalLM"
         ):

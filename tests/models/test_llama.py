@@ -1,10 +1,8 @@
-"""The Llama family by its dense call: against transformers (make_references.py), and its gradients."""
+"""The Llama family: mistakes that its references notice, its gradients, how its weights are split."""
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,51 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from test_references import FIXTURES, TOLERANCE, compare
 
 from jax_paged.models.layers import TENSOR
 from jax_paged.models.llama import LlamaConfig, LlamaForCausalLM
+from jax_paged.models.rope import Rope, base_frequencies
 from jax_paged.models.weights import load_model
 
-FIXTURES = sorted((Path(__file__).parent / "fixtures").iterdir())
-MAX_LEN = 128
-# Float32 sums in another order move the log-probabilities of these models by up to 2e-5.
-TOLERANCE = 1e-4
-
-
-@nnx.jit
-def dense_logprobs(model: Any, tokens: jax.Array) -> jax.Array:
-    return jax.nn.log_softmax(model(tokens))
-
-
-def compare(model: Any, folder: Path) -> tuple[bool, float]:
-    """Returns whether all greedy tokens are the references', and the largest error of a log-probability.
-
-    Each of the references' tokens must be the best one after those before it, so greedy decoding gives
-    the reference token for token.
-    """
-    cases = json.loads((folder / "reference.json").read_text())["cases"]
-    assert {1, 16, 17, 32, 100} <= {len(c["prompt_token_ids"]) for c in cases}
-    tokens = np.zeros((len(cases), MAX_LEN), np.int32)
-    for row, case in zip(tokens, cases, strict=True):
-        text = case["prompt_token_ids"] + case["token_ids"]
-        row[: len(text)] = text
-    equal, error = True, 0.0
-    for logprobs, case in zip(np.asarray(dense_logprobs(model, jnp.asarray(tokens))), cases, strict=True):
-        first, count = len(case["prompt_token_ids"]) - 1, len(case["token_ids"])
-        assert count == 24
-        rows = logprobs[first : first + count]
-        equal &= rows.argmax(1).tolist() == case["token_ids"]
-        ours = np.take_along_axis(rows, np.array(case["top_token_ids"]), axis=1)
-        error = max(error, np.abs(ours - case["top_logprobs"]).max())
-        error = max(error, np.abs(ours[:, 0] - case["logprobs"]).max())
-    return equal, error
-
-
-@pytest.mark.parametrize("folder", FIXTURES, ids=lambda f: f.name)
-def test_equals_transformers(folder: Path) -> None:
-    equal, error = compare(load_model(folder).model, folder)
-    assert equal
-    assert error < TOLERANCE
+FOLDER = next(f for f in FIXTURES if f.name == "llama3_tied_biases_old_config")
 
 
 def _with_config(model: Any, **changes: Any) -> Any:
@@ -80,9 +41,12 @@ def _swapped(model: Any) -> Any:
 
 
 MISTAKES: dict[str, Callable[[Any], Any]] = {
-    "no rope scaling": functools.partial(_with_config, rope_scaling=(("rope_type", "default"),)),
-    "other theta": functools.partial(_with_config, rope_theta=10000.0),
+    "no rope scaling": functools.partial(_with_config, rope=Rope(base_frequencies(8, 500000.0))),
     "other epsilon": functools.partial(_with_config, rms_norm_eps=1e-3),
+    "other magnitude": lambda model: _with_config(
+        model, rope=dataclasses.replace(model.config.rope, magnitude=1.1)
+    ),
+    "a window": functools.partial(_with_config, windows=(None, 90)),
     "no q bias": functools.partial(_without_bias, module="self_attn", name="q_proj"),
     "no o bias": functools.partial(_without_bias, module="self_attn", name="o_proj"),
     "no down bias": functools.partial(_without_bias, module="mlp", name="down_proj"),
@@ -92,14 +56,12 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_references_notice_a_mistake(mistake: str) -> None:
-    (folder,) = (f for f in FIXTURES if f.name == "llama3_tied_biases_old_config")
-    _, error = compare(MISTAKES[mistake](load_model(folder).model), folder)
+    _, error = compare(MISTAKES[mistake](load_model(FOLDER).model), FOLDER)
     assert error > 10 * TOLERANCE
 
 
 def test_gradient_is_that_of_the_served_model() -> None:
-    (folder,) = (f for f in FIXTURES if f.name == "llama3_tied_biases_old_config")
-    graph, state = nnx.split(load_model(folder).model)
+    graph, state = nnx.split(load_model(FOLDER).model)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (4, 32)))
 
     @jax.jit
@@ -131,7 +93,9 @@ def test_every_weight_says_how_it_is_split() -> None:
         num_key_value_heads=2,
         head_dim=4,
         max_position_embeddings=64,
+        rope=Rope(base_frequencies(4, 10000.0)),
         attention_bias=True,
+        output_bias=True,
         mlp_bias=True,
     )
     model = nnx.eval_shape(lambda: LlamaForCausalLM(config, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0)))

@@ -1,0 +1,120 @@
+"""Phi-3, Phi-3.5 and Phi-4-mini: a Llama with fused projections, and heads that may be rotated in part.
+
+Source: Abdin et al., Phi-3 Technical Report, 2024; Ding et al., LongRoPE, 2024.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jax_paged.models.hf_format import ConfigReader
+from jax_paged.models.layers import ACTIVATIONS, TENSOR, Linear
+from jax_paged.models.llama import LlamaAttention, LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from jax_paged.models.rope import Rope, base_frequencies, rope_values
+
+
+@dataclasses.dataclass(frozen=True)
+class Phi3Config(LlamaConfig):
+    """Shape of a Phi-3.
+
+    With "longrope" max_position_embeddings is the original context, in which the short factors hold. In
+    longer texts all frequencies change, and with them keys that are cached already.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        fields = super().read(read)
+        windows = cls.one_window(read, fields["num_hidden_layers"])
+        fields |= {"attention_bias": False, "output_bias": False, "mlp_bias": False, "windows": windows}
+        rope = rope_values(read, fields["max_position_embeddings"])
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            original = rope.integer("original_max_position_embeddings")
+            fields["max_position_embeddings"] = min(original, fields["max_position_embeddings"])
+        return fields
+
+    @classmethod
+    def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
+        rope = rope_values(read, max_position_embeddings)
+        dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
+        allowed = "a factor that rotates an even number of dimensions, at most all"
+        rope.check(
+            dim % 2 == 0 and 0 < dim <= head_dim, "partial_rotary_factor", dim / head_dim, allowed,
+            also_needs=("head_dim",),
+        )  # fmt: skip
+        base = base_frequencies(dim, rope.number("rope_theta", 10000.0))
+        # Older names of the same.
+        types = ("default", "longrope", "su", "yarn")
+        if rope.choice("rope_type", rope.get("type", "default"), types) == "default":
+            return Rope(base)
+        original = rope.integer("original_max_position_embeddings")
+        short = rope.get("short_factor", None)
+        ok = isinstance(short, list) and len(short) == len(base)
+        ok = ok and all(isinstance(f, int | float) and f > 0 for f in short)
+        if not rope.check(ok, "short_factor", short, f"a list of {len(base)} numbers above 0"):
+            return Rope(base)
+        factor = rope.number("factor", max_position_embeddings / original)
+        usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        magnitude = rope.number("attention_factor", usual, low_open=False)
+        return Rope(tuple(b / f for b, f in zip(base, short, strict=True)), magnitude)
+
+
+class Phi3Attention(LlamaAttention):
+    """Queries, keys and values come from one matrix."""
+
+    def make_projections(self, width: int, kv_width: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        c, self.split_at = self.config, (width, width + kv_width)
+        self.qkv_proj = Linear(
+            c.hidden_size,
+            width + 2 * kv_width,
+            bias=False,
+            split=(None, TENSOR),
+            std=c.initializer_range,
+            dtype=dtype,
+            rngs=rngs,
+        )
+
+    def project(self, x: Float[Array, "*t e"]) -> tuple[Array, Array, Array]:
+        q, k, v = jnp.split(self.qkv_proj(x), self.split_at, axis=-1)
+        return q, k, v
+
+
+class Phi3MLP(nnx.Module):
+    """SwiGLU whose gate and up come from one matrix."""
+
+    def __init__(self, config: Phi3Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.activation = ACTIVATIONS[config.hidden_act]
+        size, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        self.gate_up_proj = Linear(
+            size, 2 * inner, bias=False, split=(None, TENSOR), std=std, dtype=dtype, rngs=rngs
+        )
+        self.down_proj = Linear(
+            inner, size, bias=False, split=(TENSOR, None), std=std, dtype=dtype, rngs=rngs
+        )
+
+    def __call__(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(self.activation(gate) * up)
+
+
+class Phi3DecoderLayer(LlamaDecoderLayer):
+    """A Llama's, with the parts above."""
+
+    attention_class: ClassVar[type[LlamaAttention]] = Phi3Attention
+
+    @classmethod
+    def mlp_class(cls, config: Any, layer: int) -> Callable[..., nnx.Module]:
+        return Phi3MLP
+
+
+class Phi3ForCausalLM(LlamaForCausalLM):
+    """A Llama with the layers above."""
+
+    config_class: ClassVar[type[LlamaConfig]] = Phi3Config
+    layer_class: ClassVar[Callable[..., nnx.Module]] = Phi3DecoderLayer

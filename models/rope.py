@@ -1,0 +1,136 @@
+"""Rotary positions: the forms that config.json describes them in, and the rotation.
+
+Source: Su et al., RoFormer, 2021; frequencies and defaults as in transformers' modeling_rope_utils.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_paged.models.hf_format import ConfigReader
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """How the pairs of a head turn.
+
+    Args:
+        frequencies: Angle per position of each rotated pair; the dimensions of a head that are left are not
+            rotated.
+        magnitude: Factor of what was rotated.
+    """
+
+    frequencies: tuple[float, ...]
+    magnitude: float = 1.0
+
+    def __call__(self, x: Float[Array, "... h d"], positions: Int[Array, "..."]) -> Float[Array, "... h d"]:
+        """Rotates the pairs (i, i + n/2) of the first n dimensions by position * frequency, in float32."""
+        angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(self.frequencies, jnp.float32)
+        cos, sin = jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
+        pairs = len(self.frequencies)
+        first, second = x[..., :pairs].astype(jnp.float32), x[..., pairs : 2 * pairs].astype(jnp.float32)
+        parts = [first * cos - second * sin, second * cos + first * sin]
+        return jnp.concatenate([*(p.astype(x.dtype) for p in parts), x[..., 2 * pairs :]], axis=-1)
+
+
+def base_frequencies(dim: int, theta: float) -> tuple[float, ...]:
+    """Returns the geometric series of the dim / 2 pairs."""
+    return tuple(theta ** (-2 * i / dim) for i in range(dim // 2))
+
+
+def rope_values(read: ConfigReader, max_position_embeddings: int) -> ConfigReader:
+    """Returns a reader of the rotary values of a config.json, whichever form they have.
+
+    Reads both forms: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`.
+    """
+    name = "rope_scaling" if read.get("rope_scaling", None) else "rope_parameters"
+    nested = read.get(name, {})
+    nested = nested if read.check(isinstance(nested, dict), name, nested, "an object or null") else {}
+    # The order of precedence is that of transformers.
+    outer = ("rope_theta", "partial_rotary_factor")
+    values: dict[str, Any] = {k: read.get(k, None) for k in outer}
+    values = {k: v for k, v in values.items() if v is not None}
+    values |= {"original_max_position_embeddings": max_position_embeddings} | nested
+    if (original := read.get("original_max_position_embeddings", None)) is not None:
+        values["original_max_position_embeddings"] = original
+    return read.nested(name, values)
+
+
+def read_rope(
+    read: ConfigReader, head_dim: int, max_position_embeddings: int, theta: float = 10000.0
+) -> Rope:
+    """Returns the rotary positions that a reader of their values describes.
+
+    Args:
+        read: As rope_values returns it; notes what is wrong.
+        head_dim: Size of a head.
+        max_position_embeddings: Of the model.
+        theta: Base where none is given.
+    """
+    read.choice("partial_rotary_factor", 1.0, (1.0,))
+    theta = read.number("rope_theta", theta, low=1.0)
+    rope_type = read.choice("rope_type", read.get("type", "default"), ROPE_TYPES)
+    base = base_frequencies(head_dim, theta)
+    if rope_type in ("default", "dynamic"):
+        # "dynamic" differs only in texts longer than max_position_embeddings, which no caller may pass.
+        return Rope(base)
+    if rope_type == "linear":
+        factor = read.number("factor", low=1.0, low_open=False)
+        return Rope(tuple(f / factor for f in base))
+    original = read.integer("original_max_position_embeddings")
+    if rope_type == "llama3":
+        return _llama3(read, base, original)
+    return _yarn(read, base, theta, original, max_position_embeddings)
+
+
+def _llama3(read: ConfigReader, base: tuple[float, ...], original: int) -> Rope:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended.
+
+    Source: the Llama 3.1 release.
+    """
+    factor, low = read.number("factor", low=1.0, low_open=False), read.number("low_freq_factor")
+    high = read.number("high_freq_factor", low=low)
+
+    def stretch(frequency: float) -> float:
+        turns = original * frequency / (2 * math.pi)
+        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+        return (1 - kept) * frequency / factor + kept * frequency
+
+    return Rope(tuple(map(stretch, base)))
+
+
+def _yarn(
+    read: ConfigReader, base: tuple[float, ...], theta: float, original: int, max_position_embeddings: int
+) -> Rope:
+    """Pairs that turn often are kept, those that turn seldom stretched, those between blended.
+
+    Source: Peng et al., YaRN, 2023.
+    """
+    factor = read.number("factor", max_position_embeddings / original, low=1.0, low_open=False)
+    mscale, mscale_all_dim = (read.number(n, 0.0, low_open=False) for n in ("mscale", "mscale_all_dim"))
+    fast, slow = read.number("beta_fast", 32.0), read.number("beta_slow", 1.0)
+    truncate = read.choice("truncate", True, (False, True))
+
+    def magnitude(scale: float = 1.0) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0
+
+    both = mscale > 0 and mscale_all_dim > 0
+    usual = magnitude(mscale) / magnitude(mscale_all_dim) if both else magnitude()
+    dim = 2 * len(base)
+
+    def pair_that_turns(times: float) -> float:
+        return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(fast), pair_that_turns(slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high += 0.001 if low == high else 0.0
+    ramp = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(dim // 2)]
+    frequencies = tuple(f / factor * r + f * (1 - r) for f, r in zip(base, ramp, strict=True))
+    return Rope(frequencies, read.number("attention_factor", usual, low_open=False))

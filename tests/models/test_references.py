@@ -1,0 +1,110 @@
+"""Every family by its dense call: against transformers (make_references.py), its gradients, bfloat16."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_paged.models.registry import MODELS
+from jax_paged.models.weights import load_model, save_model
+
+FIXTURES = sorted((Path(__file__).parent / "fixtures").iterdir())
+MAX_LEN = 128
+# Float32 sums in another order move the log-probabilities of these models by up to 2e-5.
+TOLERANCE = 1e-4
+
+
+def hf_config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def by_architecture() -> dict[str, list[Path]]:
+    folders: dict[str, list[Path]] = {name: [] for name in MODELS}
+    for folder in FIXTURES:
+        folders[hf_config(folder)["architectures"][0]].append(folder)
+    return folders
+
+
+@nnx.jit
+def dense_logprobs(model: Any, tokens: jax.Array) -> jax.Array:
+    return jax.nn.log_softmax(model(tokens))
+
+
+def compare(model: Any, folder: Path) -> tuple[bool, float]:
+    """Returns whether all greedy tokens are the references', and the largest error of a log-probability.
+
+    Each of the references' tokens must be the best one after those before it, so greedy decoding gives
+    the reference token for token.
+    """
+    cases = json.loads((folder / "reference.json").read_text())["cases"]
+    assert {1, 16, 17, 32, 100} <= {len(c["prompt_token_ids"]) for c in cases}
+    tokens = np.zeros((len(cases), MAX_LEN), np.int32)
+    for row, case in zip(tokens, cases, strict=True):
+        text = case["prompt_token_ids"] + case["token_ids"]
+        row[: len(text)] = text
+    equal, error = True, 0.0
+    for logprobs, case in zip(np.asarray(dense_logprobs(model, jnp.asarray(tokens))), cases, strict=True):
+        first, count = len(case["prompt_token_ids"]) - 1, len(case["token_ids"])
+        assert count == 24
+        rows = logprobs[first : first + count]
+        equal &= rows.argmax(1).tolist() == case["token_ids"]
+        ours = np.take_along_axis(rows, np.array(case["top_token_ids"]), axis=1)
+        error = max(error, np.abs(ours - case["top_logprobs"]).max())
+        error = max(error, np.abs(ours[:, 0] - case["logprobs"]).max())
+    return equal, error
+
+
+@pytest.mark.parametrize("folder", FIXTURES, ids=lambda f: f.name)
+def test_equals_transformers(folder: Path) -> None:
+    equal, error = compare(load_model(folder).model, folder)
+    assert equal
+    assert error < TOLERANCE
+    assert sum(f.stat().st_size for f in folder.iterdir()) < 500_000
+
+
+def test_every_family_has_two_fixtures() -> None:
+    assert {name for name, folders in by_architecture().items() if len(folders) < 2} == set()
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_gradient_and_bfloat16(architecture: str) -> None:
+    """Of each family's last fixture: jax.grad works on what is served, and bfloat16 is close to float32."""
+    folder = by_architecture()[architecture][-1]
+    exact = load_model(folder, "float32").model
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 32)))
+
+    def logprob(model: Any) -> jax.Array:
+        logprobs = jax.nn.log_softmax(model(tokens[:, :-1]))
+        return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
+
+    value, gradient = nnx.jit(nnx.value_and_grad(logprob))(exact)
+    for path, leaf in nnx.to_flat_state(gradient):
+        size = float(jnp.abs(leaf[...]).max())
+        assert np.isfinite(size), path
+        assert size > 1e-6, path
+
+    rounded = load_model(folder, "bfloat16")
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(rounded.model))} == {jnp.dtype("bfloat16")}
+    # bfloat16 rounds by 2^-9; over two layers the errors stay a few per cent of a log-probability.
+    assert float(nnx.jit(logprob)(rounded.model)) == pytest.approx(float(value), rel=0.05)
+
+
+@pytest.mark.parametrize("folder", FIXTURES, ids=lambda f: f.name)
+def test_saved_as_it_was_loaded(folder: Path, tmp_path: Path) -> None:
+    first = load_model(folder)
+    save_model(first.model, tmp_path, hf_config(folder))
+    again = load_model(tmp_path)
+    assert nnx.graphdef(first.model) == nnx.graphdef(again.model)
+    for a, b in zip(*(jax.tree.leaves(nnx.state(m.model)) for m in (first, again)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_texts_longer_than_the_model_was_made_for() -> None:
+    model = load_model(FIXTURES[0]).model
+    with pytest.raises(ValueError, match="tokens holds texts of 513 tokens; allowed: at most 512"):
+        model(jnp.zeros((1, 513), jnp.int32))
