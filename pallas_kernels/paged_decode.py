@@ -198,7 +198,6 @@ def _attend(
             # Summed over the tokens at the end alone, as that takes all four warps.
             total = total * lax.broadcast_in_dim(decay, total.shape, [0]) + probs
             p_smem[...] = probs.astype(dtype)
-            plgpu.commit_smem()
             weights = plgpu.load(p_smem, layout=lhs, optimized=False)
             if bars:
                 plgpu.barrier_wait(bars[1].at[slot])

@@ -16,6 +16,7 @@ MASKED_SCORE = -1e30
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 MAX_GROUP_SIZE = 16
+INTERPRETED_SMS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ def target(*, interpret: bool = False) -> Target:
     """Returns the GPU that a trace is lowered for: the abstract mesh's device, else the default device.
 
     Lowering for CUDA on a machine without a GPU is for an H100, as in Mosaic itself, unless the abstract mesh
-    has a device with a `compute_capability`. The interpreter runs what an H100 gets.
+    has a device with a `compute_capability`. The interpreter runs what an H100 gets, for fewer multiprocessors.
 
     Args:
         interpret: Whether the kernel is interpreted.
@@ -82,7 +83,7 @@ def target(*, interpret: bool = False) -> Target:
     data_center = {(8, 0): (108, 163), (8, 7): (16, 163), (9, 0): (132, 227), (10, 0): (148, 227)}
     num_sms, smem_kib = data_center.get(capability, (64, 99))
     num_sms = getattr(device, "core_count", None) or getattr(device, "num_cores", None) or num_sms
-    return Target(capability, num_sms, smem_kib * 1024)
+    return Target(capability, INTERPRETED_SMS if interpret else num_sms, smem_kib * 1024)
 
 
 def check_smem(smem_bytes: int, gpu: Target, what: str) -> None:
@@ -140,8 +141,8 @@ def smem_transforms(head_dim: int, dtype: jnp.dtype, cp_async_rows: int = 32) ->
         if row_bytes % swizzle == 0 and cp_async_rows // 8 * (row_bytes // swizzle) % 4 == 0:
             return gpu.TilingTransform((8, swizzle // dtype.itemsize)), gpu.SwizzleTransform(swizzle)
     raise ValueError(
-        f"head_dim is {head_dim} and page_size {cp_async_rows}; allowed with that head_dim and backend 'pallas' "
-        "below compute capability 9.0: page_size 32 or 64"
+        f"head_dim is {head_dim} and page_size {cp_async_rows}; allowed with backend 'pallas' and this "
+        "head_dim below compute capability 9.0: page_size 32 or 64"
     )
 
 
