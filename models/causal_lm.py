@@ -37,14 +37,20 @@ class Attend(Protocol):
 
 
 class CausalLM(nnx.Module):
-    """A decoder; a family adds its modules and the three methods below.
+    """A decoder; a family adds its modules and the methods below.
 
-    Args of a family's constructor: config, and by name dtype and rngs.
+    Args:
+        config: Of the family's config_class.
+        dtype: Of weights and activations.
+        rngs: Where random weights come from.
     """
 
     config_class: ClassVar[Any]
     weight_table: ClassVar[WeightTable]
     config: Any
+
+    @abc.abstractmethod
+    def __init__(self, config: Any, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None: ...
 
     @abc.abstractmethod
     def hidden(

@@ -110,11 +110,13 @@ class WeightTable:
             put into, whether the checkpoint holds the transposed matrix). The first match counts.
         tied: Keys of weights that a tied model shares, with the key of the weight that it keeps.
         ignored: Regular expression of whole keys that older checkpoints hold and nobody needs.
+        prefix: Start of all keys but the tied ones; older checkpoints leave it out.
     """
 
     rows: tuple[tuple[str, str, bool], ...]
     tied: Mapping[str, str]
     ignored: str
+    prefix: str = ""
 
     def hf_key(self, path: str) -> tuple[str, bool]:
         """Returns the Hugging Face key of the weight at an NNX path, and whether it lies transposed."""

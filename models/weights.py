@@ -72,6 +72,7 @@ class _Stored:
     """A tensor of a checkpoint, known by its header."""
 
     file: Path
+    key: str
     shape: tuple[int, ...]
     dtype: str
 
@@ -130,7 +131,7 @@ def load_model(folder: Path, dtype: Literal["auto", "float32", "bfloat16"] = "au
     defaults = _read_json(generation_config) if generation_config.exists() else {}
     eos_token_ids = _eos_token_ids(defaults, hf_config, config.vocab_size)
 
-    stored = _read_headers(folder)
+    stored = _with_prefix(_read_headers(folder), model_class.weight_table)
     chosen = _choose_dtype(dtype, hf_config, stored)
     model = nnx.eval_shape(lambda: model_class(config, dtype=chosen, rngs=nnx.Rngs(0)))
     weights = _weights(model)
@@ -139,7 +140,7 @@ def load_model(folder: Path, dtype: Literal["auto", "float32", "bfloat16"] = "au
     flat = []
     # The largest come first: their temporary copies are made while little else is allocated.
     for weight in sorted(weights, key=lambda w: -w.param.size):
-        value = _place(_read_tensor(stored[weight.key].file, weight.key), weight.transposed, chosen)
+        value = _place(_read_tensor(stored[weight.key]), weight.transposed, chosen)
         flat.append((weight.path, weight.param.replace(value.block_until_ready())))
     nnx.update(model, nnx.from_flat_state(flat))
     return _loaded(model, architecture, chosen, eos_token_ids, _sampling_defaults(defaults))
@@ -302,16 +303,22 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
                     if key in stored:
                         raise ValueError(f"{key} lies in {stored[key].file} and again in {folder / name}")
                     part = f.get_slice(key)
-                    stored[key] = _Stored(folder / name, tuple(part.get_shape()), part.get_dtype())
+                    stored[key] = _Stored(folder / name, key, tuple(part.get_shape()), part.get_dtype())
         except SafetensorError as e:
             raise ValueError(f"{folder / name} is not a whole safetensors file: {e}") from e
     return stored
 
 
-def _read_tensor(file: Path, key: str) -> np.ndarray:
+def _with_prefix(stored: dict[str, _Stored], table: WeightTable) -> dict[str, _Stored]:
+    if any(key.startswith(table.prefix) for key in stored):
+        return stored
+    return {key if key in table.tied else table.prefix + key: tensor for key, tensor in stored.items()}
+
+
+def _read_tensor(stored: _Stored) -> np.ndarray:
     # Opened anew for each tensor: pages of the mapped file that were read count as memory until it closes.
-    with safe_open(file, "numpy") as f:
-        return f.get_tensor(key)
+    with safe_open(stored.file, "numpy") as f:
+        return f.get_tensor(stored.key)
 
 
 def _check_stored(
@@ -323,7 +330,8 @@ def _check_stored(
     for key, shape in expected.items():
         tensor = stored.get(key)
         if tensor is None:
-            problems.append(f"{key} is missing")
+            untied = ", and config.json does not tie it" if key in table.tied else ""
+            problems.append(f"{key} is missing{untied}")
             continue
         if tensor.shape != shape:
             problems.append(f"{key} has shape {tensor.shape}; config.json makes it {shape}")
@@ -334,7 +342,7 @@ def _check_stored(
         if kept in expected and kept in stored:
             a, b = stored[key], stored[kept]
             readable = {a.dtype, b.dtype} <= STORED_DTYPES.keys()
-            if not readable or not np.array_equal(_read_tensor(a.file, key), _read_tensor(b.file, kept)):
+            if not readable or not np.array_equal(_read_tensor(a), _read_tensor(b)):
                 problems.append(f"{key} differs from {kept}, though config.json ties them")
         elif not re.fullmatch(table.ignored, key):
             problems.append(f"{key} is unexpected")

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 FIXTURES = Path(__file__).parent / "fixtures"
 PROMPT_LENS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 47, 64, 65, 79, 99, 100)
@@ -66,6 +67,15 @@ BASE: dict[str, Any] = COMMON | {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
+}
+GPT2 = COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+OPT = COMMON | {
+    "hidden_size": 32,
+    "ffn_dim": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "init_std": COMMON["initializer_range"],
 }
 # The names of fixtures of a family begin with its config class's; those without one are Llamas.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -132,6 +142,34 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                 "short_factor": [1.0, 1.25, 1.5, 2.0],
                 "long_factor": [1.0, 2.0, 4.0, 8.0],
             },
+        },
+    ),
+    # Keys as the hub's gpt2 has them.
+    "gpt2_without_prefix": ("GPT2Config", GPT2),
+    "gpt2_variants": (
+        "GPT2Config",
+        GPT2
+        | {
+            "n_inner": 48,
+            "n_layer": 3,
+            "activation_function": "gelu",
+            "scale_attn_by_inverse_layer_idx": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "opt": ("OPTConfig", OPT),
+    "opt_post_norm_projected": (
+        "OPTConfig",
+        OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16, "initializer_range": 0.4},
+    ),
+    "opt_without_biases": (
+        "OPTConfig",
+        OPT
+        | {
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "_remove_final_layer_norm": True,
+            "activation_function": "gelu_new",
         },
     ),
 }
@@ -229,6 +267,9 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         model.save_pretrained(folder, max_shard_size="60KB" if "sharded" in name else "1MB")
         (folder / "generation_config.json").unlink(missing_ok=True)
+        if "without_prefix" in name:
+            file = folder / "model.safetensors"
+            save_file({k.removeprefix("transformer."): v for k, v in load_file(file).items()}, file)
         if "old_config" in name:
             make_old_config(folder / "config.json")
         rows = ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)

@@ -161,7 +161,7 @@ def test_all_wrong_weights_are_in_one_message(folder: Path, monkeypatch: pytest.
     with pytest.raises(ValueError) as error:
         load_model(folder)
     assert str(error.value).splitlines()[1:] == [
-        "  lm_head.weight is missing",
+        "  lm_head.weight is missing, and config.json does not tie it",
         f"  {q_proj}.bias is missing",
         f"  {q_proj}.weight has shape (32, 16); config.json makes it (32, 32)",
         "  model.layers.2.mlp.up_proj.weight is unexpected",
@@ -315,6 +315,8 @@ def test_a_path_is_never_asked_for_at_the_hub() -> None:
 
 def test_weights_are_not_read_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, read_tensor = [], weights._read_tensor
-    monkeypatch.setattr(weights, "_read_tensor", lambda file, key: read.append(key) or read_tensor(file, key))
+    monkeypatch.setattr(
+        weights, "_read_tensor", lambda stored: read.append(stored.key) or read_tensor(stored)
+    )
     loaded = load_model(folder)
     assert len(read) == len(set(read)) == len(jax.tree.leaves(nnx.state(loaded.model)))

@@ -1,0 +1,169 @@
+"""GPT-2: LayerNorm, learned positions, fused projections, GELU.
+
+Source: Radford et al., Language Models are Unsupervised Multitask Learners, 2019; names and semantics of the
+weights as in Hugging Face's GPT2LMHeadModel.
+"""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, Self
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec
+from jax_paged.models.causal_lm import Attend, CausalLM
+from jax_paged.models.hf_format import ConfigReader, WeightTable
+from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, LayerNorm, Linear
+
+WEIGHT_TABLE = WeightTable(
+    rows=(
+        (r"(wte|wpe)\.embedding", r"transformer.\1.weight", False),
+        # The checkpoint's matrices are [in, out], as ours are.
+        (r"(h\.\d+\.\w+\.\w+)\.kernel", r"transformer.\1.weight", False),
+        (r"(h\.\d+\.\w+)\.scale", r"transformer.\1.weight", False),
+        (r"(h\..+)\.bias", r"transformer.\1.bias", False),
+        (r"ln_f\.scale", r"transformer.ln_f.weight", False),
+        (r"ln_f\.bias", r"transformer.ln_f.bias", False),
+        (r"lm_head\.kernel", r"lm_head.weight", True),
+    ),
+    tied={"lm_head.weight": "transformer.wte.weight"},
+    ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
+    prefix="transformer.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2Config:
+    """Shape of a GPT-2; the names are the general ones that config.json's stand for.
+
+    Args:
+        scales: Factor of each layer's attention scores.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    scales: tuple[float, ...]
+    activation_function: str
+    layer_norm_epsilon: float
+    tie_word_embeddings: bool
+    initializer_range: float
+
+    @classmethod
+    def from_hf(cls, hf_config: dict[str, Any]) -> Self:
+        """Reads a config.json; what it leaves out is as in transformers.
+
+        Raises:
+            ValueError: If a value is missing, out of range or not supported; names all of them.
+        """
+        read = ConfigReader(hf_config)
+        hidden_size, heads = read.integer("n_embd"), read.integer("n_head")
+        ok, allowed = hidden_size % heads == 0, f"a multiple of n_head, which is {heads}"
+        read.check(ok, "n_embd", hidden_size, allowed, also_needs=("n_head",))
+        num_layers = read.integer("n_layer")
+        scaled = read.choice("scale_attn_weights", True, (False, True))
+        by_layer = read.choice("scale_attn_by_inverse_layer_idx", False, (False, True))
+        scale = (hidden_size // heads) ** -0.5 if scaled and ok else 1.0
+        read.choice("add_cross_attention", False, (False,))
+        read.choice("quantization_config", None, (None,))
+        config = cls(
+            vocab_size=read.integer("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=read.integer("n_inner", 4 * hidden_size),
+            num_hidden_layers=num_layers,
+            num_attention_heads=heads,
+            max_position_embeddings=read.integer("n_positions"),
+            scales=tuple(scale / (i + 1 if by_layer else 1) for i in range(num_layers)),
+            activation_function=read.choice("activation_function", "gelu_new", tuple(ACTIVATIONS)),
+            layer_norm_epsilon=read.number("layer_norm_epsilon", 1e-5),
+            tie_word_embeddings=read.choice("tie_word_embeddings", True, (False, True)),
+            initializer_range=read.number("initializer_range", 0.02, low_open=False),
+        )
+        read.finish()
+        return config
+
+
+class GPT2Attention(nnx.Module):
+    """Queries, keys and values from one matrix; how the tokens attend is the caller's `attend`."""
+
+    def __init__(self, config: GPT2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.num_heads, self.scale = config.num_attention_heads, config.scales[layer]
+        size = config.hidden_size
+        make = functools.partial(Linear, bias=True, std=config.initializer_range, dtype=dtype, rngs=rngs)
+        self.c_attn = make(size, 3 * size, split=(None, TENSOR))
+        self.c_proj = make(size, size, split=(TENSOR, None))
+
+    def __call__(self, x: Float[Array, "*t e"], attend: Any) -> Float[Array, "*t e"]:
+        heads = (*x.shape[:-1], self.num_heads, -1)
+        q, k, v = (y.reshape(heads) for y in jnp.split(self.c_attn(x), 3, axis=-1))
+        return self.c_proj(attend(q, k, v, scale=self.scale).reshape(x.shape))
+
+
+class GPT2MLP(nnx.Module):
+    """Two linear maps and an activation."""
+
+    def __init__(self, config: GPT2Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.activation = ACTIVATIONS[config.activation_function]
+        make = functools.partial(Linear, bias=True, std=config.initializer_range, dtype=dtype, rngs=rngs)
+        self.c_fc = make(config.hidden_size, config.intermediate_size, split=(None, TENSOR))
+        self.c_proj = make(config.intermediate_size, config.hidden_size, split=(TENSOR, None))
+
+    def __call__(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
+        return self.c_proj(self.activation(self.c_fc(x)))
+
+
+class GPT2Block(nnx.Module):
+    """Attention, then the MLP, each normed before and added to the stream."""
+
+    def __init__(self, config: GPT2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        norm = functools.partial(
+            LayerNorm, config.hidden_size, epsilon=config.layer_norm_epsilon, dtype=dtype
+        )
+        self.ln_1, self.ln_2 = norm(), norm()
+        self.attn = GPT2Attention(config, layer, dtype=dtype, rngs=rngs)
+        self.mlp = GPT2MLP(config, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "*t e"], attend: Any) -> Float[Array, "*t e"]:
+        x = x + self.attn(self.ln_1(x), attend)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2LMHeadModel(CausalLM):
+    """The model that trains (dense) and serves (paged) with the same modules."""
+
+    config_class: ClassVar[type[GPT2Config]] = GPT2Config
+    weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
+
+    def __init__(self, config: GPT2Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.config = config
+        size, std = config.hidden_size, config.initializer_range
+        embedding = functools.partial(Embedding, features=size, std=std, dtype=dtype, rngs=rngs)
+        self.wte = embedding(config.vocab_size)
+        self.wpe = embedding(config.max_position_embeddings)
+        self.h = nnx.List(
+            [GPT2Block(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_hidden_layers)]
+        )
+        self.ln_f = LayerNorm(size, epsilon=config.layer_norm_epsilon, dtype=dtype)
+        head = functools.partial(Linear, bias=False, split=(None, TENSOR), std=std, dtype=dtype, rngs=rngs)
+        self.lm_head = None if config.tie_word_embeddings else head(size, config.vocab_size)
+
+    def hidden(
+        self, tokens: Int[Array, "*t"], positions: Int[Array, "*t"], attend: Attend
+    ) -> Float[Array, "*t e"]:
+        x = self.wte(tokens) + self.wpe(positions)
+        for i, block in enumerate(self.h):
+            x = block(x, functools.partial(attend, i))
+        return self.ln_f(x)
+
+    def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        return self.wte.attend(hidden) if self.lm_head is None else self.lm_head.logits(hidden)
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        c = self.config
+        heads = c.num_attention_heads
+        return [FullAttentionSpec(heads, c.hidden_size // heads)] * c.num_hidden_layers
