@@ -107,7 +107,8 @@ class WeightTable:
 
     Args:
         rows: (regular expression of a whole NNX path joined by dots, Hugging Face key that its groups are
-            put into, whether the checkpoint holds the transposed matrix). The first match counts.
+            put into, whether the checkpoint holds the transposed matrix). The first match counts. If the
+            key has a {}, the checkpoint holds a weight for each index of the first dimension.
         tied: Keys of weights that a tied model shares, with the key of the weight that it keeps.
         ignored: Regular expression of whole keys that older checkpoints hold and nobody needs.
         prefix: Start of all keys but the tied ones; older checkpoints leave it out.

@@ -1,13 +1,17 @@
-"""Qwen2, Qwen2.5 (biases of queries, keys and values) and Qwen3 (normed queries and keys).
+"""Qwen2, Qwen2.5 (biases of queries, keys and values), Qwen3 (normed queries and keys) and Qwen3-MoE.
 
 Source: Qwen2 Technical Report, 2024; Qwen3 Technical Report, 2025.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-from jax_paged.models.hf_format import ConfigReader
-from jax_paged.models.llama import LlamaConfig, LlamaForCausalLM
+from flax import nnx
+
+from jax_paged.models.hf_format import ConfigReader, WeightTable
+from jax_paged.models.llama import WEIGHT_TABLE, LlamaConfig, LlamaForCausalLM
+from jax_paged.models.moe import MoeConfig, MoeDecoderLayer
 
 
 def _windows(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
@@ -56,3 +60,51 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     """A Llama with the config above."""
 
     config_class: ClassVar[type[LlamaConfig]] = Qwen3Config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(MoeConfig):
+    """Shape of a Qwen3-MoE."""
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    }
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        fields = super().read(read)
+        num_layers = fields["num_hidden_layers"]
+        has_window = read.choice("use_sliding_window", False, (False, True))
+        dense = read.get("mlp_only_layers", [])
+        ok = isinstance(dense, list) and all(isinstance(i, int) for i in dense)
+        dense = dense if read.check(ok, "mlp_only_layers", dense, "a list of layers") else []
+        step = read.integer("decoder_sparse_step", 1)
+        return (
+            fields
+            | {
+                "mlp_bias": False,
+                "qk_norm": True,
+                "windows": cls.one_window(read, num_layers) if has_window else (),
+                "moe_layers": tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
+                "moe_intermediate_size": read.integer("moe_intermediate_size"),
+                "norm_topk_prob": read.choice("norm_topk_prob", False, (False, True)),
+            }
+            | cls.read_experts(read)
+        )
+
+
+class Qwen3MoeForCausalLM(LlamaForCausalLM):
+    """A Qwen3 with experts."""
+
+    config_class: ClassVar[type[LlamaConfig]] = Qwen3MoeConfig
+    layer_class: ClassVar[Callable[..., nnx.Module]] = MoeDecoderLayer
+    weight_table: ClassVar[WeightTable] = dataclasses.replace(
+        WEIGHT_TABLE,
+        rows=(
+            (r"layers\.(\d+)\.mlp\.experts\.(\w+)", r"model.layers.\1.mlp.experts.{}.\2.weight", True),
+            *WEIGHT_TABLE.rows,
+        ),
+    )

@@ -6,19 +6,22 @@ from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.gpt2 import GPT2LMHeadModel
 from jax_paged.models.llama import LlamaForCausalLM
 from jax_paged.models.mistral import MistralForCausalLM
+from jax_paged.models.mixtral import MixtralForCausalLM
 from jax_paged.models.opt import OPTForCausalLM
 from jax_paged.models.phi3 import Phi3ForCausalLM
-from jax_paged.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
+from jax_paged.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 # By the name that stands under "architectures" in config.json.
 MODELS: dict[str, type[CausalLM]] = {
     "GPT2LMHeadModel": GPT2LMHeadModel,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
+    "MixtralForCausalLM": MixtralForCausalLM,
     "OPTForCausalLM": OPTForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
 }
 
 

@@ -63,8 +63,18 @@ class _Weight:
     transposed: bool
 
     @property
+    def is_stack(self) -> bool:
+        return "{}" in self.key
+
+    @property
+    def keys(self) -> list[str]:
+        return [self.key.format(i) for i in range(self.param.shape[0])] if self.is_stack else [self.key]
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
-        return self.param.shape[::-1] if self.transposed else self.param.shape
+        """Of each key."""
+        shape = self.param.shape[1:] if self.is_stack else self.param.shape
+        return shape[::-1] if self.transposed else shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +150,7 @@ def load_model(folder: Path, dtype: Literal["auto", "float32", "bfloat16"] = "au
     flat = []
     # The largest come first: their temporary copies are made while little else is allocated.
     for weight in sorted(weights, key=lambda w: -w.param.size):
-        value = _place(_read_tensor(stored[weight.key]), weight.transposed, chosen)
+        value = _load_weight(weight, stored, chosen)
         flat.append((weight.path, weight.param.replace(value.block_until_ready())))
     nnx.update(model, nnx.from_flat_state(flat))
     return _loaded(model, architecture, chosen, eos_token_ids, _sampling_defaults(defaults))
@@ -182,7 +192,8 @@ def save_model(model: CausalLM, folder: Path, hf_config: dict[str, Any]) -> None
     tensors = {}
     for weight in _weights(model):
         value = np.asarray(weight.param[...])
-        tensors[weight.key] = np.ascontiguousarray(value.T if weight.transposed else value)
+        for key, part in zip(weight.keys, value if weight.is_stack else [value], strict=True):
+            tensors[key] = np.ascontiguousarray(part.T if weight.transposed else part)
         hf_config = {**hf_config, "dtype": value.dtype.name}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
@@ -219,6 +230,20 @@ def _loaded(
         eos_token_ids=eos_token_ids,
         sampling_defaults=sampling_defaults,
     )
+
+
+def _load_weight(weight: _Weight, stored: dict[str, _Stored], dtype: jnp.dtype) -> Array:
+    if not weight.is_stack:
+        return _place(_read_tensor(stored[weight.key]), weight.transposed, dtype)
+    stack = jnp.zeros(weight.param.shape, dtype)
+    for i, key in enumerate(weight.keys):
+        stack = _put(stack, _read_tensor(stored[key]), i, weight.transposed)
+    return stack
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _put(stack: Array, value: Array, i: Array, transposed: bool) -> Array:
+    return stack.at[i].set((value.T if transposed else value).astype(stack.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -325,7 +350,7 @@ def _check_stored(
     folder: Path, stored: dict[str, _Stored], weights: list[_Weight], table: WeightTable
 ) -> None:
     """Raises ValueError that names every weight that is missing, unexpected, or of another shape or type."""
-    expected = {weight.key: weight.stored_shape for weight in weights}
+    expected = {key: weight.stored_shape for weight in weights for key in weight.keys}
     problems = []
     for key, shape in expected.items():
         tensor = stored.get(key)

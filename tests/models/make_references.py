@@ -68,6 +68,7 @@ BASE: dict[str, Any] = COMMON | {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
 }
+QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
 GPT2 = COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 OPT = COMMON | {
     "hidden_size": 32,
@@ -142,6 +143,31 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                 "short_factor": [1.0, 1.25, 1.5, 2.0],
                 "long_factor": [1.0, 2.0, 4.0, 8.0],
             },
+        },
+    ),
+    "mixtral": ("MixtralConfig", BASE | {"num_local_experts": 4}),
+    "mixtral_window": (
+        "MixtralConfig",
+        BASE
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 32, "sliding_window": 24},
+    ),
+    "qwen3_moe_tied": (
+        "Qwen3MoeConfig",
+        BASE | QWEN3_MOE | {"norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "qwen3_moe_and_mlps": (
+        "Qwen3MoeConfig",
+        BASE
+        | QWEN3_MOE
+        | {
+            "num_hidden_layers": 4,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [1],
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 33,
         },
     ),
     # Keys as the hub's gpt2 has them.
