@@ -9,11 +9,12 @@ if TYPE_CHECKING:
     from jax_paged.engine import LLMEngine
     from jax_paged.llm import LLM
     from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput
-    from jax_paged.sampling_params import SamplingParams
+    from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 __all__ = [
     "LLM",
     "AsyncLLMEngine",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
@@ -25,6 +26,7 @@ __all__ = [
 _MODULES = {
     "LLM": "llm",
     "AsyncLLMEngine": "async_engine",
+    "BeamSearchParams": "sampling_params",
     "CompletionOutput": "outputs",
     "EngineArgs": "config",
     "LLMEngine": "engine",

@@ -144,7 +144,8 @@ class AsyncLLMEngine:
                 if total is None:
                     total = delta
                 else:
-                    total = dataclasses.replace(total, outputs=[dataclasses.replace(total.outputs[0])])
+                    outputs = [dataclasses.replace(output) for output in total.outputs]
+                    total = dataclasses.replace(total, outputs=outputs)
                     total.extend(delta)
                 yield total
         finally:
@@ -222,10 +223,10 @@ class AsyncLLMEngine:
         for state in self.engine.advance():
             request_id = state.group.request_id
             stream = self._streams.get(request_id)
-            if stream is None or (stream.whole and state.finish_reason is None):
+            if stream is None or (stream.whole and not state.is_finished):
                 continue
             outputs.append((stream, state.take_delta()))
-            if state.finish_reason is not None:
+            if state.is_finished:
                 del self._streams[request_id]
         self._deliver(outputs)
 

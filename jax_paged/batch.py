@@ -1,10 +1,11 @@
 """SchedulerOutput -> padded arrays: one int32 buffer a step, moved to the device in one transfer.
 
 A bucket is a shape that steps are padded to. Its buffer holds these fields one after the other (floats
-as their bits); T token rows, B sequences, M columns of block tables:
+as their bits); T token rows, B sequences, G cache groups, M columns of block tables. The last three fields
+are those of the samples, of which one sequence may have several:
 
-    tokens [T] | positions [T] | slot_mapping [T] | block_tables [B, M] | context_lens [B]
-    | query_start_loc [B + 1] | logits_rows [B] | total_len [B] | sampling [B, 11]
+    tokens [T] | positions [T] | slot_mapping [G, T] | block_tables [G, B, M] | context_lens [G, B]
+    | query_start_loc [B + 1] | logits_rows [B] | total_len [B] | sampling [B, 12]
 """
 
 import dataclasses
@@ -17,16 +18,25 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from jax_paged.block_manager import CacheGroup
 from jax_paged.models.attention import AttentionMetadata, Backend
 from jax_paged.sampler import SamplingBatch
 from jax_paged.sampling_params import SamplingParams
-from jax_paged.scheduler import ScheduledSequence, SchedulerOutput
-from jax_paged.sequence import SequenceGroup
+from jax_paged.scheduler_output import SchedulerOutput
+from jax_paged.sequence import Sequence, SequenceGroup
 
 # Most token ids that logit_bias and min_tokens together can touch.
 MAX_BIAS_IDS = 512
 # Columns of the field `sampling`; the order of _sampling_row.
-_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logprob_temperature",
+)
 _INTS = ("top_k", "seed_low", "seed_high", "prompt_len", "wants_logprobs")
 
 
@@ -74,15 +84,15 @@ class Field(NamedTuple):
     shape: tuple[int, ...]
 
 
-def layout(bucket: Bucket, max_blocks_per_seq: int) -> tuple[dict[str, Field], int]:
+def layout(bucket: Bucket, max_blocks_per_seq: int, num_groups: int) -> tuple[dict[str, Field], int]:
     """Returns the fields of a bucket's buffer, and the buffer's length."""
-    t, b = bucket.num_tokens, bucket.num_seqs
+    t, b, g = bucket.num_tokens, bucket.num_seqs, num_groups
     shapes: dict[str, tuple[int, ...]] = {
         "tokens": (t,),
         "positions": (t,),
-        "slot_mapping": (t,),
-        "block_tables": (b, max_blocks_per_seq),
-        "context_lens": (b,),
+        "slot_mapping": (g, t),
+        "block_tables": (g, b, max_blocks_per_seq),
+        "context_lens": (g, b),
         "query_start_loc": (b + 1,),
         "logits_rows": (b,),
         "total_len": (b,),
@@ -111,12 +121,17 @@ class StepInputs(NamedTuple):
     bias_values: np.ndarray | None
 
 
+# Row that it is drawn from, request, sequence that gets the token.
+Sample = tuple[int, SequenceGroup, Sequence]
+
+
 class BatchBuilder:
     """Builds the inputs of steps.
 
     Args:
         block_size: Tokens a block.
         num_blocks: Blocks of the pool; slots from num_blocks * block_size on are not written.
+        groups: Cache groups, each with block tables of its own.
         max_model_len: Most tokens of a sequence.
         vocab_size: Ids from here on pad history and biases.
         eos_token_ids: Tokens that min_tokens holds back.
@@ -127,47 +142,40 @@ class BatchBuilder:
         *,
         block_size: int,
         num_blocks: int,
+        groups: tuple[CacheGroup, ...],
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: frozenset[int],
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.groups = groups
         self.max_model_len = max_model_len
         self.max_blocks_per_seq = -(-max_model_len // block_size)
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        # A request's sampling fields never change: they are packed once.
-        self._sampling_rows: weakref.WeakKeyDictionary[SequenceGroup, np.ndarray] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._neutral = _sampling_row(SamplingParams(temperature=0.0, seed=0), 0)
+        # A sequence's sampling fields never change: they are packed once.
+        self._sampling_rows: weakref.WeakKeyDictionary[Sequence, np.ndarray] = weakref.WeakKeyDictionary()
+        self._neutral = _pack_sampling(SamplingParams(temperature=0.0), 0, 0, 1.0)
 
     def build(self, output: SchedulerOutput, bucket: Bucket) -> StepInputs:
         """Pads a step to a bucket.
 
         Args:
-            output: At most bucket.num_seqs sequences and bucket.num_tokens tokens; one token each if
-                bucket.is_decode. Is not modified.
+            output: At most bucket.num_seqs sequences, as many samples, and bucket.num_tokens tokens; one
+                token each if bucket.is_decode. Is not modified.
             bucket: The shape.
         """
         rows = output.scheduled
-        assert len(rows) <= bucket.num_seqs, (len(rows), bucket)
+        samples = [(i, row.group, seq) for i, row in enumerate(rows) for seq in row.sampling]
+        assert max(len(rows), len(samples)) <= bucket.num_seqs, (len(rows), len(samples), bucket)
         assert output.num_batched_tokens <= bucket.num_tokens, (output.num_batched_tokens, bucket)
-        fields, size = layout(bucket, self.max_blocks_per_seq)
+        fields, size = layout(bucket, self.max_blocks_per_seq, len(self.groups))
         packed = np.zeros(size, np.int32)
 
         def view(name: str) -> np.ndarray:
             start, shape = fields[name]
             return packed[start : start + math.prod(shape)].reshape(shape)
-
-        tables, sampling = view("block_tables"), view("sampling")
-        for i, row in enumerate(rows):
-            tables[i, : len(row.block_table)] = row.block_table
-            sampling[i] = self._sampling_row(row.group) if row.samples else self._neutral
-        sampling[len(rows) :] = self._neutral
-        assert tables.min() >= 0, "a block id is negative"
-        assert tables.max() < self.num_blocks, "a block id is out of the pool"
 
         num_tokens = np.fromiter((row.num_tokens for row in rows), np.int32, len(rows))
         start = np.fromiter((row.start for row in rows), np.int32, len(rows))
@@ -183,51 +191,64 @@ class BatchBuilder:
             token for row in rows for token in row.seq.tokens(row.start, row.start + row.num_tokens)
         ]
         view("positions")[:total] = positions
-        slots = view("slot_mapping")
-        blocks = tables[seq_of_row, positions // self.block_size]
-        assert blocks.min() > 0, "a token would be written to the null block"
-        slots[:total] = blocks * self.block_size + positions % self.block_size
-        slots[total:] = self.num_blocks * self.block_size
-        view("context_lens")[: len(rows)] = start + num_tokens
         view("query_start_loc")[1 : len(rows) + 1] = end_loc
         view("query_start_loc")[len(rows) + 1 :] = total
-        view("logits_rows")[: len(rows)] = end_loc - 1
-        view("total_len")[: len(rows)] = start + num_tokens
-        return StepInputs(packed, self._history(rows, bucket), *self._bias(rows, bucket))
+        out_of_range = self.num_blocks * self.block_size
+        for g, group in enumerate(self.groups):
+            tables, slots, lens = (view(x)[g] for x in ("block_tables", "slot_mapping", "context_lens"))
+            for i, row in enumerate(rows):
+                table = row.block_tables[g]
+                tables[i, : len(table)] = table
+            assert tables.min() >= 0, "a block id is negative"
+            assert tables.max() < self.num_blocks, "a block id is out of the pool"
+            slots[:] = out_of_range
+            if group.is_cross:
+                lens[: len(rows)] = [len(row.group.encoder_token_ids) for row in rows]
+            else:
+                blocks = tables[seq_of_row, positions // self.block_size]
+                assert blocks.min() > 0, "a token would be written to the null block"
+                slots[:total] = blocks * self.block_size + positions % self.block_size
+                lens[: len(rows)] = start + num_tokens
 
-    def _sampling_row(self, group: SequenceGroup) -> np.ndarray:
-        row = self._sampling_rows.get(group)
+        sampling, row_of_sample = view("sampling"), np.array([i for i, _, _ in samples], np.int64)
+        for j, (_, group, seq) in enumerate(samples):
+            sampling[j] = self._sampling_row(group, seq)
+        sampling[len(samples) :] = self._neutral
+        view("logits_rows")[: len(samples)] = end_loc[row_of_sample] - 1
+        view("total_len")[: len(samples)] = (start + num_tokens)[row_of_sample]
+        return StepInputs(packed, self._history(samples, bucket), *self._bias(samples, bucket))
+
+    def _sampling_row(self, group: SequenceGroup, seq: Sequence) -> np.ndarray:
+        row = self._sampling_rows.get(seq)
         if row is None:
-            prompt_len = len(group.sequences[0].prompt_token_ids)
-            row = self._sampling_rows[group] = _sampling_row(group.sampling_params, prompt_len)
+            temperature = (group.beam_params.temperature if group.beam_params else 0) or 1.0
+            row = _pack_sampling(group.sampling_params, seq.seed, len(seq.prompt_token_ids), temperature)
+            self._sampling_rows[seq] = row
         return row
 
-    def _history(self, rows: tuple[ScheduledSequence, ...], bucket: Bucket) -> np.ndarray | None:
-        if not any(row.samples and _has_penalty(row.group.sampling_params) for row in rows):
+    def _history(self, samples: list[Sample], bucket: Bucket) -> np.ndarray | None:
+        if not any(_has_penalty(group.sampling_params) for _, group, _ in samples):
             return None
         history = np.full((bucket.num_seqs, self.max_model_len), self.vocab_size, np.int32)
-        for i, row in enumerate(rows):
-            if row.samples and _has_penalty(row.group.sampling_params):
-                history[i, : len(row.seq)] = row.seq.tokens(0, len(row.seq))
+        for j, (_, group, seq) in enumerate(samples):
+            if _has_penalty(group.sampling_params):
+                history[j, : len(seq)] = seq.tokens(0, len(seq))
         return history
 
-    def _bias(
-        self, rows: tuple[ScheduledSequence, ...], bucket: Bucket
-    ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        biases = [self._bias_of(row) if row.samples else {} for row in rows]
+    def _bias(self, samples: list[Sample], bucket: Bucket) -> tuple[np.ndarray | None, np.ndarray | None]:
+        biases = [self._bias_of(group.sampling_params, seq) for _, group, seq in samples]
         if not any(biases):
             return None, None
         ids = np.full((bucket.num_seqs, MAX_BIAS_IDS), self.vocab_size, np.int32)
         values = np.zeros((bucket.num_seqs, MAX_BIAS_IDS), np.float32)
-        for i, bias in enumerate(biases):
-            ids[i, : len(bias)] = list(bias)
-            values[i, : len(bias)] = list(bias.values())
+        for j, bias in enumerate(biases):
+            ids[j, : len(bias)] = list(bias)
+            values[j, : len(bias)] = list(bias.values())
         return ids, values
 
-    def _bias_of(self, row: ScheduledSequence) -> dict[int, float]:
-        params = row.group.sampling_params
+    def _bias_of(self, params: SamplingParams, seq: Sequence) -> dict[int, float]:
         bias = dict(params.logit_bias or {})
-        if len(row.seq.output_token_ids) < params.min_tokens:
+        if len(seq.output_token_ids) < params.min_tokens:
             held_back = set(params.stop_token_ids or ())
             if not params.ignore_eos:
                 held_back |= self.eos_token_ids
@@ -235,9 +256,9 @@ class BatchBuilder:
         return bias
 
 
-def unpack(packed: Array, bucket: Bucket, max_blocks_per_seq: int) -> dict[str, Array]:
+def unpack(packed: Array, bucket: Bucket, max_blocks_per_seq: int, num_groups: int) -> dict[str, Array]:
     """Returns the fields of a bucket's buffer, on the device; `sampling` stays packed."""
-    fields, _ = layout(bucket, max_blocks_per_seq)
+    fields, _ = layout(bucket, max_blocks_per_seq, num_groups)
     return {
         name: lax.slice_in_dim(packed, start, start + math.prod(shape)).reshape(shape)
         for name, (start, shape) in fields.items()
@@ -248,16 +269,9 @@ def attention_metadata(
     fields: dict[str, Array], bucket: Bucket, backend: Backend, places: tuple[tuple[int, int], ...]
 ) -> AttentionMetadata:
     """Returns the part of an unpacked buffer that the model reads."""
-    return AttentionMetadata(
-        positions=fields["positions"],
-        slot_mapping=fields["slot_mapping"][None],
-        block_tables=fields["block_tables"][None],
-        context_lens=fields["context_lens"][None],
-        query_start_loc=fields["query_start_loc"],
-        is_decode=bucket.is_decode,
-        backend=backend,
-        places=places,
-    )
+    names = ("positions", "slot_mapping", "block_tables", "context_lens", "query_start_loc")
+    fields = {name: fields[name] for name in names}
+    return AttentionMetadata(**fields, is_decode=bucket.is_decode, backend=backend, places=places)
 
 
 def sampling_batch(
@@ -297,9 +311,11 @@ def _has_penalty(params: SamplingParams) -> bool:
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
 
 
-def _sampling_row(params: SamplingParams, prompt_len: int) -> np.ndarray:
-    assert params.seed is not None, "the engine gives every request a seed"
-    floats = np.array([getattr(params, name) for name in _FLOATS], np.float32).view(np.int32)
-    seed = np.array([params.seed], np.uint64).view(np.int32)
-    ints = [max(params.top_k, 0), *seed, prompt_len, params.logprobs is not None]
+def _pack_sampling(
+    params: SamplingParams, seed: int, prompt_len: int, logprob_temperature: float
+) -> np.ndarray:
+    floats = [getattr(params, name) for name in _FLOATS[:-1]]
+    floats = np.array([*floats, logprob_temperature], np.float32).view(np.int32)
+    seed_words = np.array([seed], np.uint64).view(np.int32)
+    ints = [max(params.top_k, 0), *seed_words, prompt_len, params.logprobs is not None]
     return np.concatenate([floats, np.array(ints, np.int32)])

@@ -1,199 +1,366 @@
-"""Who holds which block of the KV pool: block tables, reference counts, prefix cache. No arrays."""
+"""Who holds which block of the KV pool: block tables, sharing, copy-on-write, swap. No arrays."""
 
-import enum
-import hashlib
-from array import array
-from collections import OrderedDict
-from typing import NamedTuple
+import dataclasses
+from collections import Counter
 
+from jax_paged.block_pool import NO_PARENT, NULL_BLOCK, BlockContent, BlockPool, block_hash
 from jax_paged.config import check_int
 from jax_paged.sequence import Sequence
 
-NULL_BLOCK = 0  # pads block tables on the device; never handed out
-NO_PARENT = bytes(hashlib.sha256().digest_size)
+# (from, to) block ids.
+Copies = list[tuple[int, int]]
+# One list of block ids a cache group, in order of position.
+BlockTables = list[list[int]]
 
 
-class AllocStatus(enum.Enum):
-    """Answer to a sequence that asks for blocks: it has them, may have them later, or can't ever."""
+@dataclasses.dataclass(frozen=True)
+class CacheGroup:
+    """Layers that share block tables, as they need the same of a sequence's past.
 
-    OK = enum.auto()
-    LATER = enum.auto()
-    NEVER = enum.auto()
-
-
-class BlockContent(NamedTuple):
-    """What a full block holds. Two blocks of equal content hold equal keys and values."""
-
-    hash: bytes
-    parent: bytes
-    tokens: list[int]
-    salt: str
-
-
-def block_hash(parent: bytes, tokens: list[int], salt: str) -> bytes:
-    """Returns the SHA-256 of a full block: of the hash of the block before it, its tokens and the salt.
-
-    Parent and tokens have a fixed length, so no two inputs are written as the same bytes. Salts come from
-    users and may hold lone surrogates.
+    Args:
+        window: Tokens that a token attends to, itself included; None for all. Blocks that fall out of the
+            window are given back while the sequence runs; the null block takes their place in the table.
+        is_cross: Whether it holds an encoder's tokens: a fixed number of blocks from the start.
     """
-    return hashlib.sha256(
-        parent + array("q", tokens).tobytes() + salt.encode("utf-8", "surrogatepass")
-    ).digest()
+
+    window: int | None = None
+    is_cross: bool = False
 
 
 class BlockManager:
-    """Owns the block tables of all sequences and the state of every block.
+    """Owns the block tables of all sequences, over one pool on the device and one in host memory.
 
-    Each block is exactly one of: the null block, free, or referenced by one or more block tables. A free
-    block that is still cached keeps its content until it is handed out again: the free list is in the order
-    of eviction, blocks without cached content first, then the least recently freed. A sequence's blocks
-    are freed last block first, so that the tail of a prefix is evicted before its head.
-
-    Only full blocks whose keys and values are in the pool are cached and shared, and these are never
-    written again.
+    A sequence's blocks are released last block first, so that the tail of a prefix is evicted before its
+    head. Only full blocks whose keys and values are in the pool are cached, and these are never written
+    again. A block that several sequences reference is copied before one of them writes to it.
 
     Args:
         num_blocks: Blocks of the pool, the null block included.
         block_size: Tokens a block.
         enable_prefix_caching: Whether sequences share the full blocks of equal prefixes.
+        groups: What the model's layers need; all take their blocks from the one pool.
+        num_swap_blocks: Blocks of host memory for sequences that are swapped out.
 
     Raises:
         ValueError: If there is no block besides the null block, or a block holds no token.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        *,
+        groups: tuple[CacheGroup, ...] = (CacheGroup(),),
+        num_swap_blocks: int = 0,
+    ) -> None:
         check_int("num_blocks", num_blocks, 2)
         check_int("block_size", block_size, 1)
-        self.num_blocks = num_blocks
+        check_int("num_swap_blocks", num_swap_blocks, 0)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.block_tables: dict[int, list[int]] = {}
-        self.ref_counts = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        self._contents: list[BlockContent | None] = [None] * num_blocks
-        self._cached: dict[bytes, int] = {}
+        self.groups = groups
+        self.pool = BlockPool(num_blocks)
+        self.swap_pool = BlockPool(num_swap_blocks + 1)
+        self.block_tables: dict[Sequence, BlockTables] = {}
+        self.swapped_tables: dict[Sequence, BlockTables] = {}
+        self.pinned: dict[str, BlockTables] = {}
+        self._windows = [(i, g.window) for i, g in enumerate(groups) if g.window is not None]
 
     @property
     def num_usable_blocks(self) -> int:
         """Blocks that sequences can have: all but the null block."""
-        return self.num_blocks - 1
+        return self.pool.num_usable
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no block table references, cached ones included."""
-        return len(self._free)
+        """Blocks that nobody references, cached ones included."""
+        return self.pool.num_free
 
     def num_blocks_of(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens of one sequence."""
+        """Blocks of one group that hold `num_tokens` tokens of one sequence."""
         return -(-num_tokens // self.block_size)
 
-    def allocate(self, seq: Sequence, salt: str, *, use_cache: bool, num_reserved: int) -> AllocStatus:
+    def allocate(
+        self,
+        seq: Sequence,
+        salt: str,
+        *,
+        use_cache: bool,
+        num_reserved: int,
+        num_next_tokens: int,
+        num_encoder_tokens: int = 0,
+    ) -> bool:
         """Gives a sequence without a block table the blocks of all its tokens.
 
         Cached blocks of its prefix are shared, up to the last full block before the last token: one token
         at least is left to compute. Sets `seq.num_computed_tokens` to the tokens of the shared blocks.
+        Groups with a window get their new blocks by `append_slots` as the sequence is computed.
 
         Args:
             seq: The sequence; extends its `block_hashes`.
             salt: Only sequences of equal salt share blocks.
             use_cache: Whether it may share blocks.
             num_reserved: Blocks that must stay free.
+            num_next_tokens: Most tokens that it computes next; of groups with a window, the blocks of these
+                are free afterwards.
+            num_encoder_tokens: Tokens that groups of cross attention hold.
 
         Returns:
-            OK; or LATER or NEVER, and then no block has changed hands.
+            Whether it has them; if not, no block has changed hands.
         """
-        num_needed = self.num_blocks_of(len(seq))
-        if num_needed > self.num_usable_blocks:
-            return AllocStatus.NEVER
-        num_available = len(self._free) - num_reserved
+        num_available = self.pool.num_free - num_reserved
         if num_available < 1:
-            return AllocStatus.LATER  # at least one block is new; saves the walk along a long prefix
-        shared = self._cached_prefix(seq, salt) if use_cache and self.enable_prefix_caching else []
-        if num_needed - sum(self.ref_counts[b] > 0 for b in shared) > num_available:
-            return AllocStatus.LATER
-        for block in shared:  # before any new block is taken, which could evict them
-            if not self.ref_counts[block]:
-                del self._free[block]
-            self.ref_counts[block] += 1
-        new = [self._take() for _ in range(num_needed - len(shared))]
-        self.block_tables[seq.seq_id] = shared + new
-        seq.num_computed_tokens = len(shared) * self.block_size
-        return AllocStatus.OK
-
-    def append_slots(self, seq: Sequence) -> bool:
-        """Extends a block table in place to hold all tokens; if blocks lack, changes nothing: False."""
-        table = self.block_tables[seq.seq_id]
-        if len(seq) <= len(table) * self.block_size:
-            return True
-        num_new = self.num_blocks_of(len(seq)) - len(table)
-        if num_new > len(self._free):
+            return False  # at least one block is new; saves the walk along a long prefix
+        tables: BlockTables = [[] for _ in self.groups]
+        num_shared = 0
+        if use_cache and self.enable_prefix_caching:
+            num_shared, tables = self._cached_prefix(seq, salt)
+        num_own = self.num_blocks_of(len(seq)) - num_shared
+        num_new = [
+            self.num_blocks_of(num_encoder_tokens) if g.is_cross else num_own if g.window is None else 0
+            for g in self.groups
+        ]
+        next_len = min(len(seq), num_shared * self.block_size + num_next_tokens)
+        num_needed = sum(num_new) + len(self._windows) * (self.num_blocks_of(next_len) - num_shared)
+        shared = [block for table in tables for block in table if block != NULL_BLOCK]
+        if num_needed + sum(not self.pool.ref_counts[b] for b in shared) > num_available:
             return False
-        table.extend(self._take() for _ in range(num_new))
+        for block in shared:  # before any new block is taken, which could evict them
+            self.pool.share(block)
+        for table, n in zip(tables, num_new, strict=True):
+            table.extend(self.pool.take() for _ in range(n))
+        self.block_tables[seq] = tables
+        seq.num_computed_tokens = num_shared * self.block_size
+        return True
+
+    def append_slots(self, rows: list[tuple[Sequence, int]]) -> Copies | None:
+        """Makes sure that sequences of one group can write their next tokens, all of them or none.
+
+        Extends their block tables in place, copies blocks that others reference too, and gives back blocks
+        that fell out of a window.
+
+        Args:
+            rows: Sequences, and how many tokens each computes next.
+
+        Returns:
+            The blocks to copy before anything is written; None if blocks lack, and then nothing but
+            windows has changed.
+        """
+        size, pool = self.block_size, self.pool
+        if self._windows:
+            self._free_out_of_window(rows)
+        missing: list[tuple[list[int], int]] = []
+        writes: list[tuple[list[int], int]] = []
+        for seq, num_tokens in rows:
+            start = seq.num_computed_tokens
+            first, num_blocks = start // size, -(-(start + num_tokens) // size)
+            for group, table in zip(self.groups, self.block_tables[seq], strict=True):
+                if group.is_cross:
+                    continue
+                if num_blocks > len(table):
+                    missing.append((table, num_blocks - len(table)))
+                if first < len(table) and self._needs_copy(table[first]):
+                    writes.append((table, first))
+        if not missing and not writes:
+            return []
+        # Of those that write to a block, the last one that references it needs no copy, unless it is cached.
+        writers = Counter(table[i] for table, i in writes)
+        num_copies = sum(
+            n - (pool.ref_counts[block] == n and pool.contents[block] is None) for block, n in writers.items()
+        )
+        if sum(n for _, n in missing) + num_copies > pool.num_free:
+            return None
+        copies: Copies = []
+        for table, i in writes:
+            block = table[i]
+            if self._needs_copy(block):
+                table[i] = pool.take()
+                pool.release(block)
+                copies.append((block, table[i]))
+        for table, n in missing:
+            table.extend(pool.take() for _ in range(n))
+        return copies
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> bool:
+        """Gives a sequence without a block table the blocks of another's first tokens, shared.
+
+        Args:
+            parent: Holds blocks for at least num_tokens tokens.
+            child: Begins with the same num_tokens tokens.
+            num_tokens: Tokens that need not be computed again.
+
+        Returns:
+            Whether it was possible: False, and nothing has changed, if blocks that the child's window
+            needs are no longer there.
+        """
+        num_blocks = self.num_blocks_of(num_tokens)
+        tables = self.block_tables[parent]
+        for i, window in self._windows:
+            if NULL_BLOCK in tables[i][self._first_in_window(window, num_tokens) : num_blocks]:
+                return False
+        self.block_tables[child] = [
+            list(table) if group.is_cross else table[:num_blocks]
+            for group, table in zip(self.groups, tables, strict=True)
+        ]
+        for table in self.block_tables[child]:
+            for block in table:
+                self.pool.share(block)
         return True
 
     def cache_full_blocks(self, seq: Sequence, salt: str, start: int, stop: int) -> None:
         """Offers the blocks that became full when tokens [start, stop) were computed to later sequences."""
         if not self.enable_prefix_caching:
             return
-        table = self.block_tables[seq.seq_id]
+        tables = self.block_tables[seq]
         for i in range(start // self.block_size, stop // self.block_size):
             content = self._content(seq, i, salt)
-            if content.hash not in self._cached:  # else an equal block (or a collision) was there first
-                self._cached[content.hash] = table[i]
-                self._contents[table[i]] = content
+            for group, table in enumerate(tables):
+                if table[i] != NULL_BLOCK:
+                    self.pool.remember(table[i], content._replace(group=group))
 
     def free(self, seq: Sequence) -> None:
-        """Takes away a sequence's block table and gives back its blocks. The list itself stays as it is."""
-        for block in reversed(self.block_tables.pop(seq.seq_id)):
-            self.ref_counts[block] -= 1
-            if not self.ref_counts[block]:
-                self._free[block] = None
-                if self._contents[block] is None:
-                    self._free.move_to_end(block, last=False)
+        """Takes away a sequence's blocks, on the device or in host memory. The lists stay as they are."""
+        if seq in self.block_tables:
+            _release(self.pool, self.block_tables.pop(seq))
+        else:
+            _release(self.swap_pool, self.swapped_tables.pop(seq))
+
+    def swap_out(self, seqs: list[Sequence]) -> Copies | None:
+        """Moves the block tables of one group to host memory; what they share stays shared.
+
+        Returns:
+            (device block, host block) pairs to copy before the device blocks are written; None, and
+            nothing has changed, if host memory lacks.
+        """
+        return self._move(seqs, self.pool, self.block_tables, self.swap_pool, self.swapped_tables, 0)
+
+    def swap_in(self, seqs: list[Sequence], *, num_reserved: int) -> Copies | None:
+        """Moves the block tables of one group back to the device.
+
+        Returns:
+            (host block, device block) pairs to copy before anything is computed; None, and nothing has
+            changed, if less than num_reserved blocks would stay free.
+        """
+        return self._move(
+            seqs, self.swap_pool, self.swapped_tables, self.pool, self.block_tables, num_reserved
+        )
+
+    def pin(self, name: str, token_ids: list[int], salt: str) -> int:
+        """Keeps the cached blocks of a prefix until `unpin`; returns the number of tokens that they hold.
+
+        Raises:
+            ValueError: If the name is taken, or prefixes are not cached.
+        """
+        if name in self.pinned:
+            raise ValueError(f"the name of the pinned prefix is {name!r}; allowed: one that is not taken")
+        if not self.enable_prefix_caching:
+            raise ValueError("enable_prefix_caching is False; allowed for pinned prefixes: True")
+        # A token more: the cache leaves the last one out.
+        num_shared, tables = self._cached_prefix(Sequence([*token_ids, 0]), salt)
+        for table in tables:
+            for block in table:
+                self.pool.share(block)
+        self.pinned[name] = tables
+        return num_shared * self.block_size
+
+    def unpin(self, name: str) -> None:
+        """Lets go of a pinned prefix; its blocks stay cached as long as no one needs them.
+
+        Raises:
+            ValueError: If no prefix is pinned by this name.
+        """
+        if name not in self.pinned:
+            names = ", ".join(map(repr, self.pinned)) or "none is pinned"
+            raise ValueError(f"the name of the pinned prefix is {name!r}; allowed: {names}")
+        _release(self.pool, self.pinned.pop(name))
 
     def check_integrity(self) -> None:
-        """Asserts every invariant of the class; takes time in proportion to the pool."""
-        counts = [0] * self.num_blocks
-        for seq_id, table in self.block_tables.items():
-            assert len(set(table)) == len(table), f"block table of sequence {seq_id} repeats a block: {table}"
-            for block in table:
-                assert 0 < block < self.num_blocks, f"block {block} in the table of sequence {seq_id}"
-                counts[block] += 1
-        assert counts == self.ref_counts, f"counted {counts}, kept {self.ref_counts}"
-        assert NULL_BLOCK not in self._free, "the null block is in the free list"
-        assert self._contents[NULL_BLOCK] is None, "the null block is cached"
-        unreferenced = {b for b in range(1, self.num_blocks) if not counts[b]}
-        assert set(self._free) == unreferenced, f"free {set(self._free)}, unreferenced {unreferenced}"
-        by_hash = {c.hash: block for block, c in enumerate(self._contents) if c is not None}
-        assert by_hash == self._cached, "prefix cache and contents of the blocks disagree"
-        assert len(by_hash) == sum(c is not None for c in self._contents), "two blocks of one hash"
-        for content in self._contents:
-            if content is not None:
-                assert len(content.tokens) == self.block_size, "a block that is not full is cached"
-                assert content.hash == block_hash(*content[1:]), "a cached block changed"
-        is_cached = [self._contents[block] is not None for block in self._free]
-        assert is_cached == sorted(is_cached), "a cached block is evicted before one without content"
+        """Asserts every invariant of the class; takes time in proportion to the pools."""
+        assert not self.block_tables.keys() & self.swapped_tables.keys(), "a sequence is in both pools"
+        on_device = [*self.block_tables.values(), *self.pinned.values()]
+        for pool, held in ((self.pool, on_device), (self.swap_pool, list(self.swapped_tables.values()))):
+            counts = [0] * pool.num_blocks
+            for tables in held:
+                assert len(tables) == len(self.groups), f"{len(tables)} tables of {len(self.groups)} groups"
+                blocks = [block for table in tables for block in table if block != NULL_BLOCK]
+                assert len(set(blocks)) == len(blocks), f"block tables repeat a block: {tables}"
+                assert all(0 < block < pool.num_blocks for block in blocks), f"no such block: {tables}"
+                for group, table in zip(self.groups, tables, strict=True):
+                    assert group.window or NULL_BLOCK not in table, f"a block is missing in {table}"
+                for block in blocks:
+                    counts[block] += 1
+            pool.check_integrity(counts, self.block_size)
 
-    def _take(self) -> int:
-        """Hands out the first free block in the order of eviction, and forgets what it held."""
-        block, _ = self._free.popitem(last=False)
-        content = self._contents[block]
-        if content is not None:
-            del self._cached[content.hash]
-            self._contents[block] = None
-        self.ref_counts[block] = 1
-        return block
+    def _needs_copy(self, block: int) -> bool:
+        """Whether a block must not be written: others reference it, or may find it in the cache."""
+        return self.pool.ref_counts[block] > 1 or self.pool.contents[block] is not None
 
-    def _cached_prefix(self, seq: Sequence, salt: str) -> list[int]:
-        """Returns the cached blocks of a sequence's longest prefix, without the block of its last token."""
-        blocks = []
+    def _move(
+        self,
+        seqs: list[Sequence],
+        source: BlockPool,
+        source_tables: dict[Sequence, BlockTables],
+        target: BlockPool,
+        target_tables: dict[Sequence, BlockTables],
+        num_reserved: int,
+    ) -> Copies | None:
+        held = {seq: source_tables[seq] for seq in seqs if seq in source_tables}
+        every = (b for tables in held.values() for table in tables for b in table if b != NULL_BLOCK)
+        blocks = list(dict.fromkeys(every))
+        if len(blocks) > target.num_free - num_reserved:
+            return None
+        moved = {block: target.take() for block in blocks} | {NULL_BLOCK: NULL_BLOCK}
+        for seq, tables in held.items():
+            target_tables[seq] = [[moved[block] for block in table] for table in tables]
+            for table in target_tables[seq]:
+                for block in table:
+                    target.share(block)
+            _release(source, source_tables.pop(seq))
+        for block in blocks:  # each table has its own reference now
+            target.release(moved[block])
+        return [(block, moved[block]) for block in blocks]
+
+    def _first_in_window(self, window: int, position: int) -> int:
+        """Returns the first block that the token at a position attends to."""
+        return max(0, position - window + 1) // self.block_size
+
+    def _free_out_of_window(self, rows: list[tuple[Sequence, int]]) -> None:
+        for seq, _ in rows:
+            tables = self.block_tables[seq]
+            for i, window in self._windows:
+                table = tables[i]
+                # From the last one back: before it all are given back already.
+                j = min(self._first_in_window(window, seq.num_computed_tokens), len(table)) - 1
+                while j >= 0 and table[j] != NULL_BLOCK:
+                    self.pool.release(table[j])
+                    table[j] = NULL_BLOCK
+                    j -= 1
+
+    def _cached_prefix(self, seq: Sequence, salt: str) -> tuple[int, BlockTables]:
+        """Returns the longest cached prefix without the block of the last token: its blocks, and tables.
+
+        Of a group with a window, the blocks that the token after the prefix attends to are enough.
+        """
+        found: BlockTables = [[] for _ in self.groups]
+        run = [0] * len(self.groups)  # cached blocks in a row, up to the last one looked up
+        longest = 0
         for i in range((len(seq) - 1) // self.block_size):
             content = self._content(seq, i, salt)
-            block = self._cached.get(content.hash)
-            if block is None or self._contents[block] != content:  # equal hash alone is not trusted
+            for g in range(len(self.groups)):
+                block = self.pool.find(content if g == 0 else content._replace(group=g))
+                found[g].append(NULL_BLOCK if block is None else block)
+                run[g] = 0 if block is None else run[g] + 1
+            if any(not n and group.window is None for n, group in zip(run, self.groups, strict=True)):
                 break
-            blocks.append(block)
-        return blocks
+            position = (i + 1) * self.block_size
+            if all(run[g] >= i + 1 - self._first_in_window(w, position) for g, w in self._windows):
+                longest = i + 1
+        tables = [table[:longest] for table in found]
+        for g, window in self._windows:
+            dead = min(self._first_in_window(window, longest * self.block_size), longest)
+            tables[g][:dead] = [NULL_BLOCK] * dead
+        return longest, tables
 
     def _content(self, seq: Sequence, i: int, salt: str) -> BlockContent:
         """Returns the content of a sequence's i-th block; i is at most the number of its `block_hashes`."""
@@ -202,4 +369,10 @@ class BlockManager:
         tokens = seq.tokens(i * self.block_size, (i + 1) * self.block_size)
         if i == len(hashes):
             hashes.append(block_hash(parent, tokens, salt))
-        return BlockContent(hashes[i], parent, tokens, salt)
+        return BlockContent(hashes[i], parent, tokens, salt, 0)
+
+
+def _release(pool: BlockPool, tables: BlockTables) -> None:
+    for table in tables:
+        for block in reversed(table):
+            pool.release(block)

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of the planned buckets, in parallel; all but the largest in the background."""
+"""Ahead-of-time compilation of all programs, in parallel; all but the largest buckets in the background."""
 
 import collections
 import concurrent.futures
@@ -58,26 +58,34 @@ def use_persistent_cache() -> None:
 
 
 class CompiledBuckets:
-    """The compiled step of every planned bucket.
+    """The compiled step of every planned bucket, and the small programs beside them.
 
     The constructor returns when the largest bucket of each kind is there: any step fits one of them. The
     others follow in background threads; until one is there, steps use the next larger.
 
     Args:
         buckets: What to compile, each kind in ascending order.
-        lower: Traces and lowers the step of one bucket; called from several threads.
+        programs: Names of the others.
+        lower: Traces and lowers the step of one bucket, or another program; called from several threads.
     """
 
-    def __init__(self, buckets: list[Bucket], lower: Callable[[Bucket], jax.stages.Lowered]) -> None:
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        programs: list[str],
+        lower: Callable[[Bucket | str], jax.stages.Lowered],
+    ) -> None:
         self.buckets = buckets
+        self._programs = programs
         self._lower = lower
-        self._futures: dict[Bucket, concurrent.futures.Future[CompiledStep]] = {
-            bucket: concurrent.futures.Future() for bucket in buckets
+        self._futures: dict[Bucket | str, concurrent.futures.Future[CompiledStep]] = {
+            key: concurrent.futures.Future() for key in (*buckets, *programs)
         }
         # After the largest come the small ones: they make a lone user's steps quick.
         kinds = ([b for b in buckets if b.is_decode is kind] for kind in (False, True))
         largest = [max(kind) for kind in kinds if kind]
-        self._queue = collections.deque([*largest, *(b for b in buckets if b not in largest)])
+        rest = (b for b in buckets if b not in largest)
+        self._queue: collections.deque[Bucket | str] = collections.deque([*largest, *programs, *rest])
         self._lock = threading.Lock()
         self._stopped = False
         self._threads = [threading.Thread(target=self._work) for _ in range(NUM_COMPILE_THREADS)]
@@ -98,8 +106,8 @@ class CompiledBuckets:
                 return bucket
         raise AssertionError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")
 
-    def __getitem__(self, bucket: Bucket) -> CompiledStep:
-        return self._futures[bucket].result()
+    def __getitem__(self, key: Bucket | str) -> CompiledStep:
+        return self._futures[key].result()
 
     def wait(self) -> None:
         """Returns when all buckets are compiled; raises what has failed one, CancelledError after `stop`."""
@@ -117,7 +125,7 @@ class CompiledBuckets:
     def plan(self) -> str:
         """Returns a table of the buckets: what is compiled, and what it cost."""
         lines = [f"{'bucket':<16}{'trace s':>9}{'compile s':>11}{'temp MiB':>10}"]
-        for bucket in self.buckets:
+        for bucket in (*self.buckets, *self._programs):
             if self._is_compiled(bucket):
                 step = self[bucket]
                 mib = step.temp_bytes / 2**20
@@ -127,7 +135,7 @@ class CompiledBuckets:
                 lines.append(f"{bucket!s:<16}{state:>30}")
         return "\n".join(lines)
 
-    def _is_compiled(self, bucket: Bucket) -> bool:
+    def _is_compiled(self, bucket: Bucket | str) -> bool:
         future = self._futures[bucket]
         return future.done() and not future.cancelled() and future.exception() is None
 
@@ -142,10 +150,10 @@ class CompiledBuckets:
             try:
                 self._futures[bucket].set_result(self._compile(bucket))
             except BaseException as error:
-                _LOGGER.error("bucket %s was not compiled, steps use a larger one: %r", bucket, error)
+                _LOGGER.error("%s was not compiled (of a bucket, steps use a larger one): %r", bucket, error)
                 self._futures[bucket].set_exception(error)
 
-    def _compile(self, bucket: Bucket) -> CompiledStep:
+    def _compile(self, bucket: Bucket | str) -> CompiledStep:
         start = time.perf_counter()
         lowered = self._lower(bucket)
         traced = time.perf_counter()

@@ -25,13 +25,20 @@ class EngineArgs:
             has set aside (three quarters of the GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else).
         kv_cache_memory_bytes: Bytes of the pool; None takes what a GPU has left, and 256 MiB on a CPU.
         num_gpu_blocks_override: Blocks of the pool, null block included; wins over both settings above.
-        swap_space: GiB of host memory for swapped-out blocks. Preemption is by recomputation, which
-            needs none of it.
-        max_num_seqs: Most sequences in one step; None takes 64 on a CPU, 256 on a GPU.
-        max_num_batched_tokens: Token budget of one step; None takes 512 on a CPU, 2048 on a GPU.
+        swap_space: GiB of host memory for swapped-out blocks; taken as it is needed. 0: no swapping.
+        max_num_seqs: Most sequences in one step; None takes 64 on a CPU, 256 on a GPU. A request with n
+            samples or beams counts as n.
+        max_num_batched_tokens: Token budget of one step; None takes 512 on a CPU, 2048 on a GPU, and at
+            least max_model_len if prompts are not chunked.
         enable_prefix_caching: Whether requests share the full blocks of equal prefixes.
-        enable_chunked_prefill: Whether a prompt may be computed over several steps.
-        scheduling_policy: "fcfs", first come first served.
+        enable_chunked_prefill: Whether a prompt may be computed over several steps, beside the tokens of
+            running requests. False: whole prompts, in steps of their own that go first.
+        scheduling_policy: "fcfs", first come first served; or "priority", lower values of a request's
+            priority first, then first come first served.
+        preemption_mode: How requests lose their blocks when these run out: "recompute", "swap" (to host
+            memory), or None: requests with several sequences are swapped, others recomputed.
+        delay_factor: New requests wait until the first of them has waited this many times as long as the
+            last step with a prompt took; then more are computed together.
         tensor_parallel_size: Devices that one model is split over; 1.
         seed: Seed of requests that bring none.
         attention_backend: Which kernels attend: "pallas" (GPU), "pallas_interpret" (their CPU
@@ -55,7 +62,9 @@ class EngineArgs:
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    scheduling_policy: Literal["fcfs"] = "fcfs"
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    preemption_mode: Literal["recompute", "swap"] | None = None
+    delay_factor: float = 0.0
     tensor_parallel_size: int = 1
     seed: int = 0
     attention_backend: AttentionBackend = "auto"
@@ -64,13 +73,13 @@ class EngineArgs:
         check(isinstance(self.model, str) and bool(self.model), "model", self.model, "a non-empty string")
         ok = self.tokenizer is None or (isinstance(self.tokenizer, str) and bool(self.tokenizer))
         check(ok, "tokenizer", self.tokenizer, "None or a non-empty string")
-        for name in ("skip_tokenizer_init", "enable_prefix_caching"):
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enable_chunked_prefill"):
             check_choice(name, getattr(self, name), (False, True))
         check_choice("dtype", self.dtype, get_args(DTypeName))
         check_choice("attention_backend", self.attention_backend, get_args(AttentionBackend))
-        check_choice("scheduling_policy", self.scheduling_policy, ("fcfs",))
+        check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        check_choice("preemption_mode", self.preemption_mode, (None, "recompute", "swap"))
         check_choice("tensor_parallel_size", self.tensor_parallel_size, (1,))
-        check_choice("enable_chunked_prefill", self.enable_chunked_prefill, (True,))
         check_choice("block_size", self.block_size, (1, 2, 4, 8, 16, 32, 64, 128))
         for name, low in (
             ("max_model_len", 1),
@@ -84,6 +93,7 @@ class EngineArgs:
         check_int("seed", self.seed, 0, 2**63 - 1)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, low_open=True)
         check_number("swap_space", self.swap_space, 0, math.inf)
+        check_number("delay_factor", self.delay_factor, 0, math.inf)
 
 
 def check(ok: bool, name: str, value: Any, allowed: str) -> None:

@@ -20,9 +20,10 @@ from jax_paged.model_runner import ModelRunner
 from jax_paged.models.weights import LoadedModel, resolve_model_dir
 from jax_paged.outputs import RequestOutput
 from jax_paged.request_state import RequestState
-from jax_paged.sampling_params import SamplingParams
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.scheduler import Scheduler
 from jax_paged.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
+from jax_paged.step_output import TokenLogprobs
 from jax_paged.tokenizer import Tokenizer
 
 NON_FINITE = "non-finite logits"
@@ -51,11 +52,13 @@ class CheckedRequest:
         prompt: The text; None if it came as token ids.
         prompt_token_ids: Its tokens.
         params: With max_tokens filled in.
+        beam_params: What is searched, if it is a beam search.
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
+    beam_params: BeamSearchParams | None = None
 
 
 class LLMEngine:
@@ -84,15 +87,26 @@ class LLMEngine:
         except (TypeError, ValueError) as error:
             self.runner.close()
             raise ValueError(f"generation_config.json of {args.model!r}: {error}") from error
+        manager = BlockManager(
+            config.num_blocks,
+            config.block_size,
+            args.enable_prefix_caching,
+            groups=config.layout.groups,
+            num_swap_blocks=config.num_swap_blocks,
+        )
         self.scheduler = Scheduler(
-            block_manager=BlockManager(config.num_blocks, config.block_size, args.enable_prefix_caching),
+            block_manager=manager,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             eos_token_ids=config.eos_token_ids,
+            policy=args.scheduling_policy,
+            preemption_mode=args.preemption_mode,
+            enable_chunked_prefill=args.enable_chunked_prefill,
+            delay_factor=args.delay_factor,
         )
         self._requests: dict[str, RequestState] = {}
-        self._seq_ids = itertools.count()
+        self._pins = itertools.count()
         self._seeds = random.Random(args.seed)
         self._closed = False
         self._failure: BaseException | None = None  # what has ended a step half-way
@@ -102,13 +116,15 @@ class LLMEngine:
         """Makes an engine; the name that vLLM's scripts use."""
         return cls(engine_args)
 
-    def check_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> CheckedRequest:
+    def check_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | BeamSearchParams | None = None
+    ) -> CheckedRequest:
         """Tokenizes a prompt and checks it and its parameters; changes nothing.
 
         Args:
             prompt: Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: None takes the model's defaults (its generation_config.json); max_tokens None
-                takes the rest of max_model_len.
+                takes the rest of max_model_len. BeamSearchParams make it a beam search.
 
         Raises:
             ValueError: If the engine can't run it; the message names the argument, its value and what is
@@ -116,24 +132,32 @@ class LLMEngine:
         """
         self._check_open()
         params = self._default_params if sampling_params is None else sampling_params
-        ok = isinstance(params, SamplingParams)
-        check(ok, "sampling_params", params, "a SamplingParams")
+        beam_params = params if isinstance(params, BeamSearchParams) else None
+        if isinstance(params, BeamSearchParams):
+            params = self._params_of_beams(params)
+        check(
+            isinstance(params, SamplingParams),
+            "sampling_params",
+            params,
+            "SamplingParams or BeamSearchParams",
+        )
         text, token_ids = self._tokenize(prompt)
         self._check_length(token_ids, params)
         self._check_params(params)
         if params.max_tokens is None:
             rest = self.runner.config.max_model_len - len(token_ids)
             params = dataclasses.replace(params, max_tokens=rest)
-        return CheckedRequest(text, token_ids, params)
+        return CheckedRequest(text, token_ids, params, beam_params)
 
     def add_request(
         self,
         request_id: str,
         prompt: Prompt | CheckedRequest,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
         *,
         arrival_time: float | None = None,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> None:
         """Puts a request in the queue.
 
@@ -144,6 +168,7 @@ class LLMEngine:
                 engine's seed and how many requests came before.
             arrival_time: In seconds of time.monotonic(); None takes now.
             cache_salt: Only requests of equal salt share cached prefixes.
+            priority: Lower is served earlier; 0 unless scheduling_policy is "priority".
 
         Raises:
             ValueError: If the engine can't run it; nothing has changed then.
@@ -152,6 +177,9 @@ class LLMEngine:
         check(isinstance(request_id, str), "request_id", request_id, "a string")
         check(request_id not in self._requests, "request_id", request_id, "an id that no running request has")
         check(isinstance(cache_salt, str), "cache_salt", cache_salt, "a string")
+        check_int("priority", priority, -(2**63), 2**63 - 1)
+        if priority and self.args.scheduling_policy != "priority":
+            raise ValueError(f"priority is {priority}; allowed with scheduling_policy 'fcfs': 0")
         is_number = isinstance(arrival_time, int | float) and not isinstance(arrival_time, bool)
         ok = arrival_time is None or (is_number and abs(arrival_time) <= sys.float_info.max)
         check(ok, "arrival_time", arrival_time, "a finite number or None")
@@ -160,12 +188,15 @@ class LLMEngine:
         params = prompt.params
         if params.seed is None:
             params = dataclasses.replace(params, seed=self._seeds.getrandbits(63))
+        assert params.seed is not None, "just set"
         group = SequenceGroup(
             request_id,
-            [Sequence(next(self._seq_ids), prompt.prompt_token_ids)],
+            [Sequence(prompt.prompt_token_ids, seed=params.seed)],
             params,
             RequestMetrics(time.monotonic() if arrival_time is None else arrival_time),
             cache_salt,
+            priority,
+            prompt.beam_params,
         )
         self._requests[request_id] = RequestState(group, prompt.prompt, self.tokenizer)
         self.scheduler.add(group)
@@ -194,39 +225,79 @@ class LLMEngine:
         self._check_open()
         with deferred_interrupt():
             output = self.scheduler.schedule(time.monotonic())
-            changed = [self._end(group) for group in output.ignored]
-            if not output.scheduled:
-                return changed
+            changed = {self._end(group): None for group in output.ended}
             try:
                 result = self.runner.execute(output)
             except BaseException as error:
                 self._failure = error  # the pool, updated in place, may be gone
                 raise
             now = time.monotonic()
-            for row, is_finite in zip(output.scheduled, result.is_finite, strict=True):
-                if not is_finite:
-                    self.scheduler.finish(row.seq, SequenceStatus.FINISHED_ABORTED, now, NON_FINITE)
-                    changed.append(self._end(row.group))
-            self.scheduler.update(output, result.token_ids, now)
-            rows = zip(
-                output.scheduled, result.token_ids, result.logprobs, result.prompt_logprobs, strict=True
-            )
-            for row, token_id, logprob, prompt_logprobs in rows:
+            samples = [(row.group, seq) for row in output.scheduled for seq in row.sampling]
+            for (group, _), is_finite in zip(samples, result.is_finite, strict=True):
+                if not is_finite and not group.is_finished:
+                    for seq in group.unfinished:
+                        self.scheduler.finish(group, seq, SequenceStatus.FINISHED_ABORTED, now, NON_FINITE)
+                    changed[self._end(group)] = None
+            self.scheduler.update(output, result.token_ids, now, result.logprobs)
+            for row, prompt_logprobs in zip(output.scheduled, result.prompt_logprobs, strict=True):
                 state = self._requests.get(row.group.request_id)
+                if prompt_logprobs and state is not None:
+                    state.add_prompt_logprobs(row.start, prompt_logprobs)
+            for (group, seq), token_id, logprob in zip(
+                samples, result.token_ids, result.logprobs, strict=True
+            ):
+                state = self._requests.get(group.request_id)
                 if state is None:
                     continue
-                if prompt_logprobs:
-                    state.add_prompt_logprobs(row.start, prompt_logprobs)
-                if token_id is None:
-                    continue
-                is_stop_token = row.seq.status is SequenceStatus.FINISHED_STOPPED
-                stop = state.add_token(token_id, logprob, is_stop_token=is_stop_token)
-                if stop is not None:
-                    self.scheduler.finish(row.seq, SequenceStatus.FINISHED_STOPPED, now, stop)
-                if row.seq.status.is_finished:
-                    self._end(row.group)
-                changed.append(state)
-            return changed
+                changed[state] = None
+                if group.beam_params is None:
+                    self._add_token(state, seq, token_id, logprob, now)
+                if group.is_finished:
+                    self._end(group)
+            return list(changed)
+
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> str:
+        """Computes a prefix and keeps its full blocks in the pool until it is unpinned.
+
+        Args:
+            prompt: As `check_request` takes it.
+            cache_salt: Of the requests that will share it.
+
+        Returns:
+            The name to unpin it by.
+
+        Raises:
+            ValueError: If the prefix doesn't fit, or prefixes are not cached.
+            RuntimeError: If requests are running.
+        """
+        self._check_open()
+        if self.has_unfinished_requests():
+            raise RuntimeError("requests are running; pin prefixes before them")
+        manager = self.scheduler.block_manager
+        if not manager.enable_prefix_caching:
+            raise ValueError("enable_prefix_caching is False; allowed for pinned prefixes: True")
+        request = self.check_request(prompt, SamplingParams(temperature=0, max_tokens=1))
+        name = f"prefix-{next(self._pins)}"
+        self.add_request(name, request, cache_salt=cache_salt)
+        state = self._requests[name]
+        while self.has_unfinished_requests():
+            self.advance()
+        if state.group.sequences[0].status is SequenceStatus.FINISHED_IGNORED:
+            num_blocks = manager.num_blocks_of(len(request.prompt_token_ids))
+            raise ValueError(
+                f"the prefix needs {num_blocks} blocks; allowed: the {manager.num_free_blocks} of "
+                f"{manager.num_usable_blocks} that other pinned prefixes leave"
+            )
+        manager.pin(name, request.prompt_token_ids, cache_salt)
+        return name
+
+    def unpin_prefix(self, name: str) -> None:
+        """Lets go of a pinned prefix, by the name that pin_prefix returned.
+
+        Raises:
+            ValueError: If no prefix is pinned by this name.
+        """
+        self.scheduler.block_manager.unpin(name)
 
     def compile_plan(self) -> str:
         """Returns a table of the buckets: shapes, seconds and bytes of what is compiled."""
@@ -259,6 +330,16 @@ class LLMEngine:
             f"<{c.model_name} ({c.architecture}, {_size(c.weight_bytes)}), {c.dtype}, backend {c.backend}, "
             f"pool {pool}, buckets {_grouped(self.runner.buckets)}>"
         )
+
+    def _add_token(
+        self, state: RequestState, seq: Sequence, token_id: int, logprob: TokenLogprobs, now: float
+    ) -> None:
+        is_stop_token = seq.status is SequenceStatus.FINISHED_STOPPED
+        stop = state.add_token(seq, token_id, logprob, is_stop_token=is_stop_token)
+        if stop is not None:
+            self.scheduler.finish(state.group, seq, SequenceStatus.FINISHED_STOPPED, now, stop)
+        if seq.status.is_finished:
+            state.finish_sample(seq)
 
     def _end(self, group: SequenceGroup) -> RequestState:
         state = self._requests.pop(group.request_id)
@@ -318,16 +399,31 @@ class LLMEngine:
                 f"allowed: max_model_len, {config.max_model_len}"
             )
         manager = self.scheduler.block_manager
-        needed = manager.num_blocks_of(n)
+        needed = manager.num_blocks_of(n)  # of a group with a window, fewer
         if needed > manager.num_usable_blocks:
             raise ValueError(
                 f"the prompt has {n} tokens and needs {needed} blocks of {manager.block_size}; allowed: the "
                 f"{manager.num_usable_blocks} blocks of the pool"
             )
 
+    def _params_of_beams(self, params: BeamSearchParams) -> SamplingParams:
+        """Returns the sampling parameters under which a beam search runs."""
+        most = min(self.runner.config.max_logprobs // 2, self.scheduler.max_num_seqs)
+        check_int("beam_width", params.beam_width, 1, most)
+        num_top = 2 * params.beam_width
+        return SamplingParams(
+            temperature=0,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            logprobs=num_top,
+            seed=0,
+        )
+
     def _check_params(self, params: SamplingParams) -> None:
         config = self.runner.config
         params.validate_for_vocab(config.vocab_size)
+        num_samples, most = params.best_of or params.n, self.scheduler.max_num_seqs
+        check_int(f"the larger of n and best_of (max_num_seqs is {most})", num_samples, 1, most)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(params, name) is not None:
                 check_int(name, getattr(params, name), 0, config.max_logprobs)

@@ -11,8 +11,8 @@ from tqdm import tqdm
 from jax_paged.config import EngineArgs, check
 from jax_paged.engine import CheckedRequest, LLMEngine, Prompt, as_prompts, deferred_interrupt
 from jax_paged.models.weights import LoadedModel
-from jax_paged.outputs import RequestOutput
-from jax_paged.sampling_params import SamplingParams
+from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.tokenizer import Messages
 
 if TYPE_CHECKING:
@@ -94,6 +94,57 @@ class LLM:
         prompts = [tokenizer.encode_chat(m) for m in conversations]  # pyright: ignore[reportArgumentType]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
+    ) -> list[BeamSearchOutput]:
+        """Searches the likeliest continuations of prompts, all of them together.
+
+        Args:
+            prompts: As `generate` takes them.
+            params: What is searched.
+            use_tqdm: Whether to show a progress bar.
+
+        Returns:
+            One output a prompt, in their order; its sequences, best first, begin with the prompt.
+
+        Raises:
+            ValueError: If the engine can't run one of the prompts; then none has run.
+        """
+        engine = self.llm_engine
+        requests = [self._check(i, prompt, params) for i, prompt in enumerate(as_prompts(prompts))]
+        outputs = []
+        for request, output in zip(requests, self._run(requests, use_tqdm), strict=True):
+            beams = []
+            for beam in output.outputs:
+                tokens = request.prompt_token_ids + beam.token_ids
+                text = str(engine.tokenizer.hf.decode(tokens)) if engine.tokenizer else None
+                beams.append(BeamSearchSequence(tokens, beam.cumulative_logprob, text, beam.finish_reason))
+            outputs.append(BeamSearchOutput(beams))
+        return outputs
+
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> str:
+        """Computes a prefix once and keeps it in the pool: prompts that begin with it skip its full blocks.
+
+        Args:
+            prompt: As `generate` takes it.
+            cache_salt: Only requests of this salt share it.
+
+        Returns:
+            A name for `unpin_prefix`.
+
+        Raises:
+            ValueError: If the prefix doesn't fit, or enable_prefix_caching is False.
+        """
+        return self.llm_engine.pin_prefix(prompt, cache_salt=cache_salt)
+
+    def unpin_prefix(self, name: str) -> None:
+        """Lets go of a pinned prefix.
+
+        Raises:
+            ValueError: If no prefix is pinned by this name.
+        """
+        self.llm_engine.unpin_prefix(name)
+
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Returns the tokenizer as transformers loads it.
 
@@ -134,7 +185,9 @@ class LLM:
             )
         return params
 
-    def _check(self, index: int, prompt: Prompt, params: SamplingParams | None) -> CheckedRequest:
+    def _check(
+        self, index: int, prompt: Prompt, params: SamplingParams | BeamSearchParams | None
+    ) -> CheckedRequest:
         try:
             return self.llm_engine.check_request(prompt, params)
         except ValueError as error:
@@ -157,7 +210,7 @@ class LLM:
                 while len(outputs) < len(ids) and not interrupted.is_set():
                     changed = engine.advance()
                     own_states = ((s.group.request_id, s) for s in changed if s.group.request_id in own)
-                    ended = {i: s.output() for i, s in own_states if s.finish_reason is not None}
+                    ended = {i: s.output() for i, s in own_states if s.is_finished}
                     outputs |= ended
                     num_tokens += len(changed)
                     rate = num_tokens / (time.monotonic() - start)

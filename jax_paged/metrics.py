@@ -41,8 +41,12 @@ class Metrics:
         )
         manager, scheduler = engine.scheduler.block_manager, engine.scheduler
         gauges = {
-            "jax_paged_num_requests_running": ("Requests running.", lambda: len(scheduler.running)),
-            "jax_paged_num_requests_waiting": ("Requests waiting.", lambda: len(scheduler.waiting)),
+            "jax_paged_num_requests_running": ("Requests running.", lambda: len(scheduler.queues.running)),
+            "jax_paged_num_requests_waiting": ("Requests waiting.", lambda: len(scheduler.queues.waiting)),
+            "jax_paged_num_requests_swapped": (
+                "Requests in host memory.",
+                lambda: len(scheduler.queues.swapped),
+            ),
             "jax_paged_kv_cache_usage_ratio": (
                 "Share of the pool's blocks that requests hold.",
                 lambda: 1 - manager.num_free_blocks / manager.num_usable_blocks,

@@ -23,27 +23,30 @@ from jax_paged.batch import (
     sampling_batch,
     unpack,
 )
+from jax_paged.block_mover import BlockMover
 from jax_paged.compilation import CompiledBuckets, use_persistent_cache
 from jax_paged.config import EngineArgs, check_int
 from jax_paged.kv_cache import (
     CPU_KV_CACHE_BYTES,
+    KVCacheLayout,
     allocate_kv_cache,
-    block_bytes,
     gpu_kv_cache_bytes,
     kv_cache_sharding,
+    plan_layout,
 )
 from jax_paged.models.attention import Backend
 from jax_paged.models.layers import TENSOR
 from jax_paged.models.weights import LoadedModel, load_model, resolve_model_dir
 from jax_paged.pallas_kernels.ops import resolve_backend
-from jax_paged.sampler import sample, token_logprobs
+from jax_paged.prompt_logprobs import PromptLogprobs
+from jax_paged.sampler import sample
 from jax_paged.sampling_params import MAX_LOGPROBS
-from jax_paged.scheduler import ScheduledSequence, SchedulerOutput
+from jax_paged.scheduler_output import SchedulerOutput
+from jax_paged.sequence import SequenceGroup
+from jax_paged.step_output import Details, StepOutput, TokenLogprobs, read_details
 
 # Slots of the pool: they are numbered by int32.
 MAX_SLOTS = 2**31 - 1
-# Prompt positions whose log-probabilities are computed at a time.
-PROMPT_LOGPROBS_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,8 @@ class RunnerConfig:
     backend: str
     block_size: int
     num_blocks: int
+    num_swap_blocks: int
+    layout: KVCacheLayout
     kv_cache_bytes: int
     weight_bytes: int
     max_num_seqs: int
@@ -65,33 +70,6 @@ class RunnerConfig:
     eos_token_ids: frozenset[int]
     max_logprobs: int
     sampling_defaults: dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probability and rank of a token, and the most likely tokens in its place."""
-
-    logprob: float
-    rank: int
-    top_token_ids: list[int]
-    top_logprobs: list[float]
-
-
-@dataclasses.dataclass(frozen=True)
-class StepOutput:
-    """What a step computed, in lists parallel to SchedulerOutput.scheduled.
-
-    Args:
-        token_ids: The sampled token; None where the step did not reach the sequence's end.
-        logprobs: Of the sampled token; the top lists are empty, and rank 0, unless the request wants them.
-        prompt_logprobs: Of the prompt tokens at positions start + 1 and on, if the request wants them.
-        is_finite: False where the logits held NaN or infinity: the request has to end.
-    """
-
-    token_ids: list[int | None]
-    logprobs: list[TokenLogprobs | None]
-    prompt_logprobs: list[list[TokenLogprobs]]
-    is_finite: list[bool]
 
 
 class ModelRunner:
@@ -121,16 +99,21 @@ class ModelRunner:
         shardings = [NamedSharding(self._mesh, spec) for spec in specs]
         # A flat list: a nested one costs twice as much to pass, at every step.
         self._weights: list[Array] = jax.device_put(leaves, shardings)
-        self._specs = loaded.model.kv_cache_specs()
+        self._layout = plan_layout(loaded.model.kv_cache_specs())
         self._hidden_size = loaded.config.hidden_size
 
         max_model_len = loaded.max_model_len if args.max_model_len is None else args.max_model_len
         check_int("max_model_len", max_model_len, 2, loaded.max_model_len)
         max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
         max_num_batched_tokens = args.max_num_batched_tokens or (512 if on_cpu else 2048)
+        if not args.enable_chunked_prefill:
+            if args.max_num_batched_tokens is None:
+                max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
+            name = "max_num_batched_tokens (with enable_chunked_prefill=False)"
+            check_int(name, max_num_batched_tokens, max_model_len)
         self._max_tokens = max_num_batched_tokens
         self._dtype = loaded.dtype
-        self._per_block = block_bytes(self._specs, args.block_size, loaded.dtype)
+        self._per_block = self._layout.block_bytes(args.block_size, loaded.dtype)
         self._block_size = args.block_size
         self._vocab_size, self._max_model_len = loaded.vocab_size, max_model_len
         self._max_logprobs = min(MAX_LOGPROBS, loaded.vocab_size)
@@ -138,6 +121,9 @@ class ModelRunner:
         self.num_traces = 0
         buckets = plan_buckets(max_num_seqs, max_num_batched_tokens)
         num_blocks = self._num_blocks(args, device, buckets)
+        # No more than what all running sequences can fill.
+        most_swapped = max_num_seqs * self._max_blocks_per_seq * len(self._layout.groups)
+        num_swap_blocks = min(int(args.swap_space * 2**30) // self._per_block, most_swapped)
 
         self.config = RunnerConfig(
             model_name=args.model,
@@ -148,6 +134,8 @@ class ModelRunner:
             backend=self._backend,
             block_size=args.block_size,
             num_blocks=num_blocks,
+            num_swap_blocks=num_swap_blocks,
+            layout=self._layout,
             kv_cache_bytes=num_blocks * self._per_block,
             weight_bytes=loaded.weight_bytes,
             max_num_seqs=max_num_seqs,
@@ -159,15 +147,38 @@ class ModelRunner:
         self._builder = BatchBuilder(
             block_size=args.block_size,
             num_blocks=num_blocks,
+            groups=self._layout.groups,
             max_model_len=max_model_len,
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
         )
         self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
-        self._kv_cache = allocate_kv_cache(self._specs, num_blocks, args.block_size, self._dtype, self._mesh)
-        self._prompt_logprobs = self._lower_prompt_logprobs().compile()
+        self._kv_cache = allocate_kv_cache(self._layout, num_blocks, args.block_size, self._dtype, self._mesh)
+        self._mover = BlockMover(
+            layout=self._layout,
+            num_blocks=num_blocks,
+            num_swap_blocks=num_swap_blocks,
+            block_size=args.block_size,
+            dtype=self._dtype,
+            max_copies=max_num_seqs,
+            mesh=self._mesh,
+            backend=self._backend,
+        )
+        hidden = self._replicated_shape((max_num_batched_tokens, self._hidden_size), self._dtype)
+        with self._precision():
+            self._prompt_logprobs = PromptLogprobs(
+                self._weights,
+                lambda weights, hidden: self._model(weights).logits(hidden),
+                hidden,
+                self._max_logprobs,
+                self._replicated,
+            )
         # Last, as it leaves threads behind.
-        self._compiled = CompiledBuckets(buckets, lambda bucket: self._lower(bucket, num_blocks))
+        self._compiled = CompiledBuckets(
+            buckets,
+            self._mover.programs,
+            lambda key: self._mover.lower(key) if isinstance(key, str) else self._lower(key, num_blocks),
+        )
 
     @property
     def buckets(self) -> tuple[str, ...]:
@@ -185,11 +196,13 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> StepOutput:
         """Runs one step: builds the batch, runs the model and samples. The pool is updated in place."""
         rows = output.scheduled
-        assert not output.blocks_to_copy, "no sequence can fork yet"
+        self._move_blocks(output)
+        if not rows:
+            return StepOutput([], [], [], [])
         bucket = self._compiled.smallest_ready(
-            is_decode=all(row.num_tokens == 1 for row in rows),
+            is_decode=rows[-1].num_tokens == 1,
             num_tokens=output.num_batched_tokens,
-            num_seqs=len(rows),
+            num_seqs=max(len(rows), output.num_samples),
         )
         inputs = self._builder.build(output, bucket)
         empty = self._empty(bucket)
@@ -198,19 +211,17 @@ class ModelRunner:
         results, details, hidden, self._kv_cache = self._compiled[bucket].execute(
             self._weights, self._kv_cache, *placed
         )
-        token_ids, logprobs, is_finite = np.asarray(results)[:, : len(rows)]
-        wanted = [row.samples and row.group.sampling_params.logprobs is not None for row in rows]
-        top = _read_details(details) if any(wanted) else None
+        token_ids, logprobs, is_finite = np.asarray(results)[:, : output.num_samples]
+        wanted = [_num_top(row.group) for row in rows for _ in row.sampling]
+        top = read_details(details) if any(n is not None for n in wanted) else None
         return StepOutput(
-            token_ids=[
-                token if row.samples else None for row, token in zip(rows, token_ids.tolist(), strict=True)
-            ],
+            token_ids=token_ids.tolist(),
             logprobs=[
-                _token_logprobs(i, logprob, top if wanted[i] else None, row) if row.samples else None
-                for i, (row, logprob) in enumerate(zip(rows, logprobs.view(np.float32).tolist(), strict=True))
+                _token_logprobs(logprob, i, n, top)
+                for i, (logprob, n) in enumerate(zip(logprobs.view(np.float32).tolist(), wanted, strict=True))
             ],
-            prompt_logprobs=self._prompt_logprobs_of(rows, hidden),
-            is_finite=[bool(x) for x in is_finite],
+            is_finite=is_finite.astype(bool).tolist(),
+            prompt_logprobs=self._prompt_logprobs.of_step(rows, self._weights, hidden),
         )
 
     def close(self) -> None:
@@ -221,6 +232,19 @@ class ModelRunner:
             array.delete()
         self._kv_cache, self._weights, self._empty_inputs = [], [], {}
         del self._compiled, self._prompt_logprobs, self._graphdef
+
+    def _move_blocks(self, output: SchedulerOutput) -> None:
+        """Swaps and copies, in this order: blocks swapped out may be taken again in the same step."""
+
+        def run(program: str, *args: Any) -> Any:
+            return self._compiled[program].execute(*args)
+
+        if output.blocks_to_swap_out:
+            self._mover.swap_out(run, self._kv_cache, output.blocks_to_swap_out)
+        if output.blocks_to_swap_in:
+            self._kv_cache = self._mover.swap_in(run, self._kv_cache, output.blocks_to_swap_in)
+        if output.blocks_to_copy:
+            self._kv_cache = self._mover.copy(run, self._kv_cache, output.blocks_to_copy)
 
     def _step(
         self,
@@ -240,12 +264,12 @@ class ModelRunner:
             bucket's rows; the pool.
         """
         self.num_traces += 1
-        fields = unpack(packed, bucket, self._max_blocks_per_seq)
+        layout = self._layout
+        fields = unpack(packed, bucket, self._max_blocks_per_seq, len(layout.groups))
         model = self._model(weights)
-        places = tuple((i, 0) for i in range(len(self._specs)))
-        metadata = attention_metadata(fields, bucket, self._backend, places)
+        metadata = attention_metadata(fields, bucket, self._backend, layout.places)
         hidden, kv_cache = model.paged(fields["tokens"], kv_cache, metadata)
-        logits = model.logits(hidden if bucket.is_decode else hidden[fields["logits_rows"]])
+        logits = model.logits(hidden[fields["logits_rows"]])
         batch = sampling_batch(fields, history, bias_ids, bias_values)
         sampled = sample(logits, batch, max_logprobs=self._max_logprobs)
         results = jnp.stack([sampled.token_ids, _bits(sampled.logprob), sampled.is_finite.astype(jnp.int32)])
@@ -262,16 +286,10 @@ class ModelRunner:
         def step(*args: Any) -> tuple[Array, Array, Array, list[Array]]:
             return self._step(bucket, *args)
 
-        _, size = layout(bucket, self._max_blocks_per_seq)
+        _, size = layout(bucket, self._max_blocks_per_seq, len(self._layout.groups))
         pool_sharding = kv_cache_sharding(self._mesh)
-        pool = [
-            jax.ShapeDtypeStruct(
-                (num_blocks, 2, spec.num_kv_heads, self._block_size, spec.head_dim),
-                self._dtype,
-                sharding=pool_sharding,
-            )
-            for spec in self._specs
-        ]
+        shape = self._layout.pool_shape(num_blocks, self._block_size)
+        pool = [jax.ShapeDtypeStruct(shape, self._dtype, sharding=pool_sharding)] * self._layout.num_pools
         b = bucket.num_seqs
         inputs = [
             self._replicated_shape((size,), jnp.int32),
@@ -283,23 +301,6 @@ class ModelRunner:
         jitted = jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
         with self._precision():
             return jitted.trace(self._weights, pool, *inputs).lower()
-
-    def _lower_prompt_logprobs(self) -> jax.stages.Lowered:
-        def prompt_logprobs(weights: list[Array], hidden: Array, rows: Array, targets: Array) -> Array:
-            self.num_traces += 1
-            logits = self._model(weights).logits(hidden[rows])
-            everything = token_logprobs(
-                logits, targets, jnp.ones(rows.shape, bool), max_logprobs=self._max_logprobs
-            )
-            logprob, rank, top_ids, top_logprobs = everything
-            return jnp.concatenate(
-                [rank[:, None], top_ids, _bits(top_logprobs), _bits(logprob)[:, None]], axis=1
-            )
-
-        rows = self._replicated_shape((PROMPT_LOGPROBS_ROWS,), jnp.int32)
-        hidden = self._replicated_shape((self._max_tokens, self._hidden_size), self._dtype)
-        with self._precision():
-            return jax.jit(prompt_logprobs).trace(self._weights, hidden, rows, rows).lower()
 
     def _precision(self) -> AbstractContextManager[None]:
         # float32 means float32: GPUs would multiply in TF32, which is not exact to the token.
@@ -350,65 +351,18 @@ class ModelRunner:
             )
         return self._empty_inputs[bucket.num_seqs]
 
-    def _prompt_logprobs_of(
-        self, rows: tuple[ScheduledSequence, ...], hidden: Array
-    ) -> list[list[TokenLogprobs]]:
-        """Returns the log-probabilities of the prompt tokens that follow the rows of this step."""
-        out: list[list[TokenLogprobs]] = []
-        first = 0
-        for row in rows:
-            wants = row.group.sampling_params.prompt_logprobs is not None
-            prompt = row.seq.prompt_token_ids
-            last = min(row.start + row.num_tokens, len(prompt) - 1) if wants else row.start
-            targets = prompt[row.start + 1 : last + 1]
-            out.append(self._run_prompt_logprobs(hidden, first, targets) if targets else [])
-            first += row.num_tokens
-        return out
-
-    def _run_prompt_logprobs(self, hidden: Array, first: int, targets: list[int]) -> list[TokenLogprobs]:
-        out: list[TokenLogprobs] = []
-        n = PROMPT_LOGPROBS_ROWS
-        if hidden.shape[0] != self._max_tokens:
-            # A one-token chunk of a prompt in a decode step: its few rows are brought to the usual shape.
-            padded = np.zeros((self._max_tokens, hidden.shape[1]), hidden.dtype)
-            padded[: hidden.shape[0]] = np.asarray(hidden)
-            hidden = jax.device_put(padded, self._replicated)
-        for i in range(0, len(targets), n):
-            chunk = targets[i : i + n]
-            rows, ids = np.zeros((2, n), np.int32)
-            rows[: len(chunk)] = np.arange(first + i, first + i + len(chunk))
-            ids[: len(chunk)] = chunk
-            result = self._prompt_logprobs(
-                self._weights, hidden, *jax.device_put((rows, ids), self._replicated)
-            )
-            result = np.asarray(result)
-            top, logprobs = _read_details(result[:, :-1]), result[:, -1].view(np.float32)
-            rank, top_ids, top_logprobs = top
-            out += [
-                TokenLogprobs(float(logprobs[j]), rank[j], top_ids[j], top_logprobs[j])
-                for j in range(len(chunk))
-            ]
-        return out
-
 
 def _bits(x: Array) -> Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-Details = tuple[list[int], list[list[int]], list[list[float]]]
+def _num_top(group: SequenceGroup) -> int | None:
+    """Returns how many most likely tokens a request needs at each step; None if no log-probabilities."""
+    return 2 * group.beam_params.beam_width if group.beam_params else group.sampling_params.logprobs
 
 
-def _read_details(details: Array | np.ndarray) -> Details:
-    """Returns rank, most likely ids and their log-probabilities, a list entry a row."""
-    array = np.ascontiguousarray(details)
-    n = (array.shape[1] - 1) // 2
-    top_logprobs = np.ascontiguousarray(array[:, 1 + n :]).view(np.float32)
-    return array[:, 0].tolist(), array[:, 1 : 1 + n].tolist(), top_logprobs.tolist()
-
-
-def _token_logprobs(i: int, logprob: float, top: Details | None, row: ScheduledSequence) -> TokenLogprobs:
-    if top is None:
+def _token_logprobs(logprob: float, i: int, num_top: int | None, top: Details | None) -> TokenLogprobs:
+    if num_top is None or top is None:
         return TokenLogprobs(logprob, 0, [], [])
-    k = row.group.sampling_params.logprobs
     rank, ids, logprobs = top
-    return TokenLogprobs(logprob, rank[i], ids[i][:k], logprobs[i][:k])
+    return TokenLogprobs(logprob, rank[i], ids[i][:num_top], logprobs[i][:num_top])

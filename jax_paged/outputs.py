@@ -46,6 +46,15 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    def extend(self, new: "CompletionOutput") -> None:
+        """Appends what has come since."""
+        self.text += new.text
+        self.token_ids = self.token_ids + new.token_ids
+        self.cumulative_logprob = new.cumulative_logprob
+        if self.logprobs is not None and new.logprobs is not None:
+            self.logprobs = self.logprobs + new.logprobs
+        self.finish_reason, self.stop_reason = new.finish_reason, new.stop_reason
+
     def __repr__(self) -> str:
         end = self.finish_reason and f", finish_reason={self.finish_reason!r}"
         reason = f", stop_reason={self.stop_reason!r}" if self.stop_reason is not None else ""
@@ -61,7 +70,8 @@ class RequestOutput:
         prompt: Its text; None if it came as token ids.
         prompt_token_ids: Its tokens.
         prompt_logprobs: One dict a prompt token, None for the first; None if not asked for.
-        outputs: Its outputs.
+        outputs: Its outputs. Which are the best of several is known at the end only: with best_of > n, and
+            of beams, there are none before.
         finished: Whether all outputs have ended.
         metrics: When it arrived, got its first token and ended, in seconds of time.monotonic().
         num_cached_tokens: Prompt tokens that were found in the prefix cache.
@@ -82,13 +92,39 @@ class RequestOutput:
 
     def extend(self, delta: "RequestOutput") -> None:
         """Appends a later part of the same request; `delta` holds only what has come since."""
-        for output, new in zip(self.outputs, delta.outputs, strict=True):
-            output.text += new.text
-            output.token_ids = output.token_ids + new.token_ids
-            output.cumulative_logprob = new.cumulative_logprob
-            if output.logprobs is not None and new.logprobs is not None:
-                output.logprobs = output.logprobs + new.logprobs
-            output.finish_reason, output.stop_reason = new.finish_reason, new.stop_reason
+        if self.outputs:
+            for output, new in zip(self.outputs, delta.outputs, strict=True):
+                output.extend(new)
+        else:
+            self.outputs = delta.outputs
         self.prompt_logprobs = delta.prompt_logprobs
         self.finished = delta.finished
         self.num_cached_tokens = delta.num_cached_tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """A hypothesis of a beam search.
+
+    Args:
+        tokens: The prompt's and its own.
+        cum_logprob: Sum of the log-probabilities of its own tokens.
+        text: All tokens as text; None without a tokenizer.
+        finish_reason: "stop" if it ends with an end token, else "length".
+    """
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str | None
+    finish_reason: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """What a beam search found.
+
+    Args:
+        sequences: Best first.
+    """
+
+    sequences: list[BeamSearchSequence]

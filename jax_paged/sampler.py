@@ -28,7 +28,9 @@ class SamplingBatch:
         presence_penalty: [B] float32; 0 is off.
         frequency_penalty: [B] float32; 0 is off.
         repetition_penalty: [B] float32, positive; 1 is off.
-        seed: [B, 2] uint32, the request's seed in two words.
+        logprob_temperature: [B] float32, positive; divides the logits before anything else. For beams, that
+            are ranked by log-probabilities at a temperature; 1 for others.
+        seed: [B, 2] uint32, the sequence's seed in two words.
         position: [B] int32, where in its sequence the token to choose will stand.
         prompt_len: [B] int32, tokens of the prompt.
         total_len: [B] int32, tokens of prompt and output so far.
@@ -46,6 +48,7 @@ class SamplingBatch:
     presence_penalty: Float[Array, " b"]
     frequency_penalty: Float[Array, " b"]
     repetition_penalty: Float[Array, " b"]
+    logprob_temperature: Float[Array, " b"]
     seed: UInt32[Array, "b 2"]
     position: Int[Array, " b"]
     prompt_len: Int[Array, " b"]
@@ -96,6 +99,11 @@ def sample(logits: Float[Array, "b v"], batch: SamplingBatch, *, max_logprobs: i
     Source: the order and the meaning of each parameter are those of vLLM 1's sampler, except that
     the bounds of top_k and top_p keep all tokens tied at the bound.
     """
+    logits = lax.cond(
+        jnp.any(batch.logprob_temperature != 1),
+        lambda: logits / batch.logprob_temperature[:, None],
+        lambda: logits,
+    )
     is_finite = jnp.isfinite(jax.nn.logsumexp(logits, axis=-1))
     adjusted = _adjust(logits, batch)
     greedy = _argmax(adjusted)

@@ -1,6 +1,7 @@
-"""How one request's tokens are chosen, and when it stops."""
+"""How one request's tokens are chosen, and when it stops: by sampling, or by beam search."""
 
 import dataclasses
+import hashlib
 
 from jax_paged.config import check, check_choice, check_int, check_number
 
@@ -16,8 +17,9 @@ class SamplingParams:
     temperature, min_p, top_k, top_p.
 
     Args:
-        n: Outputs of one prompt; 1.
-        best_of: Outputs drawn to choose the n best from; None or 1.
+        n: Outputs of one prompt.
+        best_of: Outputs drawn, of which the n with the highest cumulative log-probability are returned; at
+            least n, None is n.
         temperature: Divides the logits, in [0, 1e6]; below 1e-5 the most likely token is taken (greedy).
         top_p: Keeps the fewest most likely tokens whose probabilities sum to at least this, in (0, 1];
             1 keeps all. Tokens as likely as the last one kept are kept too.
@@ -65,8 +67,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        check_choice("n", self.n, (1,))
-        check_choice("best_of", self.best_of, (None, 1))
+        check_int("n", self.n, 1)
+        if self.best_of is not None:
+            check_int(f"best_of (n is {self.n})", self.best_of, self.n)
         check_number("temperature", self.temperature, 0, 1e6)
         check_number("top_p", self.top_p, 0, 1, low_open=True)
         check_int("top_k", self.top_k, -1, 2**31 - 1)
@@ -105,6 +108,17 @@ class SamplingParams:
         """`stop` as a tuple, empty if there is none."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    def seed_of(self, index: int) -> int:
+        """Returns the seed of one of the request's samples: a request of its own with it draws the same.
+
+        Sample 0 takes the seed as it is, the others a number in [0, 2**63 - 1] made of it and the index.
+        """
+        assert self.seed is not None, "the engine gives every request a seed"
+        if index == 0:
+            return self.seed
+        digest = hashlib.sha256(f"{self.seed} {index}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
     def validate_for_vocab(self, vocab_size: int) -> None:
         """Checks the token ids against a model's vocabulary.
 
@@ -114,3 +128,33 @@ class SamplingParams:
         for name in ("stop_token_ids", "logit_bias"):
             for token_id in getattr(self, name) or ():
                 check_int(f"a token id of {name}", token_id, 0, vocab_size - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearchParams:
+    """A beam search; the names are vLLM's.
+
+    Args:
+        beam_width: Sequences kept at each step, and returned.
+        max_tokens: Most tokens of an output.
+        ignore_eos: Whether to go on after the model's end token.
+        length_penalty: A hypothesis scores its log-probability / length ** length_penalty, the prompt
+            counted and an end token not.
+        temperature: Divides the logits before the log-probabilities are taken; 0 leaves them as they are.
+
+    Raises:
+        ValueError: If a value is out of range; the message names the argument, the value and the range.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_int("beam_width", self.beam_width, 1)
+        check_int("max_tokens", self.max_tokens, 1)
+        check_choice("ignore_eos", self.ignore_eos, (True, False))
+        check_number("length_penalty", self.length_penalty, -100, 100)
+        check_number("temperature", self.temperature, 0, 1e6)

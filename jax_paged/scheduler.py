@@ -1,81 +1,63 @@
 """Which sequences compute how many tokens in the next step: a pure function of state and events, no clock."""
 
-import dataclasses
 import math
-from collections import OrderedDict
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from jax_paged.block_manager import AllocStatus, BlockManager
-from jax_paged.config import check_int, check_number
+from jax_paged import beam_search
+from jax_paged.beam_search import Candidate
+from jax_paged.block_manager import BlockManager
+from jax_paged.config import check_choice, check_int, check_number
+from jax_paged.request_queues import RequestQueues
+from jax_paged.scheduler_output import ScheduledSequence, SchedulerOutput, StepBuilder
 from jax_paged.sequence import Sequence, SequenceGroup, SequenceStatus
 
+if TYPE_CHECKING:
+    from jax_paged.step_output import TokenLogprobs
 
-class ScheduledSequence(NamedTuple):
-    """What one sequence computes in a step (a tuple: a step makes hundreds, and they are cheap to make).
-
-    Args:
-        group: Its request.
-        seq: The sequence.
-        start: Position of the first token that the step computes.
-        num_tokens: Tokens that the step computes.
-        block_table: Block ids that hold start + num_tokens tokens, no block more. Read-only; valid until
-            the next schedule().
-    """
-
-    group: SequenceGroup
-    seq: Sequence
-    start: int
-    num_tokens: int
-    block_table: list[int]
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step samples its next token: it computes the last one. Asked before update()."""
-        return self.start + self.num_tokens == len(self.seq)
-
-
-@dataclasses.dataclass(frozen=True)
-class SchedulerOutput:
-    """One step.
-
-    Args:
-        scheduled: Rows of one token first, then the longer ones; each part in the order of arrival.
-        blocks_to_copy: (from, to) block ids that the step copies before it computes anything.
-        preempted: Ids of the requests that lost their blocks and wait again.
-        ignored: Requests that can never run; they ended as FINISHED_IGNORED.
-        num_batched_tokens: Sum of num_tokens.
-    """
-
-    scheduled: tuple[ScheduledSequence, ...]
-    blocks_to_copy: tuple[tuple[int, int], ...]
-    preempted: tuple[str, ...]
-    ignored: tuple[SequenceGroup, ...]
-    num_batched_tokens: int
+PreemptionMode = Literal["recompute", "swap"]
+T = TypeVar("T")
 
 
 class Scheduler:
-    """First come, first served: running requests first, then waiting ones, as far as tokens and blocks last.
+    """Running requests first, then waiting ones, as far as tokens, seats and blocks last.
 
-    `running` followed by `waiting` is always in the order of arrival. A request is admitted when the blocks
-    of all its tokens are at hand, and gets them at once; its prompt is then computed in chunks of whatever
-    the token budget leaves. Every running request advances in every step. When blocks run out, the latest
-    running request is preempted: it frees its blocks, waits first in line, and recomputes prompt and output
-    when it is admitted again. So the earliest request always advances, and no step both preempts and admits.
+    The order is that of arrival ("fcfs"), or of priority and then arrival. A request is admitted when the
+    blocks of all its tokens are at hand, and gets them at once; its prompt is then computed in chunks of
+    whatever the token budget leaves. Every running request advances in every step.
+
+    When blocks run out, the last request in the order is preempted with all its sequences: it waits, and
+    recomputes its tokens when it is admitted again; or its blocks are swapped out to host memory. A request
+    with several sequences is swapped, as recomputing would lose what they share, others are recomputed
+    (the paper's rule), unless preemption_mode says else; without room in host memory, all are recomputed.
+    While a request is swapped out no new one is admitted. So the first request always advances, and no step
+    that takes blocks from a running request for another one admits a third.
 
     One step is in flight at a time: blocks are handed out in schedule() only, after the update() of the step
     before, so a block freed in between (abort, finish) is not reused while that step may write it.
 
     Args:
         block_manager: Owner of the blocks; used by this scheduler alone.
-        max_num_seqs: Most sequences running at a time.
+        max_num_seqs: Most sequences running at a time; a request counts all it may come to have.
         max_num_batched_tokens: Token budget of one step.
         max_model_len: Most tokens of a prompt and its output together.
         eos_token_ids: Tokens that end a sequence, unless its request ignores them.
         watermark: Share of the usable blocks that stays free when a request is admitted beside running
             ones: room for these to grow, so that the newcomer isn't preempted at once.
+        policy: "fcfs" or "priority". A request of a lower priority value goes first, and takes blocks and
+            seats from running ones of a higher value.
+        preemption_mode: "recompute" or "swap" for all requests; None for the paper's rule.
+        enable_chunked_prefill: False computes whole prompts only, in steps of their own that go before
+            those of running requests.
+        delay_factor: New requests wait until the first of them has waited this many times as long as the
+            last step with a prompt took, so that more of them are computed together.
 
     Raises:
-        ValueError: If a limit is not positive or the watermark not in [0, 1].
+        ValueError: If a value is out of range.
+
+    Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, SOSP 2023, 4.5.
     """
 
     def __init__(
@@ -87,42 +69,52 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         watermark: float = 0.01,
+        policy: Literal["fcfs", "priority"] = "fcfs",
+        preemption_mode: PreemptionMode | None = None,
+        enable_chunked_prefill: bool = True,
+        delay_factor: float = 0.0,
     ) -> None:
         check_int("max_num_seqs", max_num_seqs, 1)
         check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
         check_int("max_model_len", max_model_len, 1)
         check_number("watermark", watermark, 0, 1)
+        check_choice("policy", policy, ("fcfs", "priority"))
+        check_choice("preemption_mode", preemption_mode, (None, "recompute", "swap"))
+        check_number("delay_factor", delay_factor, 0, math.inf)
+        if not enable_chunked_prefill:
+            check_int("max_num_batched_tokens without chunked prefill", max_num_batched_tokens, max_model_len)
         self.block_manager = block_manager
-        self.max_num_seqs = max_num_seqs
+        # Every running sequence has a token in every step.
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        # Ordered dicts by request id: queues from which an abort takes a request in constant time.
-        self.waiting: OrderedDict[str, SequenceGroup] = OrderedDict()
-        self.running: OrderedDict[str, SequenceGroup] = OrderedDict()
-        num_usable = block_manager.num_usable_blocks
-        self._num_watermark_blocks = math.ceil(watermark * num_usable)
-        # The last token of a sequence needs no slot, unless another follows. With this bound a request that
-        # runs alone always has its blocks, however small the pool.
-        self._max_len = min(max_model_len, num_usable * block_manager.block_size + 1)
+        self.policy = policy
+        self.preemption_mode = preemption_mode
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.delay_factor = delay_factor
+        self.queues = RequestQueues()
+        self._num_watermark_blocks = math.ceil(watermark * block_manager.num_usable_blocks)
+        self._last_prompt_start: float | None = None
+        self._last_prompt_s = 0.0
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self.waiting or self.running)
+        """Whether any request is waiting, running or swapped out."""
+        return len(self.queues) > 0
 
     def add(self, group: SequenceGroup) -> None:
-        """Puts a request at the end of the waiting queue.
+        """Puts a request into the waiting queue.
 
         Args:
-            group: A request with one sequence, whose prompt leaves room for one token in max_model_len. Its
-                id is that of no unfinished request.
+            group: A request with one sequence, whose prompt leaves room for one token in max_model_len, and
+                with no more sequences to come than max_num_seqs. Its id is that of no unfinished request.
         """
         (seq,) = group.sequences
         assert 0 < len(seq) < self.max_model_len, f"prompt of {len(seq)} tokens"
-        assert group.request_id not in self.waiting, group.request_id
-        assert group.request_id not in self.running, group.request_id
-        self.waiting[group.request_id] = group
+        assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences"
+        assert self.policy == "priority" or not group.priority, "a priority under fcfs"
+        self.queues.add(group)
 
     def abort(self, request_id: str) -> SequenceGroup | None:
         """Ends a request at any moment as FINISHED_ABORTED and frees its blocks.
@@ -130,20 +122,26 @@ class Scheduler:
         Returns:
             The request (its finished_time is not set: no clock); None if no unfinished one has this id.
         """
-        group = self.running.get(request_id) or self.waiting.get(request_id)
+        group = self.queues.find(request_id)
         if group is not None:
-            self._end(group, group.sequences[0], SequenceStatus.FINISHED_ABORTED, None)
+            self._end_group(group, SequenceStatus.FINISHED_ABORTED, None)
         return group
 
     def finish(
-        self, seq: Sequence, status: SequenceStatus, now: float, stop_reason: int | str | None = None
+        self,
+        group: SequenceGroup,
+        seq: Sequence,
+        status: SequenceStatus,
+        now: float,
+        stop_reason: int | str | None = None,
     ) -> None:
         """Ends a sequence for a reason that the scheduler can't see (stop string, NaN) and frees its blocks.
 
         A sequence that has ended already only takes the new status and reason.
 
         Args:
-            seq: A sequence that was added.
+            group: Its request.
+            seq: The sequence.
             status: A finished status.
             now: Time, in the engine's clock (seconds).
             stop_reason: What ended it, if a stop string did.
@@ -151,10 +149,8 @@ class Scheduler:
         assert status.is_finished, status
         if seq.status.is_finished:
             seq.status, seq.stop_reason = status, stop_reason
-            return
-        queue = self.running if seq.status is SequenceStatus.RUNNING else self.waiting
-        group = next(group for group in queue.values() if seq in group.sequences)
-        self._end(group, seq, status, now, stop_reason)
+        else:
+            self._end(group, seq, status, now, stop_reason)
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Chooses the sequences and token counts of the next step, and gives them their blocks.
@@ -163,139 +159,335 @@ class Scheduler:
             now: Time, in the engine's clock (seconds).
 
         Returns:
-            The step; `scheduled` is empty only if nothing is left to run.
+            The step; nothing is left to run if neither `scheduled` nor `ended` holds anything.
         """
-        rows: list[ScheduledSequence] = []
-        preempted: list[str] = []
-        ignored: list[SequenceGroup] = []
-        budget = self.max_num_batched_tokens
+        step = StepBuilder(self.max_num_batched_tokens)
+        if self._last_prompt_start is not None:
+            self._last_prompt_s, self._last_prompt_start = now - self._last_prompt_start, None
+        if self.enable_chunked_prefill:
+            self._fill(step, now, lambda: self._first_to_admit(now), lambda n: True)
+        else:
+            self._fill(step, now, lambda: self._first_waiting(now), lambda n: n > 1)
+            if not step.rows:
+                self._fill(step, now, self.queues.first_swapped, lambda n: n == 1)
+        output = step.build()
+        if output.scheduled and output.scheduled[-1].num_tokens > 1:
+            self._last_prompt_start = now
+        return output
 
-        for group in list(self.running.values()):
-            seq = group.sequences[0]
-            # Victims are the last ones, so not scheduled in this step, and only victims come after one.
-            if seq.status is not SequenceStatus.RUNNING or not self._make_room(seq, preempted):
-                break
-            # Only the last running request can have more than one token left: nothing is admitted behind
-            # a prompt that used up the budget. So there is a token at least for everyone.
-            assert budget
-            rows.append(self._row(group, seq, budget))
-            budget -= rows[-1].num_tokens
-
-        while self.waiting and budget and not preempted and len(self.running) < self.max_num_seqs:
-            group = next(iter(self.waiting.values()))
-            status = self._allocate(group)
-            if status is AllocStatus.LATER:
-                break
-            if status is AllocStatus.NEVER:
-                self._end(group, group.sequences[0], SequenceStatus.FINISHED_IGNORED, now)
-                ignored.append(group)
-                continue
-            self._admit(group, now)
-            rows.append(self._row(group, group.sequences[0], budget))
-            budget -= rows[-1].num_tokens
-
-        rows.sort(key=_is_longer)
-        return SchedulerOutput(
-            scheduled=tuple(rows),
-            blocks_to_copy=(),
-            preempted=tuple(preempted),
-            ignored=tuple(ignored),
-            num_batched_tokens=self.max_num_batched_tokens - budget,
-        )
-
-    def update(self, output: SchedulerOutput, token_ids: list[int | None], now: float) -> list[SequenceGroup]:
+    def update(
+        self,
+        output: SchedulerOutput,
+        token_ids: list[int],
+        now: float,
+        logprobs: "Items[TokenLogprobs]" = (),
+    ) -> list[SequenceGroup]:
         """Takes in the result of a step: appends tokens, caches full blocks, ends and frees what is done.
 
         A sequence ends at an end token, else at one of its stop tokens (neither before min_tokens), else
-        at max_tokens, at max_model_len, or when the whole pool can't hold another token. Sequences that
-        ended since schedule() are skipped.
+        at max_tokens or max_model_len. Sequences that ended since schedule() are skipped.
 
         Args:
             output: What schedule() returned last.
-            token_ids: The sampled tokens, parallel to output.scheduled; None where nothing was sampled.
+            token_ids: One a sampling sequence, in the order of the rows.
             now: Time, in the engine's clock (seconds).
+            logprobs: The same of log-probabilities; only those of beams are read.
 
         Returns:
             The requests that got a token, the ended ones among them.
         """
-        block_size = self.block_manager.block_size
-        changed: list[SequenceGroup] = []
-        for (group, seq, start, num_tokens, _), token_id in zip(output.scheduled, token_ids, strict=True):
-            if seq.status is not SequenceStatus.RUNNING:
-                continue
+        manager = self.block_manager
+        size = manager.block_size
+        changed: dict[SequenceGroup, None] = {}
+        beams: dict[SequenceGroup, list[tuple[Sequence, list[int], list[float]]]] = {}
+        i = 0
+        for group, seq, start, num_tokens, _, sampling in output.scheduled:
             stop = start + num_tokens
-            seq.num_computed_tokens = stop
-            if start // block_size != stop // block_size:
-                self.block_manager.cache_full_blocks(seq, group.cache_salt, start, stop)
-            assert (token_id is None) == (stop < len(seq)), f"token {token_id} after {stop} of {len(seq)}"
-            if token_id is None:
-                continue
-            seq.output_token_ids.append(token_id)
-            if group.metrics.first_token_time is None:
-                group.metrics.first_token_time = now
-            self._end_if_done(group, seq, token_id, now)
-            changed.append(group)
-        return changed
+            if seq.status is SequenceStatus.RUNNING:
+                seq.num_computed_tokens = stop
+                if start // size != stop // size:
+                    manager.cache_full_blocks(seq, group.cache_salt, start, stop)
+            for sample in sampling:
+                token_id = token_ids[i]
+                i += 1
+                if sample.status is not SequenceStatus.RUNNING:
+                    continue
+                changed[group] = None
+                if group.metrics.first_token_time is None:
+                    group.metrics.first_token_time = now
+                if group.beam_params:
+                    top = logprobs[i - 1]
+                    beams.setdefault(group, []).append((sample, top.top_token_ids, top.top_logprobs))
+                    continue
+                sample.num_computed_tokens = stop
+                sample.output_token_ids.append(token_id)
+                self._end_if_done(group, sample, token_id, now)
+        assert i == len(token_ids), f"{len(token_ids)} tokens for {i} samples"
+        for group, candidates in beams.items():
+            self._advance_beams(group, candidates, now)
+        return list(changed)
 
-    def _make_room(self, seq: Sequence, preempted: list[str]) -> bool:
-        """Gives a sequence blocks for all its tokens, taken from later ones; False if it lost its own."""
-        while not self.block_manager.append_slots(seq):
-            request_id, victim = self.running.popitem()
-            self._preempt(victim)
-            preempted.append(request_id)
-            if seq in victim.sequences:
+    def _fill(
+        self,
+        step: StepBuilder,
+        now: float,
+        first_to_admit: Callable[[], SequenceGroup | None],
+        runs: Callable[[int], bool],
+    ) -> None:
+        """Adds rows to a step, in the order of requests.
+
+        Args:
+            first_to_admit: Who is next among those that don't run.
+            runs: Whether a running sequence takes part, by the number of tokens that it computes.
+        """
+        running = deque(self.queues.running.values())
+        admits = True
+        while running or admits:
+            head = first_to_admit() if admits and step.budget else None
+            group = running[0] if running else None
+            if head is not None and (group is None or head.order < group.order):
+                if self._admit(head, step, now):
+                    continue
+                last = self.queues.last_running()
+                if last is None:  # all is free, and it is not enough
+                    self._end_for_good(head, step, now)
+                elif group is not None and last.priority > head.priority:
+                    self._preempt(last, step)
+                else:
+                    admits = False
+            elif group is None:
+                break
+            else:
+                running.popleft()
+                if group.request_id in self.queues.running:
+                    rows = [row for row in self._plan(group, step, now) if runs(row[1])]
+                    if rows:
+                        self._run(group, rows, step, now)
+                    admits = admits and not step.preempted
+
+    def _run(
+        self, group: SequenceGroup, rows: list[tuple[Sequence, int]], step: StepBuilder, now: float
+    ) -> None:
+        """Adds rows of a running request, with the blocks that they need, unless it is itself preempted."""
+        copies = self._with_room(group, lambda: self.block_manager.append_slots(rows), step, now)
+        if copies is not None:
+            step.copies += copies
+            for seq, num_tokens in rows:
+                self._add_row(group, seq, num_tokens, step)
+
+    def _add_row(self, group: SequenceGroup, seq: Sequence, num_tokens: int, step: StepBuilder) -> None:
+        manager, start = self.block_manager, seq.num_computed_tokens
+        sampling: tuple[Sequence, ...] = ()
+        if start + num_tokens == len(seq):
+            sampling = (seq,)
+            if len(group.sequences) < group.max_num_seqs and group.beam_params is None:
+                sampling = self._fork_samples(group, seq)
+        tables = manager.block_tables[seq]
+        if not sampling:
+            num_blocks = manager.num_blocks_of(start + num_tokens)
+            tables = [
+                t if g.is_cross else t[:num_blocks] for g, t in zip(manager.groups, tables, strict=True)
+            ]
+        step.rows.append(ScheduledSequence(group, seq, start, num_tokens, tables, sampling))
+        step.budget -= num_tokens
+
+    def _fork_samples(self, group: SequenceGroup, seq: Sequence) -> tuple[Sequence, ...]:
+        """Makes the other samples of a request whose prompt is computed in this step."""
+        for index in range(1, group.max_num_seqs):
+            sample = seq.fork(index, group.sampling_params.seed_of(index))
+            self.block_manager.fork(seq, sample, len(seq))
+            group.sequences.append(sample)
+        return tuple(group.sequences)
+
+    def _plan(self, group: SequenceGroup, step: StepBuilder, now: float) -> list[tuple[Sequence, int]]:
+        """Returns which sequences of a running request compute how many tokens."""
+        if len(group.sequences) == 1:
+            seq = group.sequences[0]
+            num_tokens = self._within(len(seq) - seq.num_computed_tokens, step.budget)
+            return [(seq, num_tokens)] if num_tokens else []
+        seqs, tables = group.unfinished, self.block_manager.block_tables
+        for seq in seqs:
+            if seq not in tables:
+                self._revive(group, seq, step, now)
+                if group.request_id not in self.queues.running:
+                    return []
+        needed = [(s, len(s) - s.num_computed_tokens) for s in seqs if s in tables]
+        is_behind = len(needed) < len(seqs)
+        if group.beam_params:
+            is_behind |= any(n > 1 for _, n in needed)
+            if not is_behind and step.budget < len(seqs):
+                return []
+        rows, budget = [], step.budget
+        for seq, n in needed:
+            # Beams sample together, and none may end before the others share its blocks: the last token
+            # waits until all are there.
+            num_tokens = self._within(n - is_behind, budget)
+            budget -= num_tokens
+            if num_tokens:
+                rows.append((seq, num_tokens))
+        return rows
+
+    def _within(self, num_tokens: int, budget: int) -> int:
+        if num_tokens <= budget:
+            return num_tokens
+        return budget if self.enable_chunked_prefill else 0
+
+    def _revive(self, group: SequenceGroup, seq: Sequence, step: StepBuilder, now: float) -> None:
+        """Gives a sequence of a recomputed request its blocks back, as far as another's are computed."""
+        manager = self.block_manager
+        others = [s for s in group.unfinished if s in manager.block_tables]
+        # The last token of each is left to compute: its logits are needed.
+        common = [(min(seq.num_common_tokens(s), len(s) - 1, len(seq) - 1), s) for s in others]
+        shared, parent = max(common, key=lambda pair: pair[0])
+        if parent.num_computed_tokens < shared:
+            return
+        if manager.fork(parent, seq, shared):
+            seq.num_computed_tokens = shared
+        else:
+            self._with_room(group, lambda: self._allocate(group, seq, 0, step.budget) or None, step, now)
+
+    def _with_room(
+        self, group: SequenceGroup, attempt: Callable[[], T | None], step: StepBuilder, now: float
+    ) -> T | None:
+        """Tries something for a running request, preempting the last ones until it works.
+
+        Returns:
+            What worked; None if the request itself was preempted, or is alone and has ended.
+        """
+        while (result := attempt()) is None:
+            last = self.queues.last_running()
+            assert last is not None, "the request itself runs"
+            if len(self.queues.running) == 1:
+                self._end_for_good(group, step, now)
+                return None
+            self._preempt(last, step)
+            if last is group:
+                return None
+        return result
+
+    def _admit(self, group: SequenceGroup, step: StepBuilder, now: float) -> bool:
+        """Lets a waiting or swapped request run; False, and nothing has changed, if room lacks."""
+        if self.queues.num_seats_taken + group.max_num_seqs > self.max_num_seqs:
+            return False
+        manager = self.block_manager
+        num_reserved = self._num_watermark_blocks if self.queues.running else 0
+        if group.request_id in self.queues.swapped:
+            seqs = group.unfinished
+            if self.queues.running:  # so that its next tokens find room
+                num_reserved += len(seqs) * len(manager.groups)
+            copies = manager.swap_in(seqs, num_reserved=num_reserved)
+            if copies is None:
                 return False
+            step.swap_in += copies
+        else:
+            seq = group.unfinished[0]
+            if not self._allocate(group, seq, num_reserved, step.budget):
+                return False
+            if not self._within(len(seq) - seq.num_computed_tokens, step.budget):
+                manager.free(seq)
+                seq.num_computed_tokens = 0
+                return False
+            if group.encoder_token_ids:
+                step.to_encode.append(group)
+            if group.metrics.first_scheduled_time is None:
+                group.metrics.first_scheduled_time = now
+                group.metrics.num_cached_tokens = seq.num_computed_tokens
+        self.queues.run(group)
+        for seq in group.unfinished:
+            seq.status = SequenceStatus.RUNNING
+        rows = self._plan(group, step, now)
+        copies = manager.append_slots(rows)
+        if copies is not None:  # else it waits for the next step
+            step.copies += copies
+            for seq, num_tokens in rows:
+                self._add_row(group, seq, num_tokens, step)
         return True
 
-    def _preempt(self, group: SequenceGroup) -> None:
-        for seq in group.sequences:
-            self.block_manager.free(seq)
-            seq.status = SequenceStatus.WAITING
-            seq.num_computed_tokens = 0
-        group.metrics.num_preemptions += 1
-        self.waiting[group.request_id] = group
-        self.waiting.move_to_end(group.request_id, last=False)
-
-    def _allocate(self, group: SequenceGroup) -> AllocStatus:
+    def _allocate(self, group: SequenceGroup, seq: Sequence, num_reserved: int, budget: int) -> bool:
         return self.block_manager.allocate(
-            group.sequences[0],
+            seq,
             group.cache_salt,
             # Shared tokens are not computed, so there would be no log-probabilities of them.
             use_cache=group.sampling_params.prompt_logprobs is None,
-            num_reserved=self._num_watermark_blocks if self.running else 0,
+            num_reserved=num_reserved,
+            num_next_tokens=budget,
+            num_encoder_tokens=len(group.encoder_token_ids),
         )
 
-    def _admit(self, group: SequenceGroup, now: float) -> None:
-        """Moves a request that has its blocks from waiting to running."""
-        seq, metrics = group.sequences[0], group.metrics
-        del self.waiting[group.request_id]
-        self.running[group.request_id] = group
-        seq.status = SequenceStatus.RUNNING
-        if metrics.first_scheduled_time is None:
-            metrics.first_scheduled_time = now
-            metrics.num_cached_tokens = seq.num_computed_tokens
+    def _first_waiting(self, now: float) -> SequenceGroup | None:
+        """Returns the next waiting request, but no new one while one is swapped out or it is too early."""
+        group, queues = self.queues.first_waiting(), self.queues
+        if group is not None and group.metrics.first_scheduled_time is None:
+            waited = now - group.metrics.arrival_time
+            if queues.swapped or (queues.running and waited < self.delay_factor * self._last_prompt_s):
+                return None
+        return group
 
-    def _row(self, group: SequenceGroup, seq: Sequence, budget: int) -> ScheduledSequence:
-        start = seq.num_computed_tokens
-        num_tokens = len(seq) - start
-        table = self.block_manager.block_tables[seq.seq_id]
-        if num_tokens > budget:
-            num_tokens = budget
-            table = table[: self.block_manager.num_blocks_of(start + budget)]
-        return ScheduledSequence(group, seq, start, num_tokens, table)
+    def _first_to_admit(self, now: float) -> SequenceGroup | None:
+        both = (self._first_waiting(now), self.queues.first_swapped())
+        return min((g for g in both if g is not None), key=lambda g: g.order, default=None)
+
+    def _preempt(self, group: SequenceGroup, step: StepBuilder) -> None:
+        """Takes a running request's blocks, all of them, and notes how it gets them back."""
+        manager, seqs = self.block_manager, group.unfinished
+        group.metrics.num_preemptions += 1
+        step.preempted.append(group.request_id)
+        mode = self.preemption_mode or ("swap" if len(seqs) > 1 else "recompute")
+        copies = manager.swap_out(seqs) if mode == "swap" else None
+        if copies is not None:
+            step.swap_out += copies
+            self.queues.swap(group)
+            for seq in seqs:
+                seq.status = SequenceStatus.SWAPPED
+            return
+        for seq in seqs:
+            if seq in manager.block_tables:
+                manager.free(seq)
+            seq.status, seq.num_computed_tokens = SequenceStatus.WAITING, 0
+        self.queues.wait(group)
 
     def _end_if_done(self, group: SequenceGroup, seq: Sequence, token_id: int, now: float) -> None:
         params = group.sampling_params
         num_output_tokens = len(seq.output_token_ids)
         if num_output_tokens >= params.min_tokens:
-            if token_id in self.eos_token_ids and not params.ignore_eos:
+            if token_id in self._eos_token_ids(group):
                 self._end(group, seq, SequenceStatus.FINISHED_STOPPED, now)
                 return
             if params.stop_token_ids and token_id in params.stop_token_ids:
                 self._end(group, seq, SequenceStatus.FINISHED_STOPPED, now, token_id)
                 return
-        if num_output_tokens == params.max_tokens or len(seq) >= self._max_len:
+        if num_output_tokens == params.max_tokens or len(seq) >= self.max_model_len:
             self._end(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED, now)
+
+    def _eos_token_ids(self, group: SequenceGroup) -> frozenset[int]:
+        return frozenset() if group.sampling_params.ignore_eos else self.eos_token_ids
+
+    def _advance_beams(
+        self, group: SequenceGroup, beams: list[tuple[Sequence, list[int], list[float]]], now: float
+    ) -> None:
+        """Replaces the beams of a search by the best continuations: forks some beams, frees others."""
+        assert group.beam_params is not None, "a beam search"
+        eos_token_ids = self._eos_token_ids(group)
+        going, complete = beam_search.select(group, beams, eos_token_ids)
+        ended = [_extended(c.parent.fork(0, 0), c, SequenceStatus.FINISHED_STOPPED) for c in complete]
+        beam_search.complete(group, ended, eos_token_ids)
+        parents: set[Sequence] = set()
+        continued: list[tuple[Sequence, Candidate]] = []
+        for candidate in going:
+            seq = parent = candidate.parent
+            if parent in parents:
+                seq = parent.fork(0, 0)
+                self.block_manager.fork(parent, seq, parent.num_computed_tokens)
+            parents.add(parent)
+            continued.append((seq, candidate))
+        for seq, _, _ in beams:
+            if seq not in parents:
+                self.block_manager.free(seq)
+        group.sequences = [_extended(seq, c, SequenceStatus.RUNNING) for seq, c in continued]
+        max_len = min(self.max_model_len, len(beams[0][0].prompt_token_ids) + group.beam_params.max_tokens)
+        is_done = not going or len(group.sequences[0]) >= max_len
+        if is_done or beam_search.is_decided(group, max_len, eos_token_ids):
+            self._end_group(group, SequenceStatus.FINISHED_LENGTH_CAPPED, now)
 
     def _end(
         self,
@@ -305,14 +497,35 @@ class Scheduler:
         now: float | None,
         stop_reason: int | str | None = None,
     ) -> None:
-        if seq.status is SequenceStatus.RUNNING:
-            self.block_manager.free(seq)
-            del self.running[group.request_id]
-        else:
-            del self.waiting[group.request_id]
+        manager = self.block_manager
+        if seq in manager.block_tables or seq in manager.swapped_tables:
+            manager.free(seq)
         seq.status, seq.stop_reason = status, stop_reason
-        group.metrics.finished_time = now
+        if group.is_finished:
+            self.queues.remove(group)
+            group.metrics.finished_time = now
+
+    def _end_group(self, group: SequenceGroup, status: SequenceStatus, now: float | None) -> None:
+        seqs = group.unfinished
+        for seq in seqs:
+            self._end(group, seq, status, now)
+        if not seqs:
+            self.queues.remove(group)
+            group.metrics.finished_time = now
+        if group.beam_params and status is SequenceStatus.FINISHED_LENGTH_CAPPED:
+            beam_search.complete(group, seqs, self._eos_token_ids(group))
+            group.sequences = group.completed
+
+    def _end_for_good(self, group: SequenceGroup, step: StepBuilder, now: float) -> None:
+        """Ends a request that could not run (on) in an empty pool."""
+        has_output = any(s.output_token_ids for s in group.sequences)
+        status = SequenceStatus.FINISHED_LENGTH_CAPPED if has_output else SequenceStatus.FINISHED_IGNORED
+        self._end_group(group, status, now)
+        step.ended.append(group)
 
 
-def _is_longer(row: ScheduledSequence) -> bool:
-    return row.num_tokens > 1
+def _extended(seq: Sequence, candidate: Candidate, status: SequenceStatus) -> Sequence:
+    """Appends a candidate's token to a sequence with its parent's tokens; returns the sequence."""
+    seq.output_token_ids.append(candidate.token_id)
+    seq.cum_logprob, seq.status = candidate.cum_logprob, status
+    return seq

@@ -2,8 +2,9 @@
 
 import dataclasses
 import enum
+import itertools
 
-from jax_paged.sampling_params import SamplingParams
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 
 class SequenceStatus(enum.Enum):
@@ -19,7 +20,7 @@ class SequenceStatus(enum.Enum):
 
     @property
     def is_finished(self) -> bool:
-        return self not in (SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.SWAPPED)
+        return self not in (SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
     @property
     def finish_reason(self) -> str | None:
@@ -36,25 +37,44 @@ class SequenceStatus(enum.Enum):
 class Sequence:
     """The tokens of one sequence, and how far they are computed.
 
-    Owned by the scheduler: only it (and the block manager, for the block table that it keeps by seq_id)
+    Owned by the scheduler: only it (and the block manager, for the block table that it keeps of it)
     changes these fields.
 
     Args:
-        seq_id: Unique in its engine.
-        prompt_token_ids: Never changes.
+        prompt_token_ids: Never changes; shared with the other sequences of its group.
+        index: Which of its group's samples it is.
+        seed: Of its random choices; with a position it is the key of one draw.
         output_token_ids: Grows by the sampled tokens.
         num_computed_tokens: Tokens whose keys and values lie in the pool.
         stop_reason: The stop token id or stop string that ended it; None for the end token or no stop.
         block_hashes: Hashes of its first full blocks, as far as the block manager needed them.
+        cum_logprob: Sum of the log-probabilities of its output tokens, if it is a beam.
     """
 
-    seq_id: int
     prompt_token_ids: list[int]
+    index: int = 0
+    seed: int = 0
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     stop_reason: int | str | None = None
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
+    cum_logprob: float = 0.0
+
+    def fork(self, index: int, seed: int) -> "Sequence":
+        """Returns a sequence with the same tokens, computed as far."""
+        return dataclasses.replace(
+            self,
+            index=index,
+            seed=seed,
+            output_token_ids=list(self.output_token_ids),
+            block_hashes=list(self.block_hashes),
+        )
+
+    def num_common_tokens(self, other: "Sequence") -> int:
+        """Returns the length of the longest prefix that two sequences of one group share."""
+        pairs = zip(self.output_token_ids, other.output_token_ids, strict=False)
+        return len(self.prompt_token_ids) + sum(1 for _ in itertools.takewhile(lambda p: p[0] == p[1], pairs))
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -81,13 +101,46 @@ class RequestMetrics:
 
 @dataclasses.dataclass(eq=False)
 class SequenceGroup:
-    """One request: its sequences (one each, until sequences can fork), parameters and times."""
+    """One request: its sequences, parameters and times. Scheduled and preempted as a whole.
+
+    Args:
+        request_id: Unique among unfinished requests.
+        sequences: One at first; samples are forked from it when its prompt is computed, beams at every step.
+        sampling_params: Of all its sequences.
+        metrics: When things happened.
+        cache_salt: Only groups of equal salt share blocks.
+        priority: Lower is served earlier, under the "priority" policy.
+        beam_params: What is searched, if it is a beam search; its sequences are then the beams.
+        encoder_token_ids: What the encoder of an encoder-decoder model reads; empty for a decoder.
+        arrival: Its place in the order of arrival; set by the scheduler.
+        completed: Of a beam search, the best hypotheses that ended; they hold no blocks.
+    """
 
     request_id: str
     sequences: list[Sequence]
     sampling_params: SamplingParams
     metrics: RequestMetrics
     cache_salt: str = ""
+    priority: int = 0
+    beam_params: BeamSearchParams | None = None
+    encoder_token_ids: list[int] = dataclasses.field(default_factory=list)
+    arrival: int = 0
+    completed: list[Sequence] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        beams, params = self.beam_params, self.sampling_params
+        # Most sequences that run at a time.
+        self.max_num_seqs = beams.beam_width if beams else params.best_of or params.n
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Groups of a lower order go first."""
+        return self.priority, self.arrival
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """Its sequences that have not ended."""
+        return [s for s in self.sequences if not s.status.is_finished]
 
     @property
     def is_finished(self) -> bool:

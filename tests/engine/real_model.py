@@ -195,7 +195,7 @@ def assert_no_block_lost(engine: LLMEngine) -> None:
 
 def reset(engine: LLMEngine) -> LLMEngine:
     """Makes an engine idle and its prefix cache empty, whatever a test left behind; returns it."""
-    for request_id in [*engine.scheduler.running, *engine.scheduler.waiting]:
+    for request_id in [*engine.scheduler.queues.running, *engine.scheduler.queues.waiting]:
         engine.abort_request(request_id)
     set_prefix_caching(engine, True)
     engine.scheduler.max_num_batched_tokens = engine.runner.config.max_num_batched_tokens

@@ -245,10 +245,10 @@ def test_abort_in_the_middle(engine: LLMEngine, expected: list[list[int]]) -> No
     engine.add_request("waiting", [4] * 100, long)
     engine.step()
     engine.step()
-    assert "decoding" in engine.scheduler.running
-    assert "waiting" in engine.scheduler.waiting
-    being_prefilled = next(reversed(engine.scheduler.running))
-    assert not engine.scheduler.running[being_prefilled].sequences[0].output_token_ids
+    assert "decoding" in engine.scheduler.queues.running
+    assert "waiting" in engine.scheduler.queues.waiting
+    being_prefilled = next(reversed(engine.scheduler.queues.running))
+    assert not engine.scheduler.queues.running[being_prefilled].sequences[0].output_token_ids
     state = engine.abort_request("decoding")
     assert state is not None
     assert state.output().outputs[0].finish_reason == "abort"

@@ -131,7 +131,7 @@ def test_requests_that_arrive_and_leave_at_any_time(engine: LLMEngine, expected:
         for i in waiting[: rng.integers(0, 3)]:
             engine.add_request(str(i), REQUESTS[i].prompt, REQUESTS[i].params)
             waiting.remove(i)
-        unfinished = [*engine.scheduler.running, *engine.scheduler.waiting]
+        unfinished = [*engine.scheduler.queues.running, *engine.scheduler.queues.waiting]
         if unfinished and rng.random() < 0.03:
             request_id = unfinished[rng.integers(len(unfinished))]
             engine.abort_request(request_id)

@@ -1,0 +1,122 @@
+"""The blocks of one memory: which are free, how often each is referenced, and what full ones hold."""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from typing import NamedTuple
+
+NULL_BLOCK = 0  # pads block tables on the device; never handed out
+NO_PARENT = bytes(hashlib.sha256().digest_size)
+
+
+class BlockContent(NamedTuple):
+    """What a full block holds. Two blocks of equal content hold equal keys and values."""
+
+    hash: bytes
+    parent: bytes
+    tokens: list[int]
+    salt: str
+    group: int
+
+
+def block_hash(parent: bytes, tokens: list[int], salt: str) -> bytes:
+    """Returns the SHA-256 of a full block: of the hash of the block before it, its tokens and the salt.
+
+    Parent and tokens have a fixed length, so no two inputs are written as the same bytes. Salts come from
+    users and may hold lone surrogates.
+    """
+    return hashlib.sha256(
+        parent + array("q", tokens).tobytes() + salt.encode("utf-8", "surrogatepass")
+    ).digest()
+
+
+class BlockPool:
+    """Owns the state of every block of a memory.
+
+    Each block is exactly one of: the null block, free, or referenced. A free block that is still cached
+    keeps its content until it is handed out again: the free list is in the order of eviction, blocks
+    without cached content first, then the least recently freed.
+
+    Args:
+        num_blocks: The null block included.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self.contents: list[BlockContent | None] = [None] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._cached: dict[tuple[bytes, int], int] = {}
+
+    @property
+    def num_usable(self) -> int:
+        """All but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody references, cached ones included."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """Hands out the first free block in the order of eviction, and forgets what it held."""
+        block, _ = self._free.popitem(last=False)
+        content = self.contents[block]
+        if content is not None:
+            del self._cached[content.hash, content.group]
+            self.contents[block] = None
+        self.ref_counts[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """Adds a reference to a block, which may be free and cached."""
+        if block == NULL_BLOCK:
+            return
+        if not self.ref_counts[block]:
+            del self._free[block]
+        self.ref_counts[block] += 1
+
+    def release(self, block: int) -> None:
+        """Takes back a reference; a block without any is free."""
+        if block == NULL_BLOCK:
+            return
+        self.ref_counts[block] -= 1
+        if not self.ref_counts[block]:
+            self._free[block] = None
+            if self.contents[block] is None:
+                self._free.move_to_end(block, last=False)
+
+    def remember(self, block: int, content: BlockContent) -> None:
+        """Notes what a full block holds, unless an equal block (or a collision) was there first."""
+        key = content.hash, content.group
+        if key not in self._cached:
+            self._cached[key] = block
+            self.contents[block] = content
+
+    def find(self, content: BlockContent) -> int | None:
+        """Returns the block of a content, if one is cached; an equal hash alone is not trusted."""
+        block = self._cached.get((content.hash, content.group))
+        return block if block is not None and self.contents[block] == content else None
+
+    def check_integrity(self, counts: list[int], block_size: int) -> None:
+        """Asserts every invariant of the class.
+
+        Args:
+            counts: References to each block, counted by whoever holds them.
+            block_size: Tokens a block.
+        """
+        assert counts == self.ref_counts, f"counted {counts}, kept {self.ref_counts}"
+        assert not counts[NULL_BLOCK], "the null block is referenced"
+        assert NULL_BLOCK not in self._free, "the null block is in the free list"
+        assert self.contents[NULL_BLOCK] is None, "the null block is cached"
+        unreferenced = {b for b in range(1, self.num_blocks) if not counts[b]}
+        assert set(self._free) == unreferenced, f"free {set(self._free)}, unreferenced {unreferenced}"
+        by_key = {(c.hash, c.group): block for block, c in enumerate(self.contents) if c is not None}
+        assert by_key == self._cached, "prefix cache and contents of the blocks disagree"
+        assert len(by_key) == sum(c is not None for c in self.contents), "two blocks of one hash"
+        for content in self.contents:
+            if content is not None:
+                assert len(content.tokens) == block_size, "a block that is not full is cached"
+                assert content.hash == block_hash(*content[1:4]), "a cached block changed"
+        is_cached = [self.contents[block] is not None for block in self._free]
+        assert is_cached == sorted(is_cached), "a cached block is evicted before one without content"
