@@ -57,6 +57,11 @@ class ConfigReader:
         self.check(ok, name, value, " or ".join(map(repr, choices)))
         return value if ok else choices[0]
 
+    def table(self, name: str) -> dict[str, Any]:
+        """Returns an object; an empty one if there is none."""
+        value = self.get(name, {})
+        return value if self.check(isinstance(value, dict), name, value, "an object or null") else {}
+
     def windows(
         self, num_layers: int, default_types: Sequence[str], window: int | None
     ) -> tuple[int | None, ...]:

@@ -69,6 +69,7 @@ class LlamaConfig:
 
     # What transformers takes for a value that config.json leaves out.
     defaults: ClassVar[dict[str, Any]] = {}
+    activation_name: ClassVar[str] = "hidden_act"
 
     @classmethod
     def from_hf(cls, hf_config: dict[str, Any]) -> Self:
@@ -107,7 +108,7 @@ class LlamaConfig:
             "intermediate_size": read.integer("intermediate_size"),
             "num_hidden_layers": read.integer("num_hidden_layers"),
             "max_position_embeddings": read.integer("max_position_embeddings"),
-            "hidden_act": read.choice("hidden_act", "silu", tuple(ACTIVATIONS)),
+            "hidden_act": read.choice(cls.activation_name, "silu", tuple(ACTIVATIONS)),
             "rms_norm_eps": read.number("rms_norm_eps", 1e-6),
             "tie_word_embeddings": read.choice("tie_word_embeddings", False, (False, True)),
             "attention_bias": attention_bias,

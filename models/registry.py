@@ -3,6 +3,7 @@
 from typing import Any
 
 from jax_paged.models.causal_lm import CausalLM
+from jax_paged.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
 from jax_paged.models.gpt2 import GPT2LMHeadModel
 from jax_paged.models.llama import LlamaForCausalLM
 from jax_paged.models.mistral import MistralForCausalLM
@@ -13,6 +14,8 @@ from jax_paged.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeFo
 
 # By the name that stands under "architectures" in config.json.
 MODELS: dict[str, type[CausalLM]] = {
+    "Gemma2ForCausalLM": Gemma2ForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,

@@ -49,8 +49,7 @@ def rope_values(read: ConfigReader, max_position_embeddings: int) -> ConfigReade
     Reads both forms: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`.
     """
     name = "rope_scaling" if read.get("rope_scaling", None) else "rope_parameters"
-    nested = read.get(name, {})
-    nested = nested if read.check(isinstance(nested, dict), name, nested, "an object or null") else {}
+    nested = read.table(name)
     # The order of precedence is that of transformers.
     outer = ("rope_theta", "partial_rotary_factor")
     values: dict[str, Any] = {k: read.get(k, None) for k in outer}

@@ -69,6 +69,7 @@ BASE: dict[str, Any] = COMMON | {
     "rms_norm_eps": 1e-5,
 }
 QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24}
 GPT2 = COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 OPT = COMMON | {
     "hidden_size": 32,
@@ -145,6 +146,52 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma2": (
+        "Gemma2Config",
+        BASE
+        | GEMMA
+        | {"num_hidden_layers": 3, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0},
+    ),
+    "gemma2_variants": (
+        "Gemma2Config",
+        BASE
+        | GEMMA
+        | {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "hidden_activation": "gelu",
+        },
+    ),
+    "gemma3_linear_rope": (
+        "Gemma3TextConfig",
+        BASE
+        | GEMMA
+        | {
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "gemma3_old_config": (
+        "Gemma3TextConfig",
+        BASE
+        | GEMMA
+        | {
+            "num_hidden_layers": 3,
+            "sliding_window_pattern": 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+            },
+            "final_logit_softcapping": 8.0,
+        },
+    ),
     "mixtral": ("MixtralConfig", BASE | {"num_local_experts": 4}),
     "mixtral_window": (
         "MixtralConfig",
@@ -218,6 +265,9 @@ def make_model(name: str) -> Any:
                 parameter.normal_(parameter.mean().item(), 0.2)
             elif ".layers." in key or ".h." in key:
                 parameter.mul_(LAYER_SCALE)
+            elif name.startswith("gemma"):
+                # The norms undo the scale of its layers.
+                parameter.mul_(0.3)
     return model
 
 
@@ -269,10 +319,15 @@ def make_old_config(file: Path) -> None:
     """Rewrites a config.json as transformers 4 wrote it."""
     config = json.loads(file.read_text())
     rope = config.pop("rope_parameters")
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+        config["sliding_window_pattern"] = 1 + config.pop("layer_types").index("full_attention")
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["torch_dtype"] = config.pop("dtype")
-    config.pop("head_dim", None)
+    if config["head_dim"] * config["num_attention_heads"] == config["hidden_size"]:
+        del config["head_dim"]
     config["transformers_version"] = "4.45.0"
     file.write_text(json.dumps(config, indent=2) + "\n")
 
