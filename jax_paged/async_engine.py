@@ -10,8 +10,9 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Self
 
 from jax_paged.config import EngineArgs
-from jax_paged.engine import CheckedRequest, LLMEngine, Prompt
+from jax_paged.engine import LLMEngine
 from jax_paged.outputs import RequestOutput
+from jax_paged.request_check import CheckedRequest, Prompt
 from jax_paged.sampling_params import SamplingParams
 
 _LOGGER = logging.getLogger(__name__)

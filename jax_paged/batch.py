@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jax_paged.block_manager import CacheGroup
+from jax_paged.block_manager import BlockTables, CacheGroup
 from jax_paged.models.attention import AttentionMetadata, Backend
 from jax_paged.sampler import SamplingBatch
 from jax_paged.sampling_params import SamplingParams
@@ -217,6 +217,27 @@ class BatchBuilder:
         view("logits_rows")[: len(samples)] = end_loc[row_of_sample] - 1
         view("total_len")[: len(samples)] = (start + num_tokens)[row_of_sample]
         return StepInputs(packed, self._history(samples, bucket), *self._bias(samples, bucket))
+
+    def build_encoder(
+        self, token_ids: list[int], block_tables: BlockTables, size: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Pads a text for the encoder: int32 tokens [N], length [] and slots [G, N].
+
+        Args:
+            token_ids: The text.
+            block_tables: Of its request; only those of cross attention are written.
+            size: N.
+        """
+        tokens = np.zeros(size, np.int32)
+        tokens[: len(token_ids)] = token_ids
+        slots = np.full((len(self.groups), size), self.num_blocks * self.block_size, np.int32)
+        position = np.arange(len(token_ids))
+        for g, group in enumerate(self.groups):
+            if group.is_cross:
+                blocks = np.array(block_tables[g], np.int32)[position // self.block_size]
+                assert blocks.min() > 0, "a token would be written to the null block"
+                slots[g, : len(token_ids)] = blocks * self.block_size + position % self.block_size
+        return tokens, np.array(len(token_ids), np.int32), slots
 
     def _sampling_row(self, group: SequenceGroup, seq: Sequence) -> np.ndarray:
         row = self._sampling_rows.get(seq)

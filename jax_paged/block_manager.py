@@ -215,9 +215,9 @@ class BlockManager:
         tables = self.block_tables[seq]
         for i in range(start // self.block_size, stop // self.block_size):
             content = self._content(seq, i, salt)
-            for group, table in enumerate(tables):
-                if table[i] != NULL_BLOCK:
-                    self.pool.remember(table[i], content._replace(group=group))
+            for g, table in enumerate(tables):
+                if not self.groups[g].is_cross and table[i] != NULL_BLOCK:
+                    self.pool.remember(table[i], content._replace(group=g))
 
     def free(self, seq: Sequence) -> None:
         """Takes away a sequence's blocks, on the device or in host memory. The lists stay as they are."""
@@ -343,15 +343,16 @@ class BlockManager:
         Of a group with a window, the blocks that the token after the prefix attends to are enough.
         """
         found: BlockTables = [[] for _ in self.groups]
+        own = [g for g, group in enumerate(self.groups) if not group.is_cross]
         run = [0] * len(self.groups)  # cached blocks in a row, up to the last one looked up
         longest = 0
         for i in range((len(seq) - 1) // self.block_size):
             content = self._content(seq, i, salt)
-            for g in range(len(self.groups)):
+            for g in own:
                 block = self.pool.find(content if g == 0 else content._replace(group=g))
                 found[g].append(NULL_BLOCK if block is None else block)
                 run[g] = 0 if block is None else run[g] + 1
-            if any(not n and group.window is None for n, group in zip(run, self.groups, strict=True)):
+            if any(not run[g] and self.groups[g].window is None for g in own):
                 break
             position = (i + 1) * self.block_size
             if all(run[g] >= i + 1 - self._first_in_window(w, position) for g, w in self._windows):

@@ -2,23 +2,25 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import random
 import signal
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self, TypedDict
+from typing import Self
 
-from jax_paged.batch import MAX_BIAS_IDS
 from jax_paged.block_manager import BlockManager
 from jax_paged.config import EngineArgs, check, check_int
 from jax_paged.model_runner import ModelRunner
 from jax_paged.models.weights import LoadedModel, resolve_model_dir
 from jax_paged.outputs import RequestOutput
+from jax_paged.request_check import CheckedRequest, Prompt, RequestChecker
 from jax_paged.request_state import RequestState
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.scheduler import Scheduler
@@ -27,38 +29,6 @@ from jax_paged.step_output import TokenLogprobs
 from jax_paged.tokenizer import Tokenizer
 
 NON_FINITE = "non-finite logits"
-
-
-class TokensPrompt(TypedDict):
-    """A prompt as token ids."""
-
-    prompt_token_ids: list[int]
-
-
-class TextPrompt(TypedDict):
-    """A prompt as text."""
-
-    prompt: str
-
-
-Prompt = str | list[int] | TokensPrompt | TextPrompt
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckedRequest:
-    """A prompt and parameters that the engine can run.
-
-    Args:
-        prompt: The text; None if it came as token ids.
-        prompt_token_ids: Its tokens.
-        params: With max_tokens filled in.
-        beam_params: What is searched, if it is a beam search.
-    """
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    beam_params: BeamSearchParams | None = None
 
 
 class LLMEngine:
@@ -83,10 +53,11 @@ class LLMEngine:
         self.runner = ModelRunner(args, loaded)
         config = self.runner.config
         try:
-            self._default_params = SamplingParams(**config.sampling_defaults)
+            default_params = SamplingParams(**config.sampling_defaults)
         except (TypeError, ValueError) as error:
             self.runner.close()
             raise ValueError(f"generation_config.json of {args.model!r}: {error}") from error
+        self._checker = RequestChecker(config, self.tokenizer, default_params)
         manager = BlockManager(
             config.num_blocks,
             config.block_size,
@@ -122,7 +93,9 @@ class LLMEngine:
         """Tokenizes a prompt and checks it and its parameters; changes nothing.
 
         Args:
-            prompt: Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            prompt: Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. Of an encoder-decoder
+                model this is what the encoder reads, and {"encoder_prompt": ..., "decoder_prompt": ...}
+                says both.
             sampling_params: None takes the model's defaults (its generation_config.json); max_tokens None
                 takes the rest of max_model_len. BeamSearchParams make it a beam search.
 
@@ -131,23 +104,7 @@ class LLMEngine:
                 allowed.
         """
         self._check_open()
-        params = self._default_params if sampling_params is None else sampling_params
-        beam_params = params if isinstance(params, BeamSearchParams) else None
-        if isinstance(params, BeamSearchParams):
-            params = self._params_of_beams(params)
-        check(
-            isinstance(params, SamplingParams),
-            "sampling_params",
-            params,
-            "SamplingParams or BeamSearchParams",
-        )
-        text, token_ids = self._tokenize(prompt)
-        self._check_length(token_ids, params)
-        self._check_params(params)
-        if params.max_tokens is None:
-            rest = self.runner.config.max_model_len - len(token_ids)
-            params = dataclasses.replace(params, max_tokens=rest)
-        return CheckedRequest(text, token_ids, params, beam_params)
+        return self._checker.check(prompt, sampling_params)
 
     def add_request(
         self,
@@ -189,6 +146,9 @@ class LLMEngine:
         if params.seed is None:
             params = dataclasses.replace(params, seed=self._seeds.getrandbits(63))
         assert params.seed is not None, "just set"
+        if prompt.encoder_token_ids:
+            # What the decoder has computed is of use only beside the same encoder output.
+            cache_salt += hashlib.sha256(array("q", prompt.encoder_token_ids).tobytes()).hexdigest()
         group = SequenceGroup(
             request_id,
             [Sequence(prompt.prompt_token_ids, seed=params.seed)],
@@ -197,6 +157,7 @@ class LLMEngine:
             cache_salt,
             priority,
             prompt.beam_params,
+            prompt.encoder_token_ids,
         )
         self._requests[request_id] = RequestState(group, prompt.prompt, self.tokenizer)
         self.scheduler.add(group)
@@ -356,84 +317,6 @@ class LLMEngine:
         if self._closed:
             raise RuntimeError("this engine is closed; make a new one")
 
-    def _tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """Returns text (None if there is none) and checked token ids of a prompt in any form."""
-        if isinstance(prompt, dict):
-            check(
-                prompt.keys() in ({"prompt"}, {"prompt_token_ids"}),
-                "prompt",
-                prompt,
-                'a dict with just one of the keys "prompt" and "prompt_token_ids"',
-            )
-            name, prompt = next(iter(prompt.items()))
-            kind = str if name == "prompt" else list | tuple
-            check(isinstance(prompt, kind), name, prompt, "text" if kind is str else "a list of token ids")
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("prompt is text, and the engine has no tokenizer; allowed: token ids")
-            check(bool(prompt), "prompt", prompt, "text that is not empty")
-            token_ids = self.tokenizer.encode(prompt)
-            check(bool(token_ids), "prompt", prompt, "text of at least one token")
-            highest, allowed = max(token_ids), self.runner.config.vocab_size - 1
-            if highest > allowed:
-                raise ValueError(
-                    f"prompt has the token id {highest}; allowed: the model's vocabulary, [0, {allowed}]. "
-                    f"The tokenizer {self.tokenizer.name!r} does not fit the model"
-                )
-            return prompt, token_ids
-        ok = isinstance(prompt, list | tuple)
-        check(ok, "prompt", prompt, "text, a list of token ids, or a dict with one of these")
-        check(bool(prompt), "prompt_token_ids", prompt, "at least one token id")
-        vocab_size = self.runner.config.vocab_size
-        for i, token_id in enumerate(prompt):
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                check_int(f"prompt_token_ids[{i}]", token_id, 0, vocab_size - 1)
-        return None, list(prompt)
-
-    def _check_length(self, token_ids: list[int], params: SamplingParams) -> None:
-        config, n = self.runner.config, len(token_ids)
-        total = n + (1 if params.max_tokens is None else params.max_tokens)
-        if total > config.max_model_len:
-            raise ValueError(
-                f"the prompt has {n} tokens and max_tokens is {params.max_tokens}: {total} tokens in all; "
-                f"allowed: max_model_len, {config.max_model_len}"
-            )
-        manager = self.scheduler.block_manager
-        needed = manager.num_blocks_of(n)  # of a group with a window, fewer
-        if needed > manager.num_usable_blocks:
-            raise ValueError(
-                f"the prompt has {n} tokens and needs {needed} blocks of {manager.block_size}; allowed: the "
-                f"{manager.num_usable_blocks} blocks of the pool"
-            )
-
-    def _params_of_beams(self, params: BeamSearchParams) -> SamplingParams:
-        """Returns the sampling parameters under which a beam search runs."""
-        most = min(self.runner.config.max_logprobs // 2, self.scheduler.max_num_seqs)
-        check_int("beam_width", params.beam_width, 1, most)
-        num_top = 2 * params.beam_width
-        return SamplingParams(
-            temperature=0,
-            max_tokens=params.max_tokens,
-            ignore_eos=params.ignore_eos,
-            logprobs=num_top,
-            seed=0,
-        )
-
-    def _check_params(self, params: SamplingParams) -> None:
-        config = self.runner.config
-        params.validate_for_vocab(config.vocab_size)
-        num_samples, most = params.best_of or params.n, self.scheduler.max_num_seqs
-        check_int(f"the larger of n and best_of (max_num_seqs is {most})", num_samples, 1, most)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(params, name) is not None:
-                check_int(name, getattr(params, name), 0, config.max_logprobs)
-        num_bias = len(params.logit_bias or ()) + len(config.eos_token_ids)
-        num_stop = len(params.stop_token_ids or ())
-        if params.min_tokens:
-            check_int("the length of stop_token_ids", num_stop, 0, MAX_BIAS_IDS - num_bias)
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError(f"stop is {params.stop!r}; allowed: None, as the engine has no tokenizer")
-
 
 @contextlib.contextmanager
 def deferred_interrupt() -> Iterator[threading.Event]:
@@ -483,16 +366,3 @@ def _grouped(names: tuple[str, ...]) -> str:
         kind, size = name.split(" ")
         groups.setdefault(kind, []).append(size)
     return ", ".join(" ".join([kind, *sizes]) for kind, sizes in groups.items())
-
-
-def as_prompts(prompts: Any) -> list[Prompt]:
-    """Returns a list of prompts of what users pass: one prompt in any form, or a list of them.
-
-    A list of integers is one prompt.
-    """
-    if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], int)):
-        return list(prompts)
-    is_one = isinstance(prompts, str | dict | list | tuple)
-    check(is_one, "prompts", prompts, "a prompt or a list of prompts")
-    one: Any = prompts
-    return [one]

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm import tqdm
 
 from jax_paged.config import EngineArgs, check
-from jax_paged.engine import CheckedRequest, LLMEngine, Prompt, as_prompts, deferred_interrupt
+from jax_paged.engine import LLMEngine, deferred_interrupt
 from jax_paged.models.weights import LoadedModel
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from jax_paged.request_check import CheckedRequest, Prompt, as_prompts
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.tokenizer import Messages
 

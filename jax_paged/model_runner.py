@@ -35,6 +35,7 @@ from jax_paged.kv_cache import (
     plan_layout,
 )
 from jax_paged.models.attention import Backend
+from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.layers import TENSOR
 from jax_paged.models.weights import LoadedModel, load_model, resolve_model_dir
 from jax_paged.pallas_kernels.ops import resolve_backend
@@ -70,6 +71,7 @@ class RunnerConfig:
     eos_token_ids: frozenset[int]
     max_logprobs: int
     sampling_defaults: dict[str, Any]
+    decoder_start_token_id: int | None  # of an encoder-decoder model
 
 
 class ModelRunner:
@@ -100,6 +102,7 @@ class ModelRunner:
         # A flat list: a nested one costs twice as much to pass, at every step.
         self._weights: list[Array] = jax.device_put(leaves, shardings)
         self._layout = plan_layout(loaded.model.kv_cache_specs())
+        encodes = isinstance(loaded.model, EncoderDecoderLM)
         self._hidden_size = loaded.config.hidden_size
 
         max_model_len = loaded.max_model_len if args.max_model_len is None else args.max_model_len
@@ -143,6 +146,7 @@ class ModelRunner:
             eos_token_ids=loaded.eos_token_ids,
             max_logprobs=self._max_logprobs,
             sampling_defaults=loaded.sampling_defaults,
+            decoder_start_token_id=loaded.config.decoder_start_token_id if encodes else None,
         )
         self._builder = BatchBuilder(
             block_size=args.block_size,
@@ -173,12 +177,16 @@ class ModelRunner:
                 self._max_logprobs,
                 self._replicated,
             )
+        self._encode_lens = _encode_lens(max_model_len) if encodes else []
+        encoders = [f"encode {n}" for n in self._encode_lens]
+
+        def lower(key: Bucket | str) -> jax.stages.Lowered:
+            if isinstance(key, Bucket):
+                return self._lower(key, num_blocks)
+            return self._lower_encoder(key, num_blocks) if key in encoders else self._mover.lower(key)
+
         # Last, as it leaves threads behind.
-        self._compiled = CompiledBuckets(
-            buckets,
-            self._mover.programs,
-            lambda key: self._mover.lower(key) if isinstance(key, str) else self._lower(key, num_blocks),
-        )
+        self._compiled = CompiledBuckets(buckets, [*encoders, *self._mover.programs], lower)
 
     @property
     def buckets(self) -> tuple[str, ...]:
@@ -197,6 +205,7 @@ class ModelRunner:
         """Runs one step: builds the batch, runs the model and samples. The pool is updated in place."""
         rows = output.scheduled
         self._move_blocks(output)
+        self._encode(output)
         if not rows:
             return StepOutput([], [], [], [])
         bucket = self._compiled.smallest_ready(
@@ -245,6 +254,36 @@ class ModelRunner:
             self._kv_cache = self._mover.swap_in(run, self._kv_cache, output.blocks_to_swap_in)
         if output.blocks_to_copy:
             self._kv_cache = self._mover.copy(run, self._kv_cache, output.blocks_to_copy)
+
+    def _encode(self, output: SchedulerOutput) -> None:
+        """Runs the encoder for requests that begin: what their decoder attends to is written to the pool."""
+        for group, tables in output.to_encode:
+            size = next(n for n in self._encode_lens if n >= len(group.encoder_token_ids))
+            inputs = self._builder.build_encoder(group.encoder_token_ids, tables, size)
+            placed = jax.device_put(inputs, self._replicated)
+            program = self._compiled[f"encode {size}"]
+            self._kv_cache = program.execute(self._weights, self._kv_cache, *placed)
+
+    def _lower_encoder(self, program: str, num_blocks: int) -> jax.stages.Lowered:
+        n, layout = int(program.removeprefix("encode ")), self._layout
+
+        def encode(
+            weights: list[Array], pool: list[Array], tokens: Array, length: Array, slots: Array
+        ) -> Any:
+            self.num_traces += 1
+            model = self._model(weights)
+            return model.write_encoded(
+                tokens, length, pool, slots, places=layout.places, backend=self._backend
+            )
+
+        sharding = kv_cache_sharding(self._mesh)
+        shape = layout.pool_shape(num_blocks, self._block_size)
+        pool = [jax.ShapeDtypeStruct(shape, self._dtype, sharding=sharding)] * layout.num_pools
+        shapes = ((n,), (), (len(layout.groups), n))
+        inputs = [self._replicated_shape(shape, jnp.int32) for shape in shapes]
+        jitted = jax.jit(encode, donate_argnums=1, out_shardings=[sharding] * len(pool))
+        with self._precision():
+            return jitted.trace(self._weights, pool, *inputs).lower()
 
     def _step(
         self,
@@ -350,6 +389,12 @@ class ModelRunner:
                 empty_sampling_inputs(bucket, self._max_model_len, self._vocab_size), self._replicated
             )
         return self._empty_inputs[bucket.num_seqs]
+
+
+def _encode_lens(max_model_len: int) -> list[int]:
+    """Returns the few lengths that texts for an encoder are padded to."""
+    lens = [n for n in (32, 128, 512, 2048) if n < max_model_len]
+    return [*lens, max_model_len]
 
 
 def _bits(x: Array) -> Array:

@@ -68,13 +68,14 @@ class RequestOutput:
     Args:
         request_id: The id it was added with.
         prompt: Its text; None if it came as token ids.
-        prompt_token_ids: Its tokens.
+        prompt_token_ids: Its tokens; of an encoder-decoder model, those of the decoder.
         prompt_logprobs: One dict a prompt token, None for the first; None if not asked for.
         outputs: Its outputs. Which are the best of several is known at the end only: with best_of > n, and
             of beams, there are none before.
         finished: Whether all outputs have ended.
         metrics: When it arrived, got its first token and ended, in seconds of time.monotonic().
         num_cached_tokens: Prompt tokens that were found in the prefix cache.
+        encoder_prompt_token_ids: Tokens that an encoder has read; empty for a decoder.
     """
 
     request_id: str
@@ -85,6 +86,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int
+    encoder_prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
 
     def __repr__(self) -> str:
         prompt = f"{len(self.prompt_token_ids)} prompt tokens" if self.prompt is None else repr(self.prompt)

@@ -161,6 +161,7 @@ class RequestState:
             finished=self.is_finished,
             metrics=group.metrics,
             num_cached_tokens=group.metrics.num_cached_tokens,
+            encoder_prompt_token_ids=list(group.encoder_token_ids),
         )
 
     def _completions(self, *, only_new: bool) -> list[CompletionOutput]:

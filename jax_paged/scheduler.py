@@ -388,7 +388,7 @@ class Scheduler:
                 seq.num_computed_tokens = 0
                 return False
             if group.encoder_token_ids:
-                step.to_encode.append(group)
+                step.to_encode.append((group, manager.block_tables[seq]))
             if group.metrics.first_scheduled_time is None:
                 group.metrics.first_scheduled_time = now
                 group.metrics.num_cached_tokens = seq.num_computed_tokens

@@ -38,7 +38,7 @@ class SchedulerOutput:
         blocks_to_swap_out: (device block, host block) ids.
         blocks_to_swap_in: (host block, device block) ids.
         blocks_to_copy: (from, to) device block ids; no block is both.
-        to_encode: Requests whose encoder runs before the rows are computed.
+        to_encode: Requests whose encoder runs before the rows are computed, and their block tables.
         preempted: Ids of the requests that lost their blocks on the device.
         ended: Requests that ended as they can never run (on).
         num_batched_tokens: Sum of num_tokens.
@@ -49,7 +49,7 @@ class SchedulerOutput:
     blocks_to_swap_out: tuple[tuple[int, int], ...]
     blocks_to_swap_in: tuple[tuple[int, int], ...]
     blocks_to_copy: tuple[tuple[int, int], ...]
-    to_encode: tuple[SequenceGroup, ...]
+    to_encode: tuple[tuple[SequenceGroup, BlockTables], ...]
     preempted: tuple[str, ...]
     ended: tuple[SequenceGroup, ...]
     num_batched_tokens: int
@@ -69,7 +69,7 @@ class StepBuilder:
         self.swap_out: Copies = []
         self.swap_in: Copies = []
         self.copies: Copies = []
-        self.to_encode: list[SequenceGroup] = []
+        self.to_encode: list[tuple[SequenceGroup, BlockTables]] = []
         self.preempted: list[str] = []
         self.ended: list[SequenceGroup] = []
 

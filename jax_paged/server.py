@@ -20,7 +20,6 @@ from starlette.exceptions import HTTPException
 
 from jax_paged.async_engine import AsyncLLMEngine, RequestStream
 from jax_paged.cli import engine_args, make_parser
-from jax_paged.engine import CheckedRequest, Prompt, as_prompts
 from jax_paged.metrics import Metrics
 from jax_paged.openai_protocol import (
     ApiError,
@@ -34,6 +33,7 @@ from jax_paged.openai_protocol import (
     validation_error,
 )
 from jax_paged.outputs import RequestOutput
+from jax_paged.request_check import CheckedRequest, Prompt, as_prompts
 from jax_paged.sampling_params import SamplingParams
 
 _SHUTDOWN_S = 5
