@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
@@ -208,6 +209,39 @@ def ragged_attention(
     return ragged_prefill.ragged_attention(
         q, kv_pages, block_tables, context_lens, query_start_loc, **options
     )
+
+
+def check_inputs(
+    num_pages: int,
+    page_size: int,
+    block_tables: np.ndarray,
+    context_lens: np.ndarray,
+    query_start_loc: np.ndarray,
+    slot_mapping: np.ndarray,
+    src: np.ndarray,
+    dst: np.ndarray,
+) -> None:
+    """Asserts on the host what the ops take for granted of their arguments of the same names.
+
+    Raises:
+        AssertionError: If a page or slot is out of range, a table too short for its context, a slot or page
+            written twice, query_start_loc not increasing, or a page both read and written by copy_blocks.
+    """
+    query_lens, slots = np.diff(query_start_loc), slot_mapping[slot_mapping < num_pages * page_size]
+    copied = (src < num_pages) & (dst < num_pages)
+    src, dst = src[copied], dst[copied]
+    for ok, message in (
+        ((block_tables >= 0) & (block_tables < num_pages), "a page of a block table is out of the pool"),
+        (context_lens <= block_tables.shape[1] * page_size, "a context is longer than its table"),
+        (np.append(query_lens, query_start_loc[0]) >= 0, "query_start_loc decreases"),
+        (query_lens <= context_lens, "a sequence has more queries than tokens"),
+        (slots >= 0, "a slot is negative"),
+        (len(np.unique(slots)) == len(slots), "a slot is written twice"),
+        (np.append(src, dst) >= 0, "a page to copy is negative"),
+        (len(np.unique(dst)) == len(dst), "a page is written twice"),
+        (~np.isin(dst, src), "a page is both read and written"),
+    ):
+        assert np.all(ok), message
 
 
 def _check(name: str, shape: tuple[int, ...], allowed: tuple[int, ...]) -> None:

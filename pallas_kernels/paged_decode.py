@@ -179,6 +179,8 @@ def _attend(
 
             @pl.when(ahead < last)
             def _():
+                if bars:  # what was read of the slot's last block stays before what TMA writes
+                    plgpu.commit_smem()
                 issue(ahead, page_ids)
 
             if bars:

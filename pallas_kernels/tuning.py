@@ -62,7 +62,7 @@ def target(*, interpret: bool = False) -> Target:
     """Returns the GPU that a trace is lowered for: the abstract mesh's device, else the default device.
 
     Lowering for CUDA on a machine without a GPU is for an H100, as in Mosaic itself, unless the abstract mesh
-    has a device with a `compute_capability`. The interpreter runs what an H100 gets, for fewer multiprocessors.
+    has a device with a `compute_capability`. The interpreter runs what an H100 gets, on fewer SMs.
 
     Args:
         interpret: Whether the kernel is interpreted.
@@ -119,8 +119,8 @@ def check_shape(q: Array, kv_pages: Array, *, interpret: bool) -> None:
 
 
 def interpret_params(interpret: bool) -> plgpu.InterpretGPUParams | bool:
-    """Returns the `interpret` argument of plgpu.kernel."""
-    return plgpu.InterpretGPUParams() if interpret else False
+    """Returns the `interpret` argument of plgpu.kernel; the interpreter raises at a race."""
+    return plgpu.InterpretGPUParams(detect_races=True) if interpret else False
 
 
 def smem_transforms(head_dim: int, dtype: jnp.dtype, cp_async_rows: int = 32) -> tuple[Any, ...]:

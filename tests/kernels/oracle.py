@@ -1,6 +1,10 @@
 """Attention over pages in NumPy float64, written from the definitions: what checks every backend."""
 
+import jax.numpy as jnp
 import numpy as np
+
+# Relative norm error: a few units in the last place of the dtype, times the square root of the sums' length.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 5e-3}
 
 
 def gather(kv_pages: np.ndarray, table: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -34,6 +38,9 @@ def ragged_attention(
             continue
         keys, values = gather(kv_pages, np.asarray(block_tables)[b], length)
         keys, values = (np.repeat(x, group, axis=1) for x in (keys, values))
+        if window is not None:  # tokens that no row attends to may be anything
+            out_of_window = max(0, length - (last - first) - window + 1)
+            keys[:out_of_window], values[:out_of_window] = 0, 0
         scores = np.einsum("qhd,thd->hqt", q[first:last], keys) * scale
         if soft_cap is not None:
             scores = np.tanh(scores / soft_cap) * soft_cap
@@ -59,3 +66,30 @@ def paged_decode(q, kv_pages, block_tables, context_lens, **options):
     """Attention of one query a sequence; 0 where there is no context."""
     start = np.arange(len(context_lens) + 1)
     return ragged_attention(q, kv_pages, block_tables, context_lens, start, **options)
+
+
+def make_case(lens, *, heads, kv_heads, head_dim, page_size, dtype, query_lens=None, seed=0):
+    """Makes a pool whose every dead slot is NaN, block tables over permuted pages, and queries."""
+    rng = np.random.default_rng(seed)
+    columns = max(1, -(-max(lens) // page_size) + 2)
+    needed = sum(-(-n // page_size) for n in lens)
+    num_pages = needed + 5
+    pool = np.full((num_pages, 2, kv_heads, page_size, head_dim), np.nan, np.float32)
+    pages = iter(1 + rng.permutation(num_pages - 1))
+    tables = np.zeros((len(lens), columns), np.int32)
+    for b, n in enumerate(lens):
+        for column in range(-(-n // page_size)):
+            page = tables[b, column] = next(pages)
+            used = min(page_size, n - column * page_size)
+            pool[page, :, :, :used] = rng.normal(size=(2, kv_heads, used, head_dim))
+    query_lens = [1] * len(lens) if query_lens is None else query_lens
+    start = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    q = rng.normal(size=(int(start[-1]), heads, head_dim))
+    q, pool = jnp.asarray(q, dtype), jnp.asarray(pool, dtype)
+    return q, pool, jnp.asarray(tables), jnp.asarray(lens, jnp.int32), start
+
+
+def relative_error(got, want):
+    got = np.asarray(got).astype(np.float64)
+    assert np.isfinite(got).all()
+    return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)

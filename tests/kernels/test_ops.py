@@ -1,163 +1,299 @@
-"""The public ops against a float64 oracle: permuted tables, NaN in everything dead, skewed lengths."""
+"""The public ops on every backend against a float64 oracle: permuted tables, NaN in dead slots, skew.
+
+The interpreter is slow, so it gets the small cases; it raises at a race. pytest -m gpu runs all on a GPU.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import paged_decode, ragged_attention
+from oracle import TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
 
 from jax_paged.pallas_kernels import ops
 
-# Relative norm error: a few units in the last place of the dtype, times the square root of the sums' length.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 5e-3}
-
-
-def make_case(lens, *, heads, kv_heads, head_dim, page_size, dtype, query_lens=None, seed=0):
-    """Makes a pool whose every dead slot is NaN, block tables over permuted pages, and queries."""
-    rng = np.random.default_rng(seed)
-    columns = max(1, -(-max(lens) // page_size) + 2)
-    needed = sum(-(-n // page_size) for n in lens)
-    num_pages = needed + 5
-    pool = np.full((num_pages, 2, kv_heads, page_size, head_dim), np.nan, np.float32)
-    pages = iter(1 + rng.permutation(num_pages - 1))
-    tables = np.zeros((len(lens), columns), np.int32)
-    for b, n in enumerate(lens):
-        for column in range(-(-n // page_size)):
-            page = tables[b, column] = next(pages)
-            used = min(page_size, n - column * page_size)
-            pool[page, :, :, :used] = rng.normal(size=(2, kv_heads, used, head_dim))
-    query_lens = [1] * len(lens) if query_lens is None else query_lens
-    start = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-    q = rng.normal(size=(int(start[-1]), heads, head_dim))
-    q, pool = jnp.asarray(q, dtype), jnp.asarray(pool, dtype)
-    return q, pool, jnp.asarray(tables), jnp.asarray(lens, jnp.int32), start
-
-
-def relative_error(got, want):
-    got = np.asarray(got).astype(np.float64)
-    assert np.isfinite(got).all()
-    return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
-
-
 S = 16
 EDGE_LENS = [1, S - 1, S, S + 1, 2 * S, 63, 64, 65, 127, 128, 129, 300, 0, 1000, 3000, 0, 5]
+FEW_LENS = [S + 1, 0, 150, 1]
+GPU = [pytest.param("pallas", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(4, 4, 64), (8, 2, 64), (16, 1, 128), (6, 3, 80)]
-)
-def test_decode_matches_oracle(dtype, heads, kv_heads, head_dim):
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "page_size": S}
-    q, pool, tables, lens, _ = make_case(EDGE_LENS, dtype=dtype, **shape)
-    got = jax.jit(ops.paged_decode, static_argnames="scale")(q, pool, tables, lens, scale=head_dim**-0.5)
-    want = paged_decode(q, pool, tables, lens, scale=head_dim**-0.5)
-    assert relative_error(got, want) < TOLERANCE[dtype]
-    assert got.dtype == jnp.dtype(dtype)
+def cases(everywhere, interpreted=()):
+    """Parameters: `everywhere` for xla and, if not float32, for a GPU; `interpreted` for the interpreter."""
+    for case in everywhere:
+        yield pytest.param("xla", *case)
+        if case[0] != "float32":
+            yield pytest.param("pallas", *case, marks=pytest.mark.gpu)
+    for case in interpreted:
+        yield pytest.param("pallas_interpret", *case)
+
+
+@functools.partial(jax.jit, static_argnames=("op", "scale", "window", "soft_cap", "backend"))
+def jitted(op, *args, **options):
+    return getattr(ops, op)(*args, **options)
+
+
+def check_decode(q, pool, tables, lens, backend, **options):
+    arrays = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    got = jitted("paged_decode", q, pool, tables, lens, backend=backend, **arrays)
+    want = paged_decode(q, pool, tables, lens, **options)
+    assert relative_error(got, want) < TOLERANCE[q.dtype.name]
+    assert got.dtype == q.dtype
     assert (np.asarray(got)[np.asarray(lens) == 0] == 0).all()
 
 
-@pytest.mark.parametrize("num_seqs", [1, 2, 15, 16, 17, 40])
-@pytest.mark.parametrize("page_size", [4, 16, 32, 64])
-def test_decode_of_any_batch_and_page_size(num_seqs, page_size):
-    lens = np.random.default_rng(num_seqs).zipf(1.3, size=num_seqs).clip(1, 700).tolist()
-    q, pool, tables, lens, _ = make_case(
-        lens, heads=4, kv_heads=2, head_dim=32, page_size=page_size, dtype="float32"
-    )
-    got = ops.paged_decode(q, pool, tables, lens, scale=0.2)
-    assert relative_error(got, paged_decode(q, pool, tables, lens, scale=0.2)) < 1e-5
-
-
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, 5.0), (7, None), (100, None), (33, 2.0)])
-def test_window_and_soft_cap(window, soft_cap):
-    lens, query_lens = [1, 40, 130, 260, 17], [1, 40, 65, 1, 3]
-    q, pool, tables, lens, start = make_case(
-        lens, heads=4, kv_heads=2, head_dim=32, page_size=S, dtype="float32", query_lens=query_lens
-    )
-    flags = {"scale": 1.0, "window": window, "soft_cap": soft_cap}
-    got = ops.ragged_attention(q, pool, tables, lens, jnp.asarray(start), **flags)
-    assert relative_error(got, ragged_attention(q, pool, tables, lens, start, **flags)) < 1e-5
-    got = ops.paged_decode(q[:5], pool, tables, lens, **flags)
-    assert relative_error(got, paged_decode(q[:5], pool, tables, lens, **flags)) < 1e-5
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("padding", [0, 29])
-def test_ragged_matches_oracle(dtype, padding):
-    lens = [1, 1, 77, 16, 64, 65, 128, 300, 1000, 0, 33, 2]
-    query_lens = [1, 1, 1, 16, 64, 65, 63, 130, 10, 0, 33, 2]
-    q, pool, tables, lens, start = make_case(
-        lens, heads=8, kv_heads=2, head_dim=64, page_size=S, dtype=dtype, query_lens=query_lens
-    )
+def check_ragged(q, pool, tables, lens, start, backend, *, padding=0, **options):
     # Padding rows hold NaN: they come out 0 and disturb nobody.
-    q = jnp.concatenate([q, jnp.full((padding, *q.shape[1:]), jnp.nan, q.dtype)])
-    got = jax.jit(ops.ragged_attention, static_argnames="scale")(
-        q, pool, tables, lens, jnp.asarray(start), scale=0.125
+    padded = jnp.concatenate([q, jnp.full((padding, *q.shape[1:]), jnp.nan, q.dtype)])
+    arrays = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    got = jitted(
+        "ragged_attention", padded, pool, tables, lens, jnp.asarray(start), backend=backend, **arrays
     )
-    want = ragged_attention(q[: start[-1]], pool, tables, lens, start, scale=0.125)
-    assert relative_error(got[: start[-1]], want) < TOLERANCE[dtype]
+    want = ragged_attention(q, pool, tables, lens, start, **options)
+    assert relative_error(got[: start[-1]], want) < TOLERANCE[q.dtype.name]
     assert (np.asarray(got)[start[-1] :] == 0).all()
 
 
-def test_ragged_of_random_batches():
+HEADS = [(4, 4, 64), (8, 2, 64), (16, 1, 128), (6, 3, 80), (4, 2, 96), (8, 1, 256)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "heads", "kv_heads", "head_dim"),
+    cases(
+        [(dtype, *heads) for dtype in TOLERANCE for heads in HEADS],
+        [("bfloat16", 8, 2, 64), ("float32", 16, 1, 128), ("float16", 6, 3, 80), ("float32", 4, 2, 96)],
+    ),
+)
+def test_decode_matches_oracle(backend, dtype, heads, kv_heads, head_dim):
+    lens = FEW_LENS if backend == "pallas_interpret" else EDGE_LENS
+    q, pool, tables, lens, _ = make_case(
+        lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, page_size=S, dtype=dtype
+    )
+    check_decode(q, pool, tables, lens, backend, scale=head_dim**-0.5)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), cases([("float32",), ("bfloat16",)], [("float32",)]))
+def test_decode_of_all_edge_lengths(backend, dtype):
+    q, pool, tables, lens, _ = make_case(
+        EDGE_LENS, heads=2, kv_heads=1, head_dim=64, page_size=S, dtype=dtype, seed=1
+    )
+    check_decode(q, pool, tables, lens, backend, scale=0.2)
+
+
+BATCHES = [(n, page_size) for n in (1, 2, 15, 16, 17, 40) for page_size in (16, 32, 64)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "num_seqs", "page_size"),
+    cases(
+        [(dtype, *batch) for dtype in ("float32", "bfloat16") for batch in BATCHES],
+        [("bfloat16", 17, 32), ("float32", 3, 64)],
+    ),
+)
+def test_decode_of_any_batch_and_page_size(backend, dtype, num_seqs, page_size):
+    lens = np.random.default_rng(num_seqs).zipf(1.3, size=num_seqs).clip(1, 700).tolist()
+    q, pool, tables, lens, _ = make_case(
+        lens, heads=4, kv_heads=2, head_dim=64, page_size=page_size, dtype=dtype
+    )
+    check_decode(q, pool, tables, lens, backend, scale=0.2)
+
+
+SINKS = np.array([0.5, -3.0, 60.0, 4.0], np.float32)
+FLAGS = [
+    {"soft_cap": 5.0},
+    {"window": 7},
+    {"window": 100, "sinks": SINKS},
+    {"window": 33, "soft_cap": 2.0},
+    {"sinks": SINKS},
+]
+FLAG_LENS, FLAG_QUERIES = [1, 40, 130, 260, 17], [1, 40, 65, 1, 3]
+EVERYWHERE = [(dtype, flags) for dtype in ("float32", "float16") for flags in FLAGS]
+INTERPRETED = [("float32", FLAGS[2]), ("float32", FLAGS[3])]
+
+
+@pytest.mark.parametrize(("backend", "dtype", "flags"), cases(EVERYWHERE, INTERPRETED))
+def test_flags_of_decode(backend, dtype, flags):
+    q, pool, tables, lens, _ = make_case(
+        FLAG_LENS, heads=4, kv_heads=2, head_dim=64, page_size=S, dtype=dtype
+    )
+    if "window" in flags:  # what lies before the window may have been given away
+        for b, n in enumerate(FLAG_LENS):
+            pool = pool.at[tables[b, : max(0, n - flags["window"]) // S]].set(jnp.nan)
+            tables = tables.at[b, : max(0, n - flags["window"]) // S].set(0)
+    check_decode(q, pool, tables, lens, backend, scale=0.5, **flags)
+
+
+@pytest.mark.parametrize(("backend", "dtype", "flags"), cases(EVERYWHERE, INTERPRETED))
+def test_flags_of_ragged(backend, dtype, flags):
+    q, pool, tables, lens, start = make_case(
+        FLAG_LENS, heads=4, kv_heads=2, head_dim=64, page_size=S, dtype=dtype, query_lens=FLAG_QUERIES
+    )
+    check_ragged(q, pool, tables, lens, start, backend, scale=0.5, **flags)
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS])
+def test_distance_bias(sinks):
+    bias = np.random.default_rng(0).normal(size=(4, 20)).astype(np.float32)
+    options = {"scale": 1.0, "distance_bias": bias, **({} if sinks is None else {"sinks": sinks})}
+    q, pool, tables, lens, start = make_case(
+        FLAG_LENS, heads=4, kv_heads=2, head_dim=32, page_size=S, dtype="float32", query_lens=FLAG_QUERIES
+    )
+    check_ragged(q, pool, tables, lens, start, "xla", **options)
+    check_decode(q[:5], pool, tables, lens, "xla", **options)
+
+
+LENS = [1, 1, 77, 16, 64, 65, 128, 300, 1000, 0, 33, 2]
+QUERIES = [1, 1, 1, 16, 64, 65, 63, 130, 10, 0, 33, 2]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "heads", "kv_heads", "head_dim", "padding"),
+    cases(
+        [(dtype, *heads, 29) for dtype in TOLERANCE for heads in HEADS[:4]] + [("bfloat16", *HEADS[1], 0)],
+        [("bfloat16", 4, 2, 128, 5), ("float32", 4, 1, 64, 0)],
+    ),
+)
+def test_ragged_matches_oracle(backend, dtype, heads, kv_heads, head_dim, padding):
+    few = slice(-2, None) if backend == "pallas_interpret" else slice(None)
+    q, pool, tables, lens, start = make_case(
+        LENS[few],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=S,
+        dtype=dtype,
+        query_lens=QUERIES[few],
+    )
+    check_ragged(q, pool, tables, lens, start, backend, padding=padding, scale=head_dim**-0.5)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), cases([("float32",), ("bfloat16",)]))
+def test_ragged_of_random_batches(backend, dtype):
     rng = np.random.default_rng(3)
     for seed in range(12):
-        num_seqs = int(rng.integers(1, 9))
-        lens = rng.integers(1, 200, num_seqs)
-        query_lens = [int(rng.integers(1, n + 1)) if rng.random() < 0.7 else 1 for n in lens]
-        q, pool, tables, lens, start = make_case(
-            lens.tolist(), heads=4, kv_heads=2, head_dim=16, page_size=8, dtype="float32",
-            query_lens=query_lens, seed=seed,
-        )  # fmt: skip
-        got = ops.ragged_attention(q, pool, tables, lens, jnp.asarray(start), scale=0.25)
-        assert relative_error(got, ragged_attention(q, pool, tables, lens, start, scale=0.25)) < 1e-5
+        lens = rng.integers(0, 200, 8)
+        query_lens = [int(rng.integers(0, n + 1)) if rng.random() < 0.7 else min(n, 1) for n in lens]
+        # The last sequence is as long as it takes to have the same shapes, compiled once.
+        lens[-1], query_lens[-1] = 1000, 1000 - sum(query_lens[:-1])
+        shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "page_size": S, "dtype": dtype}
+        q, pool, *rest = make_case(lens.tolist(), query_lens=query_lens, seed=seed, **shape)
+        pool = jnp.concatenate([pool, jnp.full((200 - len(pool), *pool.shape[1:]), jnp.nan, pool.dtype)])
+        check_ragged(q, pool, *rest, backend, scale=0.25)
 
 
-def test_one_sequence_with_nan_leaves_the_others_alone():
+@pytest.mark.parametrize("backend", ["xla", *GPU])
+def test_one_sequence_with_nan_leaves_the_others_alone(backend):
     q, pool, tables, lens, start = make_case(
-        [40, 50, 60], heads=4, kv_heads=2, head_dim=16, page_size=8, dtype="float32", query_lens=[1, 20, 30]
+        [40, 50, 60], heads=4, kv_heads=2, head_dim=64, page_size=S, dtype="bfloat16", query_lens=[1, 20, 30]
     )
     want = ragged_attention(q, pool, tables, lens, start, scale=0.25)
     pool = pool.at[tables[1, 0]].set(jnp.nan)
-    got = np.asarray(ops.ragged_attention(q, pool, tables, lens, jnp.asarray(start), scale=0.25))
-    assert np.isnan(got[1:21]).all()
+    got = np.asarray(
+        jitted("ragged_attention", q, pool, tables, lens, jnp.asarray(start), scale=0.25, backend=backend)
+    )
+    assert np.isnan(got[1:21].astype(np.float32)).all()
     rest = np.r_[0:1, 21:51]
-    assert relative_error(got[rest], want[rest]) < 1e-5
+    assert relative_error(got[rest], want[rest]) < TOLERANCE["bfloat16"]
 
 
-def test_write_kv_is_exact_and_drops_padding():
+@pytest.mark.parametrize("backend", ["xla", "pallas_interpret", *GPU])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 128), (3, 80), (1, 64)])
+def test_write_kv_is_exact_and_drops_padding(backend, kv_heads, head_dim):
     rng = np.random.default_rng(0)
-    pages, kv_heads, page_size, head_dim = 6, 3, 4, 8
-    pool = rng.normal(size=(pages, 2, kv_heads, page_size, head_dim)).astype(np.float32)
-    k, v = rng.normal(size=(2, 7, kv_heads, head_dim)).astype(np.float32)
-    slots = np.array([5, 0, 23, pages * page_size, 11, 10**6, 8], np.int32)
+    num_pages = 6
+    pool = rng.normal(size=(num_pages, 2, kv_heads, S, head_dim)).astype(jnp.bfloat16)
+    k, v = rng.normal(size=(2, 7, kv_heads, head_dim)).astype(jnp.bfloat16)
+    slots = np.array([5, 0, num_pages * S - 1, num_pages * S, 11, 10**6, S], np.int32)
     want = pool.copy()
     for t, slot in enumerate(slots):
-        if slot < pages * page_size:
-            want[slot // page_size, 0, :, slot % page_size] = k[t]
-            want[slot // page_size, 1, :, slot % page_size] = v[t]
-    got = jax.jit(ops.write_kv, donate_argnums=0)(jnp.asarray(pool), k, v, slots)
-    np.testing.assert_array_equal(np.asarray(got), want)
+        if slot < num_pages * S:
+            want[slot // S, 0, :, slot % S], want[slot // S, 1, :, slot % S] = k[t], v[t]
+    write = jax.jit(functools.partial(ops.write_kv, backend=backend), donate_argnums=0)
+    np.testing.assert_array_equal(np.asarray(write(jnp.asarray(pool), k, v, slots)), want)
 
 
-def test_copy_blocks_reads_before_it_writes_and_skips_padding():
+@pytest.mark.parametrize("backend", ["xla", "pallas_interpret", *GPU])
+def test_copy_blocks_skips_padding(backend):
+    pool = np.random.default_rng(0).normal(size=(6, 2, 3, S, 64)).astype(np.float32)
+    src, dst = np.array([1, 2, 6, 3, 1], np.int32), np.array([4, 5, 0, 6, 0], np.int32)
+    want = pool.copy()
+    want[4], want[5], want[0] = pool[1], pool[2], pool[1]
+    copy = jax.jit(functools.partial(ops.copy_blocks, backend=backend), donate_argnums=0)
+    np.testing.assert_array_equal(np.asarray(copy(jnp.asarray(pool), src, dst)), want)
+
+
+def test_copy_blocks_reads_before_it_writes():
     pool = np.arange(6 * 2 * 1 * 2 * 2, dtype=np.float32).reshape(6, 2, 1, 2, 2)
-    src, dst = np.array([1, 2, 6, 3], np.int32), np.array([2, 3, 4, 6], np.int32)
+    got = ops.copy_blocks(jnp.asarray(pool), jnp.asarray([1, 2]), jnp.asarray([2, 3]), backend="xla")
     want = pool.copy()
     want[2], want[3] = pool[1], pool[2]
-    got = ops.copy_blocks(jnp.asarray(pool), jnp.asarray(src), jnp.asarray(dst))
     np.testing.assert_array_equal(np.asarray(got), want)
 
 
 def test_errors_name_what_is_wrong():
     q, pool, tables, lens, _ = make_case([5], heads=4, kv_heads=2, head_dim=16, page_size=8, dtype="float32")
+    decode = functools.partial(ops.paged_decode, scale=1.0)
     with pytest.raises(ValueError, match=r"backend is 'cuda'; allowed"):
-        ops.paged_decode(q, pool, tables, lens, scale=1.0, backend="cuda")  # pyright: ignore
+        decode(q, pool, tables, lens, backend="cuda")
     with pytest.raises(ValueError, match=r"q has shape \(1, 3, 16\)"):
-        ops.paged_decode(q[:, :3], pool, tables, lens, scale=1.0)
+        decode(q[:, :3], pool, tables, lens)
     with pytest.raises(ValueError, match=r"q has dtype bfloat16"):
-        ops.paged_decode(q.astype(jnp.bfloat16), pool, tables, lens, scale=1.0)
+        decode(q.astype(jnp.bfloat16), pool, tables, lens)
     with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\)"):
         ops.ragged_attention(q, pool, tables, lens, jnp.zeros(3, jnp.int32), scale=1.0)
     with pytest.raises(ValueError, match=r"kv_pages has shape"):
         ops.write_kv(pool[0], q, q, lens)
+    with pytest.raises(ValueError, match=r"sinks has shape \(3,\); .* \(4,\)"):
+        decode(q, pool, tables, lens, sinks=jnp.zeros(3))
+    with pytest.raises(ValueError, match=r"distance_bias has shape \(4,\)"):
+        decode(q, pool, tables, lens, distance_bias=jnp.zeros(4))
+    with pytest.raises(ValueError, match=r"soft_cap is 2.0; allowed with distance_bias: None"):
+        decode(q, pool, tables, lens, distance_bias=jnp.zeros((4, 2)), soft_cap=2.0)
+    with pytest.raises(ValueError, match=r"distance_bias has .* backend 'pallas_interpret': None"):
+        decode(q, pool, tables, lens, distance_bias=jnp.zeros((4, 2)), backend="pallas_interpret")
+    with pytest.raises(ValueError, match=r"head_dim 16; allowed with backend 'pallas': 64, 80"):
+        decode(q, pool, tables, lens, backend="pallas_interpret")
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="is about a machine without a GPU")
+def test_pallas_without_a_gpu_is_an_error():
+    q, pool, tables, lens, _ = make_case([5], heads=4, kv_heads=2, head_dim=64, page_size=16, dtype="float32")
+    with pytest.raises(
+        ValueError, match=r"attention_backend is 'pallas'.* this machine, whose device is 'cpu'"
+    ):
+        ops.resolve_backend("pallas", name="attention_backend")
+    with pytest.raises(ValueError, match=r"backend is 'pallas'.* this machine, whose device is 'cpu'"):
+        ops.paged_decode(q, pool, tables, lens, scale=1.0, backend="pallas")
+    assert ops.resolve_backend("auto") == "xla"
+    assert ops.resolve_backend("pallas_interpret") == "pallas_interpret"
+
+
+CHECKED = {
+    "block_tables": np.array([[1, 2], [3, 0]]),
+    "context_lens": np.array([20, 5]),
+    "query_start_loc": np.array([0, 1, 4]),
+    "slot_mapping": np.array([35, 48, 49, 50, 64, 64]),
+    "src": np.array([1, 4]),
+    "dst": np.array([2, 4]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("block_tables", [[1, 4], [3, 0]], "a page of a block table"),
+        ("block_tables", [[1, -1], [3, 0]], "a page of a block table"),
+        ("context_lens", [33, 5], "longer than its table"),
+        ("context_lens", [20, 2], "more queries than tokens"),
+        ("query_start_loc", [0, 3, 2], "decreases"),
+        ("slot_mapping", [35, 35], "a slot is written twice"),
+        ("slot_mapping", [-1], "a slot is negative"),
+        ("dst", [1, 4], "both read and written"),
+        ("dst", [-1, 4], "a page to copy is negative"),
+    ],
+)
+def test_check_inputs(name, value, message):
+    ops.check_inputs(4, 16, **CHECKED)
+    with pytest.raises(AssertionError, match=message):
+        ops.check_inputs(4, 16, **{**CHECKED, name: np.array(value)})
