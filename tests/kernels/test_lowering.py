@@ -1,0 +1,110 @@
+"""Lowering for CUDA without a GPU: Mosaic's layouts, copies and shared memory on sm_80 and sm_90."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from jax_paged.pallas_kernels import ops, tuning
+from jax_paged.pallas_kernels.paged_decode import decode_config
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractGpu(AbstractDevice):
+    """What JAX asks of a device that it lowers for; its own AbstractDevice does not say the capability."""
+
+    compute_capability: str
+
+
+A100 = AbstractGpu("NVIDIA A100", 108, "gpu", "8.0")
+RTX_3090 = AbstractGpu("NVIDIA GeForce RTX 3090", 82, "gpu", "8.6")
+H100 = AbstractGpu("NVIDIA H100", 132, "gpu", "9.0")
+V100 = AbstractGpu("NVIDIA V100", 80, "gpu", "7.0")
+
+
+def lower(gpu, f, *specs, **options):
+    """Returns the text of f, called with backend "pallas", lowered for a GPU."""
+    f = functools.partial(f, backend="pallas", **options)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        return jax.jit(f).trace(*specs).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def specs(heads, kv_heads, head_dim, page_size, dtype, *, num_seqs=8, num_pages=512, columns=64):
+    """Returns the shapes of q, kv_pages, block_tables and context_lens."""
+    return (
+        jax.ShapeDtypeStruct((num_seqs, heads, head_dim), dtype),
+        jax.ShapeDtypeStruct((num_pages, 2, kv_heads, page_size, head_dim), dtype),
+        jax.ShapeDtypeStruct((num_seqs, columns), jnp.int32),
+        jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
+    )
+
+
+def kernels(text):
+    return text.count("mosaic_gpu")
+
+
+# A cp.async copy of a page of 16 x 80 has no swizzle that suits four warps: an error, tested below.
+SHAPES = [(d, s) for d in tuning.HEAD_DIMS for s in tuning.PAGE_SIZES]
+GPU_SHAPES = [(H100, *shape) for shape in SHAPES] + [(A100, *shape) for shape in SHAPES if shape != (80, 16)]
+
+
+@pytest.mark.parametrize(("gpu", "head_dim", "page_size"), GPU_SHAPES)
+def test_decode(gpu, head_dim, page_size):
+    dtype = jnp.float16 if page_size == 32 else jnp.bfloat16
+    args = specs(32, 8, head_dim, page_size, dtype)
+    assert kernels(lower(gpu, ops.paged_decode, *args, scale=0.1)) >= 2
+
+
+@pytest.mark.parametrize("gpu", [A100, H100])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (16, 1), (14, 2), (6, 3)])
+def test_decode_of_groups_with_flags(gpu, heads, kv_heads):
+    args = specs(heads, kv_heads, 128, 16, jnp.bfloat16)
+    flags = {"window": 100, "soft_cap": 3.0, "sinks": jnp.zeros(heads)}
+    assert kernels(lower(gpu, ops.paged_decode, *args, scale=0.1, **flags))
+
+
+@pytest.mark.parametrize(("gpu", "head_dim", "page_size"), GPU_SHAPES)
+def test_ragged(gpu, head_dim, page_size):
+    _, pool, tables, lens = specs(32, 8, head_dim, page_size, jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((256, 32, head_dim), jnp.bfloat16)
+    start = jax.ShapeDtypeStruct((9,), jnp.int32)
+    assert kernels(lower(gpu, ops.ragged_attention, q, pool, tables, lens, start, scale=0.1))
+
+
+@pytest.mark.parametrize("gpu", [A100, H100])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 128), (1, 64), (3, 80)])
+def test_write_and_copy(gpu, dtype, kv_heads, head_dim):
+    _, pool, _, ids = specs(kv_heads, kv_heads, head_dim, 16, dtype)
+    rows = jax.ShapeDtypeStruct((8, kv_heads, head_dim), dtype)
+    assert kernels(lower(gpu, ops.write_kv, pool, rows, rows, ids))
+    assert kernels(lower(gpu, ops.copy_blocks, pool, ids, ids))
+
+
+def test_unsupported_shapes_are_errors():
+    with pytest.raises(ValueError, match=r"dtype float32; allowed .*bfloat16, float16\. Backend 'xla'"):
+        lower(H100, ops.paged_decode, *specs(8, 2, 64, 16, jnp.float32), scale=1.0)
+    with pytest.raises(ValueError, match=r"page_size 8; allowed with backend 'pallas': 16, 32, 64"):
+        lower(H100, ops.paged_decode, *specs(8, 2, 64, 8, jnp.bfloat16), scale=1.0)
+    with pytest.raises(ValueError, match=r"query heads a kv head 32; allowed"):
+        lower(H100, ops.paged_decode, *specs(32, 1, 64, 16, jnp.bfloat16), scale=1.0)
+    with pytest.raises(ValueError, match=r"head_dim is 80 and page_size 16; allowed .* 32 or 64"):
+        lower(A100, ops.paged_decode, *specs(8, 2, 80, 16, jnp.bfloat16), scale=1.0)
+    with pytest.raises(ValueError, match=r"needs \d+ bytes of shared memory; allowed .* 8.6: 101376"):
+        lower(RTX_3090, ops.paged_decode, *specs(8, 2, 256, 64, jnp.bfloat16), scale=1.0)
+    with pytest.raises(ValueError, match=r"capability 7.0; allowed with backend 'pallas': 8.0 or higher"):
+        lower(V100, ops.paged_decode, *specs(8, 2, 64, 16, jnp.bfloat16), scale=1.0)
+
+
+@pytest.mark.parametrize(("head_dim", "page_size"), SHAPES)
+def test_two_blocks_share_a_multiprocessor(head_dim, page_size):
+    gpu = tuning.Target((9, 0), 132, 227 * 1024)
+    config = decode_config(gpu, (8, 32, head_dim), (512, 2, 8, page_size, head_dim), jnp.bfloat16)
+    stage_bytes = config.block_tokens * head_dim * 4
+    assert config.block_tokens % page_size == 0
+    assert config.num_stages >= 2
+    # A block of 64 tokens of 256 does not leave room for two blocks of threads with two stages each.
+    assert (head_dim, page_size) == (256, 64) or config.num_stages * stage_bytes < gpu.smem_bytes / 2
