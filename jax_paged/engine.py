@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from jax_paged.block_manager import BlockManager
-from jax_paged.config import EngineArgs, check, check_int
+from jax_paged.config import EngineArgs, check
 from jax_paged.model_runner import ModelRunner
 from jax_paged.models.weights import LoadedModel, resolve_model_dir
 from jax_paged.outputs import RequestOutput
@@ -57,7 +57,7 @@ class LLMEngine:
         except (TypeError, ValueError) as error:
             self.runner.close()
             raise ValueError(f"generation_config.json of {args.model!r}: {error}") from error
-        self._checker = RequestChecker(config, self.tokenizer, default_params)
+        self._checker = RequestChecker(config, self.tokenizer, default_params, args.scheduling_policy)
         manager = BlockManager(
             config.num_blocks,
             config.block_size,
@@ -88,7 +88,12 @@ class LLMEngine:
         return cls(engine_args)
 
     def check_request(
-        self, prompt: Prompt, sampling_params: SamplingParams | BeamSearchParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
     ) -> CheckedRequest:
         """Tokenizes a prompt and checks it and its parameters; changes nothing.
 
@@ -98,13 +103,15 @@ class LLMEngine:
                 says both.
             sampling_params: None takes the model's defaults (its generation_config.json); max_tokens None
                 takes the rest of max_model_len. BeamSearchParams make it a beam search.
+            cache_salt: Only requests of equal salt share cached prefixes.
+            priority: Lower is served earlier; 0 unless scheduling_policy is "priority".
 
         Raises:
             ValueError: If the engine can't run it; the message names the argument, its value and what is
                 allowed.
         """
         self._check_open()
-        return self._checker.check(prompt, sampling_params)
+        return self._checker.check(prompt, sampling_params, cache_salt, priority)
 
     def add_request(
         self,
@@ -120,12 +127,13 @@ class LLMEngine:
 
         Args:
             request_id: No unfinished request may have the same.
-            prompt: As `check_request` takes it, or what that has returned.
-            sampling_params: None takes the defaults. Without a seed it gets one that depends on the
-                engine's seed and how many requests came before.
+            prompt: As `check_request` takes it, with sampling_params, cache_salt and priority; or what that
+                has returned, which holds all of them.
+            sampling_params: Without a seed they get one that depends on the engine's seed and how many
+                requests came before.
             arrival_time: In seconds of time.monotonic(); None takes now.
-            cache_salt: Only requests of equal salt share cached prefixes.
-            priority: Lower is served earlier; 0 unless scheduling_policy is "priority".
+            cache_salt: As `check_request` takes it.
+            priority: The same.
 
         Raises:
             ValueError: If the engine can't run it; nothing has changed then.
@@ -133,16 +141,12 @@ class LLMEngine:
         self._check_open()
         check(isinstance(request_id, str), "request_id", request_id, "a string")
         check(request_id not in self._requests, "request_id", request_id, "an id that no running request has")
-        check(isinstance(cache_salt, str), "cache_salt", cache_salt, "a string")
-        check_int("priority", priority, -(2**63), 2**63 - 1)
-        if priority and self.args.scheduling_policy != "priority":
-            raise ValueError(f"priority is {priority}; allowed with scheduling_policy 'fcfs': 0")
         is_number = isinstance(arrival_time, int | float) and not isinstance(arrival_time, bool)
         ok = arrival_time is None or (is_number and abs(arrival_time) <= sys.float_info.max)
         check(ok, "arrival_time", arrival_time, "a finite number or None")
         if not isinstance(prompt, CheckedRequest):
-            prompt = self.check_request(prompt, sampling_params)
-        params = prompt.params
+            prompt = self.check_request(prompt, sampling_params, cache_salt=cache_salt, priority=priority)
+        params, cache_salt = prompt.params, prompt.cache_salt
         if params.seed is None:
             params = dataclasses.replace(params, seed=self._seeds.getrandbits(63))
         assert params.seed is not None, "just set"
@@ -155,7 +159,7 @@ class LLMEngine:
             params,
             RequestMetrics(time.monotonic() if arrival_time is None else arrival_time),
             cache_salt,
-            priority,
+            prompt.priority,
             prompt.beam_params,
             prompt.encoder_token_ids,
         )
@@ -237,9 +241,14 @@ class LLMEngine:
         manager = self.scheduler.block_manager
         if not manager.enable_prefix_caching:
             raise ValueError("enable_prefix_caching is False; allowed for pinned prefixes: True")
-        request = self.check_request(prompt, SamplingParams(temperature=0, max_tokens=1))
+        if self.runner.config.decoder_start_token_id is not None:
+            raise ValueError(
+                "an encoder-decoder model has no prefixes to pin: each encoder output is one request's"
+            )
+        params = SamplingParams(temperature=0, max_tokens=1)
+        request = self.check_request(prompt, params, cache_salt=cache_salt)
         name = f"prefix-{next(self._pins)}"
-        self.add_request(name, request, cache_salt=cache_salt)
+        self.add_request(name, request)
         state = self._requests[name]
         while self.has_unfinished_requests():
             self.advance()

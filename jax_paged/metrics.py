@@ -55,18 +55,19 @@ class Metrics:
         for name, (text, value) in gauges.items():
             Gauge(name, text, registry=registry).set_function(value)
 
-    def observe(self, output: RequestOutput, num_tokens: int) -> None:
-        """Counts a request that has ended with `num_tokens` tokens."""
+    def observe(self, output: RequestOutput, num_tokens: list[int]) -> None:
+        """Counts a request that has ended, with so many tokens in each of its outputs."""
         metrics = output.metrics
         self._requests.labels(output.outputs[0].finish_reason).inc()
         self._prompt_tokens.inc(len(output.prompt_token_ids))
         self._cached_tokens.inc(output.num_cached_tokens)
-        self._generation_tokens.inc(num_tokens)
+        self._generation_tokens.inc(sum(num_tokens))
         if metrics.first_token_time is not None:
             self._first_token.observe(metrics.first_token_time - metrics.arrival_time)
-            if metrics.finished_time is not None and num_tokens > 1:
+            longest = max(num_tokens)
+            if metrics.finished_time is not None and longest > 1:
                 seconds = metrics.finished_time - metrics.first_token_time
-                self._inter_token.observe(seconds / (num_tokens - 1))
+                self._inter_token.observe(seconds / (longest - 1))
 
     def text(self) -> bytes:
         """Returns everything in Prometheus' text format."""

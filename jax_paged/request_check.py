@@ -42,6 +42,8 @@ class CheckedRequest:
         encoder_token_ids: Tokens for the encoder; empty for a decoder.
         params: With max_tokens filled in.
         beam_params: What is searched, if it is a beam search.
+        cache_salt: Only requests of equal salt share cached prefixes.
+        priority: Lower is served earlier.
     """
 
     prompt: str | None
@@ -49,6 +51,8 @@ class CheckedRequest:
     encoder_token_ids: list[int]
     params: SamplingParams
     beam_params: BeamSearchParams | None = None
+    cache_salt: str = ""
+    priority: int = 0
 
 
 class RequestChecker:
@@ -58,18 +62,34 @@ class RequestChecker:
         config: Limits of the model and of the pool.
         tokenizer: None if prompts come as token ids only.
         default_params: For requests that bring none.
+        scheduling_policy: Under "fcfs" no request may bring a priority.
     """
 
     def __init__(
-        self, config: RunnerConfig, tokenizer: Tokenizer | None, default_params: SamplingParams
+        self,
+        config: RunnerConfig,
+        tokenizer: Tokenizer | None,
+        default_params: SamplingParams,
+        scheduling_policy: str,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._default_params = default_params
+        self._scheduling_policy = scheduling_policy
         self._most_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
 
-    def check(self, prompt: Prompt, params: SamplingParams | BeamSearchParams | None) -> CheckedRequest:
+    def check(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None,
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> CheckedRequest:
         """See LLMEngine.check_request."""
+        check(isinstance(cache_salt, str), "cache_salt", cache_salt, "a string")
+        check_int("priority", priority, -(2**63), 2**63 - 1)
+        if priority and self._scheduling_policy != "priority":
+            raise ValueError(f"priority is {priority}; allowed with scheduling_policy 'fcfs': 0")
         params = self._default_params if params is None else params
         beam_params = params if isinstance(params, BeamSearchParams) else None
         if isinstance(params, BeamSearchParams):
@@ -82,7 +102,7 @@ class RequestChecker:
         if params.max_tokens is None:
             rest = self._config.max_model_len - len(token_ids)
             params = dataclasses.replace(params, max_tokens=rest)
-        return CheckedRequest(text, token_ids, encoder_ids, params, beam_params)
+        return CheckedRequest(text, token_ids, encoder_ids, params, beam_params, cache_salt, priority)
 
     def _split(self, prompt: Any) -> tuple[str | None, list[int], list[int]]:
         """Returns a prompt's text, the tokens for the encoder, and those for the decoder."""

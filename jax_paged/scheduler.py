@@ -241,20 +241,20 @@ class Scheduler:
             runs: Whether a running sequence takes part, by the number of tokens that it computes.
         """
         running = deque(self.queues.running.values())
-        admits = True
-        while running or admits:
-            head = first_to_admit() if admits and step.budget else None
+        head = first_to_admit()  # looked up again when someone was admitted, preempted or ended for it
+        while running or head is not None:
             group = running[0] if running else None
-            if head is not None and (group is None or head.order < group.order):
-                if self._admit(head, step, now):
-                    continue
-                last = self.queues.last_running()
-                if last is None:  # all is free, and it is not enough
-                    self._end_for_good(head, step, now)
-                elif group is not None and last.priority > head.priority:
-                    self._preempt(last, step)
-                else:
-                    admits = False
+            if head is not None and step.budget and (group is None or head.order < group.order):
+                if not self._admit(head, step, now):
+                    last = self.queues.last_running()
+                    if last is None:  # all is free, and it is not enough
+                        self._end_for_good(head, step, now)
+                    elif group is not None and last.priority > head.priority:
+                        self._preempt(last, step)
+                    else:
+                        head = None
+                        continue
+                head = first_to_admit()
             elif group is None:
                 break
             else:
@@ -263,13 +263,16 @@ class Scheduler:
                     rows = [row for row in self._plan(group, step, now) if runs(row[1])]
                     if rows:
                         self._run(group, rows, step, now)
-                    admits = admits and not step.preempted
+                    if step.preempted:
+                        head = None
 
     def _run(
         self, group: SequenceGroup, rows: list[tuple[Sequence, int]], step: StepBuilder, now: float
     ) -> None:
         """Adds rows of a running request, with the blocks that they need, unless it is itself preempted."""
-        copies = self._with_room(group, lambda: self.block_manager.append_slots(rows), step, now)
+        copies = self.block_manager.append_slots(rows)
+        if copies is None:
+            copies = self._with_room(group, lambda: self.block_manager.append_slots(rows), step, now)
         if copies is not None:
             step.copies += copies
             for seq, num_tokens in rows:
