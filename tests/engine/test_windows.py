@@ -1,0 +1,119 @@
+"""Layers with a sliding window hold only the window's blocks while a request runs, and share no less."""
+
+import itertools
+
+import numpy as np
+import pytest
+from real_model import DenseModel, assert_no_block_lost, make_engine
+
+from jax_paged import SamplingParams
+from jax_paged.models.weights import random_checkpoint
+
+WINDOW, BLOCK_SIZE, CHUNK = 24, 4, 16
+CONFIG = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "vocab_size": 199,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": WINDOW,
+    "max_position_embeddings": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "initializer_range": 0.3,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "pad_token_id": 0,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("windows")
+    random_checkpoint(folder, CONFIG, "float32", seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, 199, n).tolist() for n in (8 * WINDOW, 5, WINDOW, WINDOW + 1, 100)]
+
+
+@pytest.fixture(scope="module")
+def want(folder, prompts):
+    """Greedy texts from the dense call, token by token."""
+    model, texts = DenseModel(folder, max_len=320), [list(p) for p in prompts]
+    for _ in range(GREEDY.max_tokens or 0):
+        for text, logits in zip(texts, model.logits(texts), strict=True):
+            text.append(int(logits[-1].argmax()))
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def engine_of(folder, **settings):
+    return make_engine(
+        folder,
+        few_buckets=True,
+        max_model_len=320,
+        max_num_seqs=8,
+        max_num_batched_tokens=CHUNK,
+        block_size=BLOCK_SIZE,
+        skip_tokenizer_init=True,
+        **settings,
+    )
+
+
+def test_no_more_than_the_window_and_a_block_is_held(folder, prompts, want):
+    engine = engine_of(folder, num_gpu_blocks_override=200)
+    manager = engine.scheduler.block_manager
+    engine.add_request("long", prompts[0], GREEDY)
+    most_in_prefill = most_in_decode = num_tokens = 0
+    while engine.has_unfinished_requests():
+        output = engine.step()[0:]
+        for seq, tables in manager.block_tables.items():
+            held = [sum(b != 0 for b in t) for t, g in zip(tables, manager.groups, strict=True) if g.window]
+            if seq.output_token_ids[1:]:
+                most_in_decode = max(most_in_decode, *held)
+            else:
+                most_in_prefill = max(most_in_prefill, *held)
+            full = next(t for t, g in zip(tables, manager.groups, strict=True) if not g.window)
+            assert 0 not in full
+        num_tokens = len(output[0].outputs[0].token_ids) if output else num_tokens
+    assert num_tokens == 60
+    assert list(output[0].outputs[0].token_ids) == want[0]
+    assert most_in_decode == WINDOW // BLOCK_SIZE + 1
+    assert most_in_prefill <= (WINDOW + CHUNK) // BLOCK_SIZE + 1
+    assert_no_block_lost(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"enable_prefix_caching": False},
+        {"num_gpu_blocks_override": 130},
+        {"num_gpu_blocks_override": 130, "preemption_mode": "swap"},
+    ],
+)
+def test_output_is_that_of_the_dense_call(folder, prompts, want, settings):
+    engine = engine_of(folder, **({"num_gpu_blocks_override": 400} | settings))
+    outputs = {}
+    for run in range(2):  # the second one finds prefixes in the cache
+        for i, prompt in enumerate(prompts):
+            engine.add_request(f"{run} {i}", prompt, GREEDY)
+        while engine.has_unfinished_requests():
+            outputs |= {o.request_id: o for o in engine.step() if o.finished}
+    for run, i in itertools.product(range(2), range(len(prompts))):
+        assert list(outputs[f"{run} {i}"].outputs[0].token_ids) == want[i]
+    if settings.get("num_gpu_blocks_override"):
+        assert sum(o.metrics.num_preemptions for o in outputs.values())
+    elif not settings:
+        assert all(outputs[f"1 {i}"].num_cached_tokens >= len(prompts[i]) - BLOCK_SIZE for i in (0, 4))
+    assert_no_block_lost(engine)
+    engine.close()
