@@ -13,7 +13,7 @@ from jax_paged.config import EngineArgs
 from jax_paged.engine import LLMEngine
 from jax_paged.outputs import RequestOutput
 from jax_paged.request_check import CheckedRequest, Prompt
-from jax_paged.sampling_params import SamplingParams
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -22,8 +22,9 @@ class RequestStream:
     """The outputs of one request as an asynchronous iterator.
 
     Each output holds only what has come since the one before: text, token ids and logprobs. What comes
-    while the consumer is busy is joined; if `whole`, all of it is, and there is one output at the end.
-    Must be iterated to the end or aborted; used in the event loop that made it.
+    while the consumer is busy is joined; if `whole`, all of it is, and there is one output at the end. Of
+    beams, and with best_of > n, the texts come with the last output. Must be iterated to the end or
+    aborted; used in the event loop that made it.
     """
 
     def __init__(self, request_id: str, whole: bool, abort: Callable[["RequestStream"], None]) -> None:
@@ -96,17 +97,22 @@ class AsyncLLMEngine:
     async def submit(
         self,
         prompt: Prompt | CheckedRequest,
-        sampling_params: SamplingParams | None,
+        sampling_params: SamplingParams | BeamSearchParams | None,
         request_id: str,
         *,
+        cache_salt: str = "",
+        priority: int = 0,
         whole: bool = False,
     ) -> RequestStream:
         """Starts a request.
 
         Args:
-            prompt: As LLMEngine.check_request takes it, or what that has returned.
-            sampling_params: None takes the defaults.
+            prompt: As LLMEngine.check_request takes it, with sampling_params, cache_salt and priority; or
+                what that has returned, which holds all of them.
+            sampling_params: As LLMEngine.check_request takes it.
             request_id: No unfinished request may have the same.
+            cache_salt: As LLMEngine.check_request takes it.
+            priority: The same.
             whole: Whether to give one output at the end, which costs nothing a token.
 
         Returns:
@@ -117,7 +123,9 @@ class AsyncLLMEngine:
             RuntimeError: If the engine has failed or is closed.
         """
         if not isinstance(prompt, CheckedRequest):
-            prompt = await asyncio.to_thread(self.engine.check_request, prompt, sampling_params)
+            prompt = await asyncio.to_thread(
+                self.engine.check_request, prompt, sampling_params, cache_salt=cache_salt, priority=priority
+            )
         stream = RequestStream(request_id, whole, self._abort)
         self._calls.put(lambda: self._add(stream, prompt))
         if self.error is not None:  # asked after the put: the thread sets it before it looks a last time
@@ -125,20 +133,30 @@ class AsyncLLMEngine:
         return stream
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None, request_id: str
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | BeamSearchParams | None,
+        request_id: str,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
         """Runs a request; each output holds all that there is so far. Leaving the loop early aborts it.
 
         Args:
             prompt: As LLMEngine.check_request takes it.
-            sampling_params: None takes the defaults.
+            sampling_params: The same.
             request_id: No unfinished request may have the same.
+            cache_salt: As LLMEngine.check_request takes it.
+            priority: The same.
 
         Raises:
             ValueError: If the engine can't run it.
             RuntimeError: If the engine has failed or is closed.
         """
-        stream = await self.submit(prompt, sampling_params, request_id)
+        stream = await self.submit(
+            prompt, sampling_params, request_id, cache_salt=cache_salt, priority=priority
+        )
         total: RequestOutput | None = None
         try:
             async for delta in stream:

@@ -38,7 +38,7 @@ def engine_args(args: argparse.Namespace) -> EngineArgs:
 
 def _kind(hint: Any) -> dict[str, Any]:
     """Returns what argparse needs to read a value of a field's type."""
-    if isinstance(hint, types.UnionType):  # X | None
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # X | None
         hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}

@@ -44,6 +44,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Completes prompts, all of them together.
@@ -52,6 +53,8 @@ class LLM:
             prompts: A prompt or a list of them; each is text, a list of token ids, {"prompt": text} or
                 {"prompt_token_ids": ids}.
             sampling_params: For all prompts, or a list with one for each; None takes the defaults.
+            priority: One a prompt, lower is served earlier; all 0, as None is, unless scheduling_policy is
+                "priority".
             use_tqdm: Whether to show a progress bar.
 
         Returns:
@@ -62,8 +65,11 @@ class LLM:
         """
         listed = as_prompts(prompts)
         params = self._params_of(sampling_params, len(listed))
-        pairs = enumerate(zip(listed, params, strict=True))
-        return self._run([self._check(i, *pair) for i, pair in pairs], use_tqdm)
+        priorities = [0] * len(listed) if priority is None else priority
+        is_list = isinstance(priorities, list | tuple)
+        check(is_list and len(priorities) == len(listed), "priority", priority, f"{len(listed)} integers")
+        rows = enumerate(zip(listed, params, priorities, strict=True))
+        return self._run([self._check(i, *row) for i, row in rows], use_tqdm)
 
     def chat(
         self,
@@ -187,10 +193,14 @@ class LLM:
         return params
 
     def _check(
-        self, index: int, prompt: Prompt, params: SamplingParams | BeamSearchParams | None
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams | None,
+        priority: int = 0,
     ) -> CheckedRequest:
         try:
-            return self.llm_engine.check_request(prompt, params)
+            return self.llm_engine.check_request(prompt, params, priority=priority)
         except ValueError as error:
             raise ValueError(f"prompts[{index}]: {error}") from error
 

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from jax_paged.config import check_int
 from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput
-from jax_paged.sampling_params import SamplingParams
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 _SAMPLING_FIELDS = (
     "temperature",
@@ -24,7 +25,11 @@ _SAMPLING_FIELDS = (
     "min_tokens",
     "prompt_logprobs",
     "skip_special_tokens",
+    "n",
+    "best_of",
 )
+# What a beam search takes of these: n is how many hypotheses it returns, and a seed changes nothing.
+_BEAM_FIELDS = ("temperature", "ignore_eos", "n", "seed")
 
 
 class ApiError(Exception):
@@ -78,7 +83,7 @@ class _Request(BaseModel):
     seed: int | None = None
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
-    n: Literal[1] | None = None
+    n: int | None = None
     # What vLLM adds to OpenAI's API.
     top_k: int | None = None
     min_p: float | None = None
@@ -88,6 +93,11 @@ class _Request(BaseModel):
     min_tokens: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
     # What clients send along and what changes no output.
     user: Any = None
     store: Any = None
@@ -100,11 +110,54 @@ class _Request(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def _params(self, defaults: dict[str, Any], **more: Any) -> SamplingParams:
-        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
-        values["logit_bias"] = _int_keys(self.logit_bias)
+    def _params(
+        self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams | BeamSearchParams:
+        values = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
+        values |= {"logit_bias": _int_keys(self.logit_bias), "logprobs": logprobs}
         given = {k: v for k, v in values.items() if v is not None}
-        return SamplingParams(**{**defaults, **given}, **more)
+        if self.use_beam_search:
+            return self._beam_params(given, max_tokens)
+        for name in ("beam_width", "length_penalty"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; allowed: nothing, unless use_beam_search is true"
+                )
+        params = SamplingParams(**{**defaults, **given}, max_tokens=max_tokens)
+        if self.stream and params.best_of is not None and params.best_of > params.n:
+            raise ValueError(
+                f"best_of is {params.best_of}; allowed with stream: {params.n}, which is n, as the best are "
+                f"known at the end only"
+            )
+        return params
+
+    def _beam_params(self, given: dict[str, Any], max_tokens: int | None) -> BeamSearchParams:
+        if self.stream:
+            raise ValueError(
+                "use_beam_search is True; allowed with stream: False, as the best are known at the end only"
+            )
+        neutral = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+        for name, value in given.items():
+            if name not in _BEAM_FIELDS and value != neutral[name]:
+                raise ValueError(
+                    f"{name} is {shortened(repr(value))}; allowed with use_beam_search: {neutral[name]!r}"
+                )
+        check_int("n", self.num_outputs, 1)
+        values = {
+            "beam_width": self.num_outputs if self.beam_width is None else self.beam_width,
+            "max_tokens": max_tokens,
+            "ignore_eos": self.ignore_eos,
+            "length_penalty": self.length_penalty,
+            "temperature": self.temperature,
+        }
+        params = BeamSearchParams(**{k: v for k, v in values.items() if v is not None})
+        check_int(f"n (beam_width is {params.beam_width})", self.num_outputs, 1, params.beam_width)
+        return params
+
+    @property
+    def num_outputs(self) -> int:
+        """Choices of each prompt."""
+        return 1 if self.n is None else self.n
 
 
 class CompletionRequest(_Request):
@@ -115,17 +168,13 @@ class CompletionRequest(_Request):
         examples=["def fibonacci(n):"],
     )
     logprobs: int | None = None
-    best_of: Literal[1] | None = None
+    best_of: int | None = None
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
 
-    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
         """Fills in the model's defaults; raises ValueError if a value is out of range."""
-        return self._params(
-            defaults,
-            max_tokens=16 if self.max_tokens is None else self.max_tokens,
-            logprobs=self.logprobs,
-        )
+        return self._params(defaults, 16 if self.max_tokens is None else self.max_tokens, self.logprobs)
 
 
 class ResponseFormat(BaseModel):
@@ -148,18 +197,17 @@ class ChatRequest(_Request):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Any = None
 
-    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
         """Fills in the model's defaults; raises ValueError if a value is out of range."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError(
                 f"top_logprobs is {self.top_logprobs}; allowed: nothing, unless logprobs is true"
             )
         limits = [x for x in (self.max_tokens, self.max_completion_tokens) if x is not None]
-        return self._params(
-            defaults,
-            max_tokens=min(limits, default=None),
-            logprobs=self.top_logprobs or 0 if self.logprobs else None,
-        )
+        max_tokens = min(limits, default=None)
+        if self.use_beam_search and max_tokens is None:
+            raise ValueError("max_tokens is None; allowed with use_beam_search: an integer of at least 1")
+        return self._params(defaults, max_tokens, self.top_logprobs or 0 if self.logprobs else None)
 
 
 def validation_error(errors: Sequence[Any]) -> ApiError:

@@ -32,9 +32,9 @@ from jax_paged.openai_protocol import (
     usage,
     validation_error,
 )
-from jax_paged.outputs import RequestOutput
+from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.request_check import CheckedRequest, Prompt, as_prompts
-from jax_paged.sampling_params import SamplingParams
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 _SHUTDOWN_S = 5
 _DONE = b"data: [DONE]\n\n"
@@ -92,11 +92,10 @@ class OpenAIServer:
             prompts = as_prompts(body.prompt)
             if not prompts:
                 raise ValueError("prompt is []; allowed: at least one prompt")
-            checked = await asyncio.to_thread(self._check_all, prompts, params)
-        offsets = [0] * len(checked)
+            checked = await asyncio.to_thread(self._check_all, prompts, params, body)
+        offsets = [0] * len(checked) * body.num_outputs
 
-        def choice(index: int, output: RequestOutput) -> dict[str, Any]:
-            completion = output.outputs[0]
+        def choice(index: int, completion: CompletionOutput) -> dict[str, Any]:
             logprobs = completion_logprobs(completion, offsets[index])
             if logprobs is not None:
                 offsets[index] += sum(map(len, logprobs["tokens"]))
@@ -109,8 +108,8 @@ class OpenAIServer:
             }
 
         if not body.stream:
-            return await _unless_gone(request, self._answer(checked, head, choice))
-        return _event_stream(self._chunks(checked, head, choice, body.include_usage))
+            return await _unless_gone(request, self._answer(checked, body.num_outputs, head, choice))
+        return _event_stream(self._chunks(checked, body.num_outputs, head, choice, body.include_usage))
 
     async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -121,74 +120,85 @@ class OpenAIServer:
                 raise ValueError("chat needs a tokenizer, and the server runs without one")
             params = body.sampling_params(self.engine.engine.runner.config.sampling_defaults)
             prompt = await asyncio.to_thread(tokenizer.encode_chat, body.messages)
-            checked = self._check_all([prompt], params)
+            checked = self._check_all([prompt], params, body)
         num_top = body.top_logprobs or 0
 
-        def end(output: RequestOutput) -> dict[str, Any]:
-            completion = output.outputs[0]
+        def end(completion: CompletionOutput) -> dict[str, Any]:
             return {
                 "logprobs": chat_logprobs(completion, num_top),
                 "finish_reason": completion.finish_reason,
                 "stop_reason": completion.stop_reason,
             }
 
-        def message(index: int, output: RequestOutput) -> dict[str, Any]:
-            content = {"role": "assistant", "content": output.outputs[0].text}
-            return {"index": index, "message": content, **end(output)}
+        def message(index: int, completion: CompletionOutput) -> dict[str, Any]:
+            content = {"role": "assistant", "content": completion.text}
+            return {"index": index, "message": content, **end(completion)}
 
-        def delta(index: int, output: RequestOutput) -> dict[str, Any]:
-            text = output.outputs[0].text
-            return {"index": index, "delta": {"content": text} if text else {}, **end(output)}
+        def delta(index: int, completion: CompletionOutput) -> dict[str, Any]:
+            content = {"content": completion.text} if completion.text else {}
+            return {"index": index, "delta": content, **end(completion)}
 
         if not body.stream:
             head = self._head("chatcmpl", "chat.completion")
-            return await _unless_gone(request, self._answer(checked, head, message))
+            return await _unless_gone(request, self._answer(checked, body.num_outputs, head, message))
         head = self._head("chatcmpl", "chat.completion.chunk")
-        first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        return _event_stream(self._chunks(checked, head, delta, body.include_usage, first))
+        role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        first = [{"index": i, **role} for i in range(body.num_outputs)]
+        return _event_stream(self._chunks(checked, body.num_outputs, head, delta, body.include_usage, first))
 
     async def _answer(
         self,
         requests: list[CheckedRequest],
+        n: int,
         head: dict[str, Any],
-        choice: Callable[[int, RequestOutput], dict[str, Any]],
+        choice: Callable[[int, CompletionOutput], dict[str, Any]],
     ) -> Response:
-        """Runs requests to their end; returns the whole answer."""
+        """Runs requests to their end; returns the whole answer, of the first n outputs of each."""
         async with self._running(requests, head["id"], whole=True) as streams:
             outputs = [await anext(stream) for stream in streams]
-        choices = []
+        choices, counts = [], []
         for i, output in enumerate(outputs):
-            self.metrics.observe(output, len(output.outputs[0].token_ids))
+            completions = output.outputs[:n]
+            counts += (own_counts := [len(completion.token_ids) for completion in completions])
+            self.metrics.observe(output, own_counts)
             _check_ended_well(output)
-            choices.append(choice(i, output))
+            own = [choice(i * n + completion.index, completion) for completion in completions]
             if output.prompt_logprobs is not None:
-                choices[i]["prompt_logprobs"] = prompt_logprobs(output)
-        counts = [len(output.outputs[0].token_ids) for output in outputs]
+                own = [{**c, "prompt_logprobs": prompt_logprobs(output)} for c in own]
+            choices += own
         return _json({**head, "choices": choices, "usage": _usage_of(outputs, counts)})
 
     async def _chunks(
         self,
         requests: list[CheckedRequest],
+        n: int,
         head: dict[str, Any],
-        choice: Callable[[int, RequestOutput], dict[str, Any]],
+        choice: Callable[[int, CompletionOutput], dict[str, Any]],
         include_usage: bool,
-        first: dict[str, Any] | None = None,
+        first: Sequence[dict[str, Any]] = (),
     ) -> AsyncGenerator[bytes]:
         """Yields server-sent events: a chunk for each part of an output, usage if asked for, and the end."""
         last: dict[int, RequestOutput] = {}
-        counts = [0] * len(requests)
+        counts = [0] * len(requests) * n
+        ended: set[int] = set()
         no_usage = {"usage": None} if include_usage else {}
         try:
-            if first is not None:
-                yield _event({**head, "choices": [first], **no_usage})
+            for start in first:
+                yield _event({**head, "choices": [start], **no_usage})
             async with self._running(requests, head["id"]) as streams:
                 async for i, part in _merged(streams):
                     last[i] = part
-                    counts[i] += len(part.outputs[0].token_ids)
+                    for completion in part.outputs:
+                        counts[i * n + completion.index] += len(completion.token_ids)
                     if part.finished:
-                        self.metrics.observe(part, counts[i])
+                        self.metrics.observe(part, counts[i * n : i * n + n])
                         _check_ended_well(part)
-                    yield _event({**head, "choices": [choice(i, part)], **no_usage})
+                    for completion in part.outputs:
+                        index = i * n + completion.index
+                        if index not in ended and (completion.token_ids or completion.finish_reason):
+                            yield _event({**head, "choices": [choice(index, completion)], **no_usage})
+                        if completion.finish_reason:
+                            ended.add(index)
             if include_usage:
                 outputs = [last[i] for i in range(len(requests))]
                 yield _event({**head, "choices": [], "usage": _usage_of(outputs, counts)})
@@ -212,8 +222,15 @@ class OpenAIServer:
             for stream in streams:
                 stream.abort()
 
-    def _check_all(self, prompts: list[Prompt], params: SamplingParams) -> list[CheckedRequest]:
-        return [self.engine.engine.check_request(prompt, params) for prompt in prompts]
+    def _check_all(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | BeamSearchParams,
+        body: CompletionRequest | ChatRequest,
+    ) -> list[CheckedRequest]:
+        salt, priority = body.cache_salt or "", body.priority or 0
+        check = self.engine.engine.check_request
+        return [check(prompt, params, cache_salt=salt, priority=priority) for prompt in prompts]
 
     def _check_ready(self, model: str | None) -> None:
         if self.engine.error is not None:
@@ -285,9 +302,9 @@ async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) 
 
 
 def _check_ended_well(output: RequestOutput) -> None:
-    completion = output.outputs[0]
-    if completion.finish_reason == "abort":
-        raise ApiError(f"the request was aborted: {completion.stop_reason}", status=500)
+    for completion in output.outputs:
+        if completion.finish_reason == "abort":
+            raise ApiError(f"the request was aborted: {completion.stop_reason}", status=500)
 
 
 def _usage_of(outputs: list[RequestOutput], num_output_tokens: list[int]) -> dict[str, Any]:
