@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from oracle import TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
 
-from jax_paged.pallas_kernels import ops
+from jax_paged.pallas_kernels import ops, reference
 
 S = 16
 EDGE_LENS = [1, S - 1, S, S + 1, 2 * S, 63, 64, 65, 127, 128, 129, 300, 0, 1000, 3000, 0, 5]
@@ -132,15 +132,37 @@ def test_flags_of_ragged(backend, dtype, flags):
     check_ragged(q, pool, tables, lens, start, backend, scale=0.5, **flags)
 
 
+BIAS = np.random.default_rng(0).normal(size=(4, 20)).astype(np.float32)
+
+
 @pytest.mark.parametrize("sinks", [None, SINKS])
 def test_distance_bias(sinks):
-    bias = np.random.default_rng(0).normal(size=(4, 20)).astype(np.float32)
-    options = {"scale": 1.0, "distance_bias": bias, **({} if sinks is None else {"sinks": sinks})}
+    options = {"scale": 1.0, "distance_bias": BIAS, **({} if sinks is None else {"sinks": sinks})}
     q, pool, tables, lens, start = make_case(
         FLAG_LENS, heads=4, kv_heads=2, head_dim=32, page_size=S, dtype="float32", query_lens=FLAG_QUERIES
     )
     check_ragged(q, pool, tables, lens, start, "xla", **options)
     check_decode(q[:5], pool, tables, lens, "xla", **options)
+
+
+@pytest.mark.parametrize("flags", [*FLAGS, {"distance_bias": BIAS}])
+def test_plain_reference(flags):
+    q, pool, tables, lens, start = make_case(
+        [*FLAG_LENS, 0],
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        page_size=S,
+        dtype="float32",
+        query_lens=[*FLAG_QUERIES, 0],
+    )
+    padded = jnp.concatenate([q, jnp.full((3, *q.shape[1:]), jnp.nan)])
+    got = reference.ragged_attention(padded, pool, tables, lens, jnp.asarray(start), scale=0.5, **flags)
+    want = ragged_attention(q, pool, tables, lens, start, scale=0.5, **flags)
+    assert relative_error(got[: start[-1]], want) < TOLERANCE["float32"]
+    assert (np.asarray(got)[start[-1] :] == 0).all()
+    got = reference.paged_decode(q[:6], pool, tables, lens, scale=0.5, **flags)
+    assert relative_error(got, paged_decode(q[:6], pool, tables, lens, scale=0.5, **flags)) < 1e-5
 
 
 LENS = [1, 1, 77, 16, 64, 65, 128, 300, 1000, 0, 33, 2]
@@ -211,6 +233,7 @@ def test_write_kv_is_exact_and_drops_padding(backend, kv_heads, head_dim):
             want[slot // S, 0, :, slot % S], want[slot // S, 1, :, slot % S] = k[t], v[t]
     write = jax.jit(functools.partial(ops.write_kv, backend=backend), donate_argnums=0)
     np.testing.assert_array_equal(np.asarray(write(jnp.asarray(pool), k, v, slots)), want)
+    np.testing.assert_array_equal(reference.write_kv(jnp.asarray(pool), k, v, slots), want)
 
 
 @pytest.mark.parametrize("backend", ["xla", "pallas_interpret", *GPU])
@@ -221,6 +244,7 @@ def test_copy_blocks_skips_padding(backend):
     want[4], want[5], want[0] = pool[1], pool[2], pool[1]
     copy = jax.jit(functools.partial(ops.copy_blocks, backend=backend), donate_argnums=0)
     np.testing.assert_array_equal(np.asarray(copy(jnp.asarray(pool), src, dst)), want)
+    np.testing.assert_array_equal(reference.copy_blocks(jnp.asarray(pool), src, dst), want)
 
 
 def test_copy_blocks_reads_before_it_writes():

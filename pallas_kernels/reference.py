@@ -1,0 +1,71 @@
+"""Every op written plainly in jnp: what the backends mean, slowly and with a lot of memory. See ops."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def write_kv(kv_pages: Array, k: Array, v: Array, slot_mapping: Array) -> Array:
+    """Writes k[t] and v[t] to slot slot_mapping[t]."""
+    page, offset = slot_mapping // kv_pages.shape[3], slot_mapping % kv_pages.shape[3]
+    kv_pages = kv_pages.at[page, 0, :, offset].set(k.astype(kv_pages.dtype), mode="drop")
+    return kv_pages.at[page, 1, :, offset].set(v.astype(kv_pages.dtype), mode="drop")
+
+
+def copy_blocks(kv_pages: Array, src: Array, dst: Array) -> Array:
+    """Writes page src[n] to page dst[n]."""
+    dst = jnp.where(src < len(kv_pages), dst, len(kv_pages))
+    return kv_pages.at[dst].set(kv_pages.at[src].get(mode="clip"), mode="drop")
+
+
+def paged_decode(
+    q: Array, kv_pages: Array, block_tables: Array, context_lens: Array, **options: Any
+) -> Array:
+    """Attends with query b as the last token of sequence b."""
+    start = jnp.arange(len(q) + 1)
+    return ragged_attention(q, kv_pages, block_tables, context_lens, start, **options)
+
+
+def ragged_attention(
+    q: Float[Array, "t h d"],
+    kv_pages: Float[Array, "p 2 k s d"],
+    block_tables: Int[Array, "b m"],
+    context_lens: Int[Array, " b"],
+    query_start_loc: Int[Array, " b1"],
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " h"] | None = None,
+    distance_bias: Float[Array, "h n"] | None = None,
+) -> Float[Array, "t h d"]:
+    """Attends with each query over the context of its sequence, causally."""
+    row = jnp.arange(q.shape[0])
+    seq = jnp.sum(row[:, None] >= query_start_loc[1:], axis=1)
+    is_padding = seq >= len(block_tables)
+    seq = jnp.minimum(seq, len(block_tables) - 1)
+    position = (context_lens[seq] - query_start_loc[seq + 1] + row)[:, None]
+    token = jnp.arange(block_tables.shape[1] * kv_pages.shape[3])
+    live = (token <= position) & (token < context_lens[seq][:, None]) & ~is_padding[:, None]
+    if window is not None:
+        live &= token > position - window
+
+    tokens = kv_pages[block_tables].astype(jnp.float32).transpose(0, 1, 4, 2, 3, 5)  # [B, M, S, 2, K, D]
+    tokens = tokens.reshape(len(block_tables), len(token), *tokens.shape[3:])[seq]
+    tokens = jnp.where(live[:, :, None, None, None], tokens, 0)  # what a dead slot holds may be NaN
+    keys, values = jnp.repeat(tokens, q.shape[1] // kv_pages.shape[2], axis=3).transpose(2, 0, 1, 3, 4)
+    scores = jnp.einsum("thd,tnhd->thn", q.astype(jnp.float32), keys) * scale
+    if soft_cap is not None:
+        scores = jnp.tanh(scores / soft_cap) * soft_cap
+    if distance_bias is not None:
+        distance = jnp.clip(position - token, 0, distance_bias.shape[1] - 1)
+        scores += distance_bias[:, distance].swapaxes(0, 1)
+    scores = jnp.where(live[:, None], scores, -jnp.inf)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks[:, None], (*scores.shape[:2], 1)).astype(jnp.float32)
+        scores = jnp.concatenate([scores, sink], axis=2)
+    probs = jax.nn.softmax(scores, axis=2)[:, :, : len(token)]
+    out = jnp.einsum("thn,tnhd->thd", jnp.where(live[:, None], probs, 0), values)
+    return out.astype(q.dtype)
