@@ -167,11 +167,11 @@ class OPTForCausalLM(CausalLM):
         x = x + self.embed_positions(positions + POSITION_OFFSET)
         for i, layer in enumerate(self.layers):
             x = layer(x, functools.partial(attend, i))
-        if self.final_layer_norm is not None:
-            x = self.final_layer_norm(x)
-        return x if self.project_out is None else self.project_out(x)
+        return x if self.final_layer_norm is None else self.final_layer_norm(x)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        if self.project_out is not None:
+            hidden = self.project_out(hidden)
         return self.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head.logits(hidden)
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:

@@ -12,30 +12,82 @@ from jax_paged import SamplingParams
 from jax_paged.outputs import TokenLogprobDict
 
 FIXTURES = sorted((Path(__file__).parents[1] / "models" / "fixtures").iterdir())
+# One of each family is enough for every day; they differ in what the dense tests of tests/models show too.
+EVERY_DAY = {
+    "gemma2",
+    "gemma3_old_config",
+    "gpt2_variants",
+    "llama3_tied_biases_old_config",
+    "mistral_window",
+    "mixtral_window",
+    "opt_post_norm_projected",
+    "phi3_window",
+    "qwen2_window",
+    "qwen3_bias_window",
+    "qwen3_moe_and_mlps",
+}
 MAX_LEN = 128
+# All prompts with their outputs are 80 blocks of each group of layers.
+NUM_BLOCKS = 26
 NUM_TOP = 5
+# The same float32 sums, but for those of the attention.
+DENSE_TOLERANCE = 1e-5
+SETTINGS: dict[str, Any] = {
+    "few_buckets": True,
+    "skip_tokenizer_init": True,
+    "max_num_batched_tokens": 128,
+    "max_num_seqs": 17,
+}
 
 
-@pytest.mark.parametrize("folder", FIXTURES, ids=lambda f: f.name)
-def test_equals_transformers(folder: Path) -> None:
+def fixtures() -> list[Any]:
+    assert {f.name for f in FIXTURES} >= EVERY_DAY
+    slow = pytest.mark.slow
+    return [pytest.param(f, id=f.name, marks=() if f.name in EVERY_DAY else slow) for f in FIXTURES]
+
+
+def read_cases(folder: Path) -> list[dict[str, Any]]:
     cases = json.loads((folder / "reference.json").read_text())["cases"]
-    prompts = [case["prompt_token_ids"] for case in cases]
-    assert {1, 16, 17, 32, 100} <= {len(p) for p in prompts}
-    params = SamplingParams(temperature=0, max_tokens=24, logprobs=NUM_TOP, prompt_logprobs=NUM_TOP)
-    settings = {"max_model_len": MAX_LEN, "max_num_seqs": len(cases), "num_gpu_blocks_override": 200}
-    with make_engine(
-        folder, few_buckets=True, skip_tokenizer_init=True, max_num_batched_tokens=128, **settings
-    ) as engine:
-        batched = run(engine, [Request(prompt, params) for prompt in prompts])
-        engine.scheduler.max_num_batched_tokens = 24
-        chunked = run(engine, [Request(prompt, params) for prompt in prompts])
+    assert {1, 16, 17, 32, 100} <= {len(case["prompt_token_ids"]) for case in cases}
+    return cases
 
-    reference_prompts = [log_softmax(x) for x in DenseModel(folder, MAX_LEN).logits(prompts)]
+
+@pytest.mark.parametrize("folder", fixtures())
+def test_equals_transformers(folder: Path) -> None:
+    """Also in chunks, with prompts that are cached, and in a pool that is too small for all of them."""
+    cases = read_cases(folder)
+    prompts = [case["prompt_token_ids"] for case in cases]
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=NUM_TOP)
+    with_prompts = SamplingParams(temperature=0, max_tokens=24, logprobs=NUM_TOP, prompt_logprobs=NUM_TOP)
+    with make_engine(folder, max_model_len=MAX_LEN, num_gpu_blocks_override=NUM_BLOCKS, **SETTINGS) as engine:
+        batched = run(engine, [Request(prompt, with_prompts) for prompt in prompts])
+        engine.scheduler.max_num_batched_tokens = 24
+        # The last ones first: theirs are the blocks that are cached still.
+        chunked = run(engine, [Request(prompt, params) for prompt in prompts[::-1]])[::-1]
     for outputs in (batched, chunked):
         assert tokens_of(outputs) == [case["token_ids"] for case in cases]
-        for output, case, reference in zip(outputs, cases, reference_prompts, strict=True):
+        for output, case in zip(outputs, cases, strict=True):
             _check_output_logprobs(output.outputs[0].logprobs or [], case)
-            _check_prompt_logprobs(output.prompt_logprobs or [], case["prompt_token_ids"], reference)
+    assert sum(output.metrics.num_preemptions for output in batched + chunked) > 0
+    assert sum(output.num_cached_tokens for output in chunked) > 0
+
+    dense = [log_softmax(x) for x in DenseModel(folder, MAX_LEN).logits(prompts)]
+    for output, prompt, logprobs in zip(batched, prompts, dense, strict=True):
+        _check_prompt_logprobs(output.prompt_logprobs or [], prompt, logprobs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", [f for f in FIXTURES if f.name in EVERY_DAY], ids=lambda f: f.name)
+def test_bfloat16(folder: Path) -> None:
+    cases = read_cases(folder)
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
+    with make_engine(folder, dtype="bfloat16", max_model_len=MAX_LEN, **SETTINGS) as engine:
+        outputs = run(engine, [Request(case["prompt_token_ids"], params) for case in cases])
+    firsts = [next(iter((output.outputs[0].logprobs or [])[0].values())) for output in outputs]
+    assert all(first.rank == 1 for first in firsts)
+    # Rounding by 2^-8 in a few layers: some per cent of a log-probability, and now and then another token.
+    differences = [abs(f.logprob - case["logprobs"][0]) for f, case in zip(firsts, cases, strict=True)]
+    assert np.median(differences) < 0.1
 
 
 def _check_output_logprobs(ours: list[TokenLogprobDict], case: dict[str, Any]) -> None:
@@ -61,10 +113,12 @@ def _check_prompt_logprobs(
         assert entry is not None
         row = reference[position - 1]
         assert next(iter(entry)) == prompt[position]
-        assert all(abs(x.logprob - row[token_id]) < TOLERANCE for token_id, x in entry.items())
+        assert all(abs(x.logprob - row[token_id]) < DENSE_TOLERANCE for token_id, x in entry.items())
         chosen = row[prompt[position]]
         rank = entry[prompt[position]].rank
         assert rank is not None
-        assert 1 + (row > chosen + TOLERANCE).sum() <= rank <= 1 + (row > chosen - TOLERANCE).sum()
+        assert (
+            1 + (row > chosen + DENSE_TOLERANCE).sum() <= rank <= 1 + (row > chosen - DENSE_TOLERANCE).sum()
+        )
         top = sorted((x.logprob for x in entry.values() if (x.rank or 0) <= NUM_TOP), reverse=True)
-        assert np.abs(np.array(top) - np.sort(row)[::-1][:NUM_TOP]).max() < TOLERANCE
+        assert np.abs(np.array(top) - np.sort(row)[::-1][:NUM_TOP]).max() < DENSE_TOLERANCE

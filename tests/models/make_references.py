@@ -233,7 +233,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", OPT),
     "opt_post_norm_projected": (
         "OPTConfig",
-        OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16, "initializer_range": 0.4},
+        OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16, "initializer_range": 0.25},
     ),
     "opt_without_biases": (
         "OPTConfig",

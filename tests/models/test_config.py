@@ -137,6 +137,7 @@ def test_architectures() -> None:
     assert get_model_class(MINIMAL) == ("LlamaForCausalLM", MODELS["LlamaForCausalLM"])
     for bad in (["MambaForCausalLM"], [], None, "LlamaForCausalLM"):
         with pytest.raises(
-            ValueError, match=r"architectures .* allowed: a list with one of LlamaForCausalLM"
+            ValueError,
+            match=r"architectures .* allowed: a list with one of Gemma2ForCausalLM, .*LlamaForCausalLM",
         ):
             get_model_class(MINIMAL | {"architectures": bad})
