@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels import copy_blocks as copy_kernel
 from jax_paged.pallas_kernels import paged_decode as decode_kernel
-from jax_paged.pallas_kernels import tuning, xla
+from jax_paged.pallas_kernels import ragged_prefill, tuning, xla
 from jax_paged.pallas_kernels import write_kv as write_kernel
 
 Backend = Literal["auto", "pallas", "pallas_interpret", "xla"]
@@ -203,8 +203,6 @@ def ragged_attention(
         options["distance_bias"] = distance_bias
         return xla.ragged_attention(q, kv_pages, block_tables, context_lens, query_start_loc, **options)
     _check_no_bias(distance_bias, backend)
-    from jax_paged.pallas_kernels import ragged_prefill
-
     options["interpret"] = implementation == "pallas_interpret"
     return ragged_prefill.ragged_attention(
         q, kv_pages, block_tables, context_lens, query_start_loc, **options
