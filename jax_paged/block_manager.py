@@ -364,13 +364,13 @@ class BlockManager:
         return longest, tables
 
     def _content(self, seq: Sequence, i: int, salt: str) -> BlockContent:
-        """Returns the content of a sequence's i-th block; i is at most the number of its `block_hashes`."""
-        hashes = seq.block_hashes
+        """Returns the content of a sequence's i-th block; extends its `block_hashes` up to it."""
+        hashes, size = seq.block_hashes, self.block_size
+        for j in range(len(hashes), i + 1):
+            parent = hashes[j - 1] if j else NO_PARENT
+            hashes.append(block_hash(parent, seq.tokens(j * size, (j + 1) * size), salt))
         parent = hashes[i - 1] if i else NO_PARENT
-        tokens = seq.tokens(i * self.block_size, (i + 1) * self.block_size)
-        if i == len(hashes):
-            hashes.append(block_hash(parent, tokens, salt))
-        return BlockContent(hashes[i], parent, tokens, salt, 0)
+        return BlockContent(hashes[i], parent, seq.tokens(i * size, (i + 1) * size), salt, 0)
 
 
 def _release(pool: BlockPool, tables: BlockTables) -> None:
