@@ -59,10 +59,10 @@ class KernelConfig:
 
 
 def target(*, interpret: bool = False) -> Target:
-    """Returns the GPU that a trace is lowered for: the abstract mesh's device, else the default device.
+    """Returns the GPU that a trace is lowered for, chosen as Mosaic itself does.
 
-    Lowering for CUDA on a machine without a GPU is for an H100, as in Mosaic itself, unless the abstract mesh
-    has a device with a `compute_capability`. The interpreter runs what an H100 gets, on fewer SMs.
+    It is the default device, or the abstract mesh's where that is of another kind, and an H100 where that
+    does not say its `compute_capability`, as without a GPU. The interpreter runs the kernels of an H100.
 
     Args:
         interpret: Whether the kernel is interpreted.
@@ -70,7 +70,10 @@ def target(*, interpret: bool = False) -> Target:
     Raises:
         ValueError: If the device is a GPU that the kernels do not support.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax_backend.get_default_device()
+    device = jax_backend.get_default_device()
+    abstract_device = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract_device is not None and abstract_device.device_kind != device.device_kind:
+        device = abstract_device
     name = "9.0" if interpret else getattr(device, "compute_capability", "9.0")
     major, _, minor = name.partition(".")
     # An AMD GPU is called gfx942 or the like.
