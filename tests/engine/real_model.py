@@ -13,11 +13,13 @@ from flax import nnx
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-from jax_paged import EngineArgs, LLMEngine, SamplingParams, model_runner
+from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams, model_runner
 from jax_paged.batch import Bucket
 from jax_paged.block_manager import BlockManager
 from jax_paged.models.weights import load_model
 from jax_paged.outputs import RequestOutput
+from jax_paged.scheduler import Scheduler
+from jax_paged.scheduler_output import SchedulerOutput
 
 VOCAB_SIZE, EOS = 384, 7
 MAX_MODEL_LEN = 400
@@ -47,6 +49,9 @@ class Request:
 
     prompt: list[int]
     params: SamplingParams
+    beams: BeamSearchParams | None = None
+    salt: str = ""
+    priority: int = 0
 
 
 def write_checkpoint(folder: Path) -> None:
@@ -147,7 +152,11 @@ def make_engine(folder: Path, *, few_buckets: bool = False, **settings: Any) -> 
 
 def add(engine: LLMEngine, requests: list[Request], prefix: str = "") -> None:
     for i, request in enumerate(requests):
-        engine.add_request(f"{prefix}{i}", request.prompt, request.params)
+        checked = engine.check_request(
+            request.prompt, request.beams or request.params, cache_salt=request.salt
+        )
+        # The policy may be one that the test has given the scheduler.
+        engine.add_request(f"{prefix}{i}", dataclasses.replace(checked, priority=request.priority))
 
 
 def drain(engine: LLMEngine) -> dict[str, RequestOutput]:
@@ -190,23 +199,76 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 def assert_no_block_lost(engine: LLMEngine) -> None:
     manager = engine.scheduler.block_manager
     manager.check_integrity()
-    assert manager.num_free_blocks == manager.num_usable_blocks
+    assert not manager.block_tables
+    assert not manager.swapped_tables
+    for pool in (manager.pool, manager.swap_pool):
+        assert pool.num_free == pool.num_usable
 
 
 def reset(engine: LLMEngine) -> LLMEngine:
-    """Makes an engine idle and its prefix cache empty, whatever a test left behind; returns it."""
-    for request_id in [*engine.scheduler.queues.running, *engine.scheduler.queues.waiting]:
+    """Makes an engine idle and its scheduler new, whatever a test left behind; returns it."""
+    queues = engine.scheduler.queues
+    for request_id in [*queues.running, *queues.waiting, *queues.swapped]:
         engine.abort_request(request_id)
-    set_prefix_caching(engine, True)
-    engine.scheduler.max_num_batched_tokens = engine.runner.config.max_num_batched_tokens
+    reschedule(engine)
     return engine
 
 
 def set_prefix_caching(engine: LLMEngine, enabled: bool) -> None:
-    """Gives an idle engine a new block manager: an empty prefix cache, or none."""
+    """Gives an idle engine a new scheduler: with an empty prefix cache, or none."""
+    reschedule(engine, enable_prefix_caching=enabled)
+
+
+def reschedule(
+    engine: LLMEngine,
+    *,
+    num_blocks: int | None = None,
+    num_swap_blocks: int | None = None,
+    enable_prefix_caching: bool = True,
+    **settings: Any,
+) -> None:
+    """Gives an idle engine a new scheduler and block manager, perhaps with less than the device has.
+
+    Args:
+        engine: The engine.
+        num_blocks: Of the pool, null block included; None for all of the device's.
+        num_swap_blocks: Of host memory; None for all that the runner has.
+        enable_prefix_caching: Whether to share prefixes.
+        **settings: Of the scheduler, in place of the engine's.
+    """
     assert not engine.has_unfinished_requests()
     config = engine.runner.config
-    engine.scheduler.block_manager = BlockManager(config.num_blocks, config.block_size, enabled)
+    if num_swap_blocks is None:
+        num_swap_blocks = config.num_swap_blocks
+    assert (num_blocks or 0) <= config.num_blocks
+    assert num_swap_blocks <= config.num_swap_blocks
+    manager = BlockManager(
+        num_blocks or config.num_blocks,
+        config.block_size,
+        enable_prefix_caching,
+        groups=config.layout.groups,
+        num_swap_blocks=num_swap_blocks,
+    )
+    limits = {
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_model_len": config.max_model_len,
+        "eos_token_ids": config.eos_token_ids,
+    }
+    engine.scheduler = Scheduler(block_manager=manager, **(limits | settings))
+
+
+def steps_of(engine: LLMEngine, patch: pytest.MonkeyPatch) -> list[SchedulerOutput]:
+    """Returns a list to which the engine's scheduler adds each of its steps."""
+    steps: list[SchedulerOutput] = []
+    schedule = engine.scheduler.schedule
+
+    def note(now: float) -> SchedulerOutput:
+        steps.append(schedule(now))
+        return steps[-1]
+
+    patch.setattr(engine.scheduler, "schedule", note)
+    return steps
 
 
 def greedy_requests(seed: int, count: int) -> list[Request]:

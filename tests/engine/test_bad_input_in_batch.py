@@ -1,6 +1,7 @@
 """Bad requests, NaN and aborts in the middle of a batch: the others are exact, and no block is lost."""
 
 import contextlib
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -11,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 from real_model import (
-    EOS,
     MAX_MODEL_LEN,
     VOCAB_SIZE,
     Request,
@@ -19,14 +19,13 @@ from real_model import (
     drain,
     greedy_requests,
     make_engine,
+    reschedule,
     reset,
     run,
     tokens_of,
 )
 
-from jax_paged import LLMEngine, SamplingParams
-from jax_paged.block_manager import BlockManager
-from jax_paged.scheduler import Scheduler
+from jax_paged import BeamSearchParams, LLMEngine, SamplingParams
 
 NAN_TOKEN = 300
 
@@ -52,6 +51,10 @@ def expected(session_engine: LLMEngine) -> list[list[int]]:
 
 def _params(**settings: Any) -> Callable[[LLMEngine], None]:
     return lambda engine: engine.add_request("bad", [1, 2], SamplingParams(**settings))
+
+
+def _beams(**settings: Any) -> Callable[[LLMEngine], None]:
+    return lambda engine: engine.add_request("bad", [1, 2], BeamSearchParams(**settings))
 
 
 def _prompt(prompt: Any, max_tokens: int = 4) -> Callable[[LLMEngine], None]:
@@ -85,7 +88,26 @@ BAD: dict[str, tuple[Callable[[LLMEngine], None], str]] = {
     "frequency_penalty": (_params(frequency_penalty=math.inf), "frequency_penalty"),
     "repetition_penalty": (_params(repetition_penalty=0.0), "repetition_penalty"),
     "seed": (_params(seed=-1), "seed"),
-    "n": (_params(n=2), "n is 2"),
+    "n": (_params(n=0), "n is 0; allowed: an integer of at least 1"),
+    "n over the seats": (_params(n=17), r"max_num_seqs is 16\) is 17; allowed: an integer in \[1, 16\]"),
+    "best_of": (_params(n=3, best_of=2), r"best_of \(n is 3\) is 2; allowed: an integer of at least 3"),
+    "best_of over the seats": (_params(n=2, best_of=17), r"is 17; allowed: an integer in \[1, 16\]"),
+    "best_of True": (_params(best_of=True), "best_of.* is True"),
+    "beam_width": (_beams(beam_width=0), "beam_width is 0; allowed: an integer of at least 1"),
+    # The device reports 20 tokens, and a beam needs twice the width.
+    "beam_width over the top": (_beams(beam_width=11), r"beam_width is 11; allowed: an integer in \[1, 10\]"),
+    "beam max_tokens": (_beams(beam_width=2, max_tokens=0), "max_tokens is 0"),
+    "beams too long": (
+        _beams(beam_width=2, max_tokens=MAX_MODEL_LEN),
+        f"allowed: max_model_len, {MAX_MODEL_LEN}",
+    ),
+    "beam temperature": (_beams(beam_width=2, temperature=-1.0), "temperature is -1.0"),
+    "length_penalty": (_beams(beam_width=2, length_penalty=math.nan), "length_penalty is nan"),
+    "ignore_eos": (_beams(beam_width=2, ignore_eos=1), "ignore_eos is 1"),
+    "priority": (_option(priority=1), "priority is 1; allowed with scheduling_policy 'fcfs': 0"),
+    "priority beyond int64": (_option(priority=2**63), "priority is 9223372036854775808"),
+    "priority True": (_option(priority=True), "priority is True"),
+    "cache_salt bytes": (_option(cache_salt=b"x"), "cache_salt is b'x'; allowed: a string"),
     "max_tokens": (_params(max_tokens=0), "max_tokens"),
     "min_tokens": (_params(max_tokens=2, min_tokens=3), "min_tokens"),
     "logprobs": (_params(logprobs=21), "logprobs"),
@@ -122,31 +144,31 @@ def test_bad_requests_do_not_touch_the_batch(engine: LLMEngine, expected: list[l
     assert tokens_of([outputs[str(i)] for i in range(len(GOOD))]) == expected
 
 
-def test_prompt_that_never_fits_the_pool(
-    small_engine: LLMEngine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A smaller pool than the device's: 40 blocks of 4 tokens.
-    small_pool = Scheduler(
-        block_manager=BlockManager(41, 4, True),
-        max_num_seqs=16,
-        max_num_batched_tokens=32,
-        max_model_len=MAX_MODEL_LEN,
-        eos_token_ids=frozenset({EOS}),
-    )
-    monkeypatch.setattr(small_engine, "scheduler", small_pool)
+def test_requests_that_never_fit_the_pool(small_engine: LLMEngine, expected: list[list[int]]) -> None:
+    # 40 blocks of 4 tokens, fewer than the engine knows of: what it would refuse gets to the scheduler.
+    reschedule(small_engine, num_blocks=41)
     fitting = [i for i, r in enumerate(GOOD) if len(r.prompt) + len(expected[i]) < 160]
     assert len(fitting) >= 3
     add(small_engine, [GOOD[i] for i in fitting])
     small_engine.step()
-    with pytest.raises(ValueError, match="161 tokens and needs 41 blocks of 4; allowed: the 40 blocks"):
-        small_engine.add_request("bad", [1] * 161, SamplingParams(max_tokens=1))
-    # This one's output outgrows the pool: it ends at the pool's size.
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    small_engine.add_request("prompt too long", [1] * 161, params)
+    # The outputs of these outgrow the pool: they end at its size.
     small_engine.add_request("long", [1] * 130, params)
+    samples = dataclasses.replace(params, n=4, temperature=1, seed=5)
+    small_engine.add_request("samples", [1] * 130, samples)
+    small_engine.add_request("beams", [1] * 130, BeamSearchParams(4, max_tokens=100, ignore_eos=True))
     outputs = drain(small_engine)
-    assert tokens_of([outputs[str(i)] for i in range(len(fitting))]) == [expected[i] for i in fitting]
-    assert outputs["long"].outputs[0].finish_reason == "length"
+    assert tokens_of([outputs[str(i)] for i in range(len(GOOD)) if str(i) in outputs]) == [
+        expected[i] for i in fitting
+    ]
+    assert not outputs["prompt too long"].outputs[0].token_ids
     assert len(outputs["long"].outputs[0].token_ids) == 160 + 1 - 130
+    for name, count in (("prompt too long", 1), ("long", 1), ("samples", 4), ("beams", 4)):
+        assert [o.finish_reason for o in outputs[name].outputs] == ["length"] * count, name
+    # 33 blocks hold the prompt, the last of them copied by each sequence: 2 more for 4 of them.
+    for name in ("samples", "beams"):
+        assert {len(o.token_ids) for o in outputs[name].outputs} == {7}, name
 
 
 @pytest.mark.parametrize(
@@ -233,7 +255,7 @@ def test_blocks_that_held_nan_are_reused(small_engine: LLMEngine, expected: list
     held_nan = np.isnan(np.asarray(small_engine.runner._kv_cache[0])).any(axis=(1, 2, 3, 4))
     assert held_nan.sum() >= 8
     # The blocks freed last are handed out first.
-    assert held_nan[list(small_engine.scheduler.block_manager._free)[:8]].all()
+    assert held_nan[list(small_engine.scheduler.block_manager.pool._free)[:8]].all()
     assert tokens_of(run(small_engine, GOOD)) == expected
 
 

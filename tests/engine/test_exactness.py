@@ -30,7 +30,7 @@ from real_model import (
 
 from jax_paged import LLMEngine
 from jax_paged.batch import Bucket, StepInputs, layout
-from jax_paged.scheduler import SchedulerOutput
+from jax_paged.scheduler_output import SchedulerOutput
 
 # Of this seed's requests every token leads by more than TOLERANCE, so no rounding can change one.
 SEED = 3
@@ -158,11 +158,11 @@ Damage = Callable[[Callable[[str], np.ndarray], SchedulerOutput], None]
 
 
 def _shift_a_slot(view: Callable[[str], np.ndarray], output: SchedulerOutput) -> None:
-    view("slot_mapping")[0] += 1
+    view("slot_mapping")[0, 0] += 1
 
 
 def _skip_the_last_token(view: Callable[[str], np.ndarray], output: SchedulerOutput) -> None:
-    view("context_lens")[: len(output.scheduled)] -= 1
+    view("context_lens")[0, : len(output.scheduled)] -= 1
 
 
 def _shift_a_position(view: Callable[[str], np.ndarray], output: SchedulerOutput) -> None:
@@ -170,7 +170,7 @@ def _shift_a_position(view: Callable[[str], np.ndarray], output: SchedulerOutput
 
 
 def _swap_two_blocks(view: Callable[[str], np.ndarray], output: SchedulerOutput) -> None:
-    table = view("block_tables")[0]
+    table = view("block_tables")[0, 0]
     if table[1]:
         table[:2] = table[1::-1]
 
@@ -203,7 +203,7 @@ def test_a_mistake_in_the_batch_is_noticed(
 
     def build_wrongly(output: SchedulerOutput, bucket: Bucket) -> StepInputs:
         inputs = build(output, bucket)
-        fields, _ = layout(bucket, builder.max_blocks_per_seq)
+        fields, _ = layout(bucket, builder.max_blocks_per_seq, len(builder.groups))
 
         def view(name: str) -> np.ndarray:
             start, shape = fields[name]

@@ -41,6 +41,7 @@ class Row:
     forbidden: tuple[int, ...] = ()
     seed: int = 0
     position: int = 0
+    logprob_temperature: float = 1.0
 
     @property
     def bias(self) -> list[tuple[int, float]]:
@@ -65,6 +66,7 @@ def make_batch(rows: Sequence[Row], vocab_size: int, length: int) -> SamplingBat
         name: column(lambda r, n=name: getattr(r.params, n), np.float32) for name in names
     }
     fields |= {
+        "logprob_temperature": column(lambda r: r.logprob_temperature, np.float32),
         "top_k": column(lambda r: r.params.top_k, np.int32),
         "seed": column(lambda r: (r.seed >> 32, r.seed & 0xFFFFFFFF), np.uint32),
         "position": column(lambda r: r.position, np.int32),
@@ -378,6 +380,21 @@ def test_logprobs_and_ranks() -> None:
         assert got.rank[i] == wanted * (1 + (logits[i] > logits[i, got.token_ids[i]]).sum())
         assert np.array_equal(got.top_token_ids[i], wanted * top)
         assert (np.abs(got.top_logprobs[i] - wanted * expected[i, top]) < tolerance[i]).all()
+
+
+def test_logprob_temperature_of_some_rows() -> None:
+    logits, params = random_logits(6, V, scale=4), SamplingParams(temperature=0, logprobs=MAX_LOGPROBS)
+    temperatures = np.array([1, 0.25, 1, 3, 1, 1e6])
+    rows = [Row(params, logprob_temperature=t) for t in temperatures]
+    got, plain = run(logits, rows), run(logits, [Row(params)] * 6)
+    x = logits.astype(np.float64) / temperatures[:, None]
+    expected = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    top = np.argsort(-x, kind="stable")[:, :MAX_LOGPROBS]
+    assert np.array_equal(got.top_token_ids, top)
+    assert np.array_equal(got.token_ids, top[:, 0])
+    assert np.abs(got.top_logprobs - np.take_along_axis(expected, top, 1)).max() < 1e-5
+    same = temperatures == 1
+    assert np.array_equal(got.top_logprobs[same], plain.top_logprobs[same]), "another row's temperature"
 
 
 def test_logprobs_of_given_tokens() -> None:

@@ -91,6 +91,7 @@ def test_tokens_are_those_of_the_dense_logits(alone: list[RequestOutput], dense:
             presence_penalty=column(p.presence_penalty),
             frequency_penalty=column(p.frequency_penalty),
             repetition_penalty=column(p.repetition_penalty),
+            logprob_temperature=column(1.0),
             seed=jnp.tile(jnp.array([p.seed & 0xFFFFFFFF, p.seed >> 32], jnp.uint32), (rows, 1)),
             position=jnp.asarray(total, jnp.int32),
             prompt_len=column(len(request.prompt), np.int32),

@@ -1,0 +1,134 @@
+"""The engine for asyncio: streams, slow and leaving consumers, errors; a scripted runner."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+from scripted_engine import LONG, no_block_lost
+
+from jax_paged import AsyncLLMEngine, SamplingParams
+
+
+def test_async_streams_equal_the_whole(scripted):
+    async def main():
+        engine = AsyncLLMEngine(scripted())
+        engine.engine.runner.during_step = lambda output: time.sleep(0.002)
+        try:
+            stream = await engine.submit("hello wörld?", SamplingParams(max_tokens=None, logprobs=0), "a")
+            parts = [part async for part in stream]
+            whole = [o async for o in engine.generate("hello wörld?", LONG, "b")]
+        finally:
+            engine.close()
+        assert "".join(p.outputs[0].text for p in parts) == whole[-1].outputs[0].text == "hello wörld"
+        tokens = [t for p in parts for t in p.outputs[0].token_ids]
+        assert tokens == whole[-1].outputs[0].token_ids
+        assert sum(len(p.outputs[0].logprobs) for p in parts) == len(tokens)
+        assert [p.finished for p in parts] == [False] * (len(parts) - 1) + [True]
+        texts = [o.outputs[0].text for o in whole]
+        assert texts == sorted(texts, key=len)
+        assert len(set(texts)) > 3  # an earlier output does not grow
+
+    asyncio.run(main())
+
+
+def test_async_slow_consumer_gets_joined_parts(scripted):
+    async def main():
+        engine = AsyncLLMEngine(scripted())
+        stream = await engine.submit("abcdefghij?", LONG, "a")
+        while engine.engine.has_unfinished_requests() or engine.engine.runner.num_steps < 11:
+            await asyncio.sleep(0.01)
+        parts = [part async for part in stream]
+        engine.close()
+        assert len(parts) < 11
+        assert "".join(p.outputs[0].text for p in parts) == "abcdefghij"
+
+    asyncio.run(main())
+
+
+def test_async_leaving_early_and_cancelling_abort(scripted):
+    async def main():
+        engine = AsyncLLMEngine(scripted())
+        gate = threading.Event()
+        engine.engine.runner.during_step = lambda output: gate.wait(0.005)
+
+        async def consume(request_id):
+            async for _ in engine.generate("abcdefghij?" * 20, LONG, request_id):
+                pass
+
+        task = asyncio.create_task(consume("cancelled"))
+        async for _ in (left := engine.generate("abcdefghij?" * 20, LONG, "left")):
+            break
+        await left.aclose()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        start = time.monotonic()
+        while engine.engine.has_unfinished_requests() and time.monotonic() < start + 5:
+            await asyncio.sleep(0.01)
+        assert engine.engine.runner.num_steps < 200
+        assert no_block_lost(engine.engine)
+        engine.close()
+
+    asyncio.run(main())
+
+
+def test_async_errors_reach_everyone(scripted):
+    async def main():
+        engine = AsyncLLMEngine(scripted())
+        with pytest.raises(ValueError, match="prompt is ''"):
+            await engine.submit("", None, "empty")
+        gate = threading.Event()
+        engine.engine.runner.during_step = lambda output: gate.wait()
+        first = await engine.submit("abc?", None, "a")
+        same_id = await engine.submit("abc?", None, "a")
+        gate.set()
+        with pytest.raises(ValueError, match="request_id is 'a'"):
+            await anext(same_id)
+        assert [p async for p in first][-1].finished
+
+        gate.clear()
+
+        def fail(output):
+            gate.wait()
+            raise RuntimeError("device lost")
+
+        engine.engine.runner.during_step = fail
+        streams = [await engine.submit("abc?", None, str(i)) for i in range(3)]
+        gate.set()
+        for stream in streams:
+            with pytest.raises(RuntimeError, match="the engine has stopped: device lost"):
+                await anext(stream)
+        with pytest.raises(RuntimeError, match="device lost"):
+            await engine.submit("abc?", None, "late")
+        engine.close()
+
+    asyncio.run(main())
+
+
+def test_async_abort_and_close(scripted):
+    async def main():
+        engine = AsyncLLMEngine(scripted())
+        engine.engine.runner.during_step = lambda output: time.sleep(0.005)
+        stream = await engine.submit("abcdefghij?" * 20, LONG, "a")
+        await anext(stream)
+        engine.abort("a")
+        parts = [p async for p in stream]
+        assert parts[-1].outputs[0].finish_reason == "abort"
+        stream = await engine.submit("abcdefghij?" * 20, LONG, "b")
+        await anext(stream)
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(RuntimeError, match="closed"):
+            [p async for p in stream]
+        with pytest.raises(RuntimeError, match="closed"):
+            await engine.submit("abc?", None, "c")
+
+    asyncio.run(main())
+
+
+def test_idle_engine_sleeps(scripted):
+    engine = AsyncLLMEngine(scripted())
+    start = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - start < 0.1
+    engine.close()
