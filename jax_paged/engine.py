@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -20,6 +20,7 @@ from jax_paged.config import EngineArgs, check
 from jax_paged.model_runner import ModelRunner
 from jax_paged.models.weights import LoadedModel, resolve_model_dir
 from jax_paged.outputs import RequestOutput
+from jax_paged.recording import RecordedScheduler
 from jax_paged.request_check import CheckedRequest, Prompt, RequestChecker
 from jax_paged.request_state import RequestState
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
@@ -268,6 +269,22 @@ class LLMEngine:
             ValueError: If no prefix is pinned by this name.
         """
         self.scheduler.block_manager.unpin(name)
+
+    def record(self, sink: Callable[[str], object]) -> None:
+        """Writes down every decision from now on as lines of JSON; `recording.replay` checks them.
+
+        The engine starts again with an empty pool, without cached prefixes.
+
+        Args:
+            sink: Takes each line, such as an open file's `write` or a list's `append`.
+
+        Raises:
+            RuntimeError: If requests are running or prefixes are pinned.
+        """
+        self._check_open()
+        if self.has_unfinished_requests() or self.scheduler.block_manager.pinned:
+            raise RuntimeError("requests are running or prefixes pinned; record before them")
+        self.scheduler = RecordedScheduler(self.scheduler, sink)
 
     def compile_plan(self) -> str:
         """Returns a table of the buckets: shapes, seconds and bytes of what is compiled."""
