@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ INDEX_FILE = "model.safetensors.index.json"
 # No pickled weights and no code: nothing that is downloaded can run.
 HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+NUM_LOADING_THREADS = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,6 +85,7 @@ class _Stored:
 
     file: Path
     key: str
+    offset: int
     shape: tuple[int, ...]
     dtype: str
 
@@ -123,8 +126,8 @@ def resolve_model_dir(model: str) -> Path:
 def load_model(folder: Path, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> LoadedModel:
     """Loads a checkpoint folder onto the default device.
 
-    Names and shapes of all tensors are checked from the headers before any weight is read. Tensors are
-    then moved one at a time, so that the host never holds two copies of the model.
+    Names and shapes of all tensors are checked from the headers before any weight is read. A few tensors at
+    a time are then moved out of the mapped files, so that the host never holds two copies of the model.
 
     Args:
         folder: Holds config.json and model.safetensors, or shards and model.safetensors.index.json.
@@ -147,11 +150,11 @@ def load_model(folder: Path, dtype: Literal["auto", "float32", "bfloat16"] = "au
     weights = _weights(model)
     _check_stored(folder, stored, weights, model_class.weight_table)
 
-    flat = []
     # The largest come first: their temporary copies are made while little else is allocated.
-    for weight in sorted(weights, key=lambda w: -w.param.size):
-        value = _load_weight(weight, stored, chosen)
-        flat.append((weight.path, weight.param.replace(value.block_until_ready())))
+    weights.sort(key=lambda w: -w.param.size)
+    with ThreadPoolExecutor(NUM_LOADING_THREADS) as pool:
+        values = pool.map(lambda w: _load_weight(w, stored, chosen).block_until_ready(), weights)
+        flat = [(w.path, w.param.replace(value)) for w, value in zip(weights, values, strict=True)]
     nnx.update(model, nnx.from_flat_state(flat))
     return _loaded(model, architecture, chosen, eos_token_ids, _sampling_defaults(defaults))
 
@@ -233,21 +236,20 @@ def _loaded(
 
 
 def _load_weight(weight: _Weight, stored: dict[str, _Stored], dtype: jnp.dtype) -> Array:
-    if not weight.is_stack:
-        return _place(_read_tensor(stored[weight.key]), weight.transposed, dtype)
-    stack = jnp.zeros(weight.param.shape, dtype)
-    for i, key in enumerate(weight.keys):
-        stack = _put(stack, _read_tensor(stored[key]), i, weight.transposed)
-    return stack
+    parts = [_place(_read_tensor(stored[key]), weight.transposed, dtype) for key in weight.keys]
+    return jnp.stack(parts) if weight.is_stack else parts[0]
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
-def _put(stack: Array, value: Array, i: Array, transposed: bool) -> Array:
-    return stack.at[i].set((value.T if transposed else value).astype(stack.dtype))
+def _place(value: np.ndarray, transposed: bool, dtype: jnp.dtype) -> Array:
+    if transposed and jax.default_backend() == "cpu":
+        value, transposed = value.T, False  # transposed as it is copied: many times faster than later
+    # Never an alias: the pages of a mapped file count as memory, and the file may change.
+    placed = jax.device_put(value, may_alias=False)
+    return _convert(placed, transposed, dtype) if transposed or placed.dtype != dtype else placed
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _place(value: Array, transposed: bool, dtype: jnp.dtype) -> Array:
+def _convert(value: Array, transposed: bool, dtype: jnp.dtype) -> Array:
     return (value.T if transposed else value).astype(dtype)
 
 
@@ -322,15 +324,21 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
         raise ValueError(f"{folder / INDEX_FILE} names shards that {folder} does not hold: {missing}")
     stored: dict[str, _Stored] = {}
     for name in names:
+        file = folder / name
         try:
-            with safe_open(folder / name, "numpy") as f:
-                for key in f.keys():  # noqa: SIM118  (not iterable itself)
-                    if key in stored:
-                        raise ValueError(f"{key} lies in {stored[key].file} and again in {folder / name}")
-                    part = f.get_slice(key)
-                    stored[key] = _Stored(folder / name, key, tuple(part.get_shape()), part.get_dtype())
+            with safe_open(file, "numpy") as f:  # checks the whole header
+                keys = list(f.keys())
         except SafetensorError as e:
-            raise ValueError(f"{folder / name} is not a whole safetensors file: {e}") from e
+            raise ValueError(f"{file} is not a whole safetensors file: {e}") from e
+        with file.open("rb") as f:
+            header_len = int.from_bytes(f.read(8), "little")
+            header = json.loads(f.read(header_len))
+        for key in keys:
+            if key in stored:
+                raise ValueError(f"{key} lies in {stored[key].file} and again in {file}")
+            part = header[key]
+            offset = 8 + header_len + part["data_offsets"][0]
+            stored[key] = _Stored(file, key, offset, tuple(part["shape"]), part["dtype"])
     return stored
 
 
@@ -341,9 +349,8 @@ def _with_prefix(stored: dict[str, _Stored], table: WeightTable) -> dict[str, _S
 
 
 def _read_tensor(stored: _Stored) -> np.ndarray:
-    # Opened anew for each tensor: pages of the mapped file that were read count as memory until it closes.
-    with safe_open(stored.file, "numpy") as f:
-        return f.get_tensor(stored.key)
+    # Mapped anew for each tensor: pages of a mapped file that were read count as memory until it closes.
+    return np.memmap(stored.file, STORED_DTYPES[stored.dtype], "r", stored.offset, stored.shape)
 
 
 def _check_stored(
