@@ -20,6 +20,7 @@ from jax_paged.config import EngineArgs, check
 from jax_paged.model_runner import ModelRunner
 from jax_paged.models.weights import LoadedModel, resolve_model_dir
 from jax_paged.outputs import RequestOutput
+from jax_paged.pool_map import PoolMap, pool_map
 from jax_paged.recording import RecordedScheduler
 from jax_paged.request_check import CheckedRequest, Prompt, RequestChecker
 from jax_paged.request_state import RequestState
@@ -199,11 +200,13 @@ class LLMEngine:
                 raise
             now = time.monotonic()
             samples = [(row.group, seq) for row in output.scheduled for seq in row.sampling]
-            for (group, _), is_finite in zip(samples, result.is_finite, strict=True):
-                if not is_finite and not group.is_finished:
-                    for seq in group.unfinished:
-                        self.scheduler.finish(group, seq, SequenceStatus.FINISHED_ABORTED, now, NON_FINITE)
-                    changed[self._end(group)] = None
+            for row, is_finite in zip(output.scheduled, result.is_finite, strict=True):
+                if not is_finite and not row.group.is_finished:
+                    for seq in row.group.unfinished:
+                        self.scheduler.finish(
+                            row.group, seq, SequenceStatus.FINISHED_ABORTED, now, NON_FINITE
+                        )
+                    changed[self._end(row.group)] = None
             self.scheduler.update(output, result.token_ids, now, result.logprobs)
             for row, prompt_logprobs in zip(output.scheduled, result.prompt_logprobs, strict=True):
                 state = self._requests.get(row.group.request_id)
@@ -218,8 +221,9 @@ class LLMEngine:
                 changed[state] = None
                 if group.beam_params is None:
                     self._add_token(state, seq, token_id, logprob, now)
-                if group.is_finished:
-                    self._end(group)
+            for state in changed:
+                if state.group.is_finished and not state.is_finished:
+                    self._end(state.group)
             return list(changed)
 
     def pin_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> str:
@@ -285,6 +289,11 @@ class LLMEngine:
         if self.has_unfinished_requests() or self.scheduler.block_manager.pinned:
             raise RuntimeError("requests are running or prefixes pinned; record before them")
         self.scheduler = RecordedScheduler(self.scheduler, sink)
+
+    def pool_map(self) -> PoolMap:
+        """Returns what each block of the pool holds, who holds it and how full it is; a notebook draws it."""
+        self._check_not_closed()
+        return pool_map(self.scheduler.block_manager, (state.group for state in self._requests.values()))
 
     def compile_plan(self) -> str:
         """Returns a table of the buckets: shapes, seconds and bytes of what is compiled."""

@@ -12,6 +12,7 @@ from jax_paged.config import EngineArgs, check
 from jax_paged.engine import LLMEngine, deferred_interrupt
 from jax_paged.models.weights import LoadedModel
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from jax_paged.pool_map import PoolMap
 from jax_paged.request_check import CheckedRequest, Prompt, as_prompts
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.tokenizer import Messages
@@ -161,6 +162,10 @@ class LLM:
         if self.llm_engine.tokenizer is None:
             raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
         return self.llm_engine.tokenizer.hf
+
+    def pool_map(self) -> PoolMap:
+        """Returns what each block of the pool holds, as LLMEngine.pool_map does; a notebook draws it."""
+        return self.llm_engine.pool_map()
 
     def compile_plan(self) -> str:
         """Returns a table of what is compiled, as LLMEngine.compile_plan does."""

@@ -132,10 +132,6 @@ class _Request(BaseModel):
         return params
 
     def _beam_params(self, given: dict[str, Any], max_tokens: int | None) -> BeamSearchParams:
-        if self.stream:
-            raise ValueError(
-                "use_beam_search is True; allowed with stream: False, as the best are known at the end only"
-            )
         neutral = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
         for name, value in given.items():
             if name not in _BEAM_FIELDS and value != neutral[name]:
@@ -152,6 +148,10 @@ class _Request(BaseModel):
         }
         params = BeamSearchParams(**{k: v for k, v in values.items() if v is not None})
         check_int(f"n (beam_width is {params.beam_width})", self.num_outputs, 1, params.beam_width)
+        if self.stream:
+            raise ValueError(
+                "use_beam_search is True; allowed with stream: False, as the best are known at the end only"
+            )
         return params
 
     @property
