@@ -163,8 +163,8 @@ def _attend(
 
         def issue(block, page_ids):
             slot = lax.rem(block, jnp.int32(num_stages))
-            for j, page in enumerate(page_ids):
-                for which, smem in enumerate((k_smem, v_smem)):
+            for which, smem in enumerate((k_smem, v_smem)):
+                for j, page in enumerate(page_ids):
                     target = smem.at[slot, pl.ds(j * page_size, page_size)]
                     barrier = bars[which].at[slot] if bars else None
                     tuning.copy_to_smem(pool_ref.at[page, which, head], target, barrier)
