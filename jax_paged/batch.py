@@ -121,8 +121,8 @@ class StepInputs(NamedTuple):
     bias_values: np.ndarray | None
 
 
-# Row that it is drawn from, request, sequence that gets the token.
-Sample = tuple[int, SequenceGroup, Sequence]
+# Row that it is drawn from, request, sequence that gets the token; None where the row doesn't sample.
+Sample = tuple[int, SequenceGroup, Sequence | None]
 
 
 class BatchBuilder:
@@ -167,7 +167,7 @@ class BatchBuilder:
             bucket: The shape.
         """
         rows = output.scheduled
-        samples = [(i, row.group, seq) for i, row in enumerate(rows) for seq in row.sampling]
+        samples = [(i, row.group, seq) for i, row in enumerate(rows) for seq in row.sampling or (None,)]
         assert max(len(rows), len(samples)) <= bucket.num_seqs, (len(rows), len(samples), bucket)
         assert output.num_batched_tokens <= bucket.num_tokens, (output.num_batched_tokens, bucket)
         fields, size = layout(bucket, self.max_blocks_per_seq, len(self.groups))
@@ -212,7 +212,7 @@ class BatchBuilder:
 
         sampling, row_of_sample = view("sampling"), np.array([i for i, _, _ in samples], np.int64)
         for j, (_, group, seq) in enumerate(samples):
-            sampling[j] = self._sampling_row(group, seq)
+            sampling[j] = self._neutral if seq is None else self._sampling_row(group, seq)
         sampling[len(samples) :] = self._neutral
         view("logits_rows")[: len(samples)] = end_loc[row_of_sample] - 1
         view("total_len")[: len(samples)] = (start + num_tokens)[row_of_sample]
@@ -248,16 +248,18 @@ class BatchBuilder:
         return row
 
     def _history(self, samples: list[Sample], bucket: Bucket) -> np.ndarray | None:
-        if not any(_has_penalty(group.sampling_params) for _, group, _ in samples):
+        if not any(seq is not None and _has_penalty(group.sampling_params) for _, group, seq in samples):
             return None
         history = np.full((bucket.num_seqs, self.max_model_len), self.vocab_size, np.int32)
         for j, (_, group, seq) in enumerate(samples):
-            if _has_penalty(group.sampling_params):
+            if seq is not None and _has_penalty(group.sampling_params):
                 history[j, : len(seq)] = seq.tokens(0, len(seq))
         return history
 
     def _bias(self, samples: list[Sample], bucket: Bucket) -> tuple[np.ndarray | None, np.ndarray | None]:
-        biases = [self._bias_of(group.sampling_params, seq) for _, group, seq in samples]
+        biases = [
+            {} if seq is None else self._bias_of(group.sampling_params, seq) for _, group, seq in samples
+        ]
         if not any(biases):
             return None, None
         ids = np.full((bucket.num_seqs, MAX_BIAS_IDS), self.vocab_size, np.int32)

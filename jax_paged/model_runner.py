@@ -211,7 +211,7 @@ class ModelRunner:
         bucket = self._compiled.smallest_ready(
             is_decode=rows[-1].num_tokens == 1,
             num_tokens=output.num_batched_tokens,
-            num_seqs=max(len(rows), output.num_samples),
+            num_seqs=output.num_logits_rows,
         )
         inputs = self._builder.build(output, bucket)
         empty = self._empty(bucket)
@@ -220,16 +220,17 @@ class ModelRunner:
         results, details, hidden, self._kv_cache = self._compiled[bucket].execute(
             self._weights, self._kv_cache, *placed
         )
-        token_ids, logprobs, is_finite = np.asarray(results)[:, : output.num_samples]
-        wanted = [_num_top(row.group) for row in rows for _ in row.sampling]
-        top = read_details(details) if any(n is not None for n in wanted) else None
+        token_ids, logprobs, is_finite = np.asarray(results)[:, : output.num_logits_rows]
+        token_ids, logprobs = token_ids.tolist(), logprobs.view(np.float32).tolist()
+        counts = np.array([len(row.sampling) or 1 for row in rows])
+        # How many most likely tokens each sample needs, by its row of logits.
+        samples = [row.group if row.sampling else None for row in rows for _ in row.sampling or (None,)]
+        wanted = {j: _num_top(group) for j, group in enumerate(samples) if group is not None}
+        top = read_details(details) if any(n is not None for n in wanted.values()) else None
         return StepOutput(
-            token_ids=token_ids.tolist(),
-            logprobs=[
-                _token_logprobs(logprob, i, n, top)
-                for i, (logprob, n) in enumerate(zip(logprobs.view(np.float32).tolist(), wanted, strict=True))
-            ],
-            is_finite=is_finite.astype(bool).tolist(),
+            token_ids=[token_ids[j] for j in wanted],
+            logprobs=[_token_logprobs(logprobs[j], j, n, top) for j, n in wanted.items()],
+            is_finite=is_finite[np.cumsum(counts) - counts].astype(bool).tolist(),
             prompt_logprobs=self._prompt_logprobs.of_step(rows, self._weights, hidden),
         )
 

@@ -93,6 +93,7 @@ class Scheduler:
         self.preemption_mode = preemption_mode
         self.enable_chunked_prefill = enable_chunked_prefill
         self.delay_factor = delay_factor
+        self.watermark = watermark
         self.queues = RequestQueues()
         self._num_watermark_blocks = math.ceil(watermark * block_manager.num_usable_blocks)
         self._last_prompt_start: float | None = None

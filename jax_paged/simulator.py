@@ -209,7 +209,7 @@ def simulate(requests: Iterable[Request], scheduler: Scheduler, step_time: StepT
             rows.clear()
         clock += row[1]
         logprobs = _beam_logprobs(output, rng) if has_beams else ()
-        scheduler.update(output, [0] * output.num_samples, clock, logprobs)
+        scheduler.update(output, [0 for r in output.scheduled for _ in r.sampling], clock, logprobs)
     served = [
         (
             m.arrival_time,

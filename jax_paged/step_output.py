@@ -23,7 +23,7 @@ class StepOutput:
     Args:
         token_ids: One a sampling sequence, in the order of SchedulerOutput.scheduled.
         logprobs: Of these; the top lists are empty, and rank 0, unless the request wants them.
-        is_finite: False where the logits held NaN or infinity: the request has to end.
+        is_finite: One a row; False where the logits held NaN or infinity: the request has to end.
         prompt_logprobs: One list a row: of the prompt tokens at positions start + 1 and on, if wanted.
     """
 
