@@ -191,6 +191,7 @@ def test_a_client_that_leaves_before_the_answer_frees_its_blocks(served):
     served.wait_until_idle(timeout_s=2)
 
 
+BEAM = {"prompt": "a", "use_beam_search": True, "beam_width": 4}
 BAD = [
     ("/completions", {}, "prompt is missing", "prompt"),
     ("/completions", {"prompt": "a", "foo": 1}, "foo is not a field", "foo"),
@@ -217,6 +218,43 @@ BAD = [
     ("/completions", {"prompt": "a", "top_p": 0}, "top_p is 0", "top_p"),
     ("/completions", {"prompt": "a", "seed": -1}, "seed is -1", "seed"),
     ("/completions", {"prompt": "a", "seed": 2**63}, "seed is 9223372036854775808", "seed"),
+    ("/completions", {"prompt": "a", "n": 0}, "n is 0; allowed: an integer of at least 1", "n"),
+    ("/completions", {"prompt": "a", "n": True}, "a valid integer", "n"),
+    (
+        "/completions",
+        {"prompt": "a", "n": 17},
+        "(max_num_seqs is 16) is 17; allowed: an integer in [1, 16]",
+        None,
+    ),
+    ("/completions", {"prompt": "a", "n": 3, "best_of": 2}, "best_of (n is 3) is 2", "best_of"),
+    ("/completions", {"prompt": "a", "best_of": 17}, "allowed: an integer in [1, 16]", None),
+    ("/completions", {"prompt": "a", "cache_salt": 5}, "a valid string", "cache_salt"),
+    ("/completions", {"prompt": "a", "priority": 1}, "allowed with scheduling_policy 'fcfs': 0", "priority"),
+    ("/completions", {"prompt": "a", "priority": "high"}, "a valid integer", "priority"),
+    ("/completions", {"prompt": "a", "beam_width": 2}, "unless use_beam_search is true", "beam_width"),
+    (
+        "/completions",
+        {"prompt": "a", "length_penalty": 2},
+        "unless use_beam_search is true",
+        "length_penalty",
+    ),
+    ("/completions", {**BEAM, "n": 5}, "n (beam_width is 4) is 5; allowed: an integer in [1, 4]", "n"),
+    ("/completions", {**BEAM, "n": 0}, "n is 0", "n"),
+    ("/completions", {**BEAM, "beam_width": 0}, "beam_width is 0", "beam_width"),
+    ("/completions", {**BEAM, "beam_width": 11}, "allowed: an integer in [1, 10]", "beam_width"),
+    ("/completions", {**BEAM, "best_of": 4}, "best_of is 4; allowed with use_beam_search: None", "best_of"),
+    ("/completions", {**BEAM, "top_p": 0.5}, "top_p is 0.5; allowed with use_beam_search: 1.0", "top_p"),
+    ("/completions", {**BEAM, "stop": "x"}, "stop is 'x'; allowed with use_beam_search: None", "stop"),
+    (
+        "/completions",
+        {**BEAM, "logprobs": 0},
+        "logprobs is 0; allowed with use_beam_search: None",
+        "logprobs",
+    ),
+    ("/completions", {**BEAM, "length_penalty": 101}, "length_penalty is 101", "length_penalty"),
+    ("/chat/completions", {"messages": CHAT, "use_beam_search": True}, "max_tokens is None", "max_tokens"),
+    ("/chat/completions", {"messages": CHAT, "best_of": 2}, "best_of is not a field", "best_of"),
+    ("/chat/completions", {"messages": CHAT, "n": 17}, "allowed: an integer in [1, 16]", None),
     ("/completions", {"prompt": "a", "echo": True}, "echo is True", "echo"),
     ("/completions", {"prompt": "a", "suffix": "b"}, "suffix is 'b'", "suffix"),
     ("/completions", {"prompt": "a", "logprobs": 21}, "logprobs is 21", "logprobs"),
