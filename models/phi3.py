@@ -42,12 +42,10 @@ class Phi3Config(LlamaConfig):
     @classmethod
     def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
         rope = rope_values(read, max_position_embeddings)
-        dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
-        allowed = "a factor that rotates an even number of dimensions, at most all"
-        rope.check(
-            dim % 2 == 0 and 0 < dim <= head_dim, "partial_rotary_factor", dim / head_dim, allowed,
-            also_needs=("head_dim",),
-        )  # fmt: skip
+        part = rope.number("partial_rotary_factor", 1.0)
+        dim = int(head_dim * part)
+        ok, allowed = dim % 2 == 0 and 0 < dim <= head_dim, "one that rotates an even number of dimensions"
+        rope.check(ok, "partial_rotary_factor", part, allowed)
         base = base_frequencies(dim, rope.number("rope_theta", 10000.0))
         # Older names of the same.
         types = ("default", "longrope", "su", "yarn")
