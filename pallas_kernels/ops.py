@@ -86,6 +86,7 @@ def write_kv(
     _check_pool(kv_pages)
     _check("k", k.shape, (slot_mapping.shape[0], kv_pages.shape[2], kv_pages.shape[4]))
     _check("v", v.shape, k.shape)
+    _check_int32(slot_mapping=slot_mapping)
     if (implementation := _choose(backend, k)) == "xla":
         return xla.write_kv(kv_pages, k, v, slot_mapping)
     interpret = implementation == "pallas_interpret"
@@ -112,6 +113,7 @@ def copy_blocks(
     """
     _check_pool(kv_pages)
     _check("dst", dst.shape, src.shape)
+    _check_int32(src=src, dst=dst)
     if (implementation := _choose(backend, src)) == "xla":
         return xla.copy_blocks(kv_pages, src, dst)
     return copy_kernel.copy_blocks(kv_pages, src, dst, interpret=implementation == "pallas_interpret")
@@ -198,6 +200,7 @@ def ragged_attention(
     _check_attention(q, kv_pages, block_tables, context_lens)
     _check_heads(q, soft_cap, sinks, distance_bias)
     _check("query_start_loc", query_start_loc.shape, (block_tables.shape[0] + 1,))
+    _check_int32(query_start_loc=query_start_loc)
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if (implementation := _choose(backend, q)) == "xla":
         options["distance_bias"] = distance_bias
@@ -249,6 +252,12 @@ def _check(name: str, shape: tuple[int, ...], allowed: tuple[int, ...]) -> None:
         )
 
 
+def _check_int32(**arrays: Array) -> None:
+    for name, array in arrays.items():
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} has dtype {array.dtype}; allowed: int32")
+
+
 def _check_pool(kv_pages: Array) -> None:
     if kv_pages.ndim != 5 or kv_pages.shape[1] != 2:
         raise ValueError(
@@ -269,9 +278,7 @@ def _check_attention(q: Array, kv_pages: Array, block_tables: Array, context_len
     if block_tables.ndim != 2:
         raise ValueError(f"block_tables has shape {block_tables.shape}; allowed: [sequences, pages]")
     _check("context_lens", context_lens.shape, block_tables.shape[:1])
-    for name, array in (("block_tables", block_tables), ("context_lens", context_lens)):
-        if array.dtype != jnp.int32:
-            raise ValueError(f"{name} has dtype {array.dtype}; allowed: int32")
+    _check_int32(block_tables=block_tables, context_lens=context_lens)
 
 
 def _check_heads(q: Array, soft_cap: float | None, sinks: Array | None, distance_bias: Array | None) -> None:

@@ -136,6 +136,7 @@ def _attend(
     (num_seqs, _, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
     dtype, tokens, num_stages = q.dtype, config.block_tokens, config.num_stages
     pages = tokens // page_size
+    assert tokens % math.lcm(page_size, 32) == 0, config
     smem_bytes = (2 * num_stages * tokens * head_dim + ROWS * tokens) * dtype.itemsize
     tuning.check_smem(smem_bytes, gpu, f"paged_decode with head_dim {head_dim} and page_size {page_size}")
     rows = q.reshape(num_seqs, kv_heads, -1, head_dim)

@@ -78,13 +78,12 @@ def target(*, interpret: bool = False) -> Target:
     major, _, minor = name.partition(".")
     # An AMD GPU is called gfx942 or the like.
     capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
-    if capability < (8, 0):
+    if not (8, 0) <= capability <= (9, 0):
         raise ValueError(
             f"the device {device.device_kind} has compute capability {name}; allowed with backend 'pallas': "
-            "8.0 or higher"
+            "8.0 to 9.0"
         )
-    data_center = {(8, 0): (108, 163), (8, 7): (16, 163), (9, 0): (132, 227), (10, 0): (148, 227)}
-    num_sms, smem_kib = data_center.get(capability, (64, 99))
+    num_sms, smem_kib = {(8, 0): (108, 163), (8, 7): (16, 163), (9, 0): (132, 227)}.get(capability, (64, 99))
     num_sms = getattr(device, "core_count", None) or getattr(device, "num_cores", None) or num_sms
     return Target(capability, INTERPRETED_SMS if interpret else num_sms, smem_kib * 1024)
 

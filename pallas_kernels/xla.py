@@ -182,8 +182,8 @@ def _attend(
     page_tiles = kv_pages.reshape(num_pages * 2 * kv_heads, page_size * head_dim)
     head = jnp.arange(kv_heads)[:, None]
     item_counts = -(-tiles.context_lens // tokens)
-    if window is not None:
-        first_token = jnp.maximum(tiles.positions[:, 0] - window + 1, 0)
+    first_token = None if window is None else jnp.maximum(tiles.positions[:, 0] - window + 1, 0)
+    if first_token is not None:
         item_counts = jnp.maximum(item_counts - first_token // tokens, 0)
     item_ends = jnp.cumsum(item_counts)
 
@@ -202,14 +202,16 @@ def _attend(
         acc, largest, total = carry
         ends = item_ends - chunk * chunk_items
         tile, index, is_used = _spread(ends, item_counts, chunk_items)
-        if window is not None:
+        if first_token is not None:
             index += first_token[tile] // tokens
         token = index[:, None] * tokens + jnp.arange(tokens)
         is_there = is_used[:, None] & (token < tiles.context_lens[tile][:, None])
-        if window is not None:
+        if first_token is not None:
             is_there &= token >= first_token[tile][:, None]
         # Pages that no row sees are not loaded: the table's rest may be anything, and costs nothing so.
-        page_is_there = is_there.reshape(-1, pages, page_size).any(-1)
+        page_is_there = is_there[:, ::page_size]
+        if first_token is not None:
+            page_is_there = is_there.reshape(-1, pages, page_size).any(-1)
         column = jnp.where(page_is_there, token[:, ::page_size] // page_size, 0)
         page = jnp.where(page_is_there, tables[tiles.seq[tile][:, None], column], 0)
         position = tiles.positions[tile][:, None, :, None]

@@ -22,6 +22,7 @@ class AbstractGpu(AbstractDevice):
 A100 = AbstractGpu("NVIDIA A100", 108, "gpu", "8.0")
 RTX_3090 = AbstractGpu("NVIDIA GeForce RTX 3090", 82, "gpu", "8.6")
 H100 = AbstractGpu("NVIDIA H100", 132, "gpu", "9.0")
+B200 = AbstractGpu("NVIDIA B200", 148, "gpu", "10.0")
 V100 = AbstractGpu("NVIDIA V100", 80, "gpu", "7.0")
 
 
@@ -95,8 +96,9 @@ def test_unsupported_shapes_are_errors():
         lower(A100, ops.paged_decode, *specs(8, 2, 80, 16, jnp.bfloat16), scale=1.0)
     with pytest.raises(ValueError, match=r"needs \d+ bytes of shared memory; allowed .* 8.6: 101376"):
         lower(RTX_3090, ops.paged_decode, *specs(8, 2, 256, 64, jnp.bfloat16), scale=1.0)
-    with pytest.raises(ValueError, match=r"capability 7.0; allowed with backend 'pallas': 8.0 or higher"):
-        lower(V100, ops.paged_decode, *specs(8, 2, 64, 16, jnp.bfloat16), scale=1.0)
+    for gpu in (V100, B200):
+        with pytest.raises(ValueError, match=r"capability \d+.0; allowed with backend 'pallas': 8.0 to 9.0"):
+            lower(gpu, ops.paged_decode, *specs(8, 2, 64, 16, jnp.bfloat16), scale=1.0)
 
 
 @pytest.mark.parametrize(("head_dim", "page_size"), SHAPES)
