@@ -122,7 +122,10 @@ def _blocks(pool: BlockPool, owners: np.ndarray, block_size: int) -> np.ndarray:
 
 def _summary(blocks: np.ndarray, block_size: int) -> str:
     held = blocks[blocks["ref_count"] > 0]
-    text = f"{len(held):,} of {np.sum(blocks['state'] != 'null'):,} blocks in use"
+    is_whole = blocks["block_id"][0] == NULL_BLOCK
+    text = (
+        f"{len(held):,} of {len(blocks) - 1:,} blocks in use" if is_whole else f"{len(held):,} blocks in use"
+    )
     if not len(held):
         return text
     num_tokens, num_slots = held["num_tokens"].sum(), len(held) * block_size
@@ -151,7 +154,10 @@ def _drawing(title: str, blocks: np.ndarray, owners: np.ndarray, block_size: int
         f'<svg viewBox="-1 -1 {width} {height}" style="display:block;width:100%;max-width:{width}px" '
         f'font-size="10" font-weight="bold" text-anchor="middle">{"".join(cells)}</svg>'
     )
-    legend = "".join(f'<span style="margin-right:1.2em">{entry}</span> ' for entry in _legend(blocks, owners))
+    legend = "".join(
+        f'<span style="display:inline-block;margin-right:1.2em">{entry}</span>'
+        for entry in _legend(blocks, owners)
+    )
     text = f"<div><b>{title}</b>: {_summary(blocks, block_size)}.{note}</div>"
     return f"{text}{grid if len(drawn) else ''}<div>{legend}</div>"
 
@@ -204,8 +210,8 @@ def _legend(blocks: np.ndarray, owners: np.ndarray) -> Iterator[str]:
         ("free", [], 0, num["free"], "free"),
         ("cached", [], 0, num["cached"], "free, but cached"),
         ("pinned", [], 1, num["pinned"], "pinned"),
-        ("used", [_GREY], 2, int(np.sum(blocks["ref_count"] > 1)), "shared, by so many"),
-        ("null", [], 0, num["null"], "null block, pads block tables"),
+        ("used", [_GREY], 2, int(np.sum(blocks["ref_count"] > 1)), "shared by two or more"),
+        ("null", [], 0, num["null"], "null block"),
     )
     for state, colors, count, num_blocks, meaning in marks:
         if num_blocks:
