@@ -153,7 +153,7 @@ def paged_decode(
     Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, SOSP 2023.
     """
     _check_attention(q, kv_pages, block_tables, context_lens)
-    _check_heads(q, soft_cap, sinks, distance_bias)
+    _check_options(q, window, soft_cap, sinks, distance_bias)
     _check("block_tables", block_tables.shape[:1], q.shape[:1])
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if (implementation := _choose(backend, q)) == "xla":
@@ -198,7 +198,7 @@ def ragged_attention(
         Attention in the dtype of q; exactly 0 in rows from query_start_loc[B] on.
     """
     _check_attention(q, kv_pages, block_tables, context_lens)
-    _check_heads(q, soft_cap, sinks, distance_bias)
+    _check_options(q, window, soft_cap, sinks, distance_bias)
     _check("query_start_loc", query_start_loc.shape, (block_tables.shape[0] + 1,))
     _check_int32(query_start_loc=query_start_loc)
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
@@ -281,7 +281,15 @@ def _check_attention(q: Array, kv_pages: Array, block_tables: Array, context_len
     _check_int32(block_tables=block_tables, context_lens=context_lens)
 
 
-def _check_heads(q: Array, soft_cap: float | None, sinks: Array | None, distance_bias: Array | None) -> None:
+def _check_options(
+    q: Array,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Array | None,
+    distance_bias: Array | None,
+) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; allowed: None or at least 1")
     if sinks is not None:
         _check("sinks", sinks.shape, q.shape[1:2])
     if distance_bias is not None:

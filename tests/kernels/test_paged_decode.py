@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from oracle import make_case
+from oracle import TOLERANCE, make_case, paged_decode, relative_error
 
-from jax_paged.pallas_kernels import ops
+from jax_paged.pallas_kernels import ops, tuning
+from jax_paged.pallas_kernels import paged_decode as kernel
 from jax_paged.pallas_kernels.paged_decode import work_list
 
 BLOCK = 64
@@ -65,3 +66,20 @@ def test_a_missing_wait_is_caught(monkeypatch, capsys, missing):
         reset_gpu_interpret_mode_state()
     assert len(calls) > missing
     assert is_caught or RACE in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_the_path_of_sm_80_with_copies_that_take_no_time(monkeypatch, num_stages):
+    """The interpreter has no cp.async: plain copies check everything but the waits."""
+
+    def copy(source, target, barrier):
+        assert barrier is None
+        target[...] = source[...]
+
+    monkeypatch.setattr(tuning, "copy_to_smem", copy)
+    monkeypatch.setattr(tuning, "wait_cp_async", lambda has_issued, copies_in_flight: None)
+    case = make_case([300, 0, 40], heads=4, kv_heads=2, head_dim=80, page_size=32, dtype="float16")[:4]
+    config = tuning.KernelConfig(16, 32, num_stages, num_items=6, has_tma=False)
+    options = {"scale": 0.1, "window": 250}
+    got = kernel.paged_decode(*case, config=config, interpret=True, **options)
+    assert relative_error(got, paged_decode(*case, **options)) < TOLERANCE["float16"]
