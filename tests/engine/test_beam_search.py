@@ -301,8 +301,7 @@ def test_abort_half_way(shared_engine: LLMEngine, expected: list[Found]) -> None
     reschedule(shared_engine, eos_token_ids=EOS_TOKEN_IDS)
     add_requests(shared_engine, REQUESTS[:6])
     for _ in range(5):
-        outputs = shared_engine.step()
-    assert all(output.outputs == [] for output in outputs if not output.finished)
+        assert all(not output.outputs for output in shared_engine.step() if not output.finished)
     running = next(iter(shared_engine.scheduler.queues.running))
     state = shared_engine.abort_request(running)
     assert state is not None
