@@ -92,7 +92,7 @@ def report(workload: Workload, trace: list[Request], schedule: str, result: Simu
     """Returns a row of the table, all but its first column."""
     window = result.window(WARM_UP_S, TRACE_S)
     used = window.mean("num_blocks_used") / (NUM_SLOTS // result.block_size)
-    latency_s = result.requests["finish_s"] - result.requests["arrival_s"]
+    latency_s = result.requests["finished_time"] - result.requests["arrival_time"]
     per_token_s = (latency_s / [request.output_len for request in trace]).mean()
     # Little's law: requests in the system = rate * latency.
     paper_s = workload.paper_batch / workload.rate / workload.output[0]

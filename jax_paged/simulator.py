@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -36,15 +38,10 @@ STEP = np.dtype(
         ("num_blocks_copied", np.int32),
     ]
 )
-REQUEST = np.dtype(
-    [
-        ("arrival_s", np.float64),
-        ("first_token_s", np.float64),  # NaN if it never ran
-        ("finish_s", np.float64),
-        ("num_cached_tokens", np.int32),
-        ("num_preemptions", np.int32),
-    ]
-)
+# RequestMetrics; NaN for what never happened.
+TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_time")
+COUNTS = ("num_cached_tokens", "num_preemptions")
+REQUEST = np.dtype([*((name, np.float64) for name in TIMES), *((name, np.int32) for name in COUNTS)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,7 +122,7 @@ class SimulationResult:
 
     Args:
         steps: A row a step, with the fields of STEP.
-        requests: A row a request of the trace, in its order, with the fields of REQUEST.
+        requests: A row a request of the trace, in its order, with the fields of REQUEST (RequestMetrics).
         block_size: Tokens a block.
     """
 
@@ -136,7 +133,7 @@ class SimulationResult:
     def window(self, start_s: float = 0.0, stop_s: float = math.inf) -> "SimulationResult":
         """Returns the steps that start in a window of time, and the requests that arrive in it."""
         steps = (self.steps["time_s"] >= start_s) & (self.steps["time_s"] < stop_s)
-        requests = (self.requests["arrival_s"] >= start_s) & (self.requests["arrival_s"] < stop_s)
+        requests = (self.requests["arrival_time"] >= start_s) & (self.requests["arrival_time"] < stop_s)
         return dataclasses.replace(self, steps=self.steps[steps], requests=self.requests[requests])
 
     def mean(self, field: str) -> float:
@@ -176,7 +173,7 @@ def simulate(requests: Iterable[Request], scheduler: Scheduler, step_time: StepT
     check(len(manager.groups) == 1, "the number of cache groups", len(manager.groups), "1")
     trace = enumerate(requests)
     rng = random.Random(0)
-    clock, last_arrival, has_beams = 0.0, 0.0, False
+    clock, last_s, has_beams = 0.0, 0.0, False
     metrics: list[RequestMetrics] = []
     steps: list[np.ndarray] = []
     rows: list[tuple[Any, ...]] = []
@@ -186,13 +183,9 @@ def simulate(requests: Iterable[Request], scheduler: Scheduler, step_time: StepT
             clock = max(clock, coming[1].arrival_s)
         while coming is not None and coming[1].arrival_s <= clock:
             index, request = coming
-            check(
-                request.arrival_s >= last_arrival,
-                f"arrival_s of request {index}",
-                request.arrival_s,
-                f"at least {last_arrival}, when the one before it comes",
-            )
-            last_arrival = request.arrival_s
+            arrival_s = request.arrival_s
+            check(arrival_s >= last_s, f"arrival_s of request {index}", arrival_s, f"at least {last_s}")
+            last_s = arrival_s
             has_beams = has_beams or request.beam_width is not None
             group = _group(index, request, scheduler)
             metrics.append(group.metrics)
@@ -210,46 +203,29 @@ def simulate(requests: Iterable[Request], scheduler: Scheduler, step_time: StepT
         clock += row[1]
         logprobs = _beam_logprobs(output, rng) if has_beams else ()
         scheduler.update(output, [0 for r in output.scheduled for _ in r.sampling], clock, logprobs)
-    served = [
-        (
-            m.arrival_time,
-            math.nan if m.first_token_time is None else m.first_token_time,
-            m.finished_time,
-            m.num_cached_tokens,
-            m.num_preemptions,
-        )
-        for m in metrics
-    ]
+    served = map(operator.attrgetter(*TIMES, *COUNTS), metrics)
     all_steps = np.concatenate([*steps, np.array(rows, STEP)])
-    return SimulationResult(all_steps, np.array(served, REQUEST), manager.block_size)
+    return SimulationResult(all_steps, np.array(list(served), REQUEST), manager.block_size)
 
 
 def _group(index: int, request: Request, scheduler: Scheduler) -> SequenceGroup:
-    name, limit = f"request {index}", scheduler.max_model_len
-    num_tokens = request.prompt_len + request.output_len
-    check(num_tokens <= limit, f"the length of {name}", num_tokens, f"at most {limit}")
-    num_seqs = request.beam_width or request.n
-    check(
-        num_seqs <= scheduler.max_num_seqs,
-        f"the number of sequences of {name}",
-        num_seqs,
-        f"at most {scheduler.max_num_seqs}",
-    )
-    allowed = scheduler.policy == "priority" or not request.priority
-    check(allowed, f"priority of {name}", request.priority, "0 under 'fcfs'")
+    num_tokens, limit = request.prompt_len + request.output_len, scheduler.max_model_len
+    check(num_tokens <= limit, f"the length of request {index}", num_tokens, f"at most {limit}")
+    num_seqs, limit = request.beam_width or request.n, scheduler.max_num_seqs
+    check(num_seqs <= limit, f"the number of sequences of request {index}", num_seqs, f"at most {limit}")
+    ok = scheduler.policy == "priority" or not request.priority
+    check(ok, f"priority of request {index}", request.priority, "0 under 'fcfs'")
     # A prompt without tokens of its own is like no other.
     prompt = request.prompt if isinstance(request.prompt, list) else [-1 - index] * request.prompt
-    params, beams = _params(request.output_len, request.n, request.beam_width)
+    params, beams = _params(request.n, request.beam_width, request.output_len)
     metrics = RequestMetrics(request.arrival_s)
     return SequenceGroup(str(index), [Sequence(prompt)], params, metrics, "", request.priority, beams)
 
 
 @functools.lru_cache(maxsize=1 << 14)  # checking parameters takes longer than all else about a request
-def _params(
-    output_len: int, n: int, beam_width: int | None
-) -> tuple[SamplingParams, BeamSearchParams | None]:
-    beams = None if beam_width is None else BeamSearchParams(beam_width, output_len, ignore_eos=True)
-    return SamplingParams(n=n, max_tokens=output_len, ignore_eos=True, seed=0), beams
+def _params(n: int, width: int | None, length: int) -> tuple[SamplingParams, BeamSearchParams | None]:
+    beams = None if width is None else BeamSearchParams(width, max_tokens=length, ignore_eos=True)
+    return SamplingParams(n=n, max_tokens=length, ignore_eos=True, seed=0), beams
 
 
 def _step_row(
@@ -312,9 +288,6 @@ def _beam_logprobs(output: SchedulerOutput, rng: random.Random) -> list[TokenLog
     for row in output.scheduled:
         width = row.group.beam_params.beam_width if row.group.beam_params else 0
         for _ in row.sampling:
-            top, total = [], 0.0
-            for _ in range(2 * width):
-                total -= rng.expovariate(1.0)
-                top.append(total)
-            logprobs.append(TokenLogprobs(0.0, 0, list(range(len(top))), top))
+            top = list(itertools.accumulate(-rng.expovariate(1.0) for _ in range(2 * width)))
+            logprobs.append(TokenLogprobs(0.0, 0, list(range(2 * width)), top))
     return logprobs

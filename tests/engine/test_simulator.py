@@ -58,8 +58,8 @@ def test_a_trace_worked_out_by_hand() -> None:
     ]
     np.testing.assert_allclose(result.steps["step_s"], [0.016, 0.013, 0.01, 0.01])
     np.testing.assert_allclose(result.steps["time_s"], [1.0, 1.016, 1.029, 1.039])
-    np.testing.assert_allclose(result.requests["first_token_s"], [1.016, 1.029])
-    np.testing.assert_allclose(result.requests["finish_s"], [1.049, 1.039])
+    np.testing.assert_allclose(result.requests["first_token_time"], [1.016, 1.029])
+    np.testing.assert_allclose(result.requests["finished_time"], [1.049, 1.039])
     # 2 * 16 + 2 * 13 + 0 + 3 * 10 of 8 * 16 + 12 * 13 + 12 * 10 + 12 * 10 slot-milliseconds.
     assert result.share_of_slots_filled == pytest.approx(1 - 88 / 524)
     assert result.mean("num_requests") == pytest.approx((16 + 26 + 20 + 10) / 49)
@@ -107,8 +107,8 @@ def test_every_request_ends_and_no_block_is_lost(chunked: bool, num_swap_blocks:
     assert (steps["num_slots_wasted"] >= 0).all()
     assert (steps["num_slots_wasted"] < steps["num_blocks_used"] * 4).all()
     assert (steps["time_s"][1:] >= steps["time_s"][:-1] + steps["step_s"][:-1] - 1e-9).all()
-    assert (requests["finish_s"] >= requests["first_token_s"]).all()
-    assert (requests["first_token_s"] > requests["arrival_s"]).all()
+    assert (requests["finished_time"] >= requests["first_token_time"]).all()
+    assert (requests["first_token_time"] > requests["arrival_time"]).all()
     assert requests["num_preemptions"].sum() == steps["num_preemptions"].sum() > 0
     assert (steps["num_blocks_swapped"].sum() > 0) == (num_swap_blocks > 0)
     assert steps["num_blocks_saved"].max() > 5
