@@ -1,5 +1,6 @@
 """Which sequences compute how many tokens in the next step: a pure function of state and events, no clock."""
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable
@@ -32,8 +33,8 @@ class Scheduler:
     recomputes its tokens when it is admitted again; or its blocks are swapped out to host memory. A request
     with several sequences is swapped, as recomputing would lose what they share, others are recomputed
     (the paper's rule), unless preemption_mode says else; without room in host memory, all are recomputed.
-    While a request is swapped out no new one is admitted. So the first request always advances, and no step
-    that takes blocks from a running request for another one admits a third.
+    While a request is swapped out no new one behind it is admitted. So the first request always advances, and
+    no step that takes blocks from a running request for another one admits a third.
 
     One step is in flight at a time: blocks are handed out in schedule() only, after the update() of the step
     before, so a block freed in between (abort, finish) is not reused while that step may write it.
@@ -256,6 +257,8 @@ class Scheduler:
                         head = None
                         continue
                 head = first_to_admit()
+                if head is not None and head.request_id in step.preempted:
+                    head = None
             elif group is None:
                 break
             else:
@@ -348,15 +351,24 @@ class Scheduler:
         if manager.fork(parent, seq, shared):
             seq.num_computed_tokens = shared
         else:
-            self._with_room(group, lambda: self._allocate(group, seq, 0, step.budget) or None, step, now)
+            # If it is the last one itself, it keeps what it has and tries again in the next step.
+            attempt = functools.partial(self._allocate, group, seq, 0, step.budget)
+            self._with_room(group, lambda: attempt() or None, step, now, gives_way=False)
 
     def _with_room(
-        self, group: SequenceGroup, attempt: Callable[[], T | None], step: StepBuilder, now: float
+        self,
+        group: SequenceGroup,
+        attempt: Callable[[], T | None],
+        step: StepBuilder,
+        now: float,
+        *,
+        gives_way: bool = True,
     ) -> T | None:
         """Tries something for a running request, preempting the last ones until it works.
 
         Returns:
-            What worked; None if the request itself was preempted, or is alone and has ended.
+            What worked; None if the request is alone and has ended, or is the last one: then it is itself
+            preempted if it `gives_way`.
         """
         while (result := attempt()) is None:
             last = self.queues.last_running()
@@ -364,7 +376,8 @@ class Scheduler:
             if len(self.queues.running) == 1:
                 self._end_for_good(group, step, now)
                 return None
-            self._preempt(last, step)
+            if last is not group or gives_way:
+                self._preempt(last, step)
             if last is group:
                 return None
         return result
@@ -419,11 +432,12 @@ class Scheduler:
         )
 
     def _first_waiting(self, now: float) -> SequenceGroup | None:
-        """Returns the next waiting request, but no new one while one is swapped out or it is too early."""
-        group, queues = self.queues.first_waiting(), self.queues
+        """Returns the next waiting request, but no new one behind one that is swapped out, or too early."""
+        group, swapped = self.queues.first_waiting(), self.queues.first_swapped()
         if group is not None and group.metrics.first_scheduled_time is None:
             waited = now - group.metrics.arrival_time
-            if queues.swapped or (queues.running and waited < self.delay_factor * self._last_prompt_s):
+            is_early = self.queues.running and waited < self.delay_factor * self._last_prompt_s
+            if is_early or (swapped is not None and swapped.order < group.order):
                 return None
         return group
 
