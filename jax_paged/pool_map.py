@@ -163,7 +163,7 @@ def _drawing(title: str, blocks: np.ndarray, owners: np.ndarray, block_size: int
 
 
 def _cell(i: int, block: np.void, owners: list[np.void], block_size: int) -> str:
-    """Returns the i-th cell: a stripe for each owner, as high as the block is full."""
+    """Returns the i-th cell: stripes, one a request or a sequence, as high as the block is full."""
     state, count, num_tokens = str(block["state"]), int(block["ref_count"]), int(block["num_tokens"])
     lines = [
         f"block {block['block_id']}: {state}" + f", {num_tokens} of {block_size} tokens" * (num_tokens > 0)
@@ -173,7 +173,9 @@ def _cell(i: int, block: np.void, owners: list[np.void], block_size: int) -> str
         lines.append(f"{_name(owner)}: {place}")
     if count > _MAX_LISTED:
         lines.append(f"and {count - _MAX_LISTED} more")
-    colors = [_color(owner["arrival"], owner["index"]) for owner in owners if owner["index"] >= 0]
+    sequences = [(owner["arrival"], owner["index"]) for owner in owners if owner["index"] >= 0]
+    requests = dict.fromkeys(arrival for arrival, _ in sequences)
+    colors = [_color(*s) for s in (sequences if len(requests) == 1 else [(r, 0) for r in requests])]
     x, y = i % _NUM_COLUMNS * _PITCH, i // _NUM_COLUMNS * _PITCH
     box = _box(state, colors[:_MAX_STRIPES], num_tokens / block_size, count)
     return f'<g transform="translate({x} {y})"><title>{html.escape(chr(10).join(lines))}</title>{box}</g>'
