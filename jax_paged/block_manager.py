@@ -231,8 +231,10 @@ class BlockManager:
 
         Returns:
             (device block, host block) pairs to copy before the device blocks are written; None, and
-            nothing has changed, if host memory lacks.
+            nothing but windows has changed, if host memory lacks.
         """
+        # What fell out of a window must not be freed after coming back, in the step of a swap in.
+        self._free_out_of_window([(seq, 0) for seq in seqs if seq in self.block_tables])
         return self._move(seqs, self.pool, self.block_tables, self.swap_pool, self.swapped_tables, 0)
 
     def swap_in(self, seqs: list[Sequence], *, num_reserved: int) -> Copies | None:

@@ -388,6 +388,8 @@ class Scheduler:
             return False
         manager = self.block_manager
         num_reserved = self._num_watermark_blocks if self.queues.running else 0
+        if not self.enable_chunked_prefill:  # the running ones have not got their next blocks yet
+            num_reserved += self.queues.num_seats_taken * len(manager.groups)
         if group.request_id in self.queues.swapped:
             seqs = group.unfinished
             if self.queues.running:  # so that its next tokens find room
@@ -451,7 +453,8 @@ class Scheduler:
         group.metrics.num_preemptions += 1
         step.preempted.append(group.request_id)
         mode = self.preemption_mode or ("swap" if len(seqs) > 1 else "recompute")
-        copies = manager.swap_out(seqs) if mode == "swap" else None
+        # Host blocks that are read in this step must not be written in it: swapping out goes first.
+        copies = manager.swap_out(seqs) if mode == "swap" and not step.swap_in else None
         if copies is not None:
             step.swap_out += copies
             self.queues.swap(group)
