@@ -3,6 +3,7 @@
 from typing import Any
 
 from jax_paged.models.causal_lm import CausalLM
+from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
 from jax_paged.models.gpt2 import GPT2LMHeadModel
 from jax_paged.models.llama import LlamaForCausalLM
@@ -11,9 +12,10 @@ from jax_paged.models.mixtral import MixtralForCausalLM
 from jax_paged.models.opt import OPTForCausalLM
 from jax_paged.models.phi3 import Phi3ForCausalLM
 from jax_paged.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+from jax_paged.models.t5 import T5ForConditionalGeneration
 
 # By the name that stands under "architectures" in config.json.
-MODELS: dict[str, type[CausalLM]] = {
+MODELS: dict[str, type[CausalLM | EncoderDecoderLM]] = {
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
@@ -25,10 +27,11 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "T5ForConditionalGeneration": T5ForConditionalGeneration,
 }
 
 
-def get_model_class(hf_config: dict[str, Any]) -> tuple[str, type[CausalLM]]:
+def get_model_class(hf_config: dict[str, Any]) -> tuple[str, type[CausalLM | EncoderDecoderLM]]:
     """Returns the first supported architecture that a config.json names, and its class.
 
     Raises:

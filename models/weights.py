@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jax_paged.models.causal_lm import CausalLM
+from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.registry import get_model_class
 
@@ -44,7 +45,7 @@ class LoadedModel:
         sampling_defaults: What generation_config.json says of sampling, in the words of SamplingParams.
     """
 
-    model: CausalLM
+    model: CausalLM | EncoderDecoderLM
     config: Any
     architecture: str
     dtype: jnp.dtype
@@ -179,7 +180,7 @@ def random_model(
     return _loaded(model, architecture, chosen, _eos_token_ids({}, hf_config, config.vocab_size), {})
 
 
-def save_model(model: CausalLM, folder: Path, hf_config: dict[str, Any]) -> None:
+def save_model(model: CausalLM | EncoderDecoderLM, folder: Path, hf_config: dict[str, Any]) -> None:
     """Writes config.json and model.safetensors, such that `load_model` and transformers read them.
 
     Args:
@@ -210,13 +211,13 @@ def random_checkpoint(
     save_model(random_model(hf_config, dtype, seed).model, folder, hf_config)
 
 
-def _weights(model: CausalLM) -> list[_Weight]:
+def _weights(model: CausalLM | EncoderDecoderLM) -> list[_Weight]:
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return [_Weight(path, p, *model.weight_table.hf_key(".".join(map(str, path)))) for path, p in params]
 
 
 def _loaded(
-    model: CausalLM,
+    model: CausalLM | EncoderDecoderLM,
     architecture: str,
     dtype: jnp.dtype,
     eos_token_ids: frozenset[int],

@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flax import nnx
 from real_model import TOLERANCE, DenseModel, Request, log_softmax, make_engine, run, tokens_of
 
 from jax_paged import SamplingParams
-from jax_paged.outputs import TokenLogprobDict
+from jax_paged.models.encoder_decoder import EncoderDecoderLM
+from jax_paged.models.weights import load_model
+from jax_paged.outputs import RequestOutput, TokenLogprobDict
 
 FIXTURES = sorted((Path(__file__).parents[1] / "models" / "fixtures").iterdir())
 # One of each family is enough for every day; they differ in what the dense tests of tests/models show too.
@@ -25,6 +28,7 @@ EVERY_DAY = {
     "qwen2_window",
     "qwen3_bias_window",
     "qwen3_moe_and_mlps",
+    "t5_gated_untied",
 }
 MAX_LEN = 128
 # All prompts with their outputs are 80 blocks of each group of layers.
@@ -69,11 +73,26 @@ def test_equals_transformers(folder: Path) -> None:
         for output, case in zip(outputs, cases, strict=True):
             _check_output_logprobs(output.outputs[0].logprobs or [], case)
     assert sum(output.metrics.num_preemptions for output in batched + chunked) > 0
+    model = load_model(folder).model
+    if isinstance(model, EncoderDecoderLM):
+        return _check_beside_dense_call(model, batched)
     assert sum(output.num_cached_tokens for output in chunked) > 0
-
     dense = [log_softmax(x) for x in DenseModel(folder, MAX_LEN).logits(prompts)]
     for output, prompt, logprobs in zip(batched, prompts, dense, strict=True):
         _check_prompt_logprobs(output.prompt_logprobs or [], prompt, logprobs)
+
+
+def _check_beside_dense_call(model: EncoderDecoderLM, outputs: list[RequestOutput]) -> None:
+    texts = np.zeros((len(outputs), MAX_LEN), np.int32)
+    decoded = np.zeros((len(outputs), 24), np.int32)
+    lens = np.array([len(output.encoder_prompt_token_ids) for output in outputs])
+    for output, text, tokens in zip(outputs, texts, decoded, strict=True):
+        text[: len(output.encoder_prompt_token_ids)] = output.encoder_prompt_token_ids
+        tokens[:] = [*output.prompt_token_ids, *output.outputs[0].token_ids[:-1]]
+    logits = nnx.jit(lambda model, *inputs: model(*inputs))(model, texts, lens, decoded)
+    for output, rows in zip(outputs, log_softmax(np.asarray(logits)), strict=True):
+        for entry, row in zip(output.outputs[0].logprobs or [], rows, strict=True):
+            assert all(abs(x.logprob - row[token]) < DENSE_TOLERANCE for token, x in entry.items())
 
 
 @pytest.mark.slow

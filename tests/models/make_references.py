@@ -71,6 +71,17 @@ BASE: dict[str, Any] = COMMON | {
 QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24}
 GPT2 = COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+T5 = COMMON | {
+    "d_model": 32,
+    "d_kv": 12,
+    "d_ff": 48,
+    "num_heads": 4,
+    "num_layers": 2,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 40,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+}
 OPT = COMMON | {
     "hidden_size": 32,
     "ffn_dim": 64,
@@ -217,6 +228,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 33,
         },
     ),
+    "t5_tied": ("T5Config", T5 | {"relative_attention_num_buckets": 12}),
+    # As the hub's flan-t5 and t5-v1_1.
+    "t5_gated_untied": (
+        "T5Config",
+        T5
+        | {
+            "feed_forward_proj": "gated-gelu",
+            "num_layers": 3,
+            "num_decoder_layers": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
     # Keys as the hub's gpt2 has them.
     "gpt2_without_prefix": ("GPT2Config", GPT2),
     "gpt2_variants": (
@@ -257,16 +280,19 @@ def make_model(name: str) -> Any:
     config_class, values = CONFIGS[name]
     config = getattr(transformers, config_class)(**values)
     config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
+    kind = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+    model = getattr(transformers, kind).from_config(config).to(torch.float32).eval()
     with torch.no_grad():
+        if "untied" in name:
+            model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.15)
         for key, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 # Norms start at 1, Gemma's and biases at 0.
                 parameter.normal_(parameter.mean().item(), 0.2)
             elif ".layers." in key or ".h." in key:
                 parameter.mul_(LAYER_SCALE)
-            elif name.startswith("gemma"):
-                # The norms undo the scale of its layers.
+            elif name.startswith("gemma") or "shared" in key:
+                # Gemma's norms undo the scale of its layers, and T5's are large enough.
                 parameter.mul_(0.3)
     return model
 
@@ -298,7 +324,7 @@ def run(model: Any, prompt: list[int]) -> tuple[dict[str, Any], bool]:
             return_dict_in_generate=True,
             output_logits=True,
         )
-    token_ids = out.sequences[0, len(prompt) :].tolist()
+    token_ids = out.sequences[0, -NUM_NEW_TOKENS:].tolist()
     assert len(token_ids) == NUM_NEW_TOKENS
     logprobs = torch.cat(out.logits).double().log_softmax(-1)
     top = logprobs.topk(NUM_TOP)
@@ -351,6 +377,11 @@ def main() -> None:
         if "without_prefix" in name:
             file = folder / "model.safetensors"
             save_file({k.removeprefix("transformer."): v for k, v in load_file(file).items()}, file)
+        if "untied" in name:
+            config = json.loads((folder / "config.json").read_text())
+            config |= {"tie_word_embeddings": False}
+            del config["scale_decoder_outputs"]
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if "old_config" in name:
             make_old_config(folder / "config.json")
         rows = ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)

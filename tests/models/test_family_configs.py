@@ -22,6 +22,7 @@ NAMES = {
     "Qwen2ForCausalLM": "qwen2_window",
     "Qwen3ForCausalLM": "qwen3_tied",
     "Qwen3MoeForCausalLM": "qwen3_moe_and_mlps",
+    "T5ForConditionalGeneration": "t5_tied",
 }
 LONGROPE = {"rope_type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor": [2, 2, 2, 2]}
 
@@ -39,9 +40,10 @@ def test_every_family_is_here() -> None:
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_all_problems_are_in_one_message(architecture: str) -> None:
-    heads, size = ("n_head", "n_embd") if architecture == "GPT2LMHeadModel" else ("num_attention_heads",) * 2
+    other = {"GPT2LMHeadModel": ("n_head", "n_embd"), "T5ForConditionalGeneration": ("num_heads", "d_model")}
+    heads, size = other.get(architecture, ("num_attention_heads", "hidden_size"))
     bad: dict[str, Any] = {"vocab_size": 0, heads: -1, size: -1, "quantization_config": {"bits": 4}}
-    activations = ("hidden_act", "activation_function", "hidden_activation")
+    activations = ("hidden_act", "activation_function", "hidden_activation", "feed_forward_proj")
     bad |= dict.fromkeys((*activations, "tie_word_embeddings"), "?")
     with pytest.raises(ValueError) as error:
         read(NAMES[architecture], **bad)
@@ -121,6 +123,13 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         ("gpt2_variants", {"add_cross_attention": True}, "add_cross_attention is True; allowed: False"),
         ("gpt2_variants", {"n_embd": 30}, "n_embd is 30; allowed: a multiple of n_head, which is 4"),
         ("gpt2_variants", {"n_positions": ...}, "n_positions is missing"),
+        (
+            "t5_tied",
+            {"feed_forward_proj": "gated-mish"},
+            "feed_forward_proj is 'gated-mish'; allowed: 'silu'",
+        ),
+        ("t5_tied", {"decoder_start_token_id": 256}, "decoder_start_token_id is 256; allowed: an id below"),
+        ("t5_tied", {"relative_attention_max_distance": 6}, "allowed: an integer of at least 7"),
         ("opt", {"hidden_size": 30}, "hidden_size is 30; allowed: a multiple of num_attention_heads"),
         ("opt", {"do_layer_norm_before": None, "enable_bias": 1}, "enable_bias is 1; allowed: False or True"),
     ],
@@ -150,6 +159,8 @@ def test_what_is_left_out_is_as_in_transformers() -> None:
     assert read("qwen3_moe_tied", num_hidden_layers=5, decoder_sparse_step=2).moe_layers == (1, 3)
     assert read("gpt2_variants", n_inner=None).intermediate_size == 128
     assert read("opt", word_embed_proj_dim=...).word_embed_proj_dim == 32
+    assert read("t5_tied", decoder_start_token_id=..., pad_token_id=5).decoder_start_token_id == 5
+    assert [read(f"t5_{name}").scale_decoder_outputs for name in ("tied", "gated_untied")] == [True, False]
     assert read("opt", do_layer_norm_before=False).final_layer_norm is False
 
 

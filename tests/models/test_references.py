@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.registry import MODELS
 from jax_paged.models.weights import load_model, save_model
 
@@ -35,6 +36,32 @@ def dense_logprobs(model: Any, tokens: jax.Array) -> jax.Array:
     return jax.nn.log_softmax(model(tokens))
 
 
+@nnx.jit
+def encoder_decoder_logprobs(model: Any, prompts: jax.Array, lens: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jax.nn.log_softmax(model(prompts, lens, tokens))
+
+
+def reference_logprobs(model: Any, cases: list[dict[str, Any]]) -> list[np.ndarray]:
+    """Returns our log-probabilities [24, V] of each case's output tokens, given those before."""
+    prompts, outputs = ([c[name] for c in cases] for name in ("prompt_token_ids", "token_ids"))
+
+    def padded(texts: list[list[int]]) -> jax.Array:
+        tokens = np.zeros((len(texts), MAX_LEN), np.int32)
+        for row, text in zip(tokens, texts, strict=True):
+            row[: len(text)] = text
+        return jnp.asarray(tokens)
+
+    lens = np.array([len(p) for p in prompts])
+    if isinstance(model, EncoderDecoderLM):
+        firsts = np.zeros_like(lens)
+        begun = padded([[model.config.decoder_start_token_id, *output] for output in outputs])
+        logprobs = encoder_decoder_logprobs(model, padded(prompts), jnp.asarray(lens), begun)
+    else:
+        firsts = lens - 1
+        logprobs = dense_logprobs(model, padded([p + o for p, o in zip(prompts, outputs, strict=True)]))
+    return [rows[first : first + 24] for rows, first in zip(np.asarray(logprobs), firsts, strict=True)]
+
+
 def compare(model: Any, folder: Path) -> tuple[bool, float]:
     """Returns whether all greedy tokens are the references', and the largest error of a log-probability.
 
@@ -43,15 +70,8 @@ def compare(model: Any, folder: Path) -> tuple[bool, float]:
     """
     cases = json.loads((folder / "reference.json").read_text())["cases"]
     assert {1, 16, 17, 32, 100} <= {len(c["prompt_token_ids"]) for c in cases}
-    tokens = np.zeros((len(cases), MAX_LEN), np.int32)
-    for row, case in zip(tokens, cases, strict=True):
-        text = case["prompt_token_ids"] + case["token_ids"]
-        row[: len(text)] = text
     equal, error = True, 0.0
-    for logprobs, case in zip(np.asarray(dense_logprobs(model, jnp.asarray(tokens))), cases, strict=True):
-        first, count = len(case["prompt_token_ids"]) - 1, len(case["token_ids"])
-        assert count == 24
-        rows = logprobs[first : first + count]
+    for rows, case in zip(reference_logprobs(model, cases), cases, strict=True):
         equal &= rows.argmax(1).tolist() == case["token_ids"]
         ours = np.take_along_axis(rows, np.array(case["top_token_ids"]), axis=1)
         error = max(error, np.abs(ours - case["top_logprobs"]).max())
@@ -79,7 +99,8 @@ def test_gradient_and_bfloat16(architecture: str) -> None:
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 32)))
 
     def logprob(model: Any) -> jax.Array:
-        logprobs = jax.nn.log_softmax(model(tokens[:, :-1]))
+        prompt = (tokens, jnp.array([32, 20])) if isinstance(model, EncoderDecoderLM) else ()
+        logprobs = jax.nn.log_softmax(model(*prompt, tokens[:, :-1]))
         return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
 
     value, gradient = nnx.jit(nnx.value_and_grad(logprob))(exact)

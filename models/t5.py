@@ -1,0 +1,275 @@
+"""T5 and Flan-T5: an encoder and a decoder with RMSNorm, and biases of relative positions.
+
+Source: Raffel et al., Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer,
+2020; names and semantics of the weights as in Hugging Face's T5ForConditionalGeneration.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jax_paged.models.attention import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec
+from jax_paged.models.causal_lm import Attend
+from jax_paged.models.encoder_decoder import CrossAttend, EncoderDecoderLM
+from jax_paged.models.hf_format import ConfigReader, WeightTable
+from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, Linear, RMSNorm, normal, parameter
+
+BLOCK, HF_BLOCK = r"(encoder|decoder)\.block\.(\d+)\.", r"\1.block.\2.layer."
+BIAS = "relative_attention_bias"
+WEIGHT_TABLE = WeightTable(
+    rows=(
+        (r"shared\.embedding", r"shared.weight", False),
+        (r"lm_head\.kernel", r"lm_head.weight", True),
+        (rf"(\w+)\.{BIAS}", rf"\1.block.0.layer.0.SelfAttention.{BIAS}.weight", False),
+        (r"(\w+)\.final_layer_norm\.scale", r"\1.final_layer_norm.weight", False),
+        (BLOCK + r"attention\.(\w)\.kernel", HF_BLOCK + r"0.SelfAttention.\3.weight", True),
+        (BLOCK + r"attention_norm\.scale", HF_BLOCK + r"0.layer_norm.weight", False),
+        (BLOCK + r"cross_attention\.(\w)\.kernel", HF_BLOCK + r"1.EncDecAttention.\3.weight", True),
+        (BLOCK + r"cross_attention_norm\.scale", HF_BLOCK + r"1.layer_norm.weight", False),
+        (
+            r"encoder\.block\.(\d+)\.mlp\.(\w+)\.kernel",
+            r"encoder.block.\1.layer.1.DenseReluDense.\2.weight",
+            True,
+        ),
+        (
+            r"decoder\.block\.(\d+)\.mlp\.(\w+)\.kernel",
+            r"decoder.block.\1.layer.2.DenseReluDense.\2.weight",
+            True,
+        ),
+        (r"encoder\.block\.(\d+)\.mlp_norm\.scale", r"encoder.block.\1.layer.1.layer_norm.weight", False),
+        (r"decoder\.block\.(\d+)\.mlp_norm\.scale", r"decoder.block.\1.layer.2.layer_norm.weight", False),
+    ),
+    tied=dict.fromkeys(
+        ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), "shared.weight"
+    ),
+    ignored=rf"decoder\.block\.0\.layer\.1\.EncDecAttention\.{BIAS}\.weight",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config:
+    """Shape of a T5; the names are those of config.json, or the general ones that these stand for.
+
+    Args:
+        max_position_embeddings: n_positions. Nothing in the model ends there; it is what it was trained on.
+        activation: Of the MLP.
+        is_gated: Whether the MLP is gated.
+        scale_decoder_outputs: Whether the last hidden state is divided by the root of its size.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    d_kv: int
+    d_ff: int
+    num_layers: int
+    num_decoder_layers: int
+    num_heads: int
+    max_position_embeddings: int
+    relative_attention_num_buckets: int
+    relative_attention_max_distance: int
+    layer_norm_epsilon: float
+    activation: str
+    is_gated: bool
+    tie_word_embeddings: bool
+    scale_decoder_outputs: bool
+    decoder_start_token_id: int
+    initializer_factor: float
+
+    @classmethod
+    def from_hf(cls, hf_config: dict[str, Any]) -> Self:
+        """Reads a config.json; what it leaves out is as in transformers.
+
+        Raises:
+            ValueError: If a value is missing, out of range or not supported; names all of them.
+        """
+        read = ConfigReader(hf_config)
+        names = {name: (name, False) for name in ACTIVATIONS}
+        names |= {f"gated-{name}": (name, True) for name in ACTIVATIONS} | {"gated-gelu": ("gelu_new", True)}
+        activation, is_gated = names[read.choice("feed_forward_proj", "relu", tuple(names))]
+        tied = read.choice("tie_word_embeddings", True, (False, True))
+        num_layers = read.integer("num_layers")
+        buckets = read.integer("relative_attention_num_buckets", 32, low=4)
+        read.choice("quantization_config", None, (None,))
+        config = cls(
+            vocab_size=read.integer("vocab_size"),
+            hidden_size=read.integer("d_model"),
+            d_kv=read.integer("d_kv"),
+            d_ff=read.integer("d_ff"),
+            num_layers=num_layers,
+            num_decoder_layers=read.integer("num_decoder_layers", num_layers),
+            num_heads=read.integer("num_heads"),
+            max_position_embeddings=read.integer("n_positions", 512),
+            relative_attention_num_buckets=buckets,
+            relative_attention_max_distance=read.integer(
+                "relative_attention_max_distance", 128, low=buckets // 2 + 1
+            ),
+            layer_norm_epsilon=read.number("layer_norm_epsilon", 1e-6),
+            activation=activation,
+            is_gated=is_gated,
+            tie_word_embeddings=tied,
+            # Models that are not tied are of version 1.1, which does not scale.
+            scale_decoder_outputs=read.choice("scale_decoder_outputs", tied, (False, True)),
+            decoder_start_token_id=read.integer("decoder_start_token_id", read.get("pad_token_id", 0), low=0),
+            initializer_factor=read.number("initializer_factor", 1.0, low_open=False),
+        )
+        ok, allowed = config.decoder_start_token_id < config.vocab_size, "an id below vocab_size"
+        read.check(ok, "decoder_start_token_id", config.decoder_start_token_id, allowed)
+        read.finish()
+        return config
+
+    def buckets(self, relative: np.ndarray, *, bidirectional: bool) -> np.ndarray:
+        """Returns the row of the table of biases for each relative position (of the key, to the query)."""
+        count, first = self.relative_attention_num_buckets, np.zeros_like(relative)
+        if bidirectional:
+            count //= 2
+            first = np.where(relative > 0, count, 0)
+        distance = np.abs(relative) if bidirectional else np.maximum(-relative, 0)
+        # Half of them are for one distance each, the others grow in proportion to it.
+        exact = count // 2
+        ratio = np.log(np.maximum(distance, 1).astype(np.float32) / exact)
+        far = exact + (ratio / math.log(self.relative_attention_max_distance / exact) * (count - exact))
+        return first + np.where(distance < exact, distance, np.minimum(far.astype(int), count - 1))
+
+
+def _linear(config: T5Config, n_in: int, n_out: int, *, split: Any, dtype: Any, rngs: nnx.Rngs) -> Linear:
+    std = config.initializer_factor * n_in**-0.5
+    return Linear(n_in, n_out, bias=False, split=split, std=std, dtype=dtype, rngs=rngs)
+
+
+class T5Attention(nnx.Module):
+    """Four projections; scores are not scaled."""
+
+    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.head_dim = config.d_kv
+        size, width = config.hidden_size, config.num_heads * config.d_kv
+        make = functools.partial(_linear, config, dtype=dtype, rngs=rngs)
+        self.q, self.k, self.v = (make(size, width, split=(None, TENSOR)) for _ in range(3))
+        self.o = make(width, size, split=(TENSOR, None))
+
+    def heads(self, y: Float[Array, "*t w"]) -> Float[Array, "*t h d"]:
+        return y.reshape(*y.shape[:-1], -1, self.head_dim)
+
+    def join(self, out: Float[Array, "*t h d"]) -> Float[Array, "*t e"]:
+        return self.o(out.reshape(*out.shape[:-2], -1))
+
+
+class T5MLP(nnx.Module):
+    """Two linear maps and an activation, which a third one may gate."""
+
+    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.activation, self.is_gated = ACTIVATIONS[config.activation], config.is_gated
+        make = functools.partial(_linear, config, dtype=dtype, rngs=rngs)
+        for name in ("wi_0", "wi_1") if self.is_gated else ("wi",):
+            setattr(self, name, make(config.hidden_size, config.d_ff, split=(None, TENSOR)))
+        self.wo = make(config.d_ff, config.hidden_size, split=(TENSOR, None))
+
+    def __call__(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
+        inner = self.activation(self.wi_0(x)) * self.wi_1(x) if self.is_gated else self.activation(self.wi(x))
+        return self.wo(inner)
+
+
+class T5Block(nnx.Module):
+    """Attention, in a decoder cross attention, then the MLP, each normed before and added to the stream."""
+
+    def __init__(self, config: T5Config, is_decoder: bool, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        norm = functools.partial(RMSNorm, config.hidden_size, epsilon=config.layer_norm_epsilon, dtype=dtype)
+        self.attention, self.attention_norm = T5Attention(config, dtype=dtype, rngs=rngs), norm()
+        if is_decoder:
+            self.cross_attention, self.cross_attention_norm = (
+                T5Attention(config, dtype=dtype, rngs=rngs),
+                norm(),
+            )
+        self.mlp, self.mlp_norm = T5MLP(config, dtype=dtype, rngs=rngs), norm()
+
+    def attended(self, x: Float[Array, "*t e"], attend: Any) -> Float[Array, "*t e"]:
+        a, y = self.attention, self.attention_norm(x)
+        return x + a.join(attend(*(a.heads(proj(y)) for proj in (a.q, a.k, a.v)), scale=1.0))
+
+    def cross_attended(self, x: Float[Array, "*t e"], cross_attend: Any) -> Float[Array, "*t e"]:
+        a = self.cross_attention
+        return x + a.join(cross_attend(a.heads(a.q(self.cross_attention_norm(x))), scale=1.0))
+
+    def transformed(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class T5Stack(nnx.Module):
+    """The blocks of the encoder or of the decoder, and the biases that they share."""
+
+    def __init__(self, config: T5Config, is_decoder: bool, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        shape = (config.relative_attention_num_buckets, config.num_heads)
+        bias = normal(rngs.params(), shape, dtype, config.initializer_factor * config.hidden_size**-0.5)
+        self.relative_attention_bias = parameter(bias, (None, TENSOR))
+        count = config.num_decoder_layers if is_decoder else config.num_layers
+        self.block = nnx.List([T5Block(config, is_decoder, dtype=dtype, rngs=rngs) for _ in range(count)])
+        self.final_layer_norm = RMSNorm(config.hidden_size, epsilon=config.layer_norm_epsilon, dtype=dtype)
+
+
+class T5ForConditionalGeneration(EncoderDecoderLM):
+    """The model that trains (dense) and serves (paged) with the same modules."""
+
+    config_class: ClassVar[type[T5Config]] = T5Config
+    weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
+
+    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.config = config
+        size, vocab_size = config.hidden_size, config.vocab_size
+        std = config.initializer_factor
+        self.shared = Embedding(vocab_size, size, std=std, dtype=dtype, rngs=rngs)
+        self.encoder = T5Stack(config, False, dtype=dtype, rngs=rngs)
+        self.decoder = T5Stack(config, True, dtype=dtype, rngs=rngs)
+        head = functools.partial(_linear, config, split=(None, TENSOR), dtype=dtype, rngs=rngs)
+        self.lm_head = None if config.tie_word_embeddings else head(size, vocab_size)
+
+    def encode(self, tokens: Int[Array, "b n"], lens: Int[Array, " b"]) -> Float[Array, "b n e"]:
+        n = tokens.shape[1]
+        buckets = self.config.buckets(np.arange(1 - n, n), bidirectional=True)
+        by_relative = self.encoder.relative_attention_bias[...][buckets]
+        relative = jnp.arange(n) - jnp.arange(n)[:, None]
+        bias = jnp.moveaxis(by_relative[relative + n - 1], -1, 0)[None]
+
+        def attend(q: Array, k: Array, v: Array, *, scale: float) -> Array:
+            return jax.nn.dot_product_attention(q, k, v, bias, scale=scale, key_value_seq_lengths=lens)
+
+        x = self.shared(tokens)
+        for block in self.encoder.block:
+            x = block.transformed(block.attended(x, attend))
+        return self.encoder.final_layer_norm(x)
+
+    def cross_kv(self, encoded: Float[Array, "*n e"]) -> list[tuple[Array, Array]]:
+        layers = [block.cross_attention for block in self.decoder.block]
+        return [(a.heads(a.k(encoded)), a.heads(a.v(encoded))) for a in layers]
+
+    def hidden(
+        self,
+        tokens: Int[Array, "*t"],
+        positions: Int[Array, "*t"],
+        attend: Attend,
+        cross_attend: CrossAttend,
+    ) -> Float[Array, "*t e"]:
+        # From max_distance on all distances have the last bias.
+        distances = np.arange(self.config.relative_attention_max_distance + 1)
+        buckets = self.config.buckets(-distances, bidirectional=False)
+        bias = self.decoder.relative_attention_bias[...][buckets].T
+        x = self.shared(tokens)
+        for i, block in enumerate(self.decoder.block):
+            x = block.attended(x, functools.partial(attend, 2 * i, distance_bias=bias))
+            x = block.cross_attended(x, functools.partial(cross_attend, 2 * i + 1))
+            x = block.transformed(x)
+        return self.decoder.final_layer_norm(x)
+
+    def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        if self.config.scale_decoder_outputs:
+            hidden = hidden * self.config.hidden_size**-0.5
+        return self.shared.attend(hidden) if self.lm_head is None else self.lm_head.logits(hidden)
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        shape = (self.config.num_heads, self.config.d_kv)
+        return [FullAttentionSpec(*shape), CrossAttentionSpec(*shape)] * self.config.num_decoder_layers
