@@ -13,15 +13,29 @@ from jax_paged.cli import engine_args, make_parser
 from jax_paged.server import main
 
 ROOT = Path(__file__).parents[2]
-SMALL = "--max-num-seqs 2 --max-num-batched-tokens 16 --max-model-len 64 --num-gpu-blocks-override 8 --port 0"
+SMALL = (
+    "--max-num-seqs 2 --max-num-batched-tokens 16 --max-model-len 64 --num-gpu-blocks-override 8 --port 0 "
+    "--scheduling-policy priority --preemption-mode swap"
+)
 
 
 def test_arguments_are_the_fields_of_engine_args():
     parser = make_parser()
     assert engine_args(parser.parse_args([])) == EngineArgs()
-    line = "--model m --max-num-seqs 3 --swap-space 1.5 --no-enable-prefix-caching --attention-backend xla"
+    line = (
+        "--model m --max-num-seqs 3 --swap-space 1.5 --no-enable-prefix-caching --attention-backend xla "
+        "--preemption-mode swap --scheduling-policy priority --delay-factor 0.5 --no-enable-chunked-prefill"
+    )
     expected = EngineArgs(
-        model="m", max_num_seqs=3, swap_space=1.5, enable_prefix_caching=False, attention_backend="xla"
+        model="m",
+        max_num_seqs=3,
+        swap_space=1.5,
+        enable_prefix_caching=False,
+        attention_backend="xla",
+        preemption_mode="swap",
+        scheduling_policy="priority",
+        delay_factor=0.5,
+        enable_chunked_prefill=False,
     )
     assert engine_args(parser.parse_args(line.split())) == expected
     text = re.sub(r"\s+", " ", parser.format_help())
@@ -43,6 +57,9 @@ def kept_signals():
     [
         ("--block-size x", "invalid int value"),
         ("--dtype int8", "invalid choice"),
+        ("--preemption-mode none", "invalid choice: 'none' (choose from"),
+        ("--scheduling-policy lifo", "invalid choice"),
+        ("--delay-factor -1", "delay_factor is -1.0; allowed: a finite number in [0, inf]"),
         ("--max-seqs 3", "unrecognized arguments"),
         ("--block-size 3", "block_size is 3; allowed: 1 or 2"),
         ("--model /nowhere/at/all", "model is '/nowhere/at/all'"),
@@ -88,6 +105,9 @@ def test_serves_until_a_signal(end):
         headers = {"Content-Type": "application/json"}
         answer = httpx.post(f"{url}/v1/chat/completions", content=body, headers=headers, timeout=60)
         assert answer.status_code == 200, answer.text
+        body = {"prompt": "a", "max_tokens": 40, "ignore_eos": True, "priority": -3, "n": 2}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 80
         with httpx.stream(
             "POST",
             f"{url}/v1/completions",
