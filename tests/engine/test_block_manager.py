@@ -1,28 +1,39 @@
+"""Block pool and block manager: sharing, prefix cache, eviction, windows, swapping, pinning, by example."""
+
 import hashlib
 import struct
+from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from jax_paged import block_manager
-from jax_paged.block_manager import NO_PARENT, AllocStatus, BlockManager, block_hash
+from jax_paged.block_manager import BlockManager, CacheGroup
+from jax_paged.block_pool import NO_PARENT, NULL_BLOCK, block_hash
 from jax_paged.sequence import Sequence
 
-OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
+FULL, CROSS = CacheGroup(), CacheGroup(is_cross=True)
 
 
-def allocate(manager: BlockManager, seq: Sequence, salt="", use_cache=True, num_reserved=0) -> AllocStatus:
-    status = manager.allocate(seq, salt, use_cache=use_cache, num_reserved=num_reserved)
+def allocate(
+    manager: BlockManager, seq: Sequence, salt="", use_cache=True, num_reserved=0, num_next=1000, num_encoder=0
+) -> bool:
+    done = manager.allocate(
+        seq,
+        salt,
+        use_cache=use_cache,
+        num_reserved=num_reserved,
+        num_next_tokens=num_next,
+        num_encoder_tokens=num_encoder,
+    )
     manager.check_integrity()
-    return status
+    return done
+
+
+def append(manager: BlockManager, *seqs: Sequence) -> list[tuple[int, int]] | None:
+    """Makes room for all that the sequences have not computed yet."""
+    copies = manager.append_slots([(seq, len(seq) - seq.num_computed_tokens) for seq in seqs])
+    manager.check_integrity()
+    return copies
 
 
 def compute_all(manager: BlockManager, seq: Sequence, salt="") -> None:
@@ -32,26 +43,30 @@ def compute_all(manager: BlockManager, seq: Sequence, salt="") -> None:
 
 
 def run_once(manager: BlockManager, seq: Sequence, salt="") -> list[int]:
-    """Allocates, computes and frees; returns the blocks, which stay cached."""
-    assert allocate(manager, seq, salt) is OK
-    table = manager.block_tables[seq.seq_id]
+    """Allocates, computes and frees; returns the blocks of the first group, which stay cached."""
+    assert allocate(manager, seq, salt)
+    assert append(manager, seq) == []
+    table = list(manager.block_tables[seq][0])
     compute_all(manager, seq, salt)
     manager.free(seq)
     manager.check_integrity()
     return table
 
 
-def num_hits(manager: BlockManager, seq_id: int, tokens: list[int], salt="", use_cache=True) -> int:
+def num_hits(manager: BlockManager, tokens: list[int], salt="", use_cache=True) -> int:
     """Tokens of a prefix hit; leaves the sequence allocated."""
-    seq = Sequence(seq_id, tokens)
-    assert allocate(manager, seq, salt, use_cache) is OK
+    seq = Sequence(tokens)
+    assert allocate(manager, seq, salt, use_cache)
     return seq.num_computed_tokens
 
 
-@pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 4), (0, 4), (True, 4), (4, 0), (4, 2.0)])
-def test_bad_sizes(num_blocks, block_size):
-    with pytest.raises(ValueError, match=r"num_blocks|block_size"):
-        BlockManager(num_blocks, block_size, True)
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size", "num_swap_blocks"),
+    [(1, 4, 0), (0, 4, 0), (True, 4, 0), (4, 0, 0), (4, 2.0, 0), (4, 2, -1), (4, 2, None)],
+)
+def test_bad_sizes(num_blocks, block_size, num_swap_blocks):
+    with pytest.raises(ValueError, match=r"(num_blocks|block_size|num_swap_blocks) is .*; allowed: "):
+        BlockManager(num_blocks, block_size, True, num_swap_blocks=num_swap_blocks)
 
 
 def test_hash_is_sha256_of_parent_tokens_salt():
@@ -67,283 +82,345 @@ def test_hash_is_sha256_of_parent_tokens_salt():
 @pytest.mark.parametrize("caching", [False, True])
 def test_every_block_but_the_null_block_is_handed_out_and_comes_back(caching):
     manager = BlockManager(5, 2, caching)
-    seq = Sequence(0, [1] * 7)
-    assert allocate(manager, seq) is OK
-    assert sorted(manager.block_tables[0]) == [1, 2, 3, 4]
+    seq = Sequence([1] * 7)
+    assert allocate(manager, seq)
+    assert sorted(manager.block_tables[seq][0]) == [1, 2, 3, 4]
     assert manager.num_free_blocks == 0
     seq.output_token_ids.append(1)
-    assert manager.append_slots(seq)  # the last block has room
+    assert append(manager, seq) == []  # the last block has room
     seq.output_token_ids.append(1)
-    assert not manager.append_slots(seq)
-    assert len(manager.block_tables[0]) == 4
-    manager.check_integrity()
+    assert append(manager, seq) is None
+    assert len(manager.block_tables[seq][0]) == 4
     manager.free(seq)
     manager.check_integrity()
     assert manager.num_free_blocks == manager.num_usable_blocks == 4
     assert manager.block_tables == {}
 
 
-def test_never_later_ok_change_nothing_unless_ok():
+def test_allocate_changes_nothing_unless_it_works():
     manager = BlockManager(5, 2, True)
-    assert allocate(manager, Sequence(0, [1] * 9)) is NEVER
-    assert allocate(manager, Sequence(0, [1] * 8), num_reserved=1) is LATER
-    assert allocate(manager, Sequence(0, [1] * 6), num_reserved=1) is OK
-    before = list(manager._free)
-    assert allocate(manager, Sequence(1, [1] * 3)) is LATER
-    assert allocate(manager, Sequence(1, [1]), num_reserved=1) is LATER
-    assert list(manager._free) == before
-    assert list(manager.block_tables) == [0]
+    assert not allocate(manager, Sequence([1] * 9))
+    assert not allocate(manager, Sequence([1] * 8), num_reserved=1)
+    first = Sequence([1] * 6)
+    assert allocate(manager, first, num_reserved=1)
+    before = list(manager.pool._free)
+    assert not allocate(manager, Sequence([1] * 3))
+    assert not allocate(manager, Sequence([1]), num_reserved=1)
+    assert list(manager.pool._free) == before
+    assert list(manager.block_tables) == [first]
+
+
+def test_append_slots_serves_all_rows_or_none():
+    manager = BlockManager(5, 2, False)
+    seqs = [Sequence([i] * 2) for i in range(3)]
+    for seq in seqs:
+        assert allocate(manager, seq)
+        compute_all(manager, seq)
+        seq.output_token_ids.append(1)
+    before = {seq: list(tables[0]) for seq, tables in manager.block_tables.items()}
+    assert append(manager, seqs[0], seqs[1]) is None  # two blocks needed, one free
+    assert {seq: tables[0] for seq, tables in manager.block_tables.items()} == before
+    assert append(manager, seqs[0]) == []
 
 
 def test_hit_takes_full_blocks_and_leaves_a_token():
     manager = BlockManager(32, 4, True)
     tokens = list(range(12))
-    table = run_once(manager, Sequence(0, tokens))
-    assert num_hits(manager, 1, tokens) == 8  # all 12 are cached, but the last token must be computed
-    assert num_hits(manager, 2, [*tokens, 99]) == 12
-    assert num_hits(manager, 3, tokens[:7]) == 4
-    assert num_hits(manager, 4, tokens[:4]) == 0
-    assert num_hits(manager, 5, [*tokens[:4], 99, *tokens[5:]]) == 4
-    assert num_hits(manager, 6, [99, *tokens[1:]]) == 0  # equal second block, other parent
-    assert manager.block_tables[2][:3] == table
-    assert [manager.ref_counts[block] for block in table] == [4, 2, 1]
+    table = run_once(manager, Sequence(tokens))
+    assert num_hits(manager, tokens) == 8  # all 12 are cached, but the last token must be computed
+    seq = Sequence([*tokens, 99])
+    assert allocate(manager, seq)
+    assert seq.num_computed_tokens == 12
+    assert num_hits(manager, tokens[:7]) == 4
+    assert num_hits(manager, tokens[:4]) == 0
+    assert num_hits(manager, [*tokens[:4], 99, *tokens[5:]]) == 4
+    assert num_hits(manager, [99, *tokens[1:]]) == 0  # equal second block, other parent
+    assert manager.block_tables[seq][0][:3] == table
+    assert [manager.pool.ref_counts[block] for block in table] == [4, 2, 1]
 
 
 def test_no_hit_without_permission_or_caching_or_with_another_salt():
     for caching in (True, False):
-        manager = BlockManager(32, 4, caching)
-        run_once(manager, Sequence(0, [7] * 9), salt="a")
-        assert num_hits(manager, 1, [7] * 9, salt="a") == 8 * caching
-        assert num_hits(manager, 2, [7] * 9, salt="b") == 0
-        assert num_hits(manager, 3, [7] * 9, salt="a", use_cache=False) == 0
+        manager = BlockManager(64, 4, caching)
+        run_once(manager, Sequence([7] * 9), salt="a")
+        assert num_hits(manager, [7] * 9, salt="a") == 8 * caching
+        assert num_hits(manager, [7] * 9, salt="b") == 0
+        assert num_hits(manager, [7] * 9, salt="a", use_cache=False) == 0
 
 
 def test_blocks_are_hit_only_after_their_tokens_are_computed():
     manager = BlockManager(32, 4, True)
-    seq = Sequence(0, [7] * 12)
+    seq = Sequence([7] * 12)
     allocate(manager, seq)
-    assert num_hits(manager, 1, [7] * 12) == 0
+    assert num_hits(manager, [7] * 12) == 0
     manager.cache_full_blocks(seq, "", 0, 7)
-    assert num_hits(manager, 2, [7] * 12) == 4
+    assert num_hits(manager, [7] * 12) == 4
     manager.cache_full_blocks(seq, "", 7, 8)
-    assert num_hits(manager, 3, [7] * 12) == 8
+    assert num_hits(manager, [7] * 12) == 8
 
 
 def test_eviction_order():
     manager = BlockManager(7, 1, True)
-    old, new = run_once(manager, Sequence(0, [1, 2])), run_once(manager, Sequence(1, [3, 4]))
+    old, new = run_once(manager, Sequence([1, 2])), run_once(manager, Sequence([3, 4]))
     scratch = sorted(set(range(1, 7)) - {*old, *new})
     # Without content first; then the least recently freed; of one sequence its tail first.
-    assert sorted(list(manager._free)[:2]) == scratch
-    assert list(manager._free)[2:] == [old[1], old[0], new[1], new[0]]
-    assert num_hits(manager, 2, [1, 9]) == 1  # a hit takes a block out of the middle
-    manager.free(Sequence(2, [1, 9]))
-    assert list(manager._free)[2:] == [old[1], new[1], new[0], old[0]]
-    assert num_hits(manager, 3, [5] * 4) == 0  # evicts old[1] and new[1]
-    assert num_hits(manager, 4, [1, 9]) == 1
+    assert sorted(list(manager.pool._free)[:2]) == scratch
+    assert list(manager.pool._free)[2:] == [old[1], old[0], new[1], new[0]]
+    hit = Sequence([1, 9])
+    assert allocate(manager, hit)  # takes a block out of the middle
+    assert hit.num_computed_tokens == 1
+    manager.free(hit)
+    assert list(manager.pool._free)[2:] == [old[1], new[1], new[0], old[0]]
+    assert num_hits(manager, [5] * 4) == 0  # evicts old[1] and new[1]
+    assert num_hits(manager, [1, 9]) == 1
 
 
 def test_hits_on_free_blocks_count_as_needed():
     manager = BlockManager(5, 2, True)
-    run_once(manager, Sequence(0, [1] * 4))
-    assert allocate(manager, Sequence(1, [2] * 4)) is OK  # takes the two other blocks
-    assert allocate(manager, Sequence(2, [1] * 5)) is LATER  # two hits and one new block, two are free
-    assert allocate(manager, Sequence(2, [1] * 4)) is OK  # one hit, the other free block is new
+    run_once(manager, Sequence([1] * 4))
+    assert allocate(manager, Sequence([2] * 4))  # takes the two other blocks
+    assert not allocate(manager, Sequence([1] * 5))  # two hits and one new block, two are free
+    assert allocate(manager, Sequence([1] * 4))  # one hit, the other free block is new
     assert manager.num_free_blocks == 0
 
 
 def test_collision_is_not_trusted(monkeypatch):
     monkeypatch.setattr(block_manager, "block_hash", lambda parent, tokens, salt: b"h" * 32)
     manager = BlockManager(32, 2, True)
-    assert num_hits(manager, 0, [1, 2, 1, 2, 1]) == 0
-    manager.cache_full_blocks(Sequence(0, [1, 2, 1, 2, 1]), "", 0, 5)
-    manager.check_integrity()
-    assert num_hits(manager, 1, [1, 2, 1, 2, 1]) == 2  # the second block has another parent
-    assert num_hits(manager, 2, [3, 4, 1, 2, 1]) == 0
-    assert num_hits(manager, 3, [1, 2, 1, 2, 1], salt="a") == 0
+    tokens = [1, 2, 1, 2, 1]
+    first = Sequence(tokens)
+    allocate(manager, first)
+    manager.cache_full_blocks(first, "", 0, 5)
+    with pytest.raises(AssertionError, match="changed"):
+        manager.check_integrity()  # it takes the hash again, with the true function
+    hits = []
+    for others, salt in ((tokens, ""), ([3, 4, 1, 2, 1], ""), (tokens, "a")):
+        seq = Sequence(others)
+        assert manager.allocate(seq, salt, use_cache=True, num_reserved=0, num_next_tokens=9)
+        hits.append(seq.num_computed_tokens)
+    assert hits == [2, 0, 0]  # the second block has another parent
 
 
 def test_integrity_check_sees_damage():
-    def damaged(damage) -> BlockManager:
-        manager = BlockManager(8, 2, True)
-        run_once(manager, Sequence(0, [1] * 4))
-        allocate(manager, Sequence(1, [2] * 4))
+    seq = Sequence([2] * 4)
+
+    def damaged(damage: Callable[[BlockManager], object]) -> BlockManager:
+        manager = BlockManager(8, 2, True, num_swap_blocks=4)
+        run_once(manager, Sequence([1] * 4))
+        other = Sequence([3] * 2)
+        allocate(manager, other)
+        assert manager.swap_out([other])
+        allocate(manager, seq)
+        manager.check_integrity()
         damage(manager)
         return manager
 
-    damages = [
-        lambda m: m.ref_counts.__setitem__(m.block_tables[1][0], 2),
-        lambda m: m.ref_counts.__setitem__(next(iter(m._free)), 1),
-        lambda m: m._free.popitem(),
-        lambda m: m._free.__setitem__(0, None),
-        lambda m: m._free.__setitem__(m.block_tables[1][0], None),
-        lambda m: m.block_tables[1].append(m.block_tables[1][0]),
-        lambda m: m.block_tables[1].append(0),
-        lambda m: m.block_tables.pop(1),
-        lambda m: m._cached.popitem(),
-        lambda m: m._contents.__setitem__(next(b for b, c in enumerate(m._contents) if c), None),
-        lambda m: next(c for c in m._contents if c).tokens.__setitem__(0, 9),
-        lambda m: m._free.move_to_end(next(b for b, c in enumerate(m._contents) if c), last=False),
+    def cached(m: BlockManager) -> int:
+        return next(b for b, c in enumerate(m.pool.contents) if c)
+
+    damages: list[Callable[[BlockManager], object]] = [
+        lambda m: m.pool.ref_counts.__setitem__(m.block_tables[seq][0][0], 2),
+        lambda m: m.pool.ref_counts.__setitem__(next(iter(m.pool._free)), 1),
+        lambda m: m.pool._free.popitem(),
+        lambda m: m.pool._free.__setitem__(0, None),
+        lambda m: m.pool._free.__setitem__(m.block_tables[seq][0][0], None),
+        lambda m: m.block_tables[seq][0].append(m.block_tables[seq][0][0]),
+        lambda m: m.block_tables[seq][0].append(0),
+        lambda m: m.block_tables[seq].append([]),
+        lambda m: m.block_tables.pop(seq),
+        lambda m: m.swapped_tables.popitem(),
+        lambda m: m.swapped_tables.__setitem__(seq, [[]]),
+        lambda m: m.swap_pool._free.popitem(),
+        lambda m: m.pinned.__setitem__("a", [[cached(m)]]),
+        lambda m: m.pool._cached.popitem(),
+        lambda m: m.pool.contents.__setitem__(cached(m), None),
+        lambda m: m.pool.contents[cached(m)].tokens.__setitem__(0, 9),
+        lambda m: m.pool._free.move_to_end(cached(m), last=False),
     ]
-    for damage in damages:
-        with pytest.raises(AssertionError):
+    for i, damage in enumerate(damages):
+        try:
             damaged(damage).check_integrity()
+        except AssertionError:
+            continue
+        pytest.fail(f"damage {i} was not seen")
 
 
-class BlockManagerMachine(RuleBasedStateMachine):
-    """Random operations against a naive model: caches keyed by whole prefixes, free blocks in a plain list.
-
-    The pool is simulated too: each cell holds the prefix whose last token was written there, which is what
-    its keys and values depend on.
-    """
-
-    num_operations = 0
-
-    @initialize(
-        num_blocks=st.integers(2, 14),
-        block_size=st.sampled_from([1, 2, 3, 4]),
-        caching=st.sampled_from([1, 1, 0]),
-    )
-    def start(self, num_blocks, block_size, caching):
-        self.manager = BlockManager(num_blocks, block_size, bool(caching))
-        self.running: list[tuple[Sequence, str]] = []
-        self.waiting: list[tuple[Sequence, str]] = []
-        self.free = list(range(1, num_blocks))
-        self.cached: dict[tuple, int] = {}
-        self.cells: dict[tuple[int, int], tuple] = {}
-        self.num_seqs = 0
-
-    def prefix(self, seq: Sequence, salt: str, stop: int) -> tuple:
-        return salt, *seq.tokens(0, stop)
-
-    def take(self, num_new: int) -> list[int]:
-        taken, self.free = self.free[:num_new], self.free[num_new:]
-        self.cached = {key: block for key, block in self.cached.items() if block not in taken}
-        return taken
-
-    def allocate(self, seq: Sequence, salt: str, use_cache: bool, num_reserved: int):
-        size = self.manager.block_size
-        hits = []
-        for stop in range(size, len(seq), size) if use_cache and self.manager.enable_prefix_caching else ():
-            if self.prefix(seq, salt, stop) not in self.cached:
-                break
-            hits.append(self.cached[self.prefix(seq, salt, stop)])
-        total = -(-len(seq) // size)
-        num_free_needed = total - sum(block not in self.free for block in hits)
-        expected = NEVER if total >= self.manager.num_blocks else OK
-        if expected is OK and num_free_needed > len(self.free) - num_reserved:
-            expected = LATER
-        status = self.manager.allocate(seq, salt, use_cache=use_cache, num_reserved=num_reserved)
-        assert status is expected
-        if status is OK:
-            self.free = [block for block in self.free if block not in hits]
-            assert self.manager.block_tables[seq.seq_id] == hits + self.take(total - len(hits))
-            assert seq.num_computed_tokens == len(hits) * size
-            self.running.append((seq, salt))
-        elif status is LATER:
-            self.waiting.append((seq, salt))
-        self.check()
-
-    def give_back(self, seq: Sequence):
-        table = list(self.manager.block_tables[seq.seq_id])
-        self.manager.free(seq)
-        for block in reversed(table):
-            if not any(block in t for t in self.manager.block_tables.values()):
-                self.free.insert(len(self.free) if block in self.cached.values() else 0, block)
-        self.check()
-
-    def check(self):
-        type(self).num_operations += 1
-        self.manager.check_integrity()
-        assert list(self.manager._free) == self.free
-        assert set(self.manager._cached.values()) == set(self.cached.values())
-        size = self.manager.block_size
-        for seq, salt in self.running:
-            table = self.manager.block_tables[seq.seq_id]
-            for position in range(seq.num_computed_tokens):
-                cell = self.cells[table[position // size], position % size]
-                assert cell == self.prefix(seq, salt, position + 1)
-
-    @rule(
-        shared=st.integers(0, 12),
-        own=st.lists(st.integers(0, 1), min_size=1, max_size=8),
-        salt=st.sampled_from(["", "", "", "s"]),
-        use_cache=st.sampled_from([True, True, True, False]),
-        num_reserved=st.integers(0, 2),
-    )
-    def add(self, shared, own, salt, use_cache, num_reserved):
-        self.num_seqs += 1
-        seq = Sequence(self.num_seqs, [i % 3 for i in range(shared)] + own)
-        self.allocate(seq, salt, use_cache, num_reserved)
-
-    @precondition(lambda self: self.waiting)
-    @rule(data=st.data())
-    def resume(self, data):
-        seq, salt = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
-        self.allocate(seq, salt, True, 0)
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), num_tokens=st.integers(1, 9))
-    def compute(self, data, num_tokens):
-        seq, salt = data.draw(st.sampled_from(self.running))
-        table, size = self.manager.block_tables[seq.seq_id], self.manager.block_size
-        start = seq.num_computed_tokens
-        stop = min(start + num_tokens, len(seq), len(table) * size)
-        for position in range(start, stop):
-            block = table[position // size]
-            assert self.manager.ref_counts[block] == 1
-            assert block not in self.cached.values()
-            self.cells[block, position % size] = self.prefix(seq, salt, position + 1)
-        self.manager.cache_full_blocks(seq, salt, start, stop)
-        seq.num_computed_tokens = stop
-        for i in range(start // size, stop // size) if self.manager.enable_prefix_caching else ():
-            self.cached.setdefault(self.prefix(seq, salt, (i + 1) * size), table[i])
-        self.check()
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=5))
-    def append(self, data, token_ids):
-        seq, _ = data.draw(st.sampled_from(self.running))
-        seq.output_token_ids.extend(token_ids)
-        table = list(self.manager.block_tables[seq.seq_id])
-        num_new = max(0, -(-len(seq) // self.manager.block_size) - len(table))
-        fits = num_new <= len(self.free)
-        assert self.manager.append_slots(seq) == fits
-        assert self.manager.block_tables[seq.seq_id] == table + (self.take(num_new) if fits else [])
-        self.check()
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def preempt(self, data):
-        seq, salt = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.give_back(seq)
-        seq.num_computed_tokens = 0
-        self.waiting.append((seq, salt))
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def finish(self, data):
-        seq, _ = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        self.give_back(seq)
-
-    def teardown(self):
-        if hasattr(self, "manager"):
-            while self.running:
-                self.give_back(self.running.pop()[0])
-            assert self.manager.num_free_blocks == self.manager.num_usable_blocks
+def test_what_fell_out_of_the_window_is_given_back_and_not_before():
+    manager = BlockManager(20, 2, False, groups=(FULL, CacheGroup(window=4)))
+    seq = Sequence([1] * 9)
+    assert allocate(manager, seq, num_next=9)
+    assert [len(table) for table in manager.block_tables[seq]] == [5, 0]  # those of the window as they are needed
+    assert append(manager, seq) == []
+    full, window = (list(table) for table in manager.block_tables[seq])
+    assert NULL_BLOCK not in full + window
+    freed = []
+    for length in range(10, 17):
+        seq.num_computed_tokens = length - 1  # a step with one more token: it attends to [length - 4, length)
+        seq.output_token_ids.append(1)
+        assert append(manager, seq) == []
+        freed.append(manager.block_tables[seq][1].count(NULL_BLOCK))
+        assert NULL_BLOCK not in manager.block_tables[seq][0]
+    assert freed == [3, 3, 4, 4, 5, 5, 6]  # blocks that end before token length - 4
+    manager.free(seq)
+    assert manager.num_free_blocks == 19
 
 
-def test_ten_thousand_random_operations():
-    BlockManagerMachine.num_operations = 0
-    run_state_machine_as_test(
-        BlockManagerMachine,
-        settings=settings(
-            max_examples=200,
-            stateful_step_count=100,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=[HealthCheck.too_slow],
-        ),
-    )
-    assert BlockManagerMachine.num_operations >= 10_000
+@pytest.mark.parametrize(("window", "num_cached", "expected"), [(3, 4, 8), (3, 1, 8), (4, 2, 8), (5, 1, 0), (5, 2, 8)])
+def test_a_prefix_hit_needs_only_the_window(window, num_cached, expected):
+    """A group of window w needs the w - 1 tokens before the first token that is computed."""
+    manager = BlockManager(40, 2, True, groups=(FULL, CacheGroup(window=window)))
+    tokens = list(range(9))
+    seq = Sequence(tokens)
+    allocate(manager, seq)
+    append(manager, seq)
+    compute_all(manager, seq)
+    tables = manager.block_tables[seq]
+    for block in tables[1][: 4 - num_cached]:  # as if it had been evicted
+        content = manager.pool.contents[block]
+        assert content is not None
+        del manager.pool._cached[content.hash, content.group]
+        manager.pool.contents[block] = None
+    hit = Sequence(tokens)
+    assert allocate(manager, hit)
+    assert hit.num_computed_tokens == expected
+    first = max(0, expected - window + 1) // 2
+    assert manager.block_tables[hit][0][: expected // 2] == tables[0][: expected // 2]
+    assert manager.block_tables[hit][1] == [0] * first + tables[1][first : expected // 2]
+
+
+def test_cross_attention_holds_a_fixed_number_of_blocks_and_is_not_cached():
+    manager = BlockManager(40, 4, True, groups=(CROSS, FULL))
+    seq, other = Sequence([1] * 9), Sequence([1] * 9)
+    assert allocate(manager, seq, num_encoder=10)
+    compute_all(manager, seq)
+    assert allocate(manager, other, num_encoder=3)
+    assert other.num_computed_tokens == 8
+    assert [len(t) for t in manager.block_tables[seq]] == [3, 3]
+    assert [len(t) for t in manager.block_tables[other]] == [1, 3]
+    assert not set(manager.block_tables[seq][0]) & set(manager.block_tables[other][0])
+    seq.output_token_ids += [1] * 7
+    assert append(manager, seq) == []
+    assert [len(t) for t in manager.block_tables[seq]] == [3, 4]
+    child = seq.fork(1, 1)
+    assert manager.fork(seq, child, 4)
+    assert [len(t) for t in manager.block_tables[child]] == [3, 1]
+    assert {manager.pool.contents[b] for b in manager.block_tables[seq][0]} == {None}
+
+
+def test_a_fork_takes_no_block_beyond_its_tokens():
+    manager = BlockManager(20, 4, False)
+    seq = Sequence(list(range(14)))
+    allocate(manager, seq)
+    compute_all(manager, seq)
+    for num_tokens, num_blocks in ((0, 0), (1, 1), (4, 1), (5, 2), (14, 4)):
+        child = seq.fork(1, 1)
+        assert manager.fork(seq, child, num_tokens)
+        manager.check_integrity()
+        assert manager.block_tables[child][0] == manager.block_tables[seq][0][:num_blocks]
+        manager.free(child)
+    assert manager.num_free_blocks == 19 - 4
+
+
+def test_a_fork_needs_the_window_of_its_next_token():
+    manager = BlockManager(20, 2, False, groups=(CacheGroup(window=3),))
+    seq = Sequence(list(range(10)))
+    allocate(manager, seq)
+    append(manager, seq)
+    compute_all(manager, seq)
+    seq.output_token_ids.append(1)
+    append(manager, seq)  # token 10 attends to 8 and 9: blocks 0 to 3 are gone
+    assert manager.block_tables[seq][0][:4] == [0] * 4
+    child = seq.fork(1, 1)
+    assert not manager.fork(seq, child, 9)  # token 9 attends to 7
+    assert child not in manager.block_tables
+    assert manager.fork(seq, child, 10)
+    manager.check_integrity()
+
+
+def test_a_cached_block_is_copied_even_by_its_only_owner():
+    manager = BlockManager(20, 4, True)
+    seq = Sequence(list(range(8)))
+    allocate(manager, seq)
+    compute_all(manager, seq)
+    child = Sequence([*range(7), 99])
+    assert manager.fork(seq, child, 7)  # the second block is full and cached, the child shares 3 of its 4 tokens
+    child.num_computed_tokens = 7
+    block = manager.block_tables[seq][0][1]
+    manager.free(seq)
+    assert manager.pool.ref_counts[block] == 1
+    ((source, target),) = append(manager, child) or [(0, 0)]
+    assert (source, manager.block_tables[child][0][1]) == (block, target)
+    assert target != block
+    assert manager.pool.contents[block] is not None
+    assert num_hits(manager, [*range(8), 5]) == 8  # what was cached can still be found
+
+
+def test_swapping_moves_whole_groups_and_keeps_what_they_share():
+    manager = BlockManager(10, 2, True, num_swap_blocks=5)
+    seq = Sequence([1] * 5)
+    allocate(manager, seq)
+    compute_all(manager, seq)
+    child = seq.fork(1, 1)
+    manager.fork(seq, child, 5)
+    child.output_token_ids.append(4)
+    assert append(manager, child) is not None  # a block of its own: 4 in all
+    before = {s: list(manager.block_tables[s][0]) for s in (seq, child)}
+    out = manager.swap_out([seq, child])
+    manager.check_integrity()
+    assert out is not None
+    assert {a for a, _ in out} == {*before[seq], *before[child]}
+    assert len({b for _, b in out}) == len(out) == 4
+    assert manager.num_free_blocks == 9
+    assert manager.swap_pool.num_free == 1
+    assert manager.block_tables == {}
+    moved = dict(out)
+    assert {s: t[0] for s, t in manager.swapped_tables.items()} == {
+        s: [moved[b] for b in table] for s, table in before.items()
+    }
+    host = {s: list(manager.swapped_tables[s][0]) for s in (seq, child)}
+    assert manager.swap_in([seq, child], num_reserved=6) is None  # 4 of 9 leave 5
+    back = manager.swap_in([seq, child], num_reserved=5)
+    manager.check_integrity()
+    assert back is not None
+    assert {s: t[0] for s, t in manager.block_tables.items()} == {
+        s: [dict(back)[b] for b in table] for s, table in host.items()
+    }
+    assert manager.swap_pool.num_free == 5
+    manager.free(seq)
+    manager.free(child)
+    assert manager.num_free_blocks == 9
+
+
+def test_swap_out_without_room_changes_nothing():
+    manager = BlockManager(10, 2, True, num_swap_blocks=2)
+    seq = Sequence([1] * 5)
+    allocate(manager, seq)
+    before = list(manager.block_tables[seq][0])
+    assert manager.swap_out([seq]) is None
+    manager.check_integrity()
+    assert manager.block_tables[seq][0] == before
+    assert manager.swap_pool.num_free == 2
+
+
+def test_pinned_prefixes_stay_until_they_are_let_go():
+    manager = BlockManager(8, 2, True)
+    run_once(manager, Sequence(list(range(7))), salt="s")
+    assert manager.pin("a", [*range(6)], "s") == 6  # no token is left out
+    assert manager.pin("b", [0, 1, 9, 9], "s") == 2
+    assert manager.pin("c", [0, 1], "other") == 0
+    manager.check_integrity()
+    assert manager.num_free_blocks == 4
+    big = Sequence([7] * 8)
+    assert allocate(manager, big)  # takes all the rest
+    manager.free(big)
+    assert num_hits(manager, [*range(6), 8], salt="s") == 6
+    for name in ("a", "b", "c"):
+        manager.unpin(name)
+        manager.check_integrity()
+    with pytest.raises(ValueError, match="the name of the pinned prefix is 'a'; allowed: none is pinned"):
+        manager.unpin("a")
+    manager.pin("a", [], "")
+    with pytest.raises(ValueError, match="'a'; allowed: one that is not taken"):
+        manager.pin("a", [], "")
+    with pytest.raises(ValueError, match="enable_prefix_caching is False; allowed"):
+        BlockManager(8, 2, False).pin("a", [1, 2], "")
