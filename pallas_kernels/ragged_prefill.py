@@ -115,7 +115,8 @@ def ragged_attention(
     gpu = tuning.target(interpret=interpret)
     (num_tokens, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
     num_seqs, group = context_lens.shape[0], num_heads // kv_heads
-    config = config or prefill_config(gpu, head_dim, page_size, q.dtype.itemsize)
+    is_masked_and_capped = window is not None and soft_cap is not None
+    config = config or prefill_config(gpu, head_dim, page_size, q.dtype.itemsize, is_masked_and_capped)
     queries = config.block_rows // group
     num_tiles, padding = num_tokens // queries + num_seqs, config.block_rows - queries * group
     kernel = Kernel(
@@ -129,9 +130,14 @@ def ragged_attention(
     q_tiles = q.at[row[:, None] + jnp.arange(queries)].get(mode="clip")
     q_tiles = q_tiles.reshape(num_tiles, queries, kv_heads, group, head_dim).swapaxes(1, 2)
     q_tiles = q_tiles.reshape(num_tiles, kv_heads, -1, head_dim)
-    operands = [tiles, jnp.pad(q_tiles, ((0, 0), (0, 0), (0, padding), (0, 0))), kv_pages, block_tables]
+    q_tiles = jnp.pad(q_tiles, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    # Past the context a table may be anything: there page 0 is loaded, and masked.
+    tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % (config.block_tokens // page_size))))
+    is_live = jnp.arange(tables.shape[1]) * page_size < context_lens[:, None]
+    operands = [tiles, q_tiles, kv_pages, jnp.where(is_live, tables, 0)]
     if sinks is not None:
-        rows = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group) * LOG2E, (1, queries))
+        sinks = (sinks.astype(jnp.float32) - (soft_cap or 0)) * LOG2E  # less what _softmax leaves away
+        rows = jnp.tile(sinks.reshape(kv_heads, group), (1, queries))
         operands.append(jnp.pad(rows, ((0, 0), (0, padding))))
     out = (_wgmma_kernel if config.has_tma else _mma_kernel)(kernel)(*operands)
 
@@ -147,7 +153,9 @@ def ragged_attention(
     return jnp.where((is_padding | (context_lens[seq] == 0))[:, None, None], 0, out)
 
 
-def prefill_config(gpu: tuning.Target, head_dim: int, page_size: int, itemsize: int) -> KernelConfig:
+def prefill_config(
+    gpu: tuning.Target, head_dim: int, page_size: int, itemsize: int, is_masked_and_capped: bool = False
+) -> KernelConfig:
     """Returns the largest tiles that spill no registers: on sm_90 with as many stages as fit, up to four.
 
     With three warpgroups a thread has 168 registers, with two all 255, which head_dim 256 needs. (Moving
@@ -156,7 +164,7 @@ def prefill_config(gpu: tuning.Target, head_dim: int, page_size: int, itemsize: 
     """
     is_wide = head_dim > 128
     rows = (64 if is_wide else 128) if gpu.has_tma else (32 if is_wide else 64)
-    tokens = max(page_size, rows if not gpu.has_tma or is_wide else 128)
+    tokens = max(page_size, 64 if gpu.has_tma and is_masked_and_capped else rows)
     rest = gpu.smem_bytes - 1024 - rows * head_dim * itemsize
     num_stages = max(2, min(4, rest // (2 * tokens * head_dim * itemsize))) if gpu.has_tma else 2
     return KernelConfig(rows, tokens, num_stages, num_items=0, has_tma=gpu.has_tma)
@@ -197,7 +205,8 @@ def _walk(kernel: Kernel, tile: Tile, attend: Callable[..., Carry], carry: Carry
         carry = lax.fori_loop(begin, full_begin, masked, carry)
     carry = lax.fori_loop(full_begin, full_end, functools.partial(attend, is_full=True), carry)
     acc, _, total = lax.fori_loop(full_end, end, masked, carry)
-    return (acc / lax.broadcast_in_dim(jnp.where(total > 0, total, 1.0), acc.shape, [0])).astype(kernel.dtype)
+    factor = lax.integer_pow(jnp.where(total > 0, total, 1.0), -1)
+    return (acc * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(kernel.dtype)
 
 
 def _start(kernel: Kernel, layout: Any, sinks_ref: Any) -> Carry:
@@ -215,9 +224,10 @@ def _softmax(kernel: Kernel, scores: Array, carry: Carry, live: Array | None) ->
     acc, largest, total = carry
     factor = kernel.scale * LOG2E
     if kernel.soft_cap is not None:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1): the hardware's tanh is good to 11 bits only.
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), as the hardware's has 11 bits; softmax does not mind a 1 less. A
+        # power takes fewer registers than a division.
         power = jnp.exp2(scores * (2 * factor / kernel.soft_cap))
-        scores, factor = 1 - 2 / (power + 1), kernel.soft_cap * LOG2E
+        scores, factor = -2 * lax.integer_pow(power + 1, -1), kernel.soft_cap * LOG2E
     if live is not None:
         # Infinite: what a finite one leaves of itself in a fused multiply-add may be anything.
         scores = jnp.where(live, scores, -jnp.inf)
@@ -250,10 +260,8 @@ def _clear_dead(kernel: Kernel, tile: Tile, values: Array, first_token: Array, l
 
 
 def _pages_of(kernel: Kernel, tile: Tile, step: Array, tables_ref: Any) -> list[Array]:
-    """Returns the pages of a step; past the context its last one, as the table's rest may be anything."""
     pages = kernel.config.block_tokens // kernel.page_size
-    last = lax.div(tile.context_len - 1, jnp.int32(kernel.page_size))
-    return [tables_ref[tile.seq, jnp.minimum(step * pages + i, last)] for i in range(pages)]
+    return [tables_ref[tile.seq, step * pages + i] for i in range(pages)]
 
 
 def _tile_of_block(kernel: Kernel, tiles_ref: Any) -> tuple[Array, Array, Tile]:
@@ -367,8 +375,9 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                 @pl.when(is_dirty)
                 def _():
                     pl.when(warpgroup == 0)(clean)
-                    plgpu.barrier_arrive(is_clean)
-                    plgpu.barrier_wait(is_clean)
+                    if num_computing > 1:
+                        plgpu.barrier_arrive(is_clean)
+                        plgpu.barrier_wait(is_clean)
 
             own_q[...] = _walk(kernel, tile, attend, carry)
             plgpu.commit_smem()
@@ -386,7 +395,7 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
         plgpu.SMEM((num_computing, WGMMA_ROWS, tokens), kernel.dtype) if kernel.interpret else None,
         plgpu.Barrier(num_arrivals=num_computing),
         *(loaded, loaded, free, free),
-        plgpu.Barrier(num_arrivals=num_computing),
+        plgpu.Barrier(num_arrivals=num_computing) if num_computing > 1 else None,
     ]
     return _make(kernel, body, scratch_types, num_threads=num_computing + 1, thread_name="warpgroup")
 

@@ -1,0 +1,132 @@
+"""The parts of the ragged kernel: its work list, both ways to multiply, and that missing waits are seen."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from oracle import TOLERANCE, make_case, ragged_attention, relative_error
+
+from jax_paged.pallas_kernels import ragged_prefill, tuning
+
+RACE = "RACE DETECTED"
+A100 = tuning.Target((8, 0), 108, 163 * 1024)
+LENS, QUERIES = [150, 1, 0, 70, 300], [40, 1, 0, 70, 1]
+
+
+@pytest.mark.parametrize("queries", [1, 7, 16, 128])
+@pytest.mark.parametrize("num_seqs", [1, 3, 64])
+def test_tiles_cover_every_query_once(queries, num_seqs):
+    rng = np.random.default_rng(num_seqs)
+    num_tokens = 800
+    num_tiles = num_tokens // queries + num_seqs
+    plan = jax.jit(functools.partial(ragged_prefill.plan_tiles, num_tiles=num_tiles, queries=queries))
+    for _ in range(20):
+        lens = rng.zipf(1.4, size=num_seqs).clip(0, 800 // num_seqs) * (rng.random(num_seqs) < 0.9)
+        contexts = lens + rng.integers(0, 100, num_seqs) * (lens > 0)
+        start = np.concatenate([[0], np.cumsum(lens)])
+        tiles, rows = plan(jnp.asarray(contexts, jnp.int32), jnp.asarray(start, jnp.int32))
+        seen = []
+        for (seq, first, last, context_len), row in zip(np.asarray(tiles), np.asarray(rows), strict=True):
+            assert 0 <= last - first <= queries or last == 0
+            if last == 0:
+                continue
+            assert context_len == contexts[seq]
+            # The tile that a token of the way back looks for.
+            assert (tiles[start[seq] // queries + seq + (row - start[seq]) // queries, 1] == first).all()
+            seen += [(seq, position) for position in range(first, last)]
+        want = [(b, n - m + i) for b, (n, m) in enumerate(zip(contexts, lens, strict=True)) for i in range(m)]
+        assert seen == want
+
+
+def use_cp_async(monkeypatch):
+    """The interpreter knows no cp.async: copies are made at once, so this tells nothing about waits."""
+
+    def copy(source, target, _):
+        target[...] = source[...]
+
+    monkeypatch.setattr(tuning, "copy_to_smem", copy)
+    monkeypatch.setattr(plgpu, "wait_gmem_to_smem", lambda _: None)
+
+
+def run(q, pool, tables, lens, start, config=None, **options):
+    attend = functools.partial(ragged_prefill.ragged_attention, interpret=True, config=config, **options)
+    return np.asarray(attend(q, pool, tables, lens, jnp.asarray(start)))
+
+
+@pytest.mark.parametrize("is_sm80", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "page_size", "dtype"),
+    [(3, 1, 64, 64, "float16"), (16, 1, 80, 32, "bfloat16"), (2, 2, 256, 16, "bfloat16")],
+)
+def test_groups_head_dims_and_pages(is_sm80, heads, kv_heads, head_dim, page_size, dtype, monkeypatch):
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size}
+    case = make_case(LENS, dtype=dtype, query_lens=QUERIES, **shape)
+    config = None
+    if is_sm80:
+        use_cp_async(monkeypatch)
+        config = ragged_prefill.prefill_config(A100, head_dim, page_size, itemsize=2)
+    got = run(*case, config, scale=head_dim**-0.5)
+    assert relative_error(got, ragged_attention(*case, scale=head_dim**-0.5)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("is_sm80", [False, True])
+@pytest.mark.parametrize("flags", [{"window": 33}, {"window": 90, "soft_cap": 2.0}])
+def test_pages_before_the_window_may_be_gone(is_sm80, flags, monkeypatch):
+    shape = {"heads": 4, "kv_heads": 1, "head_dim": 64, "page_size": 16, "dtype": "bfloat16"}
+    sinks = np.array([1.0, -2.0, 30.0, 4.0], np.float32)
+    q, pool, tables, lens, start = make_case(LENS, query_lens=QUERIES, **shape)
+    want = ragged_attention(q, pool, tables, lens, start, scale=0.2, sinks=sinks, **flags)
+    for b, (n, m) in enumerate(zip(LENS, QUERIES, strict=True)):
+        gone = max(0, n - m + 1 - flags["window"]) // 16
+        pool = pool.at[tables[b, :gone]].set(jnp.nan)
+        tables = tables.at[b, :gone].set(0)
+    config = None
+    if is_sm80:
+        use_cp_async(monkeypatch)
+        config = ragged_prefill.prefill_config(A100, 64, 16, itemsize=2)
+    got = run(q, pool, tables, lens, start, config, scale=0.2, sinks=jnp.asarray(sinks), **flags)
+    assert relative_error(got, want) < TOLERANCE["bfloat16"]
+
+
+# In the order in which the kernel is traced: first the loop without masks, then the one with them. Three go
+# unseen, as jax 0.12's interpreter has no clock of its own for what wgmma reads: the queries (first in the
+# queue of copies that the keys' wait implies), the keys after the values, and the cleaned values.
+WAITS = ["free keys", "free values", "queries", "keys", "values", "values", "clean", "keys"]
+
+
+@pytest.mark.parametrize("planted", [0, 1, 3, 4, 5])
+def test_a_missing_wait_is_caught(planted, monkeypatch, capsys):
+    """A test of the tests: the interpreter must see each kind of wait that a change could lose."""
+    case = make_case([700], heads=2, kv_heads=1, head_dim=64, page_size=16, dtype="bfloat16", query_lens=[2])
+    config = tuning.KernelConfig(128, 128, num_stages=2, num_items=0, has_tma=True)
+    barrier_wait, calls = plgpu.barrier_wait, []
+
+    def wait_but_for_one(barrier):
+        calls.append(barrier)
+        if len(calls) - 1 != planted:
+            barrier_wait(barrier)
+
+    monkeypatch.setattr(plgpu, "barrier_wait", wait_but_for_one)
+    is_caught = False
+    try:
+        run(*case, config, scale=0.1)
+    except jax.errors.JaxRuntimeError as error:
+        is_caught = RACE in str(error) or "no threads observed phase" in str(error)
+    finally:
+        reset_gpu_interpret_mode_state()
+    out = capsys.readouterr().out
+    assert len(calls) == len(WAITS)
+    assert is_caught or RACE in out
+
+
+def test_shapes_that_do_not_fit_are_errors():
+    case = make_case([5], heads=2, kv_heads=1, head_dim=256, page_size=16, dtype="float16", query_lens=[5])
+    config = tuning.KernelConfig(128, 128, num_stages=4, num_items=0, has_tma=True)
+    with pytest.raises(
+        ValueError, match=r"ragged_attention with head_dim 256 .*needs 589824 bytes of shared"
+    ):
+        run(*case, config, scale=1.0)
