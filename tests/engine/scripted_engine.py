@@ -56,7 +56,7 @@ class ScriptedRunner:
         return StepOutput(
             token_ids=tokens,
             logprobs=[self._entry(token) for token in tokens],
-            is_finite=[group.request_id != self.bad_request for group, _ in samples],
+            is_finite=[row.group.request_id != self.bad_request for row in rows],
             prompt_logprobs=[self._prompt(row) for row in rows],
         )
 

@@ -1,0 +1,36 @@
+"""Priorities that users of LLM give; a scripted runner."""
+
+import dataclasses
+
+import pytest
+from scripted_engine import no_block_lost
+
+from jax_paged import LLM, SamplingParams
+
+
+def test_generate_serves_lower_priorities_first(scripted):
+    args = scripted(scheduling_policy="priority", max_num_seqs=2)
+    with LLM(**dataclasses.asdict(args)) as llm:
+        outputs = llm.generate(
+            ["abc?"] * 6, SamplingParams(n=2), priority=[3, -1, 2, 5, 0, 2], use_tqdm=False
+        )
+        firsts = [output.metrics.first_token_time for output in outputs]
+        assert sorted(range(6), key=firsts.__getitem__) == [1, 4, 2, 5, 0, 3]
+        assert all(sample.text == "abc" for output in outputs for sample in output.outputs)
+
+
+@pytest.mark.parametrize(
+    ("priority", "message"),
+    [
+        ([0], r"priority is \[0\]; allowed: 2 integers"),
+        (1, "priority is 1; allowed: 2 integers"),
+        ([0, "a"], r"prompts\[1\]: priority is 'a'; allowed: an integer in"),
+        ([0, 1], r"prompts\[1\]: priority is 1; allowed with scheduling_policy 'fcfs': 0"),
+    ],
+)
+def test_bad_priorities_run_nothing(llm, priority, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(["a?", "b?"], priority=priority, use_tqdm=False)
+    assert llm.llm_engine.runner.num_steps == 0
+    assert no_block_lost(llm.llm_engine)
+    assert len(llm.generate(["a?", "b?"], priority=[0, 0], use_tqdm=False)) == 2
