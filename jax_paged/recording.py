@@ -1,11 +1,13 @@
 """Writes down what a scheduler was told and what it decided; checks that it decides the same again."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax_paged.block_manager import BlockManager, CacheGroup
+from jax_paged.config import check
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.scheduler import Items, Scheduler
 from jax_paged.scheduler_output import SchedulerOutput
@@ -97,7 +99,7 @@ class _RecordedBlockManager(BlockManager):
         super().unpin(name)
 
 
-def decisions(output: SchedulerOutput) -> dict[str, Any]:
+def decisions(output: SchedulerOutput) -> dict[str, list[Any]]:
     """Returns a step as plain values.
 
     Returns:
@@ -136,15 +138,18 @@ def replay(lines: Iterable[str]) -> int:
         The number of steps.
 
     Raises:
-        ValueError: If a decision differs; the message names the first step that does, and what differs.
+        ValueError: If a decision differs; the message names the first step that does, and what differs. Or
+            if the first line begins no recording.
     """
-    events = map(json.loads, lines)
-    scheduler = Scheduler(**_arguments(next(events), BlockManager))
-    manager = scheduler.block_manager
+    scheduler, output, num_steps = None, None, 0
     groups: dict[str, SequenceGroup] = {}
-    num_steps, output = 0, None
-    for event in events:
+    for event in map(json.loads, lines):
         kind = event.pop("event")
+        if kind == "start":
+            scheduler = Scheduler(**_arguments(event, BlockManager))
+            continue
+        check(scheduler is not None, "the first event", kind, "'start'")
+        assert scheduler is not None, "just checked"
         if kind == "add":
             group = groups[event["request_id"]] = _group(event)
             scheduler.add(group)
@@ -155,10 +160,8 @@ def replay(lines: Iterable[str]) -> int:
             seq, status = group.sequences[event.pop("seq")], SequenceStatus[event.pop("status")]
             scheduler.finish(group, seq, status, **event)
         elif kind == "schedule":
-            output = scheduler.schedule(event["now"])
-            for name, value in decisions(output).items():
-                if value != event[name]:
-                    raise ValueError(f"step {num_steps}: {name} is {value}; recorded: {event[name]}")
+            output = scheduler.schedule(event.pop("now"))
+            _check_equal(f"step {num_steps}", decisions(output), event)
             num_steps += 1
         elif kind == "update":
             assert output is not None, "an update follows a step"
@@ -167,8 +170,16 @@ def replay(lines: Iterable[str]) -> int:
                 logprobs[i] = TokenLogprobs(0.0, 0, *top)
             scheduler.update(output, **event, logprobs=logprobs)
         else:
+            manager = scheduler.block_manager
             (manager.pin if kind == "pin" else manager.unpin)(**event)
     return num_steps
+
+
+def _check_equal(step: str, decided: dict[str, list[Any]], recorded: dict[str, list[Any]]) -> None:
+    for name, values in decided.items():
+        for i, (value, other) in enumerate(itertools.zip_longest(values, recorded[name])):
+            if value != other:
+                raise ValueError(f"{step}: {name}[{i}] is {value}; recorded: {other}")
 
 
 def _settings(scheduler: Scheduler) -> dict[str, dict[str, Any]]:

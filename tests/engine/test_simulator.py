@@ -157,6 +157,8 @@ def test_what_cannot_run_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             simulate(trace, make_scheduler(20), STEP_TIME)
+    too_large = simulate([Request(0.0, 60, 2), Request(0.0, 4, 2)], make_scheduler(10), STEP_TIME)
+    assert np.isnan(too_large.requests["first_token_time"]).tolist() == [True, False]
     for values in ((-1.0, 4, 4), (0.0, 0, 4), (0.0, [], 4), (0.0, 4, 0), (0.0, 4, 4, 0), (0.0, 4, 4, 1, 0)):
         with pytest.raises(ValueError, match="allowed"):
             Request(*values)
@@ -185,7 +187,14 @@ def test_recorded_simulations_replay(seed: int) -> None:
 @pytest.fixture
 def engine(small_engine: LLMEngine) -> LLMEngine:
     """Has a pool that is full after a few requests, and little room to swap."""
-    small_engine.scheduler.block_manager = BlockManager(61, 4, True, num_swap_blocks=40)
+    like = small_engine.scheduler
+    small_engine.scheduler = Scheduler(
+        block_manager=BlockManager(61, 4, True, num_swap_blocks=40),
+        max_num_seqs=like.max_num_seqs,
+        max_num_batched_tokens=like.max_num_batched_tokens,
+        max_model_len=like.max_model_len,
+        eos_token_ids=like.eos_token_ids,
+    )
     return small_engine
 
 
@@ -218,17 +227,18 @@ def serve(engine: LLMEngine, seed: int) -> None:
 
 
 def test_a_real_run_replays_and_what_differs_is_named(engine: LLMEngine, tmp_path: Path) -> None:
+    recorded: list[str] = []
+    engine.record(recorded.append)
+    name = engine.pin_prefix(list(range(10, 30)))
+    serve(engine, 0)
+    engine.unpin_prefix(name)
+    engine.record(recorded.append)  # once more, into the same file
+    serve(engine, 1)
     path = tmp_path / "run.jsonl"
-    with path.open("w") as file:
-        engine.record(file.write)
-        name = engine.pin_prefix(list(range(10, 30)))
-        serve(engine, 0)
-        engine.unpin_prefix(name)
-        serve(engine, 1)
-        engine.record(lambda line: None)
+    path.write_text("".join(recorded))
     with path.open() as lines:
         num_steps = replay(lines)
-    events = [json.loads(line) for line in path.read_text().splitlines()]
+    events = list(map(json.loads, recorded))
     steps = [event for event in events if event["event"] == "schedule"]
     assert num_steps == len(steps) > 40
     kinds = {event["event"] for event in events}
@@ -239,8 +249,10 @@ def test_a_real_run_replays_and_what_differs_is_named(engine: LLMEngine, tmp_pat
     place = [i for i, event in enumerate(events) if event["event"] == "schedule"][20]
     row = events[place]["scheduled"][0]
     row[4][0][-1] += 1  # another block
-    with pytest.raises(ValueError, match=r"step 20: scheduled is .*; recorded: "):
+    with pytest.raises(ValueError, match=r"step 20: scheduled\[0\] is .*; recorded: "):
         replay(map(json.dumps, events))
+    with pytest.raises(ValueError, match="the first event is 'add'; allowed: 'start'"):
+        replay(line for line in recorded if '"add"' in line)
 
 
 def test_recording_begins_with_an_idle_engine(engine: LLMEngine) -> None:
