@@ -29,15 +29,22 @@ class CrossAttend(Protocol):
 
 
 class EncoderDecoderLM(nnx.Module):
-    """An encoder and a decoder; a family adds its modules and the five methods below.
+    """An encoder and a decoder; a family adds its modules and the methods below.
 
     A layer's number is its place in kv_cache_specs(), where self and cross attention have an entry each.
-    Args of a family's constructor: config, and by name dtype and rngs.
+
+    Args:
+        config: Of the family's config_class.
+        dtype: Of weights and activations.
+        rngs: Where random weights come from.
     """
 
     config_class: ClassVar[Any]
     weight_table: ClassVar[WeightTable]
     config: Any
+
+    @abc.abstractmethod
+    def __init__(self, config: Any, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None: ...
 
     @abc.abstractmethod
     def encode(self, tokens: Int[Array, "b n"], lens: Int[Array, " b"]) -> Float[Array, "b n e"]:
@@ -73,7 +80,7 @@ class EncoderDecoderLM(nnx.Module):
         cross = self.cross_kv(self.encode(encoder_tokens, encoder_lens))
         by_layer = dict(zip(self._cross_layers(), cross, strict=True))
 
-        def attend(_: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+        def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
             return dense_attention(q, k, v, **options)
 
         def cross_attend(layer: int, q: Array, *, scale: float) -> Array:

@@ -164,51 +164,61 @@ class T5MLP(nnx.Module):
     """Two linear maps and an activation, which a third one may gate."""
 
     def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.activation, self.is_gated = ACTIVATIONS[config.activation], config.is_gated
+        self.activation = ACTIVATIONS[config.activation]
         make = functools.partial(_linear, config, dtype=dtype, rngs=rngs)
-        for name in ("wi_0", "wi_1") if self.is_gated else ("wi",):
-            setattr(self, name, make(config.hidden_size, config.d_ff, split=(None, TENSOR)))
+        widen = functools.partial(make, config.hidden_size, config.d_ff, split=(None, TENSOR))
+        self.wi = None if config.is_gated else widen()
+        self.wi_0 = widen() if config.is_gated else None
+        self.wi_1 = widen() if config.is_gated else None
         self.wo = make(config.d_ff, config.hidden_size, split=(TENSOR, None))
 
     def __call__(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
-        inner = self.activation(self.wi_0(x)) * self.wi_1(x) if self.is_gated else self.activation(self.wi(x))
-        return self.wo(inner)
+        if self.wi is not None:
+            return self.wo(self.activation(self.wi(x)))
+        assert self.wi_0 is not None
+        assert self.wi_1 is not None
+        return self.wo(self.activation(self.wi_0(x)) * self.wi_1(x))
 
 
 class T5Block(nnx.Module):
-    """Attention, in a decoder cross attention, then the MLP, each normed before and added to the stream."""
+    """Attention, then the MLP, each normed before and added to the stream."""
 
-    def __init__(self, config: T5Config, is_decoder: bool, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         norm = functools.partial(RMSNorm, config.hidden_size, epsilon=config.layer_norm_epsilon, dtype=dtype)
         self.attention, self.attention_norm = T5Attention(config, dtype=dtype, rngs=rngs), norm()
-        if is_decoder:
-            self.cross_attention, self.cross_attention_norm = (
-                T5Attention(config, dtype=dtype, rngs=rngs),
-                norm(),
-            )
         self.mlp, self.mlp_norm = T5MLP(config, dtype=dtype, rngs=rngs), norm()
 
     def attended(self, x: Float[Array, "*t e"], attend: Any) -> Float[Array, "*t e"]:
         a, y = self.attention, self.attention_norm(x)
         return x + a.join(attend(*(a.heads(proj(y)) for proj in (a.q, a.k, a.v)), scale=1.0))
 
+    def transformed(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class T5DecoderBlock(T5Block):
+    """A block that attends to the encoder's output between its two parts."""
+
+    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        self.cross_attention = T5Attention(config, dtype=dtype, rngs=rngs)
+        self.cross_attention_norm = RMSNorm(
+            config.hidden_size, epsilon=config.layer_norm_epsilon, dtype=dtype
+        )
+
     def cross_attended(self, x: Float[Array, "*t e"], cross_attend: Any) -> Float[Array, "*t e"]:
         a = self.cross_attention
         return x + a.join(cross_attend(a.heads(a.q(self.cross_attention_norm(x))), scale=1.0))
-
-    def transformed(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
-        return x + self.mlp(self.mlp_norm(x))
 
 
 class T5Stack(nnx.Module):
     """The blocks of the encoder or of the decoder, and the biases that they share."""
 
-    def __init__(self, config: T5Config, is_decoder: bool, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: T5Config, blocks: list[Any], *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         shape = (config.relative_attention_num_buckets, config.num_heads)
         bias = normal(rngs.params(), shape, dtype, config.initializer_factor * config.hidden_size**-0.5)
         self.relative_attention_bias = parameter(bias, (None, TENSOR))
-        count = config.num_decoder_layers if is_decoder else config.num_layers
-        self.block = nnx.List([T5Block(config, is_decoder, dtype=dtype, rngs=rngs) for _ in range(count)])
+        self.block = nnx.List(blocks)
         self.final_layer_norm = RMSNorm(config.hidden_size, epsilon=config.layer_norm_epsilon, dtype=dtype)
 
 
@@ -221,11 +231,12 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
     def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
         size, vocab_size = config.hidden_size, config.vocab_size
-        std = config.initializer_factor
-        self.shared = Embedding(vocab_size, size, std=std, dtype=dtype, rngs=rngs)
-        self.encoder = T5Stack(config, False, dtype=dtype, rngs=rngs)
-        self.decoder = T5Stack(config, True, dtype=dtype, rngs=rngs)
-        head = functools.partial(_linear, config, split=(None, TENSOR), dtype=dtype, rngs=rngs)
+        options: Any = {"dtype": dtype, "rngs": rngs}
+        self.shared = Embedding(vocab_size, size, std=config.initializer_factor, **options)
+        encoder = [T5Block(config, **options) for _ in range(config.num_layers)]
+        decoder = [T5DecoderBlock(config, **options) for _ in range(config.num_decoder_layers)]
+        self.encoder, self.decoder = (T5Stack(config, blocks, **options) for blocks in (encoder, decoder))
+        head = functools.partial(_linear, config, split=(None, TENSOR), **options)
         self.lm_head = None if config.tie_word_embeddings else head(size, vocab_size)
 
     def encode(self, tokens: Int[Array, "b n"], lens: Int[Array, " b"]) -> Float[Array, "b n e"]:

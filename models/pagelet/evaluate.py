@@ -128,6 +128,7 @@ def measure(model: CausalLM, tokenizer: Any, num_sums: int) -> dict[str, float]:
 def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = load_model(FOLDER, "float32").model
+    assert isinstance(model, CausalLM)
     print(json.dumps(measure(model, tokenizer, 500), indent=2))
 
 
