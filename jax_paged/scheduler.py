@@ -7,13 +7,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from jax_paged import beam_search
-from jax_paged.beam_search import Candidate
 from jax_paged.block_manager import BlockManager
 from jax_paged.config import check_choice, check_int, check_number
 from jax_paged.request_queues import RequestQueues
 from jax_paged.scheduler_output import ScheduledSequence, SchedulerOutput, StepBuilder
 from jax_paged.sequence import Sequence, SequenceGroup, SequenceStatus
+from jax_paged.sequence_updater import SequenceUpdater
 
 if TYPE_CHECKING:
     from jax_paged.step_output import TokenLogprobs
@@ -96,6 +95,7 @@ class Scheduler:
         self.delay_factor = delay_factor
         self.watermark = watermark
         self.queues = RequestQueues()
+        self._updater = SequenceUpdater(block_manager, self.queues, max_model_len, eos_token_ids)
         self._num_watermark_blocks = math.ceil(watermark * block_manager.num_usable_blocks)
         self._last_prompt_start: float | None = None
         self._last_prompt_s = 0.0
@@ -126,7 +126,7 @@ class Scheduler:
         """
         group = self.queues.find(request_id)
         if group is not None:
-            self._end_group(group, SequenceStatus.FINISHED_ABORTED, None)
+            self._updater.end_group(group, SequenceStatus.FINISHED_ABORTED, None)
         return group
 
     def finish(
@@ -152,7 +152,7 @@ class Scheduler:
         if seq.status.is_finished:
             seq.status, seq.stop_reason = status, stop_reason
         else:
-            self._end(group, seq, status, now, stop_reason)
+            self._updater.end(group, seq, status, now, stop_reason)
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Chooses the sequences and token counts of the next step, and gives them their blocks.
@@ -198,36 +198,7 @@ class Scheduler:
         Returns:
             The requests that got a token, the ended ones among them.
         """
-        manager = self.block_manager
-        size = manager.block_size
-        changed: dict[SequenceGroup, None] = {}
-        beams: dict[SequenceGroup, list[tuple[Sequence, list[int], list[float]]]] = {}
-        i = 0
-        for group, seq, start, num_tokens, _, sampling in output.scheduled:
-            stop = start + num_tokens
-            if seq.status is SequenceStatus.RUNNING:
-                seq.num_computed_tokens = stop
-                if start // size != stop // size:
-                    manager.cache_full_blocks(seq, group.cache_salt, start, stop)
-            for sample in sampling:
-                token_id = token_ids[i]
-                i += 1
-                if sample.status is not SequenceStatus.RUNNING:
-                    continue
-                changed[group] = None
-                if group.metrics.first_token_time is None:
-                    group.metrics.first_token_time = now
-                if group.beam_params:
-                    top = logprobs[i - 1]
-                    beams.setdefault(group, []).append((sample, top.top_token_ids, top.top_logprobs))
-                    continue
-                sample.num_computed_tokens = stop
-                sample.output_token_ids.append(token_id)
-                self._end_if_done(group, sample, token_id, now)
-        assert i == len(token_ids), f"{len(token_ids)} tokens for {i} samples"
-        for group, candidates in beams.items():
-            self._advance_beams(group, candidates, now)
-        return list(changed)
+        return self._updater.update(output, token_ids, now, logprobs)
 
     def _fill(
         self,
@@ -467,86 +438,9 @@ class Scheduler:
             seq.status, seq.num_computed_tokens = SequenceStatus.WAITING, 0
         self.queues.wait(group)
 
-    def _end_if_done(self, group: SequenceGroup, seq: Sequence, token_id: int, now: float) -> None:
-        params = group.sampling_params
-        num_output_tokens = len(seq.output_token_ids)
-        if num_output_tokens >= params.min_tokens:
-            if token_id in self._eos_token_ids(group):
-                self._end(group, seq, SequenceStatus.FINISHED_STOPPED, now)
-                return
-            if params.stop_token_ids and token_id in params.stop_token_ids:
-                self._end(group, seq, SequenceStatus.FINISHED_STOPPED, now, token_id)
-                return
-        if num_output_tokens == params.max_tokens or len(seq) >= self.max_model_len:
-            self._end(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED, now)
-
-    def _eos_token_ids(self, group: SequenceGroup) -> frozenset[int]:
-        return frozenset() if group.sampling_params.ignore_eos else self.eos_token_ids
-
-    def _advance_beams(
-        self, group: SequenceGroup, beams: list[tuple[Sequence, list[int], list[float]]], now: float
-    ) -> None:
-        """Replaces the beams of a search by the best continuations: forks some beams, frees others."""
-        assert group.beam_params is not None, "a beam search"
-        eos_token_ids = self._eos_token_ids(group)
-        going, complete = beam_search.select(group, beams, eos_token_ids)
-        ended = [_extended(c.parent.fork(0, 0), c, SequenceStatus.FINISHED_STOPPED) for c in complete]
-        beam_search.complete(group, ended, eos_token_ids)
-        parents: set[Sequence] = set()
-        continued: list[tuple[Sequence, Candidate]] = []
-        for candidate in going:
-            seq = parent = candidate.parent
-            if parent in parents:
-                seq = parent.fork(0, 0)
-                self.block_manager.fork(parent, seq, parent.num_computed_tokens)
-            parents.add(parent)
-            continued.append((seq, candidate))
-        for seq, _, _ in beams:
-            if seq not in parents:
-                self.block_manager.free(seq)
-        group.sequences = [_extended(seq, c, SequenceStatus.RUNNING) for seq, c in continued]
-        max_len = min(self.max_model_len, len(beams[0][0].prompt_token_ids) + group.beam_params.max_tokens)
-        is_done = not going or len(group.sequences[0]) >= max_len
-        if is_done or beam_search.is_decided(group, max_len, eos_token_ids):
-            self._end_group(group, SequenceStatus.FINISHED_LENGTH_CAPPED, now)
-
-    def _end(
-        self,
-        group: SequenceGroup,
-        seq: Sequence,
-        status: SequenceStatus,
-        now: float | None,
-        stop_reason: int | str | None = None,
-    ) -> None:
-        manager = self.block_manager
-        if seq in manager.block_tables or seq in manager.swapped_tables:
-            manager.free(seq)
-        seq.status, seq.stop_reason = status, stop_reason
-        if group.is_finished:
-            self.queues.remove(group)
-            group.metrics.finished_time = now
-
-    def _end_group(self, group: SequenceGroup, status: SequenceStatus, now: float | None) -> None:
-        seqs = group.unfinished
-        for seq in seqs:
-            self._end(group, seq, status, now)
-        if not seqs:
-            self.queues.remove(group)
-            group.metrics.finished_time = now
-        if group.beam_params and status is SequenceStatus.FINISHED_LENGTH_CAPPED:
-            beam_search.complete(group, seqs, self._eos_token_ids(group))
-            group.sequences = group.completed
-
     def _end_for_good(self, group: SequenceGroup, step: StepBuilder, now: float) -> None:
         """Ends a request that could not run (on) in an empty pool."""
         has_output = any(s.output_token_ids for s in group.sequences)
         status = SequenceStatus.FINISHED_LENGTH_CAPPED if has_output else SequenceStatus.FINISHED_IGNORED
-        self._end_group(group, status, now)
+        self._updater.end_group(group, status, now)
         step.ended.append(group)
-
-
-def _extended(seq: Sequence, candidate: Candidate, status: SequenceStatus) -> Sequence:
-    """Appends a candidate's token to a sequence with its parent's tokens; returns the sequence."""
-    seq.output_token_ids.append(candidate.token_id)
-    seq.cum_logprob, seq.status = candidate.cum_logprob, status
-    return seq
