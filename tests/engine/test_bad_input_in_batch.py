@@ -227,24 +227,26 @@ def test_nan_ends_its_request_alone(engine: LLMEngine, expected: list[list[int]]
         "late in a shared prompt": Request([*shared, *([9] * 40), NAN_TOKEN, *([9] * 40)], params),
         # It is the output that goes wrong: the NaN token is forced as the first one.
         "in the output": Request([3, 4], SamplingParams(temperature=0, logit_bias={NAN_TOKEN: 100.0})),
+        "samples": Request([6, NAN_TOKEN], dataclasses.replace(params, n=2)),
+        "beams": Request([7, NAN_TOKEN], params, BeamSearchParams(2)),
     }
     add(engine, GOOD[:4])
     for request_id, request in bad.items():
-        engine.add_request(request_id, request.prompt, request.params)
+        engine.add_request(request_id, request.prompt, request.beams or request.params)
     for i in range(4, 8):
         engine.add_request(str(i), GOOD[i].prompt, GOOD[i].params)
     with nan_embedding(engine, [NAN_TOKEN]):
         outputs = drain(engine)
     assert tokens_of([outputs[str(i)] for i in range(len(GOOD))]) == expected
     for request_id in bad:
-        completion = outputs[request_id].outputs[0]
-        assert completion.finish_reason == "abort", request_id
-        assert "finite" in str(completion.stop_reason), request_id
-        assert list(completion.token_ids) == ([NAN_TOKEN] if request_id == "in the output" else [])
+        for completion in outputs[request_id].outputs:
+            assert completion.finish_reason == "abort", request_id
+            assert "finite" in str(completion.stop_reason), request_id
+            assert list(completion.token_ids) == ([NAN_TOKEN] if request_id == "in the output" else [])
     # Nothing that held NaN was kept as a cached prefix: with the weights healed all is well.
     again = run(engine, [*bad.values(), *GOOD])
-    assert {o.outputs[0].finish_reason for o in again[:4]} <= {"stop", "length"}
-    assert tokens_of(again[4:]) == expected
+    assert {o.outputs[0].finish_reason for o in again[: len(bad)]} <= {"stop", "length"}
+    assert tokens_of(again[len(bad) :]) == expected
 
 
 def test_blocks_that_held_nan_are_reused(small_engine: LLMEngine, expected: list[list[int]]) -> None:

@@ -286,6 +286,38 @@ def test_every_kind_in_one_step(shared_engine: LLMEngine, monkeypatch: pytest.Mo
         assert len(kinds) == 6
 
 
+@pytest.mark.parametrize("preemption_mode", [None, "recompute", "swap"])
+def test_aborts_at_any_moment(
+    shared_engine: LLMEngine, workload: Workload, preemption_mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of requests that wait, run or are swapped out; the others are exact."""
+    reschedule(shared_engine, num_blocks=NUM_USABLE + 1, policy="priority", preemption_mode=preemption_mode)
+    rng = np.random.default_rng(0)
+    queues, aborted, outputs = shared_engine.scheduler.queues, {}, {}
+    add(shared_engine, workload.requests)
+    while shared_engine.has_unfinished_requests():
+        outputs |= {int(o.request_id): o for o in shared_engine.step() if o.finished}
+        unfinished = [
+            (q, request_id) for q in ("waiting", "running", "swapped") for request_id in getattr(queues, q)
+        ]
+        if unfinished and rng.random() < 0.2:
+            # Of the few that are swapped out, every second time.
+            swapped = [pair for pair in unfinished if pair[0] == "swapped"]
+            choice = swapped if swapped and rng.random() < 0.5 else unfinished
+            queue, request_id = choice[rng.integers(len(choice))]
+            state = shared_engine.abort_request(request_id)
+            assert state is not None
+            assert state.output().finished
+            aborted[int(request_id)] = queue
+            shared_engine.scheduler.block_manager.check_integrity()
+    assert_no_block_lost(shared_engine)
+    assert outputs.keys() | aborted.keys() == set(range(len(workload.requests)))
+    kinds = {"waiting", "running"} | ({"swapped"} if preemption_mode != "recompute" else set())
+    assert set(aborted.values()) == kinds
+    for i, output in outputs.items():
+        assert_equal(output, workload.alone[i], workload.requests[i])
+
+
 def test_swap_space_is_what_the_user_says(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """From EngineArgs to host memory: eight blocks and a half."""
     block_bytes = 2 * 2 * 2 * BLOCK_SIZE * 16 * 4  # layers, keys and values, heads, tokens, head_dim, float32

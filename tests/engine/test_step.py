@@ -10,10 +10,21 @@ import jax
 import jax.monitoring
 import numpy as np
 import pytest
-from real_model import Request, greedy_requests, make_engine, mixed_requests, run, tokens_of
+from real_model import (
+    VOCAB_SIZE,
+    Request,
+    greedy_requests,
+    make_engine,
+    mixed_requests,
+    reschedule,
+    run,
+    steps_of,
+    tokens_of,
+)
 
-from jax_paged import EngineArgs, LLMEngine, SamplingParams
+from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from jax_paged.batch import Bucket
+from jax_paged.block_mover import FEW_COPIES, SWAP_BLOCKS
 
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -64,6 +75,26 @@ def test_nothing_compiles_after_the_start(engine: LLMEngine) -> None:
     assert used == set(buckets)
 
 
+def test_nothing_compiles_for_copies_and_swaps(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(1)
+    sampled = SamplingParams(n=4, temperature=1, seed=1, max_tokens=50, ignore_eos=True)
+    greedy = SamplingParams(temperature=0)
+    # Four samples of 341 tokens take more blocks than one call swaps; 16 sequences are forked in one step.
+    prompts = [rng.integers(0, VOCAB_SIZE, n).tolist() for n in (341, 341, 20, 21, 22, 23, 341)]
+    requests = [Request(prompt, sampled) for prompt in prompts]
+    requests += [Request(p, greedy, BeamSearchParams(w, 30)) for w, p in ((2, prompts[0]), (10, prompts[2]))]
+    reschedule(engine, num_blocks=74)
+    steps = steps_of(engine, monkeypatch)
+    with compile_events() as events:
+        run(engine, requests)
+    assert events == []
+    num_copies = [len(step.blocks_to_copy) for step in steps]
+    assert max(num_copies) > FEW_COPIES
+    assert any(0 < n <= FEW_COPIES for n in num_copies)
+    assert max(len(step.blocks_to_swap_out) for step in steps) > SWAP_BLOCKS
+    assert max(len(step.blocks_to_swap_in) for step in steps) > SWAP_BLOCKS
+
+
 def assert_pool_is_not_copied(engine: LLMEngine) -> None:
     runner = engine.runner
     assert runner.config.kv_cache_bytes == sum(x.nbytes for x in runner._kv_cache)
@@ -72,6 +103,12 @@ def assert_pool_is_not_copied(engine: LLMEngine) -> None:
         assert memory is not None
         assert memory.alias_size_in_bytes >= runner.config.kv_cache_bytes, bucket
         assert memory.temp_size_in_bytes < 0.1 * runner.config.kv_cache_bytes, bucket
+    for program in runner._mover.programs:
+        memory = runner._compiled[program].execute.memory_analysis()
+        assert memory is not None
+        assert memory.temp_size_in_bytes < 0.1 * runner.config.kv_cache_bytes, program
+        if program != "swap out":  # which only reads
+            assert memory.alias_size_in_bytes >= runner.config.kv_cache_bytes, program
 
 
 def test_pool_is_not_copied(session_engine: LLMEngine) -> None:
