@@ -145,7 +145,7 @@ def _drawing(title: str, blocks: np.ndarray, owners: np.ndarray, block_size: int
         if len(drawn) > _MAX_DRAWN:
             drawn, note = drawn[:_MAX_DRAWN], f" Drawn are only the first {_MAX_DRAWN:,} in use."
     by_block: dict[int, list[np.void]] = defaultdict(list)
-    for owner in owners:
+    for owner in owners[np.isin(owners["block_id"], drawn["block_id"])]:
         by_block[int(owner["block_id"])].append(owner)
     cells = [_cell(i, b, by_block[int(b["block_id"])], block_size) for i, b in enumerate(drawn)]
     num_rows = -(-len(drawn) // _NUM_COLUMNS)

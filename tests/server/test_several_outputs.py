@@ -56,7 +56,7 @@ def test_best_of_returns_the_likeliest(served):
 
 @pytest.mark.parametrize("prompts", ["def read(self", ["def read(self", "import "]])
 def test_streams_of_n_equal_the_whole(served, prompts):
-    body = {**SAMPLED, "prompt": prompts, "n": 4, "logprobs": 1}
+    body = {**SAMPLED, "prompt": prompts, "n": 4, "logprobs": 1, "stop": ["\n", "="]}
     whole = served.post("/completions", **body)
     chunks = served.stream("/completions", **body, stream_options={"include_usage": True})
     # What an earlier prompt left in the cache is no part of an answer.
@@ -71,7 +71,8 @@ def test_streams_of_n_equal_the_whole(served, prompts):
         assert reasons == [None] * (len(own) - 1) + [choice["finish_reason"]]
         for name in ("tokens", "text_offset"):
             assert [x for part in own for x in part["logprobs"][name]] == choice["logprobs"][name]
-    # They grow side by side.
+    # They grow side by side, and end one after the other.
+    assert len({len(own) for own in parts.values()}) > 1
     first_end = next(i for i, chunk in enumerate(chunks) if chunk["choices"][0]["finish_reason"])
     assert sorted(parts_by_index(chunks[:first_end])) == sorted(parts)
 
