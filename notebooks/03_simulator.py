@@ -1,0 +1,100 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # The simulator
+#
+# `simulate` runs the engine's own scheduler and block manager on a trace of requests. A model of step times
+# takes the device's place, so minutes of traffic take seconds, and every run of it is the same. Here: a
+# 13B-parameter model on a GPU with room for 15,700 tokens, and two requests a second.
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+
+from jax_paged.block_manager import BlockManager
+from jax_paged.scheduler import Scheduler
+from jax_paged.simulator import Request, StepTimeModel, simulate
+
+rng = np.random.default_rng(0)
+arrivals = np.cumsum(rng.exponential(1 / 2, 200)).tolist()
+prompts = np.clip(rng.lognormal(4.4, 1.2, 200), 1, 1024).astype(int).tolist()
+outputs = np.clip(rng.lognormal(5.4, 0.9, 200), 1, 1024).astype(int).tolist()
+trace = [Request(*row) for row in zip(arrivals, prompts, outputs, strict=True)]
+step_time = StepTimeModel(
+    base_s=0.017, s_per_prefill_token=1.7e-4, s_per_decode_seq=1.7e-4, s_per_context_token=5e-7
+)
+
+
+def make_scheduler(block_size=16, **settings):
+    manager = BlockManager(15_700 // block_size + 1, block_size, enable_prefix_caching=False)
+    limits = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_model_len": 2048}
+    return Scheduler(block_manager=manager, eos_token_ids=frozenset(), **(limits | settings))
+
+
+result = simulate(trace, make_scheduler(), step_time)
+print(f"{len(result.steps)} steps; {result.mean('num_running'):.1f} requests at a time")
+print(f"{result.share_of_slots_filled:.1%} of the slots of used blocks hold a token")
+
+# %% [markdown]
+# `steps` has a row a step, `requests` one a request: NumPy arrays with named fields.
+
+# %%
+print(result.steps.dtype.names)
+print(result.requests.dtype.names)
+figure, (above, below) = plt.subplots(2, sharex=True, figsize=(9, 4))
+above.plot(result.steps["time_s"], result.steps["num_running"])
+above.set_ylabel("running requests")
+below.plot(result.steps["time_s"], result.steps["num_blocks_used"] / 981)
+below.set_ylabel("share of blocks used")
+_ = below.set_xlabel("seconds")
+# %% [markdown]
+# ## Block sizes
+#
+# Of a sequence, only the last block has empty slots. Small blocks waste less.
+
+# %%
+for block_size in (1, 16, 256):
+    filled = simulate(trace, make_scheduler(block_size), step_time).share_of_slots_filled
+    print(f"{block_size:4} tokens a block: {filled:.1%} of slots filled")
+
+# %% [markdown]
+# ## Sharing
+#
+# Samples share their prompt; beams share more, as those that lead come from few parents.
+
+# %%
+for name, extra in (("4 samples", {"n": 4}), ("beam search of width 4", {"beam_width": 4})):
+    several = [Request(r.arrival_s * 4, r.prompt, r.output_len, **extra) for r in trace[:50]]
+    result = simulate(several, make_scheduler(), step_time)
+    print(f"{name}: sharing saves {result.share_of_blocks_saved:.1%} of the blocks")
+
+# %% [markdown]
+# ## Recordings
+#
+# An engine can write down what its scheduler was told and decided. `replay` tells a fresh scheduler the same
+# and checks that it decides the same, to the last block: to find out at home what happened elsewhere, or
+# whether a change of the scheduler changes a decision.
+
+# %%
+from jax_paged import LLM, SamplingParams
+from jax_paged.recording import replay
+
+llm = LLM(model="pagelet", num_gpu_blocks_override=32, max_num_seqs=8, max_model_len=256)
+lines = []
+llm.llm_engine.record(lines.append)  # or a file's write
+llm.generate(
+    ["What is a block table?", "def "], SamplingParams(n=3, max_tokens=40, ignore_eos=True), use_tqdm=False
+)
+print(lines[1][:160], "...")
+print(f"{replay(lines)} steps, every decision the same")
