@@ -320,3 +320,33 @@ def test_weights_are_not_read_twice(folder: Path, monkeypatch: pytest.MonkeyPatc
     )
     loaded = load_model(folder)
     assert len(read) == len(set(read)) == len(jax.tree.leaves(nnx.state(loaded.model)))
+
+
+def test_stacked_experts(tmp_path: Path) -> None:
+    folder = shutil.copytree(SHARDED.parent / "qwen3_moe_tied", tmp_path / "model")
+    key = "model.layers.1.mlp.experts.{}.down_proj.weight"
+    stored = load_file(folder / "model.safetensors")
+    stack = values(load_model(folder, "bfloat16").model)["layers.1.mlp.experts.down_proj"]
+    assert stack.shape == (8, 24, 32)
+    for i, kernel in enumerate(stack):
+        np.testing.assert_array_equal(kernel, stored[key.format(i)].T.astype(ml_dtypes.bfloat16))
+    extra = np.zeros((32, 24), np.float32)
+    edit(folder, {key.format(3): None, key.format(5): extra.T.copy(), key.format(8): extra})
+    with pytest.raises(ValueError) as error:
+        load_model(folder)
+    assert str(error.value).splitlines()[1:] == [
+        f"  {key.format(3)} is missing",
+        f"  {key.format(5)} has shape (24, 32); config.json makes it (32, 24)",
+        f"  {key.format(8)} is unexpected",
+    ]
+
+
+def test_weights_do_not_follow_the_file(folder: Path) -> None:
+    model = load_model(folder).model
+    before = values(model)
+    file = folder / "model.safetensors"
+    with file.open("r+b") as f:
+        f.seek(-1000, 2)
+        f.write(b"\1" * 1000)
+    for path, value in values(model).items():
+        np.testing.assert_array_equal(value, before[path], err_msg=path)
