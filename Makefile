@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup serve test test-slow lint format bench gpu-check clean
+.PHONY: setup serve test test-slow lint format bench gpu-check kernels-compile clean
 
 setup: $(READY)
 
@@ -45,5 +45,16 @@ bench: setup
 gpu-check:
 	$(if $(filter command%,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON))) benchmarks/gpu_check.py $(ARGS)
 
+# ptxas without a GPU; not part of the tests. jax[cuda13] takes 4.5 GB, so it has an environment of its own.
+KERNELS_VENV   := .venv-kernels
+KERNELS_PYTHON ?= $(KERNELS_VENV)/bin/python
+kernels-compile: $(if $(filter $(KERNELS_VENV)/%,$(KERNELS_PYTHON)),$(KERNELS_VENV)/.ready)
+	$(KERNELS_PYTHON) benchmarks/kernels_compile.py $(ARGS)
+
+$(KERNELS_VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(KERNELS_VENV)
+	$(KERNELS_PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cuda13]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(KERNELS_VENV) build *.egg-info

@@ -321,6 +321,11 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                         target = ref.at[slot, pl.ds(i * page_size, page_size)]
                         plgpu.copy_gmem_to_smem(kv_ref.at[page, which, head], target, bar.at[slot])
 
+            @pl.loop(jnp.maximum(begin, end - num_stages), end)
+            def _(step):  # no barrier may end with an arrival that nobody waited for
+                for free in (k_free, v_free):
+                    plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(num_stages))])
+
         @pl.when((warpgroup < num_computing) & (end > begin))
         def _compute():
             own_q, first_row = q_s.at[warpgroup], warpgroup * WGMMA_ROWS

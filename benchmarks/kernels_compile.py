@@ -1,0 +1,347 @@
+"""Compiles every kernel, and the whole step of an 8B Llama, for GPUs that this machine does not have.
+
+    make kernels-compile                                in an environment of its own (4.5 GB)
+    make kernels-compile KERNELS_PYTHON=/path/python    in one that has jax[cuda13]
+    ... ARGS='--only ragged'                            some checks, printed and not written to docs/kernels.md
+
+XLA and ptxas do all that they do on a GPU machine but autotuning, so no time of what they make is known, and
+nothing is run. Each check has a process of its own, as the compiler may abort. The exit status is not 0 if a
+kernel spills registers, lacks the instructions it is made of or does not compile, or if a step copies a pool.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DOC = ROOT / "docs" / "kernels.md"
+BEGIN, END = "<!-- kernels-compile: begin -->", "<!-- kernels-compile: end -->"
+MARK = "RESULT "
+NUM_BLOCKS = 4096
+INSTRUCTIONS = {
+    "wgmma": r"wgmma\.mma_async",
+    "mma": r"(?<!w)\bmma\.sync",
+    "TMA": r"cp\.async\.bulk\.tensor\S*shared\S*\.global",
+    "TMA store": r"cp\.async\.bulk\S*\.global\.shared",
+    "cp.async": r"cp\.async\.c[ag]\b",
+}
+EXPECTED = {
+    ("paged_decode", "h100"): {"mma", "TMA"},
+    ("paged_decode", "a100"): {"mma", "cp.async"},
+    ("ragged_attention", "h100"): {"wgmma", "TMA"},
+    ("ragged_attention", "a100"): {"mma", "cp.async"},
+}
+# What makes a step one CUDA graph: slices that are kernel arguments, and the sampler's loops, in it too.
+ONE_GRAPH = {
+    "xla_gpu_enable_dynamic_slice_fusion": False,
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCheck:
+    """An op with a shape: Llama 8B's heads, page size 16 and bfloat16 where nothing else is said."""
+
+    op: str
+    gpu: str
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+    def __str__(self) -> str:
+        shape = f"{self.heads}/{self.kv_heads} x {self.head_dim}, page {self.page_size}, {self.dtype}"
+        flags = {"window": self.window, "soft cap": self.soft_cap, "sinks": self.has_sinks}
+        return f"{self.op} {self.gpu} {shape}" + "".join(f", {k}" for k, v in flags.items() if v)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCheck:
+    """A step of the engine with an 8B Llama, vocabulary and sampler included."""
+
+    gpu: str
+    backend: str
+    is_decode: bool
+    num_tokens: int
+    num_seqs: int
+    one_graph: bool = False
+
+    def __str__(self) -> str:
+        kind = f"decode {self.num_seqs}" if self.is_decode else f"mixed {self.num_tokens}x{self.num_seqs}"
+        return f"step {self.gpu} {self.backend} {kind}" + ", one graph" * self.one_graph
+
+
+Check = KernelCheck | StepCheck
+
+
+def all_checks() -> list[Check]:
+    checks: list[Check] = []
+    for gpu in ("h100", "a100"):
+        checks += [KernelCheck(op, gpu) for op in ("write_kv", "copy_blocks")]
+        for op in ("paged_decode", "ragged_attention"):
+            make = lambda op=op, gpu=gpu, **options: KernelCheck(op, gpu, **options)  # noqa: E731
+            checks += [make(head_dim=d) for d in (64, 96, 128, 256)]
+            checks += [make(head_dim=80, page_size=32), make(page_size=32), make(page_size=64)]
+            checks += [make(head_dim=256, page_size=64), make(dtype="float16")]
+            checks += [make(heads=h, kv_heads=k) for h, k in ((32, 32), (28, 4), (128, 8))]
+            checks += [make(window=4096), make(soft_cap=50.0), make(has_sinks=True)]
+            everything: dict[str, Any] = {"window": 4096, "soft_cap": 50.0, "has_sinks": True}
+            checks += [make(head_dim=d, **everything) for d in (64, 96, 128, 256)]
+    checks += [KernelCheck(op, "h100", head_dim=80) for op in ("paged_decode", "ragged_attention")]
+    decode, mixed = (True, 32, 32), (False, 2048, 256)
+    checks += [StepCheck("h100", "pallas", *decode, one_graph=graph) for graph in (False, True)]
+    checks += [StepCheck("h100", "pallas", True, 256, 256, one_graph=True)]
+    checks += [StepCheck("h100", "pallas", *mixed), StepCheck("h100", "xla", *decode)]
+    return [
+        *checks,
+        StepCheck("a100", "pallas", *decode, one_graph=True),
+        StepCheck("a100", "pallas", *mixed),
+    ]
+
+
+def run_here(check: Check, dump: Path) -> dict[str, Any]:
+    """Compiles one check; the compiler's dumps go to `dump`."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+    import jax
+    from jax.experimental import topologies
+
+    import jax_paged
+
+    jax_paged.__path__.append(str(ROOT))  # where it is not installed, models and pallas_kernels are here
+    target = (ROOT / "benchmarks" / "targets" / f"{check.gpu}.txtpb").read_text()
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology="1x1x1", target_config=target
+    )
+    device = topology.devices[0]
+    start = time.perf_counter()
+    with jax.default_device(device):
+        lower, pool_shape = (lower_op if isinstance(check, KernelCheck) else lower_step)(check, device)
+        lowered = lower()
+    lowered_at = time.perf_counter()
+    options: Any = ONE_GRAPH if isinstance(check, StepCheck) and check.one_graph else {}
+    compiled = lowered.compile(compiler_options=options)
+    compiled_at = time.perf_counter()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    pool = re.escape(f"bf16[{','.join(map(str, pool_shape))}]")
+    copies = re.findall(rf"= {pool}\S* copy(?:-start)?\(", compiled.as_text())
+    found: dict[str, Any] = {
+        "lower_s": round(lowered_at - start, 1),
+        "compile_s": round(compiled_at - lowered_at, 1),
+        "pool_copies": len(copies),
+        "temp_bytes": memory.temp_size_in_bytes,
+        "kernels": read_kernels(dump),
+    }
+    for file in dump.glob("*thunk_sequence_after_thunk_passes.txt"):
+        top = [line for line in file.read_text().splitlines() if re.match(r"\d+: ", line)]
+        graphs = sum("kCommandBuffer" in line for line in top)
+        found |= {"graphs": graphs, "outside_graphs": len(top) - graphs}
+    return found
+
+
+def lower_op(check: KernelCheck, device: Any) -> tuple[Callable[[], Any], tuple[int, ...]]:
+    import jax
+    import jax.numpy as jnp
+
+    from jax_paged.pallas_kernels import ops
+
+    sharding, num_seqs, num_rows = jax.sharding.SingleDeviceSharding(device), 32, 512
+
+    def spec(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    dtype = jnp.dtype(check.dtype)
+    pool_shape = (NUM_BLOCKS, 2, check.kv_heads, check.page_size, check.head_dim)
+    pool, rows = spec(*pool_shape, dtype=dtype), spec(num_rows, check.kv_heads, check.head_dim, dtype=dtype)
+    tables, lens = spec(num_seqs, 512), spec(num_seqs)
+    options: dict[str, Any] = {"backend": "pallas"}
+    args: tuple[Any, ...]
+    if check.op == "write_kv":
+        args = (pool, rows, rows, spec(num_rows))
+    elif check.op == "copy_blocks":
+        args = (pool, spec(32), spec(32))
+    else:
+        options |= {"scale": check.head_dim**-0.5, "window": check.window, "soft_cap": check.soft_cap}
+        num_rows = num_seqs if check.op == "paged_decode" else num_rows
+        args = (spec(num_rows, check.heads, check.head_dim, dtype=dtype), pool, tables, lens)
+        args += () if check.op == "paged_decode" else (spec(num_seqs + 1),)
+        args += (spec(check.heads, dtype=jnp.float32),) * check.has_sinks
+
+    def run(*args: Any) -> Any:
+        sinks = {"sinks": args[-1]} if check.has_sinks else {}
+        return getattr(ops, check.op)(*args[: len(args) - len(sinks)], **options, **sinks)
+
+    in_place = (0,) if check.op in ("write_kv", "copy_blocks") else ()
+    jitted = jax.jit(run, donate_argnums=in_place)
+    return lambda: jitted.trace(*args).lower(), pool_shape
+
+
+def lower_step(check: StepCheck, device: Any) -> tuple[Callable[[], Any], tuple[int, ...]]:
+    import numpy as np
+    from engine_step import LLAMA_8B, abstract_runner
+    from jax.sharding import Mesh
+
+    from jax_paged.batch import Bucket
+
+    runner = abstract_runner(LLAMA_8B, Mesh(np.array([device]), ("tensor",)), backend=check.backend)
+    bucket = Bucket(check.is_decode, check.num_tokens, check.num_seqs)
+    pool_shape = runner._layout.pool_shape(NUM_BLOCKS, runner._block_size)
+    return lambda: runner._lower(bucket, NUM_BLOCKS), pool_shape
+
+
+def read_kernels(dump: Path) -> dict[str, dict[str, Any]]:
+    """Returns what ptxas says of each Mosaic kernel, by its name; of several with one name the worst."""
+    kernels: dict[str, dict[str, Any]] = {}
+    for file in sorted(dump.glob("*.ptxas")):
+        name, text = re.sub(r"_\d+$", "", file.stem), file.read_text()
+        ptx = file.with_suffix(".ptx").read_text()
+        resources = file.with_suffix(".resources.txt").read_text()
+        counts = {k: len(re.findall(pattern, ptx)) for k, pattern in INSTRUCTIONS.items()}
+        found = {
+            "registers": max(map(int, re.findall(r"Used (\d+) registers", text))),
+            "spill_bytes": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text))),
+            "smem_bytes": max(map(int, re.findall(r"smem_scratch_bytes=(\d+)", resources))),
+            "instructions": {k: n for k, n in counts.items() if n},
+        }
+        if name not in kernels or found["registers"] > kernels[name]["registers"]:
+            kernels[name] = found | {
+                "spill_bytes": max(found["spill_bytes"], kernels.get(name, found)["spill_bytes"])
+            }
+    return kernels
+
+
+def run_apart(check: Check) -> dict[str, Any]:
+    """Runs a check in a process of its own; returns what it found, "error" if it failed."""
+    with tempfile.TemporaryDirectory() as dump:
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "MOSAIC_GPU_DUMP_TO": dump,
+            "XLA_FLAGS": f"--xla_dump_to={dump}",
+        }
+        command = [sys.executable, __file__, "--run", str(check), "--dump", dump]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    results = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if done.returncode or not results:
+        lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("-----")]
+        message = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "")
+        return {"error": f"exit {done.returncode}: {message[:300]}"}
+    return json.loads(results[-1].removeprefix(MARK))
+
+
+def problems(check: Check, found: dict[str, Any]) -> list[str]:
+    if "error" in found:
+        return [found["error"]]
+    out = [f"{name} spills" for name, kernel in found["kernels"].items() if kernel["spill_bytes"]]
+    if found["pool_copies"]:
+        out.append(f"{found['pool_copies']} copies of a pool")
+    if isinstance(check, KernelCheck):
+        seen = {k for kernel in found["kernels"].values() for k in kernel["instructions"]}
+        missing = EXPECTED.get((check.op, check.gpu), set()) - seen
+        out += [f"no {name}" for name in sorted(missing)]
+        out += ["no kernel"] * (not found["kernels"])
+    return out
+
+
+def table(results: list[tuple[Check, dict[str, Any]]]) -> str:
+    """Returns the tables of docs/kernels.md."""
+    lines = [
+        "| op | GPU | heads | head_dim | page | | kernel | registers | spills | shared memory | has |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for check, found in results:
+        if not isinstance(check, KernelCheck):
+            continue
+        flags = [check.dtype] * (check.dtype != "bfloat16") + ["window"] * bool(check.window)
+        flags += ["soft cap"] * bool(check.soft_cap) + ["sinks"] * check.has_sinks
+        heads = f"{check.heads}/{check.kv_heads}"
+        row = [check.op, check.gpu, heads, check.head_dim, check.page_size, ", ".join(flags)]
+        for name, k in found.get("kernels", {}).items() or {"**failed**": None}.items():
+            cells = ["", "", "", ""]
+            if k is not None:
+                counts = ", ".join(f"{n} {name}" for name, n in k["instructions"].items())
+                cells = [k["registers"], k["spill_bytes"], f"{k['smem_bytes'] / 1024:.0f} KB", counts]
+            lines.append(f"| {' | '.join(map(str, [*row, name, *cells]))} |")
+    lines += [
+        "",
+        "| step | GPU | backend | options | pool copies | graphs | outside | temporary | lowered | compiled |",  # noqa: E501
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for check, found in results:
+        if not isinstance(check, StepCheck):
+            continue
+        name = str(check).split(f"{check.backend} ")[1].split(",")[0]
+        cells = [name, check.gpu, check.backend, "one graph" if check.one_graph else "default"]
+        if "error" in found:
+            cells += ["**failed**", *[""] * 5]
+        else:
+            cells += [found["pool_copies"], found["graphs"], found["outside_graphs"]]
+            cells += [
+                f"{found['temp_bytes'] / 2**20:.0f} MiB",
+                f"{found['lower_s']} s",
+                f"{found['compile_s']} s",
+            ]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def versions() -> str:
+    import jax
+    import jaxlib
+
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip() or "unknown"
+    return f"{today}, commit {commit}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, deviceless."
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="run the checks that have this in their names")
+    parser.add_argument("--dry", action="store_true", help="don't write docs/kernels.md")
+    parser.add_argument("--jobs", type=int, default=2, help="checks at a time (default 2)")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--dump", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    checks = all_checks()
+    if args.run:
+        found = run_here(next(check for check in checks if str(check) == args.run), args.dump)
+        print(MARK + json.dumps(found))
+        return 0
+
+    checks = [check for check in checks if args.only in str(check)]
+    results: list[tuple[Check, dict[str, Any]]] = []
+    num_failed = 0
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        for check, found in zip(checks, pool.map(run_apart, checks), strict=True):
+            wrong = problems(check, found)
+            num_failed += bool(wrong)
+            print(f"{'FAILED' if wrong else 'ok':<7}{check}  {'; '.join(wrong)}", flush=True)
+            results.append((check, found))
+    text = f"{versions()}\n\n{table(results)}"
+    if args.dry or args.only:
+        print(text)
+    else:
+        before, rest = DOC.read_text().split(BEGIN)
+        DOC.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+        print(f"written to {DOC}")
+    print(f"{len(checks) - num_failed} of {len(checks)} checks passed")
+    return int(num_failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
