@@ -15,7 +15,13 @@ FULL, CROSS = CacheGroup(), CacheGroup(is_cross=True)
 
 
 def allocate(
-    manager: BlockManager, seq: Sequence, salt="", use_cache=True, num_reserved=0, num_next=1000, num_encoder=0
+    manager: BlockManager,
+    seq: Sequence,
+    salt="",
+    use_cache=True,
+    num_reserved=0,
+    num_next=1000,
+    num_encoder=0,
 ) -> bool:
     done = manager.allocate(
         seq,
@@ -249,7 +255,10 @@ def test_what_fell_out_of_the_window_is_given_back_and_not_before():
     manager = BlockManager(20, 2, False, groups=(FULL, CacheGroup(window=4)))
     seq = Sequence([1] * 9)
     assert allocate(manager, seq, num_next=9)
-    assert [len(table) for table in manager.block_tables[seq]] == [5, 0]  # those of the window as they are needed
+    assert [len(table) for table in manager.block_tables[seq]] == [
+        5,
+        0,
+    ]  # those of the window as they are needed
     assert append(manager, seq) == []
     full, window = (list(table) for table in manager.block_tables[seq])
     assert NULL_BLOCK not in full + window
@@ -265,7 +274,9 @@ def test_what_fell_out_of_the_window_is_given_back_and_not_before():
     assert manager.num_free_blocks == 19
 
 
-@pytest.mark.parametrize(("window", "num_cached", "expected"), [(3, 4, 8), (3, 1, 8), (4, 2, 8), (5, 1, 0), (5, 2, 8)])
+@pytest.mark.parametrize(
+    ("window", "num_cached", "expected"), [(3, 4, 8), (3, 1, 8), (4, 2, 8), (5, 1, 0), (5, 2, 8)]
+)
 def test_a_prefix_hit_needs_only_the_window(window, num_cached, expected):
     """A group of window w needs the w - 1 tokens before the first token that is computed."""
     manager = BlockManager(40, 2, True, groups=(FULL, CacheGroup(window=window)))
@@ -343,7 +354,9 @@ def test_a_cached_block_is_copied_even_by_its_only_owner():
     allocate(manager, seq)
     compute_all(manager, seq)
     child = Sequence([*range(7), 99])
-    assert manager.fork(seq, child, 7)  # the second block is full and cached, the child shares 3 of its 4 tokens
+    assert manager.fork(
+        seq, child, 7
+    )  # the second block is full and cached, the child shares 3 of its 4 tokens
     child.num_computed_tokens = 7
     block = manager.block_tables[seq][0][1]
     manager.free(seq)
