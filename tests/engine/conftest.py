@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from real_model import DenseModel, make_engine, reset, write_checkpoint
+from real_model import DenseModel, make_engine, reschedule, reset, write_checkpoint
 from scripted_engine import TEMPLATE, ScriptedRunner
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -42,25 +42,6 @@ def idle_engine(session_engine: LLMEngine) -> LLMEngine:
 
 
 @pytest.fixture(scope="session")
-def session_small_engine(checkpoint: Path) -> Iterator[LLMEngine]:
-    with make_engine(
-        checkpoint,
-        few_buckets=True,
-        block_size=4,
-        max_num_seqs=16,
-        max_num_batched_tokens=32,
-        num_gpu_blocks_override=160,
-    ) as engine:
-        yield engine
-
-
-@pytest.fixture
-def small_engine(session_small_engine: LLMEngine) -> LLMEngine:
-    """An engine of block size 4 whose pool holds 636 tokens: full after a few requests."""
-    return reset(session_small_engine)
-
-
-@pytest.fixture(scope="session")
 def session_shared_engine(checkpoint: Path) -> Iterator[LLMEngine]:
     with make_engine(
         checkpoint,
@@ -77,6 +58,13 @@ def session_shared_engine(checkpoint: Path) -> Iterator[LLMEngine]:
 def shared_engine(session_shared_engine: LLMEngine) -> LLMEngine:
     """An engine of block size 4 with room for everything; `reschedule` makes its pool look small."""
     return reset(session_shared_engine)
+
+
+@pytest.fixture
+def small_engine(shared_engine: LLMEngine) -> LLMEngine:
+    """The same engine, with a pool that holds 636 tokens: full after a few requests."""
+    reschedule(shared_engine, num_blocks=160, max_num_batched_tokens=32)
+    return shared_engine
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ The oracle needs no decoding loop: when a dense call over prompt and output find
 the best one after those before it, greedy decoding without a cache gives that output, by induction.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from real_model import (
     greedy_requests,
     make_engine,
     margin,
+    reschedule,
     reset,
     run,
     run_alone,
@@ -103,22 +104,15 @@ def test_block_size_32(checkpoint: Path, expected: list[list[int]]) -> None:
     assert [o.num_cached_tokens for o in warm] == [(len(r.prompt) - 1) // 32 * 32 for r in REQUESTS]
 
 
-@pytest.fixture(scope="module")
-def tiny_pool_engine(checkpoint: Path) -> Iterator[LLMEngine]:
-    """Its pool holds 404 tokens: the longest request alone."""
-    sizes = {"block_size": 4, "num_gpu_blocks_override": 102, "max_num_seqs": 16}
-    with make_engine(checkpoint, few_buckets=True, max_num_batched_tokens=128, **sizes) as engine:
-        yield engine
-
-
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_small_pool_and_block_size_4(
-    tiny_pool_engine: LLMEngine, expected: list[list[int]], enable_prefix_caching: bool
+    shared_engine: LLMEngine, expected: list[list[int]], enable_prefix_caching: bool
 ) -> None:
-    set_prefix_caching(tiny_pool_engine, enable_prefix_caching)
+    # The pool holds 404 tokens: the longest request alone.
+    reschedule(shared_engine, num_blocks=102, enable_prefix_caching=enable_prefix_caching)
     # The longest request fits just so; those with much output for their prompt come first, and grow together.
     order = sorted(range(200), key=lambda i: len(REQUESTS[i].prompt) - 2 * len(expected[i]))
-    outputs = run(tiny_pool_engine, [REQUESTS[i] for i in order])
+    outputs = run(shared_engine, [REQUESTS[i] for i in order])
     assert tokens_of(outputs) == [expected[i] for i in order]
     assert sum(o.metrics.num_preemptions for o in outputs) >= 50
 

@@ -18,7 +18,7 @@ from real_model import (
     steps_of,
 )
 
-from jax_paged import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams, async_engine
+from jax_paged import AsyncLLMEngine, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams, async_engine
 from jax_paged.outputs import CompletionOutput, RequestOutput
 
 RNG = np.random.default_rng(2)
@@ -242,3 +242,26 @@ def test_streams_left_and_aborted(stream_engine: AsyncLLMEngine, alone: list[Req
         assert output.finish_reason == "abort"
         assert output.token_ids == alone[4 + i].outputs[0].token_ids[: len(output.token_ids)]
     assert_no_block_lost(stream_engine.engine)
+
+
+def test_streams_of_which_the_best_is_known_at_the_end(stream_engine: AsyncLLMEngine) -> None:
+    params = dataclasses.replace(REQUESTS[1].params, n=2, best_of=3)
+    requests = {"best_of": params, "beams": BeamSearchParams(3, max_tokens=10)}
+
+    async def collect(name: str) -> list[RequestOutput]:
+        return [o async for o in stream_engine.generate(REQUESTS[1].prompt, requests[name], name)]
+
+    async def main() -> list[list[RequestOutput]]:
+        return await asyncio.gather(*map(collect, requests))
+
+    try:
+        streamed = asyncio.run(main())
+    finally:
+        stream_engine.close()
+    reschedule(stream_engine.engine)
+    for name, outputs in zip(requests, streamed, strict=True):
+        stream_engine.engine.add_request(name, REQUESTS[1].prompt, requests[name])
+        whole = drain(stream_engine.engine)[name]
+        assert all(not output.outputs and not output.finished for output in outputs[:-1])
+        assert [content(o) for o in outputs[-1].outputs] == [content(o) for o in whole.outputs]
+        assert len(whole.outputs) == {"best_of": 2, "beams": 3}[name]

@@ -150,9 +150,9 @@ def test_two_engines_and_close(checkpoint: Path, engine: LLMEngine) -> None:
     requests = greedy_requests(seed=8, count=8)
     expected = tokens_of(run(engine, requests))
     before = live_bytes()
-    # The settings of small_engine, so that the compilation cache has its programs.
-    settings = {"block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 32}
-    other = make_engine(checkpoint, few_buckets=True, num_gpu_blocks_override=160, **settings)
+    # The settings of shared_engine, so that the compilation cache has its programs.
+    settings = {"block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 128}
+    other = make_engine(checkpoint, few_buckets=True, num_gpu_blocks_override=2000, **settings)
     assert live_bytes() > before + other.runner.config.kv_cache_bytes
     for engine_, prefix in ((engine, "a"), (other, "b")):
         for i, request in enumerate(requests):
