@@ -2,7 +2,7 @@
 
     make kernels-compile                                in an environment of its own (4.5 GB)
     make kernels-compile KERNELS_PYTHON=/path/python    in one that has jax[cuda13]
-    ... ARGS='--only ragged'                            some checks, printed and not written to docs/kernels.md
+    ... ARGS='--only ragged'                            some checks, printed only
 
 XLA and ptxas do all that they do on a GPU machine but autotuning, so no time of what they make is known, and
 nothing is run. Each check has a process of its own, as the compiler may abort. The exit status is not 0 if a
