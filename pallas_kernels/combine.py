@@ -16,7 +16,7 @@ UNROLL = 4
 
 
 def combine(
-    weighted: Float[Array, "w k r d"],
+    weighted: Float[Array, "w k g d"],
     stats: Float[Array, "w k 2 r"],
     spans: Int[Array, "b 2"],
     *,
@@ -30,9 +30,8 @@ def combine(
     Args:
         weighted: float32, sum over an item's tokens of exp2(score - largest) * value.
         stats: float32, the largest score of an item's tokens, in units of log 2, and the sum of
-            exp2(score - largest).
-        spans: int32, first item and number of items of each sequence. The rows r of a kv head are its
-            query heads; those past the last are not read.
+            exp2(score - largest), of at least as many rows as a kv head has query heads.
+        spans: int32, first item and number of items of each sequence.
         num_heads: H.
         dtype: Of the result.
         sinks: A logit a head that joins the sum, in natural units.

@@ -77,7 +77,9 @@ def decode_config(
     _, _, kv_heads, page_size, head_dim = pool_shape
     token_bytes = 2 * head_dim * jnp.dtype(dtype).itemsize
     block_tokens = max(32, page_size, 1 << int(math.log2(32 * 1024 / token_bytes)))
-    num_stages = min(4, max(2, (gpu.smem_bytes // 2 - 4096) // (block_tokens * token_bytes)))
+    num_stages = min(
+        4, max(2, (gpu.smem_bytes // 2 - 4096 - ROWS * head_dim * 4) // (block_tokens * token_bytes))
+    )
     # At least twice as many items as sequences: then no item is longer than the average context.
     num_items = q_shape[0] + max(q_shape[0], 2 * gpu.num_sms // kv_heads, 1)
     return tuning.KernelConfig(ROWS, block_tokens, num_stages, num_items, gpu.has_tma)
@@ -131,16 +133,17 @@ def _attend(
     config: tuning.KernelConfig,
     gpu: tuning.Target,
     interpret: bool,
-) -> tuple[Float[Array, "w k r d"], Float[Array, "w k 2 r"]]:
+) -> tuple[Float[Array, "w k g d"], Float[Array, "w k 2 r"]]:
     """Runs the kernel; combine.combine describes the results, which are undefined for unused items."""
-    (num_seqs, _, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
+    (num_seqs, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
     dtype, tokens, num_stages = q.dtype, config.block_tokens, config.num_stages
     pages = tokens // page_size
     assert tokens % math.lcm(page_size, 32) == 0, config
-    smem_bytes = (2 * num_stages * tokens * head_dim + ROWS * tokens) * dtype.itemsize
+    smem_bytes = (2 * num_stages * tokens * head_dim + ROWS * tokens) * dtype.itemsize + ROWS * head_dim * 4
     tuning.check_smem(smem_bytes, gpu, f"paged_decode with head_dim {head_dim} and page_size {page_size}")
-    rows = q.reshape(num_seqs, kv_heads, -1, head_dim)
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, ROWS - rows.shape[2]), (0, 0)))
+    group = num_heads // kv_heads
+    rows = q.reshape(num_seqs, kv_heads, group, head_dim)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, ROWS - group), (0, 0)))
     # The four warps share the columns, 8 each: a last odd part is taken again with what is before it.
     whole = head_dim // 32 * 32
     parts = [(0, whole)] + ([(head_dim - 32, 32)] if whole < head_dim else [])
@@ -151,7 +154,18 @@ def _attend(
     num_items = items.shape[0]
 
     def body(
-        q_ref, pool_ref, tables_ref, lens_ref, items_ref, acc_ref, stats_ref, k_smem, v_smem, p_smem, *bars
+        q_ref,
+        pool_ref,
+        tables_ref,
+        lens_ref,
+        items_ref,
+        acc_ref,
+        stats_ref,
+        k_smem,
+        v_smem,
+        p_smem,
+        acc_smem,
+        *bars,
     ):
         item, head = lax.axis_index("item"), lax.axis_index("head")
         seq, first, last = (items_ref[item, column] for column in range(3))
@@ -231,7 +245,12 @@ def _attend(
             step = functools.partial(attend_block, queries)
             accs, largest, total, _ = lax.fori_loop(first, last, step, carry)
             for acc, (start, width) in zip(accs, parts, strict=True):
-                tuning.store(acc_ref.at[item, head, :, pl.ds(start, width)], acc)
+                tuning.store(acc_smem.at[:, pl.ds(start, width)], acc)
+            # By way of shared memory, as the rows past the group need not go out.
+            rows = plgpu.load(
+                acc_smem.at[:group], layout=tuning.row_layout(group * head_dim), optimized=False
+            )
+            tuning.store(acc_ref.at[item, head], rows)
             tuning.store(stats_ref.at[item, head, 0], largest)
             tuning.store(stats_ref.at[item, head, 1], total.sum(axis=1))
 
@@ -241,13 +260,14 @@ def _attend(
     return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((num_items, kv_heads, ROWS, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((num_items, kv_heads, group, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((num_items, kv_heads, 2, ROWS), jnp.float32),
         ),
         scratch_types=[
             stages,
             stages,
             plgpu.SMEM((ROWS, tokens), dtype, transforms=tuning.smem_transforms(tokens, dtype)),
+            plgpu.SMEM((ROWS, head_dim), jnp.float32),
             *([barrier, barrier] if config.has_tma else []),
         ],
         grid=(kv_heads, num_items),
