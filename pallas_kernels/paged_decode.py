@@ -9,7 +9,8 @@ shared memory, page by page: one TMA a page tile on sm_90, cp.async on sm_80.
 
 The query heads of a kv head are the M = 16 rows of mma.sync on both architectures. Why not wgmma on sm_90:
 its M is 64, so three quarters of the softmax and of the accumulators would be padding, and its register
-operand does not run in the interpreter; decode waits for memory, and mma.sync with ldmatrix needs less.
+operand does not run in jax 0.11's interpreter. Decode waits for memory, and by its count of instructions
+mma.sync fed by ldmatrix keeps up with it; no version of this kernel has been timed yet.
 """
 
 import functools
