@@ -1,6 +1,8 @@
-"""Checks the engine on a GPU: exactness, then throughput of Llamas of 1B and 8B with random weights.
+"""Checks engine and kernels on a GPU: exactness, throughput of Llamas of 1B and 8B with random weights,
+the kernel tests, and the kernels' speed beside other implementations.
 
-    make gpu-check                                        on a machine with an NVIDIA GPU; under 9 minutes
+    make gpu-check                                        on a machine with an NVIDIA GPU; under 30 minutes
+    make gpu-check ARGS='--part engine'                   under 9 minutes; or: kernel-tests, kernel-speed
     python benchmarks/gpu_check.py --allow-cpu --tiny     the same program at toy sizes, on any machine
 
 Needs jax, flax, numpy, safetensors, tokenizers and jaxtyping; jax-paged itself need not be installed, nothing
@@ -25,8 +27,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import gpu_kernels
+
 ROOT = Path(__file__).resolve().parent.parent
-TOTAL_S = 520
+PART_S = 560
 MARK = "RESULT "
 
 Report = dict[str, Any]
@@ -279,6 +283,13 @@ SECTIONS: dict[str, tuple[Callable[[bool], Iterator[Report]], int]] = {
     "exactness": (exactness, 150),
     "llama-1b": (lambda tiny: throughput(LLAMA_1B, tiny), 200),
     "llama-8b": (lambda tiny: throughput(LLAMA_8B, tiny), 300),
+    "kernel-tests": (gpu_kernels.kernel_tests, 560),
+    "kernel-speed": (gpu_kernels.kernel_speed, 560),
+}
+PARTS = {
+    "engine": ("exactness", "llama-1b", "llama-8b"),
+    "kernel-tests": ("kernel-tests",),
+    "kernel-speed": ("kernel-speed",),
 }
 
 
@@ -329,18 +340,26 @@ def table(report: Report) -> str:
     lines = [f"{found['device']}, driver {found['driver']}, jax {found['jax']}, commit {found['commit']}", ""]
     if report["is_tiny"]:
         lines.insert(1, "Toy sizes: the times below say nothing about speed.")
-    for name, result in report["exactness"].items():
+    for name, result in report.get("exactness", {}).items():
         if isinstance(result, dict):
             equal = f"{result['equal']} of {result['requests']} equal"
             detail = f"{result['preemptions']} preemptions, {result['cached_tokens']} cached tokens"
             lines.append(f"exact: {name:<26}{equal:>18}   {detail}")
-    lines += ["", f"{'':<10}{'tokens/s':>10}{'TTFT p50/p99 s':>18}{'decode step s':>15}{'compiled s':>12}"]
+    if "llama-1b" in report:
+        lines += [
+            "",
+            f"{'':<10}{'tokens/s':>10}{'TTFT p50/p99 s':>18}{'decode step s':>15}{'compiled s':>12}",
+        ]
     for name in ("llama-1b", "llama-8b"):
-        for r in report[name].get("rounds", []):
+        for r in report.get(name, {}).get("rounds", []):
             ttft = f"{r['ttft_p50_s']:.2f}/{r['ttft_p99_s']:.2f}"
             row = f"{name:<10}{r['output_tokens_per_s']:>10.1f}{ttft:>18}{r['decode_step_p50_s']:>15.4f}"
             lines.append(f"{row}{report[name]['all_compiled_s']:>12.1f}")
-    failed = [f"FAILED {name}: {report[name]['error']}" for name in SECTIONS if "error" in report[name]]
+    if "kernel-tests" in report or "kernel-speed" in report:
+        lines += ["", *gpu_kernels.table(report)]
+    failed = [
+        f"FAILED {name}: {report[name]['error']}" for name in SECTIONS if "error" in report.get(name, {})
+    ]
     return "\n".join([*lines, "", *(failed or ["all sections passed"])])
 
 
@@ -349,6 +368,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-<device>-<date>.json")
     parser.add_argument("--allow-cpu", action="store_true", help="run without a GPU too")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the program out")
+    parser.add_argument("--part", choices=PARTS, help="run this part alone")
     parser.add_argument("--section", choices=SECTIONS, help="run this one alone, here")
     args = parser.parse_args()
     if args.section:
@@ -357,10 +377,12 @@ def main() -> int:
     start = time.perf_counter()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     report: Report = {"date": today, "is_tiny": args.tiny}
-    for name, (_, limit_s) in SECTIONS.items():
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        rest_s = TOTAL_S - (time.perf_counter() - start)
-        report[name] = run_apart(name, ["--tiny"] * args.tiny, min(limit_s, rest_s))
+    for part in ["device", *([args.part] if args.part else PARTS)]:
+        part_start = time.perf_counter()
+        for name in PARTS.get(part, (part,)):
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            limit_s = min(SECTIONS[name][1], PART_S - (time.perf_counter() - part_start))
+            report[name] = run_apart(name, ["--tiny"] * args.tiny, limit_s)
         found = report["device"].get("error", report["device"].get("device"))
         if "error" in report["device"] or (report["device"]["platform"] != "gpu" and not args.allow_cpu):
             print(
@@ -371,12 +393,14 @@ def main() -> int:
             return 2
     report["total_s"] = _since(start)
     slug = re.sub(r"[^a-z0-9]+", "-", report["device"]["device"].lower()).strip("-")
-    out = args.out or ROOT / "benchmarks" / "results" / f"gpu-{slug}-{today}.json"
+    out = args.out or ROOT / "benchmarks" / "results" / "-".join(
+        ["gpu", slug, *([args.part] if args.part else []), f"{today}.json"]
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=2) + "\n")
     print(table(report))
     print(f"written to {out}")
-    return int(any("error" in report[name] for name in SECTIONS))
+    return int(any("error" in report.get(name, {}) for name in SECTIONS))
 
 
 if __name__ == "__main__":

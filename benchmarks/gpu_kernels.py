@@ -1,0 +1,311 @@
+"""The kernel part of gpu_check: the kernel tests on a GPU, then their speed beside other implementations.
+
+Llama 8B's heads (32 queries, 8 keys and values, head_dim 128) in bfloat16. Decode is measured in bytes of
+keys and values a second, beside a plain device copy of this run; prefill in floating-point operations a
+second, of live scores only. Every call is repeated within one program, so that no dispatch is measured.
+"""
+
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2
+SCALE = HEAD_DIM**-0.5
+
+Report = dict[str, Any]
+# A function of x and constant arrays, and those arrays: as constants of a program they would be copied.
+Step = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def kernel_tests(is_tiny: bool) -> Iterator[Report]:
+    """Runs the kernel tests in this process, on a GPU those that are marked for one."""
+    if importlib.util.find_spec("pytest") is None:
+        raise RuntimeError("pytest is not installed here: pip install pytest pytest-timeout")
+    import pytest
+
+    class Counter:
+        counts: dict[str, int] = {}  # noqa: RUF012
+        failed: list[str] = []  # noqa: RUF012
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when == "call" or report.failed:
+                self.counts[report.outcome] = self.counts.get(report.outcome, 0) + 1
+                self.failed += [report.nodeid] * report.failed
+
+    chosen = ["-k", "work_list or tiles_cover"] if is_tiny else ["-m", "gpu"]
+    counter = Counter()
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", str(ROOT)]
+    code = pytest.main([*options, *chosen, str(ROOT / "tests" / "kernels")], plugins=[counter])
+    yield counter.counts | {"failed_tests": counter.failed}
+    if code or not counter.counts.get("passed"):
+        raise AssertionError(f"the kernel tests ended with {code!r}, {counter.counts}")
+
+
+def kernel_speed(is_tiny: bool) -> Iterator[Report]:
+    """Measures decode, prefill, write_kv and copy_blocks; "skipped" says why a number is missing."""
+    import jax
+
+    on_gpu = jax.default_backend() == "gpu"
+    yield {"is_performance": on_gpu and not is_tiny}
+    backends = ["pallas" if on_gpu else "pallas_interpret", "xla"]
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 2**30)
+    yield {"copy_gb_per_s": round(copy_speed(is_tiny) / 1e9, 1)}
+    page_sizes = [16] if is_tiny else [16, 64]
+    contexts, batches = ([40], [2]) if is_tiny else ([512, 2048, 8192, 32768], [1, 8, 32, 128])
+    torch_cases: list[Report] = []
+    for page_size in page_sizes:
+        for context in contexts:
+            for batch in batches:
+                name = f"decode page {page_size} batch {batch} context {context}"
+                need = batch * context * TOKEN_BYTES
+                if 2.5 * need > limit:
+                    yield {
+                        name: {"skipped": f"{need / 2**30:.1f} GiB of keys and values, twice for JAX's own"}
+                    }
+                    continue
+                yield {name: decode_speed([context] * batch, page_size, backends, peers=on_gpu)}
+                if page_size == page_sizes[0]:
+                    torch_cases.append({"name": name, "batch": batch, "context": context, "queries": 1})
+    yield from skewed(backends, is_tiny)
+    chunks = [(32, 32)] if is_tiny else [(2048, 2048), (8192, 8192), (16384, 16384), (2048, 32768)]
+    for queries, context in chunks:
+        name = f"prefill {queries} of {context}"
+        # The CPU's way to attend is no peer for long prompts, only a baseline for one.
+        yield {
+            name: prefill_speed(queries, context, backends if queries * context <= 2**22 else backends[:1])
+        }
+        torch_cases.append({"name": name, "batch": 1, "context": context, "queries": queries})
+    yield moves_speed(backends, is_tiny)
+    yield {"torch": torch_peers(torch_cases if not is_tiny else [])}
+
+
+def seconds(step: Step, x: Any, repeats: int) -> float:
+    """Returns the least seconds of a call of step, of five rounds; it returns what has the shape of x."""
+    import jax
+    from jax import lax
+
+    f, args = step
+    run = jax.jit(lambda x, args: lax.fori_loop(0, repeats, lambda _, x: f(x, *args), x))
+    jax.block_until_ready(run(x, args))
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(run(x, args))
+        times.append(time.perf_counter() - start)
+    return min(times) / repeats
+
+
+def repeats_of(num_bytes: float) -> int:
+    """Returns how many repeats take some 20 ms at 2 TB/s."""
+    import jax
+
+    return max(4, min(400, int(4e10 / num_bytes))) if jax.default_backend() == "gpu" else 1
+
+
+def copy_speed(is_tiny: bool) -> float:
+    """Returns the bytes a second, read and written, of negating a large array."""
+    import jax.numpy as jnp
+
+    x = jnp.ones(2**20 if is_tiny else 2**29, jnp.bfloat16)
+    return 4 * x.size / seconds((lambda x: -x, ()), x, repeats_of(4 * x.size))
+
+
+def make_pool(lens: list[int], page_size: int) -> tuple[Any, Any, Any]:
+    """Returns a pool that the sequences fill in random order, block tables, and context lengths."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    counts = [-(-n // page_size) for n in lens]
+    num_pages = sum(counts) + 1
+    pages = iter(1 + np.random.default_rng(0).permutation(num_pages - 1))
+    tables = np.zeros((len(lens), max(counts)), np.int32)
+    for table, count in zip(tables, counts, strict=True):
+        table[:count] = [next(pages) for _ in range(count)]
+    shape = (num_pages, 2, KV_HEADS, page_size, HEAD_DIM)
+    pool = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    return pool, jnp.asarray(tables), jnp.asarray(lens, jnp.int32)
+
+
+def decode_speed(lens: list[int], page_size: int, backends: list[str], *, peers: bool) -> Report:
+    """Returns GB/s of keys and values by implementation, and microseconds a call."""
+    import jax
+    import jax.numpy as jnp
+
+    from jax_paged.pallas_kernels import ops
+
+    pool, tables, context_lens = make_pool(lens, page_size)
+    q = jax.random.normal(jax.random.key(1), (len(lens), HEADS, HEAD_DIM), jnp.bfloat16)
+    num_bytes = sum(lens) * TOKEN_BYTES
+    args = pool, tables, context_lens
+    steps: dict[str, Step] = {
+        backend: (functools.partial(ops.paged_decode, scale=SCALE, backend=backend), args)
+        for backend in backends
+    }
+    if peers:
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+        keys, values = (pool[:, i].swapaxes(0, 1) for i in range(2))
+        splits = 16 if tables.shape[1] % 16 == 0 else 1
+        run = functools.partial(paged_attention, k_splits=splits)  # it does not scale; no matter here
+        steps["jax paged_attention"] = run, (keys, values, tables, context_lens)
+    return measured(steps, q, num_bytes, num_bytes / 1e9, "gb_per_s")
+
+
+def measured(steps: dict[str, Step], x: Any, num_bytes: float, amount: float, unit: str) -> Report:
+    found: Report = {}
+    for name, step in steps.items():
+        try:
+            s = seconds(step, x, repeats_of(num_bytes))
+            found[name] = {unit: round(amount / s, 1), "us": round(s * 1e6, 1)}
+        except Exception as error:  # a peer that can't do a shape is no failure of ours
+            if name.startswith("pallas"):
+                raise
+            found[name] = {"skipped": f"{type(error).__name__}: {error}"[:200]}
+    return found
+
+
+def skewed(backends: list[str], is_tiny: bool) -> Iterator[Report]:
+    """Measures one long and many short sequences beside the same number of tokens in equal ones."""
+    batch, total = (3, 90) if is_tiny else (32, 32 * 8192)
+    long = total // 2
+    lens = [long] + [(total - long) // (batch - 1)] * (batch - 1)
+    uneven = decode_speed(lens, 16, backends[:1], peers=False)[backends[0]]
+    even = decode_speed([total // batch] * batch, 16, backends[:1], peers=False)[backends[0]]
+    share = round(uneven["gb_per_s"] / even["gb_per_s"], 3)
+    yield {"skewed decode": {"uneven": uneven, "even": even, "share_of_even": share}}
+
+
+def prefill_speed(queries: int, context: int, backends: list[str]) -> Report:
+    """Returns TFLOP/s of the last `queries` positions of one context, causal."""
+    import jax
+    import jax.numpy as jnp
+
+    from jax_paged.pallas_kernels import ops
+
+    pool, tables, context_lens = make_pool([context], 16)
+    q = jax.random.normal(jax.random.key(1), (queries, HEADS, HEAD_DIM), jnp.bfloat16)
+    start = jnp.array([0, queries], jnp.int32)
+    flops = 4 * HEADS * HEAD_DIM * sum(range(context - queries + 1, context + 1))
+    args = pool, tables, context_lens, start
+    steps: dict[str, Step] = {
+        backend: (functools.partial(ops.ragged_attention, scale=SCALE, backend=backend), args)
+        for backend in backends
+    }
+    if queries == context and jax.default_backend() == "gpu":
+        k, v = jax.random.normal(jax.random.key(2), (2, 1, context, KV_HEADS, HEAD_DIM), jnp.bfloat16)
+
+        def dense(q: Any, k: Any, v: Any) -> Any:
+            return jax.nn.dot_product_attention(
+                q[None], k, v, scale=SCALE, is_causal=True, implementation="cudnn"
+            )[0]
+
+        steps["jax cudnn, dense"] = dense, (k, v)
+    return measured(steps, q, flops / 150, flops / 1e12, "tflop_per_s")
+
+
+def moves_speed(backends: list[str], is_tiny: bool) -> Report:
+    """Returns GB/s, read and written, of writing a step's keys and values and of copying blocks."""
+    import jax
+    import jax.numpy as jnp
+
+    from jax_paged.pallas_kernels import ops
+
+    num_rows, num_pages = (16, 64) if is_tiny else (8192, 4096)
+    pool = jnp.zeros((num_pages, 2, KV_HEADS, 16, HEAD_DIM), jnp.bfloat16)
+    rows = jnp.ones((num_rows, KV_HEADS, HEAD_DIM), jnp.bfloat16)
+    slots = jax.random.permutation(jax.random.key(0), num_pages * 16)[:num_rows].astype(jnp.int32)
+    src, dst = jnp.arange(num_pages, dtype=jnp.int32).reshape(2, -1)
+    found: Report = {}
+    for op, num_bytes, args in (
+        ("write_kv", 2 * num_rows * TOKEN_BYTES, (rows, rows, slots)),
+        ("copy_blocks", num_pages * 16 * TOKEN_BYTES, (src, dst)),
+    ):
+        steps: dict[str, Step] = {
+            backend: (functools.partial(getattr(ops, op), backend=backend), args) for backend in backends
+        }
+        found[op] = measured(steps, pool, num_bytes, num_bytes / 1e9, "gb_per_s")
+    return found
+
+
+TORCH = """
+import json, sys, time, torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+flex = torch.compile(flex_attention)
+def seconds(f):
+    for _ in range(3): f()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(20): f()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / 20)
+    return min(times)
+out = {"version": torch.__version__}
+for case in json.load(sys.stdin):
+    b, c, n = case["batch"], case["context"], case["queries"]
+    found = {}
+    try:
+        q = torch.randn(b, 32, n, 128, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(b, 8, c, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        if n == 1 or n == c:
+            found["sdpa"] = seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=n > 1, enable_gqa=True))
+        mask = create_block_mask(lambda b, h, i, j: j <= i + c - n, None, None, n, c) if n > 1 else None
+        found["flex_attention"] = seconds(lambda: flex(q, k, v, block_mask=mask, enable_gqa=True))
+    except Exception as error:
+        found["skipped"] = f"{type(error).__name__}: {error}"[:200]
+    amount = b * c * 4096 / 1e9 if n == 1 else 16384 * (n * c - n * (n - 1) / 2) / 1e12
+    unit = "gb_per_s" if n == 1 else "tflop_per_s"
+    out[case["name"]] = {k: v if k == "skipped" else {unit: round(amount / v, 1), "us": round(v * 1e6, 1)} for k, v in found.items()}
+    del q, k, v
+    torch.cuda.empty_cache()
+print(json.dumps(out))
+"""  # noqa: E501
+
+
+def torch_peers(cases: list[Report]) -> Report:
+    """Runs torch's attention over dense keys and values in a process of its own."""
+    if not cases or importlib.util.find_spec("torch") is None:
+        return {"skipped": "no case" if not cases else "torch is not installed here"}
+    done = subprocess.run(
+        [sys.executable, "-c", TORCH], input=json.dumps(cases), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        return {"skipped": done.stderr.strip().splitlines()[-1][:300] if done.stderr else "no output"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(report: Report) -> list[str]:
+    """Returns lines for people to read, of the sections kernel-tests and kernel-speed."""
+    tests, speed = report.get("kernel-tests", {}), report.get("kernel-speed", {})
+    lines = [f"kernel tests: {tests.get('passed', 0)} passed, {len(tests.get('failed_tests', []))} failed"]
+    if not speed:
+        return lines
+    if not speed.get("is_performance"):
+        lines.append("Toy sizes, or no GPU: the numbers below say nothing about speed.")
+    lines.append(f"device copy: {speed.get('copy_gb_per_s')} GB/s")
+    for name, found in speed.items():
+        if not isinstance(found, dict) or name == "torch":
+            continue
+        cells = (
+            found | speed.get("torch", {}).get(name, {}) if isinstance(speed.get("torch"), dict) else found
+        )
+        for who, x in cells.items():
+            if isinstance(x, dict) and "us" in x:
+                value, unit = next((v, k) for k, v in x.items() if k != "us")
+                lines.append(
+                    f"{name:<42}{who:<22}{value:>10.1f} {unit.replace('_per_', '/'):<9}{x['us']:>11.1f} us"
+                )
+            elif who == "skipped" or (isinstance(x, dict) and "skipped" in x):
+                lines.append(f"{name:<42}{who:<22}skipped: {x if who == 'skipped' else x['skipped']}")
+    return lines
