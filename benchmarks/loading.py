@@ -85,7 +85,7 @@ def measure(what: str, folder: Path) -> dict[str, float]:
 
     jax.block_until_ready(jax.numpy.zeros(8))
     before = memory_bytes("VmRSS")
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     if what == "read":
         kept: Any = np.fromfile(folder / "model.safetensors", np.uint8)
         num_bytes = kept.nbytes
@@ -94,6 +94,7 @@ def measure(what: str, folder: Path) -> dict[str, float]:
         num_bytes = kept.weight_bytes
     return {
         "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - cpu_start,
         "bytes": num_bytes,
         "before_bytes": before,
         "peak_bytes": memory_bytes("VmHWM"),
@@ -121,7 +122,8 @@ def main() -> None:
             best = min(runs, key=lambda run: run["seconds"])
             size, seconds, peak = best["bytes"], best["seconds"], best["peak_bytes"]
             own = (peak - best["before_bytes"]) / size
-            print(f"{what}: {seconds:.2f} s, {size / seconds / 1e9:.2f} GB/s of {size / 1e9:.2f} GB")
+            speed = f"{size / seconds / 1e9:.2f} GB/s of {size / 1e9:.2f} GB"
+            print(f"{what}: {seconds:.2f} s ({best['cpu_seconds']:.2f} s of a core), {speed}")
             print(f"  peak host memory {peak / size:.2f} times the weights; {own:.2f} without what was there")
         print(f"{os.cpu_count()} cores")
 

@@ -140,32 +140,17 @@ class LlamaAttention(nnx.Module):
         self.rope: Rope = config.rope
         self.scale: float = config.head_dim**-0.5
         self.soft_cap: float | None = None
+        make = functools.partial(Linear, std=config.initializer_range, dtype=dtype, rngs=rngs)
         width = config.num_attention_heads * config.head_dim
-        self.make_projections(width, config.num_key_value_heads * config.head_dim, dtype, rngs)
-        self.o_proj = Linear(
-            width,
-            config.hidden_size,
-            bias=config.output_bias,
-            split=(TENSOR, None),
-            std=config.initializer_range,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        self.make_projections(make, width, config.num_key_value_heads * config.head_dim)
+        self.o_proj = make(width, config.hidden_size, bias=config.output_bias, split=(TENSOR, None))
         norm = functools.partial(self.norm_class, config.head_dim, epsilon=config.rms_norm_eps, dtype=dtype)
         self.q_norm = norm() if config.qk_norm else None
         self.k_norm = norm() if config.qk_norm else None
 
-    def make_projections(self, width: int, kv_width: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def make_projections(self, make: Callable[..., Linear], width: int, kv_width: int) -> None:
         c = self.config
-        make = functools.partial(
-            Linear,
-            c.hidden_size,
-            bias=c.attention_bias,
-            split=(None, TENSOR),
-            std=c.initializer_range,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        make = functools.partial(make, c.hidden_size, bias=c.attention_bias, split=(None, TENSOR))
         self.q_proj, self.k_proj, self.v_proj = make(width), make(kv_width), make(kv_width)
 
     def project(self, x: Float[Array, "*t e"]) -> tuple[Array, Array, Array]:

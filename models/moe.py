@@ -115,15 +115,9 @@ class MoeMLP(nnx.Module):
     def __init__(self, config: MoeConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
         self.activation = ACTIVATIONS[config.hidden_act]
-        self.gate = Linear(
-            config.hidden_size,
-            config.num_experts,
-            bias=False,
-            split=(None, None),
-            std=config.initializer_range,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        options: Any = {"std": config.initializer_range, "dtype": dtype, "rngs": rngs}
+        size = config.hidden_size
+        self.gate = Linear(size, config.num_experts, bias=False, split=(None, None), **options)
         self.experts = Experts(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:

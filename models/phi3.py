@@ -4,6 +4,7 @@ Source: Abdin et al., Phi-3 Technical Report, 2024; Ding et al., LongRoPE, 2024.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -66,17 +67,10 @@ class Phi3Config(LlamaConfig):
 class Phi3Attention(LlamaAttention):
     """Queries, keys and values come from one matrix."""
 
-    def make_projections(self, width: int, kv_width: int, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        c, self.split_at = self.config, (width, width + kv_width)
-        self.qkv_proj = Linear(
-            c.hidden_size,
-            width + 2 * kv_width,
-            bias=False,
-            split=(None, TENSOR),
-            std=c.initializer_range,
-            dtype=dtype,
-            rngs=rngs,
-        )
+    def make_projections(self, make: Callable[..., Linear], width: int, kv_width: int) -> None:
+        self.split_at = (width, width + kv_width)
+        size = self.config.hidden_size
+        self.qkv_proj = make(size, width + 2 * kv_width, bias=False, split=(None, TENSOR))
 
     def project(self, x: Float[Array, "*t e"]) -> tuple[Array, Array, Array]:
         q, k, v = jnp.split(self.qkv_proj(x), self.split_at, axis=-1)
@@ -88,13 +82,10 @@ class Phi3MLP(nnx.Module):
 
     def __init__(self, config: Phi3Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.activation = ACTIVATIONS[config.hidden_act]
-        size, inner, std = config.hidden_size, config.intermediate_size, config.initializer_range
-        self.gate_up_proj = Linear(
-            size, 2 * inner, bias=False, split=(None, TENSOR), std=std, dtype=dtype, rngs=rngs
-        )
-        self.down_proj = Linear(
-            inner, size, bias=False, split=(TENSOR, None), std=std, dtype=dtype, rngs=rngs
-        )
+        make = functools.partial(Linear, bias=False, std=config.initializer_range, dtype=dtype, rngs=rngs)
+        size, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = make(size, 2 * inner, split=(None, TENSOR))
+        self.down_proj = make(inner, size, split=(TENSOR, None))
 
     def __call__(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
