@@ -113,6 +113,11 @@ def ragged_attention(
     """
     tuning.check_shape(q, kv_pages, interpret=interpret)
     gpu = tuning.target(interpret=interpret)
+    if gpu.capability[0] not in (8, 9):
+        raise ValueError(
+            f"the GPU has compute capability {gpu.capability[0]}.{gpu.capability[1]}, which has no wgmma; "
+            "allowed for ragged_attention with backend 'pallas': 8.0 to 9.0"
+        )
     (num_tokens, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
     num_seqs, group = context_lens.shape[0], num_heads // kv_heads
     is_masked_and_capped = window is not None and soft_cap is not None

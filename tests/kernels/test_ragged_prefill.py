@@ -124,6 +124,15 @@ def test_a_missing_wait_is_caught(planted, monkeypatch, capsys):
     assert is_caught or RACE in out
 
 
+def test_gpus_without_wgmma_are_errors(monkeypatch):
+    monkeypatch.setattr(tuning, "target", lambda *, interpret: tuning.Target((10, 0), 148, 227 * 1024))
+    case = make_case([5], heads=2, kv_heads=1, head_dim=64, page_size=16, dtype="float16", query_lens=[5])
+    with pytest.raises(
+        ValueError, match=r"compute capability 10\.0, which has no wgmma; allowed .*8\.0 to 9\.0"
+    ):
+        run(*case, scale=1.0)
+
+
 def test_shapes_that_do_not_fit_are_errors():
     case = make_case([5], heads=2, kv_heads=1, head_dim=256, page_size=16, dtype="float16", query_lens=[5])
     config = tuning.KernelConfig(128, 128, num_stages=4, num_items=0, has_tma=True)
