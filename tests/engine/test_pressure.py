@@ -150,7 +150,7 @@ def assert_first_come_first_served(outputs: list[RequestOutput], requests: list[
     """Of requests of one priority that were never preempted, no later one has its first token earlier."""
     for priority in {r.priority for r in requests} if by == "priority" else {None}:
         times = [
-            o.metrics.first_token_time
+            o.metrics.first_token_time or 0.0
             for o, r in zip(outputs, requests, strict=True)
             if priority in (None, r.priority) and not o.metrics.num_preemptions
         ]
