@@ -2,15 +2,18 @@
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import pytest
 
-from jax_paged.sampling_params import SamplingParams
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 GOOD: list[dict[str, Any]] = [
     {},
     {"n": 1, "best_of": 1},
+    {"n": 4},
+    {"n": 3, "best_of": 5},
     {"temperature": 0},
     {"temperature": 1e6},
     {"top_p": 1e-9},
@@ -38,8 +41,8 @@ GOOD: list[dict[str, Any]] = [
 NOT_NUMBERS: list[Any] = [None, True, "1", math.nan, math.inf, -math.inf, [1.0]]
 NOT_INTEGERS: list[Any] = [True, "1", 1.0, math.nan, [1]]
 BAD: dict[str, list[Any]] = {
-    "n": [0, 2, -1, None, *NOT_INTEGERS],
-    "best_of": [0, 2, *NOT_INTEGERS],
+    "n": [0, -1, None, *NOT_INTEGERS],
+    "best_of": [0, -1, *NOT_INTEGERS],
     "temperature": [-1e-9, 1e6 + 1, *NOT_NUMBERS],
     "top_p": [0, -0.1, 1.0001, *NOT_NUMBERS],
     "top_k": [-2, 2**31, None, *NOT_INTEGERS],
@@ -83,7 +86,7 @@ def test_bad_values(name: str) -> None:
             SamplingParams(**{name: value})
         shown = str(error.value)
         if not isinstance(value, list | dict):
-            assert f"{name} is {value!r}; allowed: " in shown
+            assert re.search(rf"{name}( \(.*\))? is {re.escape(repr(value))}; allowed: ", shown)
 
 
 def test_every_field_is_checked() -> None:
@@ -92,7 +95,8 @@ def test_every_field_is_checked() -> None:
 
 def test_messages() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"n": 2}, "n is 2; allowed: 1"),
+        ({"n": 0}, "n is 0; allowed: an integer of at least 1"),
+        ({"n": 3, "best_of": 2}, "best_of (n is 3) is 2; allowed: an integer of at least 3"),
         ({"temperature": math.nan}, "temperature is nan; allowed: a finite number in [0, 1000000.0]"),
         ({"top_p": 0}, "top_p is 0; allowed: a finite number in (0, 1]"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9; allowed: an integer in [0, 8]"),
@@ -123,3 +127,45 @@ def test_validate_for_vocab() -> None:
         SamplingParams(logit_bias={3: 1.0, 99: 1.0}).validate_for_vocab(50)
     with pytest.raises(ValueError, match="stop_token_ids is 4294967297"):
         SamplingParams(stop_token_ids=[2**32 + 1]).validate_for_vocab(50)
+
+
+def test_seeds_of_samples() -> None:
+    params = SamplingParams(n=4, seed=7)
+    seeds = [params.seed_of(i) for i in range(100)]
+    assert seeds[0] == 7  # the first sample is the request's own
+    assert len(set(seeds)) == 100
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert seeds == [SamplingParams(seed=7).seed_of(i) for i in range(100)]  # of seed and index alone
+    assert not set(seeds) & {SamplingParams(seed=8).seed_of(i) for i in range(100)}
+    # "1" + "23" is not "12" + "3".
+    assert SamplingParams(seed=1).seed_of(23) != SamplingParams(seed=12).seed_of(3)
+    # A request of its own with a derived seed begins with it.
+    assert SamplingParams(seed=seeds[3]).seed_of(0) == seeds[3]
+
+
+BAD_BEAMS: dict[str, list[Any]] = {
+    "beam_width": [0, -1, None, *NOT_INTEGERS],
+    "max_tokens": [0, -1, None, *NOT_INTEGERS],
+    "ignore_eos": [0, 1, None, "yes"],
+    "length_penalty": [-101, 101, *NOT_NUMBERS],
+    "temperature": [-0.1, 1e7, *NOT_NUMBERS],
+}
+
+
+@pytest.mark.parametrize("name", BAD_BEAMS)
+def test_bad_beam_search_params(name: str) -> None:
+    for value in BAD_BEAMS[name]:
+        with pytest.raises(ValueError, match=f"{name} is {re.escape(repr(value))}; allowed: ."):
+            BeamSearchParams(**({"beam_width": 2} | {name: value}))
+
+
+def test_good_beam_search_params() -> None:
+    assert set(BAD_BEAMS) == {field.name for field in dataclasses.fields(BeamSearchParams)}
+    for values in (
+        {},
+        {"max_tokens": 1},
+        {"length_penalty": -100},
+        {"length_penalty": 0},
+        {"temperature": 0},
+    ):
+        BeamSearchParams(beam_width=1, **values)

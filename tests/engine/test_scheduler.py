@@ -401,7 +401,7 @@ def test_new_requests_are_collected_as_long_as_the_delay_factor_says():
     ],
 )
 def test_which_requests_are_swapped(mode, num_swap_blocks, is_swapped):
-    """The paper's rule: recomputed, unless a request has several sequences. All is recomputed without room."""
+    """The paper's rule: recomputed, unless a request has several sequences; all are, without room."""
     for n, expected in zip((1, 2), is_swapped, strict=True):
         sched = make_scheduler(
             num_blocks=8, block_size=2, caching=False, preemption_mode=mode, num_swap_blocks=num_swap_blocks
@@ -463,7 +463,6 @@ def test_priorities_are_refused_under_fcfs():
         make_scheduler().add(make_group(0, [0], priority=1))
 
 
-@pytest.mark.xfail(strict=True, reason="a prompt over the rest of the budget is taken for a lack of blocks")
 def test_a_lack_of_token_budget_preempts_nobody():
     sched = make_scheduler(
         num_blocks=99, budget=20, max_model_len=20, enable_chunked_prefill=False, policy="priority"
@@ -479,9 +478,6 @@ def test_a_lack_of_token_budget_preempts_nobody():
     drain(sched)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the blocks of the largest chunk are asked for, no smaller one is tried"
-)
 def test_a_long_prompt_runs_in_a_window_that_the_pool_holds():
     """Ten blocks hold 20 tokens: enough for a window of 4 and chunks of up to 14 tokens."""
     sched = make_scheduler(num_blocks=11, block_size=2, groups=(CacheGroup(window=4),))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from toy_device import EOS, ToyDevice, next_token, reference_beams, reference_sample, root, top_logprobs
 
-from jax_paged import block_manager
+from jax_paged import block_manager, block_pool
 from jax_paged.block_manager import BlockManager, CacheGroup
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.scheduler import Scheduler
@@ -66,8 +66,8 @@ class Setup:
 class Simulation:
     """Random requests through a scheduler on a toy device; every rule is checked on the way.
 
-    The toy device reads each sequence's past back in every step, so a wrong block table, a block handed out
-    too early or shared wrongly, a copy or a swap left out shows as a wrong cell. The outputs are compared with
+    The toy device reads each sequence's past back in every step: a wrong block table, a block handed out too
+    early or shared wrongly, a copy or a swap left out shows as a wrong cell. The outputs are compared with
     those of requests that are alone in the world.
     """
 
@@ -209,7 +209,7 @@ class Simulation:
         # While a request is swapped out, none that never ran is admitted, unless it goes first.
         admitted = [g for i, g in queues.running.items() if i in is_new]
         stays_out = [g for i, g in queues.swapped.items() if i in before["swapped"]]
-        assert not any(a.order > b.order for a in admitted for b in stays_out), "a new one before a swapped one"
+        assert not any(a.order > b.order for a in admitted for b in stays_out), "a new one goes first"
         # No one is admitted before a waiting request that goes first, unless that may not be admitted yet.
         if not queues.swapped and not self.setup.delay_factor and self.setup.chunked:
             first = min((g.order for g in queues.waiting.values()), default=None)
@@ -218,8 +218,8 @@ class Simulation:
         # Whoever runs advances, as far as the budget goes.
         left = self.setup.budget - output.num_batched_tokens
         for group in queues.running.values() if self.setup.chunked else ():
-            # One that is admitted here may lack blocks to copy to; it waits a step. Beams go together. One that
-            # gets the blocks of its sequences back may wait for those of the last.
+            # One that is admitted here may lack blocks to copy to; it waits a step. Beams go together. One
+            # that gets the blocks of its sequences back may wait for those of the last.
             is_held_up = group.request_id not in before["running"] or left < len(group.unfinished)
             is_held_up |= any(seq not in manager.block_tables for seq in group.unfinished)
             assert is_held_up or any(row.group is group for row in rows), "a running request does not advance"
@@ -344,28 +344,30 @@ def total(runs: list[Simulation], name: str) -> int:
 
 
 def test_random_requests_in_a_tiny_pool() -> None:
-    runs = [Simulation(seed).run() for seed in range(150)]
+    runs = [Simulation(seed).run() for seed in range(50)]
+    runs += [Simulation(seed, preemption_mode="swap", num_swap_blocks=300).run() for seed in range(20)]
     # All that can happen has happened often.
     least = {
-        "preemptions": 300,
-        "swaps": 50,
+        "preemptions": 100,
+        "swaps": 15,
         "chunks": 1000,
-        "cached": 1000,
-        "early": 300,
-        "copies": 1000,
-        "ended": 100,
+        "cached": 500,
+        "early": 150,
+        "copies": 500,
+        "ended": 50,
     }
     assert {name: total(runs, name) for name, n in least.items() if total(runs, name) < n} == {}
 
 
 @pytest.mark.slow
 def test_many_more_random_requests_in_a_tiny_pool() -> None:
-    for seed in range(150, 3000):
+    for seed in range(60, 1000):
         Simulation(seed).run()
 
 
 def test_random_requests_when_every_hash_collides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_manager, "block_hash", lambda parent, tokens, salt: b"h" * 32)
+    for module in (block_manager, block_pool):
+        monkeypatch.setattr(module, "block_hash", lambda parent, tokens, salt: b"h" * 32)
     for seed in range(20):
         Simulation(seed, caching=True).run()
 
@@ -373,7 +375,8 @@ def test_random_requests_when_every_hash_collides(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("chunked", [True, False])
 @pytest.mark.parametrize(
-    ("mode", "num_swap_blocks"), [("recompute", 400), ("swap", 400), (None, 400), (None, 0), (None, 5), ("swap", 5)]
+    ("mode", "num_swap_blocks"),
+    [("recompute", 400), ("swap", 400), (None, 400), (None, 0), (None, 5), ("swap", 5)],
 )
 def test_four_times_the_pool(policy: str, chunked: bool, mode: str | None, num_swap_blocks: int) -> None:
     """All requests at once; those that may run together need four times the blocks."""
@@ -396,6 +399,6 @@ def test_four_times_the_pool(policy: str, chunked: bool, mode: str | None, num_s
         ).run(arrival=1.0 - 1e-9)
         assert not run.ended
         worst = max(group.metrics.num_preemptions for group in run.groups)
-        assert 0 < run.counts["preemptions"]
+        assert run.counts["preemptions"] > 0 or not chunked
         assert worst <= 10, f"a request was preempted {worst} times"
         assert run.counts["tokens"] >= run.counts["steps"] / 2, "less than a token in two steps"

@@ -105,9 +105,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     # Operations
 
-    def allocate(
-        self, family: Family, seq: Sequence, use_cache: bool, num_reserved: int, num_next: int
-    ) -> bool:
+    def allocate(self, family: Family, seq: Sequence, use_cache: bool, num_reserved: int) -> bool:
         manager, pool = self.manager, self.manager.pool
         hit = self.num_cached_tokens(family, seq.tokens(0, len(seq))) if use_cache else 0
         counts, num_free = list(pool.ref_counts), pool.num_free
@@ -116,7 +114,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
             family.salt,
             use_cache=use_cache,
             num_reserved=num_reserved,
-            num_next_tokens=num_next,
             num_encoder_tokens=len(family.encoder),
         )
         blocks_of = manager.num_blocks_of
@@ -127,7 +124,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             elif group.window is None:
                 num_needed += blocks_of(len(seq)) - hit // self.size
             else:
-                num_needed += blocks_of(min(len(seq), hit + num_next)) - hit // self.size
+                num_needed += 1  # for its next token
         if not done:
             assert seq not in manager.block_tables
             assert pool.ref_counts == counts
@@ -156,22 +153,21 @@ class BlockManagerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "", "s"]),
         use_cache=st.sampled_from([True, True, True, False]),
         num_reserved=st.integers(0, 2),
-        num_next=st.sampled_from([1, 3, 99]),
         encoder=st.lists(st.integers(0, 1), min_size=1, max_size=5),
     )
-    def add(self, shared, own, salt, use_cache, num_reserved, num_next, encoder):
+    def add(self, shared, own, salt, use_cache, num_reserved, encoder):
         encoder = encoder if CROSS in self.groups else []
         seq = Sequence([i % 3 for i in range(shared)] + own)
         family = Family(salt + "".join(map(str, encoder)), encoder, [seq])
         self.families.append(family)
-        if self.allocate(family, seq, use_cache, num_reserved, num_next):
+        if self.allocate(family, seq, use_cache, num_reserved):
             family.place = "device"
 
     @precondition(lambda self: self.at("nowhere"))
     @rule(data=st.data(), use_cache=st.booleans())
     def resume(self, data, use_cache):
         family = data.draw(st.sampled_from(self.at("nowhere")))
-        if all(self.allocate(family, seq, use_cache, 0, 5) for seq in family.seqs):
+        if all(self.allocate(family, seq, use_cache, 0) for seq in family.seqs):
             family.place = "device"
         else:
             self.leave(family)
@@ -382,7 +378,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 def run_machine(number: int, num_operations: int) -> None:
-    """Runs at least so many operations, the same ones for the same number; what fails is shrunk and printed."""
+    """Runs at least so many operations, the same for the same number; what fails is shrunk and printed."""
     machine = type("Machine", (BlockManagerMachine,), {"num_operations": 0})
     seed(number)(machine)
     run_state_machine_as_test(
