@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2
+HEAD_DIM = 128
 SCALE = HEAD_DIM**-0.5
 
 Report = dict[str, Any]
@@ -65,7 +64,7 @@ def kernel_speed(is_tiny: bool) -> Iterator[Report]:
         for context in contexts:
             for batch in batches:
                 name = f"decode page {page_size} batch {batch} context {context}"
-                need = batch * context * TOKEN_BYTES
+                need = batch * context * token_bytes()
                 if 2.5 * need > limit:
                     yield {
                         name: {"skipped": f"{need / 2**30:.1f} GiB of keys and values, twice for JAX's own"}
@@ -87,8 +86,20 @@ def kernel_speed(is_tiny: bool) -> Iterator[Report]:
     yield {"torch": torch_peers(torch_cases if not is_tiny else [])}
 
 
+def heads() -> tuple[int, int]:
+    """Returns query heads and kv heads: Llama 8B's, and few for the interpreter."""
+    import jax
+
+    return (32, 8) if jax.default_backend() == "gpu" else (2, 1)
+
+
+def token_bytes() -> int:
+    """Returns the bytes of a token's keys and values."""
+    return 2 * heads()[1] * HEAD_DIM * 2
+
+
 def seconds(step: Step, x: Any, repeats: int) -> float:
-    """Returns the least seconds of a call of step, of five rounds; it returns what has the shape of x."""
+    """Returns the least seconds of a call of step, of five rounds (on a CPU one); it returns an x."""
     import jax
     from jax import lax
 
@@ -96,7 +107,7 @@ def seconds(step: Step, x: Any, repeats: int) -> float:
     run = jax.jit(lambda x, args: lax.fori_loop(0, repeats, lambda _, x: f(x, *args), x))
     jax.block_until_ready(run(x, args))
     times = []
-    for _ in range(5):
+    for _ in range(5 if jax.default_backend() == "gpu" else 1):
         start = time.perf_counter()
         jax.block_until_ready(run(x, args))
         times.append(time.perf_counter() - start)
@@ -130,7 +141,7 @@ def make_pool(lens: list[int], page_size: int) -> tuple[Any, Any, Any]:
     tables = np.zeros((len(lens), max(counts)), np.int32)
     for table, count in zip(tables, counts, strict=True):
         table[:count] = [next(pages) for _ in range(count)]
-    shape = (num_pages, 2, KV_HEADS, page_size, HEAD_DIM)
+    shape = (num_pages, 2, heads()[1], page_size, HEAD_DIM)
     pool = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
     return pool, jnp.asarray(tables), jnp.asarray(lens, jnp.int32)
 
@@ -143,8 +154,8 @@ def decode_speed(lens: list[int], page_size: int, backends: list[str], *, peers:
     from jax_paged.pallas_kernels import ops
 
     pool, tables, context_lens = make_pool(lens, page_size)
-    q = jax.random.normal(jax.random.key(1), (len(lens), HEADS, HEAD_DIM), jnp.bfloat16)
-    num_bytes = sum(lens) * TOKEN_BYTES
+    q = jax.random.normal(jax.random.key(1), (len(lens), heads()[0], HEAD_DIM), jnp.bfloat16)
+    num_bytes = sum(lens) * token_bytes()
     args = pool, tables, context_lens
     steps: dict[str, Step] = {
         backend: (functools.partial(ops.paged_decode, scale=SCALE, backend=backend), args)
@@ -192,16 +203,16 @@ def prefill_speed(queries: int, context: int, backends: list[str]) -> Report:
     from jax_paged.pallas_kernels import ops
 
     pool, tables, context_lens = make_pool([context], 16)
-    q = jax.random.normal(jax.random.key(1), (queries, HEADS, HEAD_DIM), jnp.bfloat16)
+    q = jax.random.normal(jax.random.key(1), (queries, heads()[0], HEAD_DIM), jnp.bfloat16)
     start = jnp.array([0, queries], jnp.int32)
-    flops = 4 * HEADS * HEAD_DIM * sum(range(context - queries + 1, context + 1))
+    flops = 4 * heads()[0] * HEAD_DIM * sum(range(context - queries + 1, context + 1))
     args = pool, tables, context_lens, start
     steps: dict[str, Step] = {
         backend: (functools.partial(ops.ragged_attention, scale=SCALE, backend=backend), args)
         for backend in backends
     }
     if queries == context and jax.default_backend() == "gpu":
-        k, v = jax.random.normal(jax.random.key(2), (2, 1, context, KV_HEADS, HEAD_DIM), jnp.bfloat16)
+        k, v = jax.random.normal(jax.random.key(2), (2, 1, context, heads()[1], HEAD_DIM), jnp.bfloat16)
 
         def dense(q: Any, k: Any, v: Any) -> Any:
             return jax.nn.dot_product_attention(
@@ -219,15 +230,15 @@ def moves_speed(backends: list[str], is_tiny: bool) -> Report:
 
     from jax_paged.pallas_kernels import ops
 
-    num_rows, num_pages = (16, 64) if is_tiny else (8192, 4096)
-    pool = jnp.zeros((num_pages, 2, KV_HEADS, 16, HEAD_DIM), jnp.bfloat16)
-    rows = jnp.ones((num_rows, KV_HEADS, HEAD_DIM), jnp.bfloat16)
+    num_rows, num_pages = (4, 8) if is_tiny else (8192, 4096)
+    pool = jnp.zeros((num_pages, 2, heads()[1], 16, HEAD_DIM), jnp.bfloat16)
+    rows = jnp.ones((num_rows, heads()[1], HEAD_DIM), jnp.bfloat16)
     slots = jax.random.permutation(jax.random.key(0), num_pages * 16)[:num_rows].astype(jnp.int32)
     src, dst = jnp.arange(num_pages, dtype=jnp.int32).reshape(2, -1)
     found: Report = {}
     for op, num_bytes, args in (
-        ("write_kv", 2 * num_rows * TOKEN_BYTES, (rows, rows, slots)),
-        ("copy_blocks", num_pages * 16 * TOKEN_BYTES, (src, dst)),
+        ("write_kv", 2 * num_rows * token_bytes(), (rows, rows, slots)),
+        ("copy_blocks", num_pages * 16 * token_bytes(), (src, dst)),
     ):
         steps: dict[str, Step] = {
             backend: (functools.partial(getattr(ops, op), backend=backend), args) for backend in backends
