@@ -88,22 +88,20 @@ class BlockManager:
         *,
         use_cache: bool,
         num_reserved: int,
-        num_next_tokens: int,
         num_encoder_tokens: int = 0,
     ) -> bool:
         """Gives a sequence without a block table the blocks of all its tokens.
 
         Cached blocks of its prefix are shared, up to the last full block before the last token: one token
         at least is left to compute. Sets `seq.num_computed_tokens` to the tokens of the shared blocks.
-        Groups with a window get their new blocks by `append_slots` as the sequence is computed.
+        Groups with a window get their new blocks by `append_slots` as the sequence is computed; one each is
+        free afterwards.
 
         Args:
             seq: The sequence; extends its `block_hashes`.
             salt: Only sequences of equal salt share blocks.
             use_cache: Whether it may share blocks.
             num_reserved: Blocks that must stay free.
-            num_next_tokens: Most tokens that it computes next; of groups with a window, the blocks of these
-                are free afterwards.
             num_encoder_tokens: Tokens that groups of cross attention hold.
 
         Returns:
@@ -121,8 +119,7 @@ class BlockManager:
             self.num_blocks_of(num_encoder_tokens) if g.is_cross else num_own if g.window is None else 0
             for g in self.groups
         ]
-        next_len = min(len(seq), num_shared * self.block_size + num_next_tokens)
-        num_needed = sum(num_new) + len(self._windows) * (self.num_blocks_of(next_len) - num_shared)
+        num_needed = sum(num_new) + len(self._windows)
         shared = [block for table in tables for block in table if block != NULL_BLOCK]
         if num_needed + sum(not self.pool.ref_counts[b] for b in shared) > num_available:
             return False
@@ -133,6 +130,14 @@ class BlockManager:
         self.block_tables[seq] = tables
         seq.num_computed_tokens = num_shared * self.block_size
         return True
+
+    def within_windows(self, seq: Sequence, num_tokens: int) -> int:
+        """Returns how many of a sequence's next tokens find free blocks in windows; at least 1."""
+        if not self._windows:
+            return num_tokens
+        table = self.block_tables[seq][self._windows[0][0]]
+        num_slots = (len(table) + self.pool.num_free // len(self._windows)) * self.block_size
+        return max(1, min(num_tokens, num_slots - seq.num_computed_tokens))
 
     def append_slots(self, rows: list[tuple[Sequence, int]]) -> Copies | None:
         """Makes sure that sequences of one group can write their next tokens, all of them or none.

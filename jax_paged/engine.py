@@ -255,13 +255,18 @@ class LLMEngine:
         name = f"prefix-{next(self._pins)}"
         self.add_request(name, request)
         state = self._requests[name]
-        while self.has_unfinished_requests():
-            self.advance()
-        if state.group.sequences[0].status is SequenceStatus.FINISHED_IGNORED:
+        try:
+            while self.has_unfinished_requests():
+                self.advance()
+        finally:
+            self.abort_request(name)
+        seq = state.group.sequences[0]
+        if not seq.output_token_ids or seq.status is SequenceStatus.FINISHED_ABORTED:
             num_blocks = manager.num_blocks_of(len(request.prompt_token_ids))
             raise ValueError(
-                f"the prefix needs {num_blocks} blocks; allowed: the {manager.num_free_blocks} of "
-                f"{manager.num_usable_blocks} that other pinned prefixes leave"
+                f"the prefix was not computed ({seq.stop_reason or 'no room'}): it needs {num_blocks} blocks"
+                f"; allowed: the {manager.num_free_blocks} of {manager.num_usable_blocks} that are free, and a "
+                "prefix of finite logits"
             )
         manager.pin(name, request.prompt_token_ids, cache_salt)
         return name

@@ -1,5 +1,6 @@
 """Which sequences compute how many tokens in the next step: a pure function of state and events, no clock."""
 
+import enum
 import functools
 import math
 from collections import deque
@@ -19,6 +20,14 @@ if TYPE_CHECKING:
 
 PreemptionMode = Literal["recompute", "swap"]
 T = TypeVar("T")
+
+
+class Admission(enum.Enum):
+    """Answer to a request that wants to run: it does, or blocks or seats lack, or tokens of the step."""
+
+    ADMITTED = enum.auto()
+    NO_ROOM = enum.auto()
+    NO_TOKENS = enum.auto()
 
 
 class Scheduler:
@@ -99,6 +108,7 @@ class Scheduler:
         self._num_watermark_blocks = math.ceil(watermark * block_manager.num_usable_blocks)
         self._last_prompt_start: float | None = None
         self._last_prompt_s = 0.0
+        self._holds_back_new = False
 
     @property
     def has_unfinished(self) -> bool:
@@ -166,10 +176,13 @@ class Scheduler:
         step = StepBuilder(self.max_num_batched_tokens)
         if self._last_prompt_start is not None:
             self._last_prompt_s, self._last_prompt_start = now - self._last_prompt_start, None
+        first = self.queues.first_waiting()
+        waited = now - first.metrics.arrival_time if first else 0.0
+        self._holds_back_new = bool(self.queues.running) and waited < self.delay_factor * self._last_prompt_s
         if self.enable_chunked_prefill:
-            self._fill(step, now, lambda: self._first_to_admit(now), lambda n: True)
+            self._fill(step, now, self._first_to_admit, lambda n: True)
         else:
-            self._fill(step, now, lambda: self._first_waiting(now), lambda n: n > 1)
+            self._fill(step, now, self._first_waiting, lambda n: n > 1)
             if not step.rows:
                 self._fill(step, now, self.queues.first_swapped, lambda n: n == 1)
         output = step.build()
@@ -218,7 +231,11 @@ class Scheduler:
         while running or head is not None:
             group = running[0] if running else None
             if head is not None and step.budget and (group is None or head.order < group.order):
-                if not self._admit(head, step, now):
+                admission = self._admit(head, step, now)
+                if admission is Admission.NO_TOKENS:
+                    head = None
+                    continue
+                if admission is Admission.NO_ROOM:
                     last = self.queues.last_running()
                     if last is None:  # all is free, and it is not enough
                         self._end_for_good(head, step, now)
@@ -228,7 +245,7 @@ class Scheduler:
                         head = None
                         continue
                 head = first_to_admit()
-                if head is not None and head.request_id in step.preempted:
+                if step.is_closed or (head is not None and head.request_id in step.preempted):
                     head = None
             elif group is None:
                 break
@@ -238,7 +255,7 @@ class Scheduler:
                     rows = [row for row in self._plan(group, step, now) if runs(row[1])]
                     if rows:
                         self._run(group, rows, step, now)
-                    if step.preempted:
+                    if step.preempted or step.is_closed:
                         head = None
 
     def _run(
@@ -282,6 +299,11 @@ class Scheduler:
         if len(group.sequences) == 1:
             seq = group.sequences[0]
             num_tokens = self._within(len(seq) - seq.num_computed_tokens, step.budget)
+            if num_tokens > 1 and self.enable_chunked_prefill:
+                most = self.block_manager.within_windows(seq, num_tokens)
+                # Those behind it may not overtake it with the tokens that it leaves.
+                step.is_closed |= most < num_tokens
+                num_tokens = most
             return [(seq, num_tokens)] if num_tokens else []
         seqs, tables = group.unfinished, self.block_manager.block_tables
         for seq in seqs:
@@ -323,7 +345,7 @@ class Scheduler:
             seq.num_computed_tokens = shared
         else:
             # If it is the last one itself, it keeps what it has and tries again in the next step.
-            attempt = functools.partial(self._allocate, group, seq, 0, step.budget)
+            attempt = functools.partial(self._allocate, group, seq, 0)
             self._with_room(group, lambda: attempt() or None, step, now, gives_way=False)
 
     def _with_room(
@@ -353,10 +375,10 @@ class Scheduler:
                 return None
         return result
 
-    def _admit(self, group: SequenceGroup, step: StepBuilder, now: float) -> bool:
-        """Lets a waiting or swapped request run; False, and nothing has changed, if room lacks."""
+    def _admit(self, group: SequenceGroup, step: StepBuilder, now: float) -> Admission:
+        """Lets a waiting or swapped request run; unless it is ADMITTED, nothing has changed."""
         if self.queues.num_seats_taken + group.max_num_seqs > self.max_num_seqs:
-            return False
+            return Admission.NO_ROOM
         manager = self.block_manager
         num_reserved = self._num_watermark_blocks if self.queues.running else 0
         if not self.enable_chunked_prefill:  # the running ones have not got their next blocks yet
@@ -367,55 +389,60 @@ class Scheduler:
                 num_reserved += len(seqs) * len(manager.groups)
             copies = manager.swap_in(seqs, num_reserved=num_reserved)
             if copies is None:
-                return False
+                return Admission.NO_ROOM
             step.swap_in += copies
         else:
             seq = group.unfinished[0]
-            if not self._allocate(group, seq, num_reserved, step.budget):
-                return False
+            if not self._allocate(group, seq, num_reserved):
+                return Admission.NO_ROOM
             if not self._within(len(seq) - seq.num_computed_tokens, step.budget):
                 manager.free(seq)
                 seq.num_computed_tokens = 0
-                return False
-            if group.encoder_token_ids:
-                step.to_encode.append((group, manager.block_tables[seq]))
-            if group.metrics.first_scheduled_time is None:
-                group.metrics.first_scheduled_time = now
-                group.metrics.num_cached_tokens = seq.num_computed_tokens
+                return Admission.NO_TOKENS
+        first = group.unfinished[0]
+        num_cached_tokens = first.num_computed_tokens
+        was_swapped = group.request_id in self.queues.swapped
         self.queues.run(group)
         for seq in group.unfinished:
             seq.status = SequenceStatus.RUNNING
         rows = self._plan(group, step, now)
         copies = manager.append_slots(rows)
-        if copies is not None:  # else it waits for the next step
-            step.copies += copies
-            for seq, num_tokens in rows:
-                self._add_row(group, seq, num_tokens, step)
-        return True
+        if copies is None and was_swapped:  # it waits for the next step
+            step.is_closed = True
+            return Admission.ADMITTED
+        if copies is None:
+            self._recompute(group)
+            return Admission.NO_ROOM
+        if group.encoder_token_ids and not was_swapped:
+            step.to_encode.append((group, manager.block_tables[first]))
+        if group.metrics.first_scheduled_time is None:
+            group.metrics.first_scheduled_time = now
+            group.metrics.num_cached_tokens = num_cached_tokens
+        step.copies += copies
+        for seq, num_tokens in rows:
+            self._add_row(group, seq, num_tokens, step)
+        return Admission.ADMITTED
 
-    def _allocate(self, group: SequenceGroup, seq: Sequence, num_reserved: int, budget: int) -> bool:
+    def _allocate(self, group: SequenceGroup, seq: Sequence, num_reserved: int) -> bool:
         return self.block_manager.allocate(
             seq,
             group.cache_salt,
             # Shared tokens are not computed, so there would be no log-probabilities of them.
             use_cache=group.sampling_params.prompt_logprobs is None,
             num_reserved=num_reserved,
-            num_next_tokens=budget,
             num_encoder_tokens=len(group.encoder_token_ids),
         )
 
-    def _first_waiting(self, now: float) -> SequenceGroup | None:
+    def _first_waiting(self) -> SequenceGroup | None:
         """Returns the next waiting request, but no new one behind one that is swapped out, or too early."""
         group, swapped = self.queues.first_waiting(), self.queues.first_swapped()
-        if group is not None and group.metrics.first_scheduled_time is None:
-            waited = now - group.metrics.arrival_time
-            is_early = self.queues.running and waited < self.delay_factor * self._last_prompt_s
-            if is_early or (swapped is not None and swapped.order < group.order):
-                return None
+        is_new = group is not None and group.metrics.first_scheduled_time is None
+        if is_new and (self._holds_back_new or (swapped is not None and swapped.order < group.order)):
+            return None
         return group
 
-    def _first_to_admit(self, now: float) -> SequenceGroup | None:
-        both = (self._first_waiting(now), self.queues.first_swapped())
+    def _first_to_admit(self) -> SequenceGroup | None:
+        both = (self._first_waiting(), self.queues.first_swapped())
         return min((g for g in both if g is not None), key=lambda g: g.order, default=None)
 
     def _preempt(self, group: SequenceGroup, step: StepBuilder) -> None:
@@ -423,6 +450,7 @@ class Scheduler:
         manager, seqs = self.block_manager, group.unfinished
         group.metrics.num_preemptions += 1
         step.preempted.append(group.request_id)
+        step.to_encode = [(other, tables) for other, tables in step.to_encode if other is not group]
         mode = self.preemption_mode or ("swap" if len(seqs) > 1 else "recompute")
         # Host blocks that are read in this step must not be written in it: swapping out goes first.
         copies = manager.swap_out(seqs) if mode == "swap" and not step.swap_in else None
@@ -432,9 +460,13 @@ class Scheduler:
             for seq in seqs:
                 seq.status = SequenceStatus.SWAPPED
             return
-        for seq in seqs:
-            if seq in manager.block_tables:
-                manager.free(seq)
+        self._recompute(group)
+
+    def _recompute(self, group: SequenceGroup) -> None:
+        """Sends a request back to wait, without blocks."""
+        for seq in group.unfinished:
+            if seq in self.block_manager.block_tables:
+                self.block_manager.free(seq)
             seq.status, seq.num_computed_tokens = SequenceStatus.WAITING, 0
         self.queues.wait(group)
 

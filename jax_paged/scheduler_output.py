@@ -68,6 +68,7 @@ class StepBuilder:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.is_closed = False  # to requests that don't run yet
         self.rows: list[ScheduledSequence] = []
         self.swap_out: Copies = []
         self.swap_in: Copies = []

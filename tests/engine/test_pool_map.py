@@ -26,7 +26,7 @@ class Pool:
         request = SequenceGroup(name, [seq], params, RequestMetrics(0.0), encoder_token_ids=list(encoder))
         request.arrival = len(self.requests)
         self.requests.append(request)
-        settings = {"use_cache": True, "num_reserved": 0, "num_next_tokens": 64}
+        settings = {"use_cache": True, "num_reserved": 0}
         assert self.manager.allocate(seq, "", num_encoder_tokens=len(encoder), **settings)
         start = seq.num_computed_tokens
         assert self.manager.append_slots([(seq, len(seq) - start)]) == []
