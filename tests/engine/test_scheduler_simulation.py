@@ -97,7 +97,7 @@ class Simulation:
         self.now = 0.0
         self.groups: list[SequenceGroup] = []
         self.ended: set[str] = set()
-        self.counts = dict.fromkeys(
+        self.counts: dict[str, int] = dict.fromkeys(
             ("preemptions", "swaps", "chunks", "cached", "early", "copies", "ended", "steps", "tokens"), 0
         )
 

@@ -7,6 +7,7 @@ nobody may read are wiped, so that nothing is right by luck.
 import itertools
 import math
 import weakref
+from collections.abc import Sequence as Items
 
 from jax_paged.block_manager import BlockManager, BlockTables
 from jax_paged.block_pool import NULL_BLOCK
@@ -18,7 +19,7 @@ VOCAB_SIZE = 15
 EOS = 2
 
 
-def root(salt: str, encoder_token_ids: list[int] = ()) -> int:
+def root(salt: str, encoder_token_ids: Items[int] = ()) -> int:
     """What stands before the first token. Requests of other roots must not share."""
     return hash((*map(ord, salt), -1, *encoder_token_ids))
 
@@ -154,7 +155,7 @@ class ToyDevice:
         tables: BlockTables,
         start: int,
         stop: int,
-        encoder_token_ids: list[int] = (),
+        encoder_token_ids: Items[int] = (),
         *,
         on_host: bool = False,
     ) -> None:
