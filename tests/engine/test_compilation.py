@@ -43,7 +43,7 @@ def test_the_next_larger_bucket_serves_until_the_right_one_is_there():
             gate.wait(60)
         return lower(bucket)
 
-    compiled = CompiledBuckets(BUCKETS, lower_small_ones_late)
+    compiled = CompiledBuckets(BUCKETS, [], lower_small_ones_late)
     assert compiled.smallest_ready(is_decode=True, num_tokens=1, num_seqs=1) == BUCKETS[2]
     assert "to be compiled" in compiled.plan()
     gate.set()
@@ -65,8 +65,8 @@ def test_a_failure_of_the_largest_is_raised_at_once_and_of_another_in_wait():
         return lower_or_fail
 
     with pytest.raises(RuntimeError, match="no 8"):
-        CompiledBuckets(BUCKETS, fail_at(8))
-    compiled = CompiledBuckets(BUCKETS, fail_at(2))
+        CompiledBuckets(BUCKETS, [], fail_at(8))
+    compiled = CompiledBuckets(BUCKETS, [], fail_at(2))
     with pytest.raises(RuntimeError, match="no 2"):
         compiled.wait()
     # It is said (in the log too), and the next larger one goes on serving.
@@ -76,8 +76,25 @@ def test_a_failure_of_the_largest_is_raised_at_once_and_of_another_in_wait():
 
 
 def test_one_kind_alone():
-    compiled = CompiledBuckets(BUCKETS[:3], lower)
+    compiled = CompiledBuckets(BUCKETS[:3], [], lower)
     compiled.wait()
+    compiled.stop()
+
+
+def test_programs_beside_the_buckets():
+    def lower_any(key):
+        if key == "bad":
+            raise RuntimeError("no bad")
+        return jax.jit(lambda x: x * 2).lower(jnp.zeros(3)) if isinstance(key, str) else lower(key)
+
+    compiled = CompiledBuckets(BUCKETS, ["double", "bad"], lower_any)
+    assert compiled["double"].execute(jnp.ones(3)).tolist() == [2, 2, 2]  # waits until it is compiled
+    with pytest.raises(RuntimeError, match="no bad"):
+        compiled["bad"]
+    with pytest.raises(RuntimeError, match="no bad"):
+        compiled.wait()
+    assert "double" in compiled.plan()
+    assert compiled.buckets == BUCKETS
     compiled.stop()
 
 
@@ -90,7 +107,7 @@ def test_stop_leaves_the_rest_uncompiled():
             gate.wait(60)
         return lower(bucket)
 
-    compiled = CompiledBuckets([Bucket(True, n, n) for n in (1, 2, 3, 4)] + BUCKETS[3:], slow)
+    compiled = CompiledBuckets([Bucket(True, n, n) for n in (1, 2, 3, 4)] + BUCKETS[3:], [], slow)
     assert started.wait(60)
     stopper = threading.Thread(target=compiled.stop)
     stopper.start()
