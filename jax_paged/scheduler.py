@@ -436,10 +436,10 @@ class Scheduler:
     def _first_waiting(self) -> SequenceGroup | None:
         """Returns the next waiting request, but no new one behind one that is swapped out, or too early."""
         group, swapped = self.queues.first_waiting(), self.queues.first_swapped()
-        is_new = group is not None and group.metrics.first_scheduled_time is None
-        if is_new and (self._holds_back_new or (swapped is not None and swapped.order < group.order)):
-            return None
-        return group
+        if group is None or group.metrics.first_scheduled_time is not None:
+            return group
+        is_behind = swapped is not None and swapped.order < group.order
+        return None if self._holds_back_new or is_behind else group
 
     def _first_to_admit(self) -> SequenceGroup | None:
         both = (self._first_waiting(), self.queues.first_swapped())
