@@ -122,13 +122,30 @@ def ragged_attention(
     num_seqs, group = context_lens.shape[0], num_heads // kv_heads
     is_masked_and_capped = window is not None and soft_cap is not None
     config = config or prefill_config(gpu, head_dim, page_size, q.dtype.itemsize, is_masked_and_capped)
-    queries = config.block_rows // group
-    num_tiles, padding = num_tokens // queries + num_seqs, config.block_rows - queries * group
+    num_tiles = num_tokens // (config.block_rows // group) + num_seqs
     kernel = Kernel(
         config, num_tiles, kv_heads, group, page_size, head_dim, q.dtype, scale, window, soft_cap,
         sinks is not None, interpret,
     )  # fmt: skip
     tuning.check_smem(kernel.smem_bytes, gpu, f"ragged_attention with head_dim {head_dim} and {config}")
+
+    return _attend(kernel, q, kv_pages, block_tables, context_lens, query_start_loc, sinks)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend(
+    kernel: Kernel,
+    q: Float[Array, "t h d"],
+    kv_pages: Float[Array, "p 2 k s d"],
+    block_tables: Int[Array, "b m"],
+    context_lens: Int[Array, " b"],
+    query_start_loc: Int[Array, " b1"],
+    sinks: Float[Array, " h"] | None,
+) -> Float[Array, "t h d"]:
+    """Gathers queries into tiles, attends, gathers back. Jitted, so that equal layers are lowered once."""
+    config, num_tiles, kv_heads, group, page_size, head_dim, *_ = kernel
+    num_tokens, num_seqs, queries = q.shape[0], context_lens.shape[0], config.block_rows // group
+    padding, soft_cap = config.block_rows - queries * group, kernel.soft_cap
 
     # [T, H, D] -> [N, K, R, D]
     tiles, row = plan_tiles(context_lens, query_start_loc, num_tiles, queries)

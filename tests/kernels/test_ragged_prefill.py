@@ -112,12 +112,14 @@ def test_a_missing_wait_is_caught(planted, monkeypatch, capsys):
             barrier_wait(barrier)
 
     monkeypatch.setattr(plgpu, "barrier_wait", wait_but_for_one)
+    jax.clear_caches()  # what was traced with all waits
     is_caught = False
     try:
         run(*case, config, scale=0.1)
     except jax.errors.JaxRuntimeError as error:
         is_caught = RACE in str(error) or "no threads observed phase" in str(error)
     finally:
+        jax.clear_caches()
         reset_gpu_interpret_mode_state()
     out = capsys.readouterr().out
     assert len(calls) == len(WAITS)
