@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from jax_paged.block_manager import BlockTables, CacheGroup
 from jax_paged.models.attention import AttentionMetadata, Backend
+from jax_paged.pallas_kernels import ops
 from jax_paged.sampler import SamplingBatch
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.scheduler_output import SchedulerOutput
@@ -135,6 +136,7 @@ class BatchBuilder:
         max_model_len: Most tokens of a sequence.
         vocab_size: Ids from here on pad history and biases.
         eos_token_ids: Tokens that min_tokens holds back.
+        checks_inputs: Whether to assert all that the kernels take for granted.
     """
 
     def __init__(
@@ -146,7 +148,9 @@ class BatchBuilder:
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: frozenset[int],
+        checks_inputs: bool = False,
     ) -> None:
+        self._checks_inputs = checks_inputs
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.groups = groups
@@ -209,6 +213,13 @@ class BatchBuilder:
                 assert blocks.min() > 0, "a token would be written to the null block"
                 slots[:total] = blocks * self.block_size + positions % self.block_size
                 lens[: len(rows)] = start + num_tokens
+
+            if self._checks_inputs:
+                copies = np.array(output.blocks_to_copy, np.int32).reshape(-1, 2)
+                shape = self.num_blocks, self.block_size
+                # Cross attention has no causal order: a query may stand anywhere.
+                starts = view("query_start_loc") * (not group.is_cross)
+                ops.check_inputs(*shape, tables, lens, starts, slots, *copies.T)
 
         sampling, row_of_sample = view("sampling"), np.array([i for i, _, _ in samples], np.int64)
         for j, (_, group, seq) in enumerate(samples):

@@ -129,3 +129,8 @@ def compilation_cache_dir() -> str:
     """Returns the folder that compiled steps are kept in between runs."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(base, "jax-paged", "compiled")
+
+
+def checks_inputs() -> bool:
+    """Returns whether every kernel's arguments are checked on the host, which JAX_PAGED_CHECKS=1 asks for."""
+    return os.environ.get("JAX_PAGED_CHECKS") == "1"

@@ -252,6 +252,11 @@ class LLMEngine:
             )
         params = SamplingParams(temperature=0, max_tokens=1)
         request = self.check_request(prompt, params, cache_salt=cache_salt)
+        if len(request.prompt_token_ids) < manager.block_size:
+            raise ValueError(
+                f"the prefix has {len(request.prompt_token_ids)} tokens; allowed: at least a block of "
+                f"{manager.block_size}, as only full blocks are shared"
+            )
         name = f"prefix-{next(self._pins)}"
         self.add_request(name, request)
         state = self._requests[name]

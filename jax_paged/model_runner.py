@@ -25,7 +25,7 @@ from jax_paged.batch import (
 )
 from jax_paged.block_mover import BlockMover
 from jax_paged.compilation import CompiledBuckets, use_persistent_cache
-from jax_paged.config import EngineArgs, check_int
+from jax_paged.config import EngineArgs, check_int, checks_inputs
 from jax_paged.kv_cache import (
     CPU_KV_CACHE_BYTES,
     KVCacheLayout,
@@ -155,6 +155,7 @@ class ModelRunner:
             max_model_len=max_model_len,
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
+            checks_inputs=checks_inputs(),
         )
         self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
         self._kv_cache = allocate_kv_cache(self._layout, num_blocks, args.block_size, self._dtype, self._mesh)
