@@ -165,24 +165,27 @@ class BlockManager:
                     continue
                 if num_blocks > len(table):
                     missing.append((table, num_blocks - len(table)))
-                if first < len(table) and self._needs_copy(table[first]):
+                # Shared, or (of a sequence that was forked in its middle) still to be found in the cache.
+                if first < len(table) and (
+                    pool.ref_counts[table[first]] > 1 or pool.contents[table[first]] is not None
+                ):
                     writes.append((table, first))
         if not missing and not writes:
             return []
-        # Of those that write to a block, the last one that references it needs no copy, unless it is cached.
+        # Of those that write to a block, the last one that references it needs no copy.
         writers = Counter(table[i] for table, i in writes)
-        num_copies = sum(
-            n - (pool.ref_counts[block] == n and pool.contents[block] is None) for block, n in writers.items()
-        )
+        num_copies = sum(n - (pool.ref_counts[block] == n) for block, n in writers.items())
         if sum(n for _, n in missing) + num_copies > pool.num_free:
             return None
         copies: Copies = []
         for table, i in writes:
             block = table[i]
-            if self._needs_copy(block):
+            if pool.ref_counts[block] > 1:
                 table[i] = pool.take()
                 pool.release(block)
                 copies.append((block, table[i]))
+            else:
+                pool.forget(block)
         for table, n in missing:
             table.extend(pool.take() for _ in range(n))
         return copies
@@ -298,10 +301,6 @@ class BlockManager:
                 for block in blocks:
                     counts[block] += 1
             pool.check_integrity(counts, self.block_size)
-
-    def _needs_copy(self, block: int) -> bool:
-        """Whether a block must not be written: others reference it, or may find it in the cache."""
-        return self.pool.ref_counts[block] > 1 or self.pool.contents[block] is not None
 
     def _move(
         self,

@@ -61,12 +61,16 @@ class BlockPool:
     def take(self) -> int:
         """Hands out the first free block in the order of eviction, and forgets what it held."""
         block, _ = self._free.popitem(last=False)
+        self.forget(block)
+        self.ref_counts[block] = 1
+        return block
+
+    def forget(self, block: int) -> None:
+        """Takes what a block holds out of the cache."""
         content = self.contents[block]
         if content is not None:
             del self._cached[content.hash, content.group]
             self.contents[block] = None
-        self.ref_counts[block] = 1
-        return block
 
     def share(self, block: int) -> None:
         """Adds a reference to a block, which may be free and cached."""

@@ -270,8 +270,8 @@ class LLMEngine:
             num_blocks = manager.num_blocks_of(len(request.prompt_token_ids))
             raise ValueError(
                 f"the prefix was not computed ({seq.stop_reason or 'no room'}): it needs {num_blocks} blocks"
-                f"; allowed: the {manager.num_free_blocks} of {manager.num_usable_blocks} that are free, and a "
-                "prefix of finite logits"
+                f"; allowed: the {manager.num_free_blocks} of {manager.num_usable_blocks} that are free, and "
+                "a prefix of finite logits"
             )
         manager.pin(name, request.prompt_token_ids, cache_salt)
         return name

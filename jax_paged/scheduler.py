@@ -35,7 +35,8 @@ class Scheduler:
 
     The order is that of arrival ("fcfs"), or of priority and then arrival. A request is admitted when the
     blocks of all its tokens are at hand, and gets them at once; its prompt is then computed in chunks of
-    whatever the token budget leaves. Every running request advances in every step.
+    whatever the token budget leaves. Every running request advances in every step, unless its beams don't all
+    fit into the budget, or it waits for blocks to copy to.
 
     When blocks run out, the last request in the order is preempted with all its sequences: it waits, and
     recomputes its tokens when it is admitted again; or its blocks are swapped out to host memory. A request
@@ -413,7 +414,7 @@ class Scheduler:
         if copies is None:
             self._recompute(group)
             return Admission.NO_ROOM
-        if group.encoder_token_ids and not was_swapped:
+        if group.encoder_token_ids and not was_swapped and first in manager.block_tables:
             step.to_encode.append((group, manager.block_tables[first]))
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = now

@@ -69,21 +69,21 @@ MUTATIONS = [
     ),
     Mutation(
         "block_manager.py",
-        "            if self._needs_copy(block):\n",
+        "            if pool.ref_counts[block] > 1:\n",
         "            if True:\n",
         "the last writer copies too",
     ),
     Mutation(
         "block_manager.py",
-        "self.pool.ref_counts[block] > 1 or self.pool.contents[block] is not None",
-        "self.pool.ref_counts[block] > 1",
+        "                pool.forget(block)\n",
+        "                pass\n",
         "a cached block is written",
     ),
     Mutation(
         "block_manager.py",
-        "n - (pool.ref_counts[block] == n and pool.contents[block] is None)",
+        "n - (pool.ref_counts[block] == n)",
         "n - 1",
-        "copies of cached blocks not counted",
+        "one copy too few is counted",
     ),
     Mutation(
         "block_manager.py", "+ num_copies > pool.num_free", "> pool.num_free", "room for copies not counted"

@@ -72,7 +72,7 @@ def run_unchecked(engine: LLMEngine, requests: list[Request]) -> list[RequestOut
     return [outputs[str(i)] for i in range(len(requests))]
 
 
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 40, 41])
+@pytest.mark.parametrize("length", [4, 5, 7, 40, 41])
 def test_full_blocks_are_pinned(shared_engine: LLMEngine, length: int) -> None:
     name = shared_engine.pin_prefix({"prompt_token_ids": PREFIX[:length]})
     manager = shared_engine.scheduler.block_manager
@@ -80,6 +80,12 @@ def test_full_blocks_are_pinned(shared_engine: LLMEngine, length: int) -> None:
     assert [list(map(len, tables)) for tables in manager.pinned.values()] == [[num_blocks]]
     assert manager.num_free_blocks == manager.num_usable_blocks - num_blocks
     shared_engine.unpin_prefix(name)
+    assert_no_block_lost(shared_engine)
+
+
+def test_less_than_a_block_is_not_pinned(shared_engine: LLMEngine) -> None:
+    with pytest.raises(ValueError, match="the prefix has 3 tokens; allowed: at least a block of 4"):
+        shared_engine.pin_prefix(PREFIX[:3])
     assert_no_block_lost(shared_engine)
 
 
