@@ -106,11 +106,12 @@ def all_checks() -> list[Check]:
     decode, mixed = (True, 32, 32), (False, 2048, 256)
     checks += [StepCheck("h100", "pallas", *decode, one_graph=graph) for graph in (False, True)]
     checks += [StepCheck("h100", "pallas", True, 256, 256, one_graph=True)]
-    checks += [StepCheck("h100", "pallas", *mixed), StepCheck("h100", "xla", *decode)]
+    checks += [StepCheck("h100", "pallas", *mixed, one_graph=True)]
+    checks += [StepCheck("h100", "xla", *decode, one_graph=True)]
     return [
         *checks,
         StepCheck("a100", "pallas", *decode, one_graph=True),
-        StepCheck("a100", "pallas", *mixed),
+        StepCheck("a100", "pallas", *mixed, one_graph=True),
     ]
 
 
