@@ -201,8 +201,8 @@ MUTATIONS = [
     ),
     Mutation(
         "scheduler.py",
-        "or (swapped is not None and swapped.order < group.order)",
-        "",
+        "self._holds_back_new or is_behind",
+        "self._holds_back_new",
         "new requests overtake swapped ones",
     ),
     Mutation(
