@@ -42,11 +42,6 @@ EXPECTED = {
     ("ragged_attention", "h100"): {"wgmma", "TMA"},
     ("ragged_attention", "a100"): {"mma", "cp.async"},
 }
-# What makes a step one CUDA graph: slices that are kernel arguments, and the sampler's loops, in it too.
-ONE_GRAPH = {
-    "xla_gpu_enable_dynamic_slice_fusion": False,
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +129,8 @@ def run_here(check: Check, dump: Path) -> dict[str, Any]:
         lower, pool_shape = (lower_op if isinstance(check, KernelCheck) else lower_step)(check, device)
         lowered = lower()
     lowered_at = time.perf_counter()
+    from jax_paged.compilation import ONE_GRAPH
+
     options: Any = ONE_GRAPH if isinstance(check, StepCheck) and check.one_graph else {}
     compiled = lowered.compile(compiler_options=options)
     compiled_at = time.perf_counter()

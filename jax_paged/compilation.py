@@ -16,6 +16,12 @@ from jax_paged.config import compilation_cache_dir
 
 _LOGGER = logging.getLogger(__name__)
 
+# On a GPU these make a step one CUDA graph: XLA would break it at slices of the packed buffer, and at the
+# sampler's loops.
+ONE_GRAPH: dict[str, str | bool] = {
+    "xla_gpu_enable_dynamic_slice_fusion": False,
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
+}
 # XLA compiles one program mostly on one core.
 NUM_COMPILE_THREADS = 2
 
@@ -67,6 +73,7 @@ class CompiledBuckets:
         buckets: What to compile, each kind in ascending order.
         programs: Names of the others.
         lower: Traces and lowers the step of one bucket, or another program; called from several threads.
+        options: Of the compiler.
     """
 
     def __init__(
@@ -74,7 +81,9 @@ class CompiledBuckets:
         buckets: list[Bucket],
         programs: list[str],
         lower: Callable[[Bucket | str], jax.stages.Lowered],
+        options: dict[str, str | bool] | None = None,
     ) -> None:
+        self._options = options
         self.buckets = buckets
         self._programs = programs
         self._lower = lower
@@ -157,7 +166,7 @@ class CompiledBuckets:
         start = time.perf_counter()
         lowered = self._lower(bucket)
         traced = time.perf_counter()
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=self._options)
         memory = compiled.memory_analysis()
         temp_bytes = 0 if memory is None else memory.temp_size_in_bytes
         return CompiledStep(compiled, traced - start, time.perf_counter() - traced, temp_bytes)

@@ -267,11 +267,10 @@ class LLMEngine:
             self.abort_request(name)
         seq = state.group.sequences[0]
         if not seq.output_token_ids or seq.status is SequenceStatus.FINISHED_ABORTED:
-            num_blocks = manager.num_blocks_of(len(request.prompt_token_ids))
+            num_free, num_usable = manager.num_free_blocks, manager.num_usable_blocks
             raise ValueError(
-                f"the prefix was not computed ({seq.stop_reason or 'no room'}): it needs {num_blocks} blocks"
-                f"; allowed: the {manager.num_free_blocks} of {manager.num_usable_blocks} that are free, and "
-                "a prefix of finite logits"
+                f"the prefix was not computed: {seq.stop_reason or 'it was aborted'}; allowed: one of finite "
+                f"logits, for which the {num_free} free blocks of {num_usable} are enough"
             )
         manager.pin(name, request.prompt_token_ids, cache_salt)
         return name

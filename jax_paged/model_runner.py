@@ -24,7 +24,7 @@ from jax_paged.batch import (
     unpack,
 )
 from jax_paged.block_mover import BlockMover
-from jax_paged.compilation import CompiledBuckets, use_persistent_cache
+from jax_paged.compilation import ONE_GRAPH, CompiledBuckets, use_persistent_cache
 from jax_paged.config import EngineArgs, check_int, checks_inputs
 from jax_paged.kv_cache import (
     CPU_KV_CACHE_BYTES,
@@ -186,8 +186,9 @@ class ModelRunner:
                 return self._lower(key, num_blocks)
             return self._lower_encoder(key, num_blocks) if key in encoders else self._mover.lower(key)
 
+        options = ONE_GRAPH if self._backend == "pallas" else None
         # Last, as it leaves threads behind.
-        self._compiled = CompiledBuckets(buckets, [*encoders, *self._mover.programs], lower)
+        self._compiled = CompiledBuckets(buckets, [*encoders, *self._mover.programs], lower, options)
 
     @property
     def buckets(self) -> tuple[str, ...]:

@@ -97,8 +97,9 @@ class RequestChecker:
         ok = isinstance(params, SamplingParams)
         check(ok, "sampling_params", params, "SamplingParams or BeamSearchParams")
         text, encoder_ids, token_ids = self._split(prompt)
-        self._check_length(encoder_ids, token_ids, params)
+        num_seqs = beam_params.beam_width if beam_params else params.best_of or params.n
         self._check_params(params)
+        self._check_length(encoder_ids, token_ids, params, num_seqs)
         if params.max_tokens is None:
             rest = self._config.max_model_len - len(token_ids)
             params = dataclasses.replace(params, max_tokens=rest)
@@ -151,7 +152,9 @@ class RequestChecker:
                 check_int(f"prompt_token_ids[{i}]", token_id, 0, vocab_size - 1)
         return None, list(prompt)
 
-    def _check_length(self, encoder_ids: list[int], token_ids: list[int], params: SamplingParams) -> None:
+    def _check_length(
+        self, encoder_ids: list[int], token_ids: list[int], params: SamplingParams, num_seqs: int
+    ) -> None:
         config, n = self._config, len(token_ids)
         total = n + (1 if params.max_tokens is None else params.max_tokens)
         if total > config.max_model_len:
@@ -164,14 +167,18 @@ class RequestChecker:
                 f"the prompt has {len(encoder_ids)} tokens for the encoder; allowed: max_model_len, "
                 f"{config.max_model_len}"
             )
-        needed, usable = 0, config.num_blocks - 1
+        needed, usable, size = 0, config.num_blocks - 1, config.block_size
         for group in config.layout.groups:
-            num_tokens = len(encoder_ids) if group.is_cross else n
-            if group.window is None:
-                needed += -(-num_tokens // config.block_size)
+            if group.is_cross:
+                needed += -(-len(encoder_ids) // size)
+                continue
+            first = 0 if group.window is None else max(0, n - group.window) // size
+            # Several sequences share full blocks, and each writes to one of its own.
+            needed += (-(-n // size) if num_seqs == 1 else n // size + num_seqs) - first
         if needed > usable:
+            several = f" for {num_seqs} sequences" if num_seqs > 1 else ""
             raise ValueError(
-                f"the prompt has {n} tokens and needs {needed} blocks of {config.block_size}; allowed: the "
+                f"the prompt has {n} tokens and needs {needed} blocks of {size}{several}; allowed: the "
                 f"{usable} blocks of the pool"
             )
 

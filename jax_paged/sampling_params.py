@@ -139,7 +139,7 @@ class BeamSearchParams:
         max_tokens: Most tokens of an output.
         ignore_eos: Whether to go on after the model's end token.
         length_penalty: A hypothesis scores its log-probability / length ** length_penalty, the prompt
-            counted and an end token not.
+            counted and an end token not; in [-10, 10].
         temperature: Divides the logits before the log-probabilities are taken; 0 leaves them as they are.
 
     Raises:
@@ -156,5 +156,5 @@ class BeamSearchParams:
         check_int("beam_width", self.beam_width, 1)
         check_int("max_tokens", self.max_tokens, 1)
         check_choice("ignore_eos", self.ignore_eos, (True, False))
-        check_number("length_penalty", self.length_penalty, -100, 100)
+        check_number("length_penalty", self.length_penalty, -10, 10)
         check_number("temperature", self.temperature, 0, 1e6)

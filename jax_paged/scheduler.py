@@ -18,6 +18,8 @@ from jax_paged.sequence_updater import SequenceUpdater
 if TYPE_CHECKING:
     from jax_paged.step_output import TokenLogprobs
 
+# Why a request ended that could not run (on) in an empty pool.
+POOL_TOO_SMALL = "the pool has no room for it"
 PreemptionMode = Literal["recompute", "swap"]
 T = TypeVar("T")
 
@@ -475,5 +477,5 @@ class Scheduler:
         """Ends a request that could not run (on) in an empty pool."""
         has_output = any(s.output_token_ids for s in group.sequences)
         status = SequenceStatus.FINISHED_LENGTH_CAPPED if has_output else SequenceStatus.FINISHED_IGNORED
-        self._updater.end_group(group, status, now)
+        self._updater.end_group(group, status, now, POOL_TOO_SMALL)
         step.ended.append(group)

@@ -135,11 +135,17 @@ class SequenceUpdater:
             self.queues.remove(group)
             group.metrics.finished_time = now
 
-    def end_group(self, group: SequenceGroup, status: SequenceStatus, now: float | None) -> None:
+    def end_group(
+        self,
+        group: SequenceGroup,
+        status: SequenceStatus,
+        now: float | None,
+        stop_reason: str | None = None,
+    ) -> None:
         """Ends all sequences of a request that have not ended; of a beam search, the best are left."""
         seqs = group.unfinished
         for seq in seqs:
-            self.end(group, seq, status, now)
+            self.end(group, seq, status, now, stop_reason)
         if not seqs:
             self.queues.remove(group)
             group.metrics.finished_time = now

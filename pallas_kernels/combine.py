@@ -1,5 +1,6 @@
 """The combine kernel: joins partial softmaxes over parts of a context by their log-sum-exp."""
 
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax_paged.pallas_kernels import tuning
 UNROLL = 4
 
 
+@functools.partial(jax.jit, static_argnames=("num_heads", "dtype", "interpret"))
 def combine(
     weighted: Float[Array, "w k g d"],
     stats: Float[Array, "w k 2 r"],

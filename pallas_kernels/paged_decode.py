@@ -122,6 +122,7 @@ def work_list(
     return items.astype(jnp.int32), jnp.stack([ends - counts, counts], axis=1).astype(jnp.int32)
 
 
+@functools.partial(jax.jit, static_argnums=range(5, 11))
 def _attend(
     q: Array,
     kv_pages: Array,
@@ -135,7 +136,10 @@ def _attend(
     gpu: tuning.Target,
     interpret: bool,
 ) -> tuple[Float[Array, "w k g d"], Float[Array, "w k 2 r"]]:
-    """Runs the kernel; combine.combine describes the results, which are undefined for unused items."""
+    """Runs the kernel; combine.combine describes the results, which are undefined for unused items.
+
+    Jitted, so that equal layers are lowered once.
+    """
     (num_seqs, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
     dtype, tokens, num_stages = q.dtype, config.block_tokens, config.num_stages
     pages = tokens // page_size

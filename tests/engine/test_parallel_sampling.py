@@ -20,6 +20,7 @@ from real_model import (
 
 from jax_paged import AsyncLLMEngine, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams, async_engine
 from jax_paged.outputs import CompletionOutput, RequestOutput
+from jax_paged.request_check import RequestChecker
 
 RNG = np.random.default_rng(2)
 PROMPTS = {length: RNG.integers(0, VOCAB_SIZE, length).tolist() for length in (1, 3, 4, 5, 15, 16, 17, 45)}
@@ -265,3 +266,13 @@ def test_streams_of_which_the_best_is_known_at_the_end(stream_engine: AsyncLLMEn
         assert all(not output.outputs and not output.finished for output in outputs[:-1])
         assert [content(o) for o in outputs[-1].outputs] == [content(o) for o in whole.outputs]
         assert len(whole.outputs) == {"best_of": 2, "beams": 3}[name]
+
+
+def test_a_group_that_can_never_fit_is_refused(shared_engine: LLMEngine) -> None:
+    config = dataclasses.replace(shared_engine.runner.config, num_blocks=21)
+    checker = RequestChecker(config, None, SamplingParams(), "fcfs")
+    prompt = [5] * 68  # 17 full blocks, that all share; each sequence needs one of its own
+    checker.check(prompt, SamplingParams(n=3), "", 0)
+    for params in (SamplingParams(n=2, best_of=4), BeamSearchParams(4)):
+        with pytest.raises(ValueError, match="needs 21 blocks of 4 for 4 sequences; allowed: the 20 blocks"):
+            checker.check(prompt, params, "", 0)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from jax_paged import beam_search
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.sequence import RequestMetrics, Sequence, SequenceGroup
 
 GOOD: list[dict[str, Any]] = [
     {},
@@ -147,7 +149,7 @@ BAD_BEAMS: dict[str, list[Any]] = {
     "beam_width": [0, -1, None, *NOT_INTEGERS],
     "max_tokens": [0, -1, None, *NOT_INTEGERS],
     "ignore_eos": [0, 1, None, "yes"],
-    "length_penalty": [-101, 101, *NOT_NUMBERS],
+    "length_penalty": [-10.1, 10.1, *NOT_NUMBERS],
     "temperature": [-0.1, 1e7, *NOT_NUMBERS],
 }
 
@@ -164,8 +166,17 @@ def test_good_beam_search_params() -> None:
     for values in (
         {},
         {"max_tokens": 1},
-        {"length_penalty": -100},
+        {"length_penalty": -10},
         {"length_penalty": 0},
         {"temperature": 0},
     ):
         BeamSearchParams(beam_width=1, **values)
+
+
+@pytest.mark.parametrize("penalty", [-10.0, 10.0])
+def test_scores_of_long_hypotheses_neither_overflow_nor_vanish(penalty):
+    params = BeamSearchParams(2, length_penalty=penalty)
+    seqs = [Sequence([0] * 2**20, output_token_ids=[1], cum_logprob=-x) for x in (1.0, 2.0)]
+    group = SequenceGroup("r", seqs[:1], SamplingParams(), RequestMetrics(0.0), beam_params=params)
+    best, other = (beam_search.score(group, seq, frozenset()) for seq in seqs)
+    assert -math.inf < other < best < 0
