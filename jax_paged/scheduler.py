@@ -187,7 +187,7 @@ class Scheduler:
         else:
             self._fill(step, now, self._first_waiting, lambda n: n > 1)
             if not step.rows:
-                self._fill(step, now, self.queues.first_swapped, lambda n: n == 1)
+                self._fill(step, now, self._first_if_swapped, lambda n: n == 1)
         output = step.build()
         if output.scheduled and output.scheduled[-1].num_tokens > 1:
             self._last_prompt_start = now
@@ -230,7 +230,9 @@ class Scheduler:
             runs: Whether a running sequence takes part, by the number of tokens that it computes.
         """
         running = deque(self.queues.running.values())
-        head = first_to_admit()  # looked up again when someone was admitted, preempted or ended for it
+        head = (
+            None if step.preempted else first_to_admit()
+        )  # looked up again when someone was admitted, preempted or ended for it
         while running or head is not None:
             group = running[0] if running else None
             if head is not None and step.budget and (group is None or head.order < group.order):
@@ -395,7 +397,11 @@ class Scheduler:
                 return Admission.NO_ROOM
             step.swap_in += copies
         else:
-            seq = group.unfinished[0]
+            seq, *others = group.unfinished
+            if self.queues.running:  # so that the others, forked from it again, find room
+                common = [min(seq.num_common_tokens(s), len(s) - 1) // manager.block_size for s in others]
+                num_own = [manager.num_blocks_of(len(s) + 1) - n for s, n in zip(others, common, strict=True)]
+                num_reserved += sum(num_own) * len(manager.groups)
             if not self._allocate(group, seq, num_reserved):
                 return Admission.NO_ROOM
             if not self._within(len(seq) - seq.num_computed_tokens, step.budget):
@@ -447,6 +453,10 @@ class Scheduler:
     def _first_to_admit(self) -> SequenceGroup | None:
         both = (self._first_waiting(), self.queues.first_swapped())
         return min((g for g in both if g is not None), key=lambda g: g.order, default=None)
+
+    def _first_if_swapped(self) -> SequenceGroup | None:
+        group = self._first_to_admit()
+        return group if group is self.queues.first_swapped() else None
 
     def _preempt(self, group: SequenceGroup, step: StepBuilder) -> None:
         """Takes a running request's blocks, all of them, and notes how it gets them back."""
