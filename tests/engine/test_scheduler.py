@@ -486,3 +486,20 @@ def test_a_long_prompt_runs_in_a_window_that_the_pool_holds():
     drain(sched)
     assert group.sequences[0].status is SequenceStatus.FINISHED_LENGTH_CAPPED
     assert len(group.sequences[0].output_token_ids) == 2
+
+
+@pytest.mark.parametrize("num_swap_blocks", [0, 2, 99])
+@pytest.mark.parametrize("mode", [None, "recompute", "swap"])
+def test_a_group_comes_back_with_room_for_all_its_samples(mode, num_swap_blocks):
+    """Room for its first sequence alone would admit it, and preempt it again, at every second step."""
+    sched = make_scheduler(
+        num_blocks=5, block_size=128, budget=512, num_swap_blocks=num_swap_blocks, preemption_mode=mode
+    )
+    groups = []
+    for name, prompt_len, max_tokens, n in (("first", 10, 110, 1), ("samples", 100, 20, 4)):
+        params = SamplingParams(n=n, seed=0, max_tokens=max_tokens, ignore_eos=True)
+        groups.append(SequenceGroup(name, [Sequence([1] * prompt_len)], params, RequestMetrics(0.0)))
+        sched.add(groups[-1])
+    drain(sched)
+    assert [len(s.output_token_ids) for g in groups for s in g.sequences] == [110, 20, 20, 20, 20]
+    assert [g.metrics.num_preemptions for g in groups] == [0, 1]
