@@ -173,8 +173,9 @@ class RequestChecker:
                 needed += -(-len(encoder_ids) // size)
                 continue
             first = 0 if group.window is None else max(0, n - group.window) // size
-            # Several sequences share full blocks, and each writes to one of its own.
-            needed += (-(-n // size) if num_seqs == 1 else n // size + num_seqs) - first
+            # Several sequences share full blocks, and each writes all but its last token to its own.
+            is_shared = num_seqs == 1 or params.max_tokens == 1
+            needed += (-(-n // size) if is_shared else n // size + num_seqs) - first
         if needed > usable:
             several = f" for {num_seqs} sequences" if num_seqs > 1 else ""
             raise ValueError(
