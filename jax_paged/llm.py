@@ -126,7 +126,8 @@ class LLM:
             for beam in output.outputs:
                 tokens = request.prompt_token_ids + beam.token_ids
                 text = str(engine.tokenizer.hf.decode(tokens)) if engine.tokenizer else None
-                beams.append(BeamSearchSequence(tokens, beam.cumulative_logprob, text, beam.finish_reason))
+                ends = beam.finish_reason, beam.stop_reason
+                beams.append(BeamSearchSequence(tokens, beam.cumulative_logprob, text, *ends))
             outputs.append(BeamSearchOutput(beams))
         return outputs
 

@@ -113,12 +113,14 @@ class BeamSearchSequence:
         cum_logprob: Sum of the log-probabilities of its own tokens.
         text: All tokens as text; None without a tokenizer.
         finish_reason: "stop" if it ends with an end token, else "length".
+        stop_reason: Why it ended short of max_tokens, if the pool had no room for more.
     """
 
     tokens: list[int]
     cum_logprob: float
     text: str | None
     finish_reason: str | None
+    stop_reason: int | str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -416,8 +416,12 @@ class Scheduler:
             seq.status = SequenceStatus.RUNNING
         rows = self._plan(group, step, now)
         copies = manager.append_slots(rows)
-        if copies is None and was_swapped:  # it waits for the next step
+        if (
+            copies is None and was_swapped
+        ):  # it waits for the next step, if others may leave blocks until then
             step.is_closed = True
+            if len(self.queues.running) == 1:
+                self._end_for_good(group, step, now)
             return Admission.ADMITTED
         if copies is None:
             self._recompute(group)

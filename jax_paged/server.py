@@ -308,7 +308,8 @@ def _check_ended_well(output: RequestOutput) -> None:
 
 
 def _usage_of(outputs: list[RequestOutput], num_output_tokens: list[int]) -> dict[str, Any]:
-    num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    # Of an encoder-decoder model, the encoder's: the decoder's is one token that nobody sent.
+    num_prompt_tokens = sum(len(o.encoder_prompt_token_ids or o.prompt_token_ids) for o in outputs)
     num_cached_tokens = sum(output.num_cached_tokens for output in outputs)
     return usage(num_prompt_tokens, sum(num_output_tokens), num_cached_tokens)
 
