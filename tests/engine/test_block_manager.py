@@ -435,3 +435,18 @@ def test_pinned_prefixes_stay_until_they_are_let_go():
         manager.pin("a", [], "")
     with pytest.raises(ValueError, match="enable_prefix_caching is False; allowed"):
         BlockManager(8, 2, False).pin("a", [1, 2], "")
+
+
+def test_a_copy_needs_a_free_block():
+    manager = BlockManager(3, 2, False)
+    parent, child = Sequence([1, 2, 3]), Sequence([1, 2, 3, 4])
+    allocate(manager, parent)
+    compute_all(manager, parent)
+    assert manager.fork(parent, child, 3)
+    child.num_computed_tokens = 3
+    tables = [list(table) for table in manager.block_tables[child]]
+    assert manager.append_slots([(child, 1)]) is None  # the parent keeps the block, and there is no other
+    assert manager.block_tables[child] == tables
+    manager.free(parent)
+    assert manager.append_slots([(child, 1)]) == []
+    manager.check_integrity()
