@@ -388,7 +388,7 @@ def test_non_finite_logits_are_an_error_of_one_request(served, monkeypatch):
     assert bad.result().status_code == 500
     assert "non-finite logits" in bad.result().json()["error"]["message"]
     assert "non-finite logits" in chunks[-1]["error"]["message"]
-    assert len(chunks) == 3
+    assert len(chunks) in (2, 3)  # two tokens, which a busy machine joins, and the error
     served.wait_until_idle()
 
 
