@@ -230,9 +230,8 @@ class Scheduler:
             runs: Whether a running sequence takes part, by the number of tokens that it computes.
         """
         running = deque(self.queues.running.values())
-        head = (
-            None if step.preempted else first_to_admit()
-        )  # looked up again when someone was admitted, preempted or ended for it
+        # Looked up again only when someone was admitted, preempted or ended for it.
+        head = None if step.preempted else first_to_admit()
         while running or head is not None:
             group = running[0] if running else None
             if head is not None and step.budget and (group is None or head.order < group.order):

@@ -42,7 +42,6 @@ class SchedulerOutput:
         preempted: Ids of the requests that lost their blocks on the device.
         ended: Requests that ended as they can never run (on).
         num_batched_tokens: Sum of num_tokens.
-        num_samples: Sum of the rows' sampling sequences.
         num_logits_rows: Sampling sequences, and rows without any: of these too the logits are looked at, so
             that NaN is noticed before a block that holds it is cached.
     """
@@ -55,7 +54,6 @@ class SchedulerOutput:
     preempted: tuple[str, ...]
     ended: tuple[SequenceGroup, ...]
     num_batched_tokens: int
-    num_samples: int
     num_logits_rows: int
 
 
@@ -89,7 +87,6 @@ class StepBuilder:
             preempted=tuple(self.preempted),
             ended=tuple(self.ended),
             num_batched_tokens=sum([row.num_tokens for row in rows]),
-            num_samples=sum([len(row.sampling) for row in rows]),
             num_logits_rows=sum([len(row.sampling) or 1 for row in rows]),
         )
 

@@ -36,8 +36,8 @@ class Attend(Protocol):
     ) -> Array: ...
 
 
-class CausalLM(nnx.Module):
-    """A decoder; a family adds its modules and the methods below.
+class LanguageModel(nnx.Module):
+    """What the engine and the loader ask of every family.
 
     Args:
         config: Of the family's config_class.
@@ -53,10 +53,16 @@ class CausalLM(nnx.Module):
     def __init__(self, config: Any, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None: ...
 
     @abc.abstractmethod
-    def hidden(
-        self, tokens: Int[Array, "*t"], positions: Int[Array, "*t"], attend: Attend
-    ) -> Float[Array, "*t e"]:
-        """Returns the last hidden state of every token; how tokens attend is the caller's."""
+    def paged(
+        self, tokens: Int[Array, " t"], kv_cache: list[Array], metadata: AttentionMetadata
+    ) -> tuple[Float[Array, "t e"], list[Array]]:
+        """Returns the last hidden state of every token row of a paged batch, and the pools written to.
+
+        Args:
+            tokens: int32 [T], token ids.
+            kv_cache: The pools, [P, 2, K, S, D] each.
+            metadata: Where the rows stand, and which pool is each layer's.
+        """
 
     @abc.abstractmethod
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
@@ -65,6 +71,16 @@ class CausalLM(nnx.Module):
     @abc.abstractmethod
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """Returns what each layer caches."""
+
+
+class CausalLM(LanguageModel):
+    """A decoder; a family adds its modules and the methods that are abstract."""
+
+    @abc.abstractmethod
+    def hidden(
+        self, tokens: Int[Array, "*t"], positions: Int[Array, "*t"], attend: Attend
+    ) -> Float[Array, "*t e"]:
+        """Returns the last hidden state of every token; how tokens attend is the caller's."""
 
     def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t v"]:
         """Returns the float32 logits of a dense causal batch, without any cache.
@@ -86,13 +102,6 @@ class CausalLM(nnx.Module):
     def paged(
         self, tokens: Int[Array, " t"], kv_cache: list[Array], metadata: AttentionMetadata
     ) -> tuple[Float[Array, "t e"], list[Array]]:
-        """Returns the last hidden state of every token row of a paged batch, and the pools written to.
-
-        Args:
-            tokens: int32 [T], token ids.
-            kv_cache: The pools, [P, 2, K, S, D] each.
-            metadata: Where the rows stand, and which pool is each layer's.
-        """
         kv_cache, specs = list(kv_cache), self.kv_cache_specs()
 
         def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:

@@ -1,24 +1,21 @@
 """What encoder-decoder families share: the dense call, and the paged one after an encoder."""
 
 import abc
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jax_paged.models.attention import (
     AttentionMetadata,
     Backend,
     CrossAttentionSpec,
-    KVCacheSpec,
     cross_attention,
     dense_attention,
     paged_attention,
 )
-from jax_paged.models.causal_lm import Attend
-from jax_paged.models.hf_format import WeightTable
+from jax_paged.models.causal_lm import Attend, LanguageModel
 from jax_paged.pallas_kernels import ops
 
 
@@ -28,23 +25,11 @@ class CrossAttend(Protocol):
     def __call__(self, layer: int, q: Array, *, scale: float) -> Array: ...
 
 
-class EncoderDecoderLM(nnx.Module):
-    """An encoder and a decoder; a family adds its modules and the methods below.
+class EncoderDecoderLM(LanguageModel):
+    """An encoder and a decoder; a family adds its modules and the methods that are abstract.
 
     A layer's number is its place in kv_cache_specs(), where self and cross attention have an entry each.
-
-    Args:
-        config: Of the family's config_class.
-        dtype: Of weights and activations.
-        rngs: Where random weights come from.
     """
-
-    config_class: ClassVar[Any]
-    weight_table: ClassVar[WeightTable]
-    config: Any
-
-    @abc.abstractmethod
-    def __init__(self, config: Any, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None: ...
 
     @abc.abstractmethod
     def encode(self, tokens: Int[Array, "b n"], lens: Int[Array, " b"]) -> Float[Array, "b n e"]:
@@ -63,14 +48,6 @@ class EncoderDecoderLM(nnx.Module):
         cross_attend: CrossAttend,
     ) -> Float[Array, "*t e"]:
         """Returns the decoder's last hidden state of every token."""
-
-    @abc.abstractmethod
-    def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
-        """Returns the float32 logits of hidden states."""
-
-    @abc.abstractmethod
-    def kv_cache_specs(self) -> list[KVCacheSpec]:
-        """Returns what each layer caches."""
 
     def __call__(
         self, encoder_tokens: Int[Array, "b n"], encoder_lens: Int[Array, " b"], tokens: Int[Array, "b t"]
@@ -92,13 +69,6 @@ class EncoderDecoderLM(nnx.Module):
     def paged(
         self, tokens: Int[Array, " t"], kv_cache: list[Array], metadata: AttentionMetadata
     ) -> tuple[Float[Array, "t e"], list[Array]]:
-        """Returns the decoder's last hidden state of every token row, and the pools written to.
-
-        Args:
-            tokens: int32 [T], token ids.
-            kv_cache: The pools, [P, 2, K, S, D] each.
-            metadata: Where the rows stand, and which pool is each layer's.
-        """
         kv_cache, specs = list(kv_cache), self.kv_cache_specs()
 
         def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:

@@ -52,8 +52,8 @@ def grouped_matmul(
 ) -> Float[Array, "n o"]:
     """Multiplies the first group_sizes[0] rows by kernels[0], the next group_sizes[1] by kernels[1], ...
 
-    The same as jax.lax.ragged_dot, which on a CPU or GPU multiplies all rows by all kernels. This one reads
-    the kernels of groups that are not empty, and computes a row as if it were alone.
+    The same as jax.lax.ragged_dot, which on a CPU multiplies all rows by all kernels. This one reads the
+    kernels of groups that are not empty, and computes a row as if it were alone. Not measured on a GPU.
 
     Args:
         x: Rows, sorted by group.

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from jax_paged.models.causal_lm import CausalLM
-from jax_paged.models.encoder_decoder import EncoderDecoderLM
+from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
 from jax_paged.models.gpt2 import GPT2LMHeadModel
 from jax_paged.models.llama import LlamaForCausalLM
@@ -15,7 +14,7 @@ from jax_paged.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeFo
 from jax_paged.models.t5 import T5ForConditionalGeneration
 
 # By the name that stands under "architectures" in config.json.
-MODELS: dict[str, type[CausalLM | EncoderDecoderLM]] = {
+MODELS: dict[str, type[LanguageModel]] = {
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,
@@ -31,7 +30,7 @@ MODELS: dict[str, type[CausalLM | EncoderDecoderLM]] = {
 }
 
 
-def get_model_class(hf_config: dict[str, Any]) -> tuple[str, type[CausalLM | EncoderDecoderLM]]:
+def get_model_class(hf_config: dict[str, Any]) -> tuple[str, type[LanguageModel]]:
     """Returns the first supported architecture that a config.json names, and its class.
 
     Raises:

@@ -17,8 +17,7 @@ from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jax_paged.models.causal_lm import CausalLM
-from jax_paged.models.encoder_decoder import EncoderDecoderLM
+from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.registry import get_model_class
 
@@ -45,7 +44,7 @@ class LoadedModel:
         sampling_defaults: What generation_config.json says of sampling, in the words of SamplingParams.
     """
 
-    model: CausalLM | EncoderDecoderLM
+    model: LanguageModel
     config: Any
     architecture: str
     dtype: jnp.dtype
@@ -180,7 +179,7 @@ def random_model(
     return _loaded(model, architecture, chosen, _eos_token_ids({}, hf_config, config.vocab_size), {})
 
 
-def save_model(model: CausalLM | EncoderDecoderLM, folder: Path, hf_config: dict[str, Any]) -> None:
+def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) -> None:
     """Writes config.json and model.safetensors, such that `load_model` and transformers read them.
 
     Args:
@@ -211,13 +210,13 @@ def random_checkpoint(
     save_model(random_model(hf_config, dtype, seed).model, folder, hf_config)
 
 
-def _weights(model: CausalLM | EncoderDecoderLM) -> list[_Weight]:
+def _weights(model: LanguageModel) -> list[_Weight]:
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return [_Weight(path, p, *model.weight_table.hf_key(".".join(map(str, path)))) for path, p in params]
 
 
 def _loaded(
-    model: CausalLM | EncoderDecoderLM,
+    model: LanguageModel,
     architecture: str,
     dtype: jnp.dtype,
     eos_token_ids: frozenset[int],

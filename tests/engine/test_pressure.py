@@ -226,7 +226,9 @@ def check_mode(engine: LLMEngine, workload: Workload, mode: Mode, patch: pytest.
     assert (recomputed > 0) == mode.recomputes
     # A step of prompts alone may hold what a request with several sequences recomputes, over two steps.
     num_tokenless = 1 if engine.scheduler.enable_chunked_prefill else 2
-    assert longest_run(step.num_samples == 0 for step in steps) <= num_tokenless
+    assert (
+        longest_run(sum(len(row.sampling) for row in step.scheduled) == 0 for step in steps) <= num_tokenless
+    )
     assert_first_come_first_served(outputs, requests, by)
 
 
