@@ -119,6 +119,7 @@ def random_step(rng: np.random.Generator, bucket: Bucket, groups: tuple[CacheGro
                 num_tokens=num_tokens,
                 tables=tables,
                 encoder=encoder,
+                num_samples=num_samples,
             )
         )
         seats -= num_samples or 1
@@ -329,6 +330,7 @@ def test_samples_differ_in_their_seeds_alone(builder: BatchBuilder) -> None:
         start=0,
         num_tokens=3,
         tables=[[7]],
+        num_samples=3,
         seed=5,
         n=3,
         temperature=0.5,
