@@ -144,14 +144,15 @@ def _attend(
     dtype, tokens, num_stages = q.dtype, config.block_tokens, config.num_stages
     pages = tokens // page_size
     assert tokens % math.lcm(page_size, 32) == 0, config
-    smem_bytes = (2 * num_stages * tokens * head_dim + ROWS * tokens) * dtype.itemsize + ROWS * head_dim * 4
-    tuning.check_smem(smem_bytes, gpu, f"paged_decode with head_dim {head_dim} and page_size {page_size}")
     group = num_heads // kv_heads
     rows = q.reshape(num_seqs, kv_heads, group, head_dim)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, ROWS - group), (0, 0)))
     # The four warps share the columns, 8 each: a last odd part is taken again with what is before it.
     whole = head_dim // 32 * 32
     parts = [(0, whole)] + ([(head_dim - 32, 32)] if whole < head_dim else [])
+    smem_bytes = (2 * num_stages * tokens * head_dim + ROWS * tokens) * dtype.itemsize
+    smem_bytes += sum(ROWS * width * 4 for _, width in parts)
+    tuning.check_smem(smem_bytes, gpu, f"paged_decode with head_dim {head_dim} and page_size {page_size}")
     lhs, rhs, out = (
         layout(dtype, m_warps=1)
         for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
@@ -169,9 +170,9 @@ def _attend(
         k_smem,
         v_smem,
         p_smem,
-        acc_smem,
-        *bars,
+        *rest,
     ):
+        acc_smems, bars = rest[: len(parts)], rest[len(parts) :]
         item, head = lax.axis_index("item"), lax.axis_index("head")
         seq, first, last = (items_ref[item, column] for column in range(3))
         length = lens_ref[seq]
@@ -190,7 +191,7 @@ def _attend(
                     tuning.copy_to_smem(pool_ref.at[page, which, head], target, barrier)
 
         def live(block, shape, dimension, layout):
-            token = block * tokens + plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
+            token = tuning.iota(shape, dimension, layout) + block * tokens
             return (token < length) if window is None else (token < length) & (token >= length - window)
 
         def attend_block(queries, block, carry):
@@ -249,13 +250,13 @@ def _attend(
             queries = plgpu.load(q_ref.at[seq, head], layout=lhs, optimized=False)
             step = functools.partial(attend_block, queries)
             accs, largest, total, _ = lax.fori_loop(first, last, step, carry)
-            for acc, (start, width) in zip(accs, parts, strict=True):
-                tuning.store(acc_smem.at[:, pl.ds(start, width)], acc)
-            # By way of shared memory, as the rows past the group need not go out.
-            rows = plgpu.load(
-                acc_smem.at[:group], layout=tuning.row_layout(group * head_dim), optimized=False
-            )
-            tuning.store(acc_ref.at[item, head], rows)
+            # By way of shared memory, as the rows past the group need not go out. A buffer for each part: JAX
+            # swizzles it as it likes, and writes to the wrong places of a slice that cuts the pattern.
+            for acc, acc_smem, (start, width) in zip(accs, acc_smems, parts, strict=True):
+                tuning.store(acc_smem, acc)
+                layout = tuning.row_layout(group * width)
+                live_rows = plgpu.load(acc_smem.at[:group], layout=layout, optimized=False)
+                tuning.store(acc_ref.at[item, head, :, pl.ds(start, width)], live_rows)
             tuning.store(stats_ref.at[item, head, 0], largest)
             tuning.store(stats_ref.at[item, head, 1], total.sum(axis=1))
 
@@ -272,7 +273,7 @@ def _attend(
             stages,
             stages,
             plgpu.SMEM((ROWS, tokens), dtype, transforms=tuning.smem_transforms(tokens, dtype)),
-            plgpu.SMEM((ROWS, head_dim), jnp.float32),
+            *(plgpu.SMEM((ROWS, width), jnp.float32) for _, width in parts),
             *([barrier, barrier] if config.has_tma else []),
         ],
         grid=(kv_heads, num_items),

@@ -274,7 +274,7 @@ def _live(kernel: Kernel, tile: Tile, first_row: Array | int, step: Array, layou
 
 def _clear_dead(kernel: Kernel, tile: Tile, values: Array, first_token: Array, layout: Any) -> Array:
     """Clears the rows of slots outside context and window: 0 * NaN is NaN."""
-    token = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout) + first_token
+    token = tuning.iota(values.shape, 0, layout) + first_token
     live = token < tile.context_len
     if kernel.window is not None:
         live &= token > tile.first - kernel.window

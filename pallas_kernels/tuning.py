@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import backend as jax_backend
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 LOG2E = 1.4426950408889634
 # Finite, so that a row with nothing to attend to gives exp2(0), masked away, and not NaN.
@@ -157,6 +157,16 @@ def mma(
     if interpret:
         return acc + jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32))
     return plgpu.mma(acc, a, b)
+
+
+def iota(shape: tuple[int, int], dimension: int, layout: Any) -> Int[Array, "m n"]:
+    """Returns each element's index along a dimension.
+
+    By way of one dimension: in two, JAX counts wrongly where a register holds two rows of a column, as in the
+    right operand of mma.sync.
+    """
+    line = plgpu.broadcasted_iota(jnp.int32, (shape[dimension],), 0, layout=layout.reduce(1 - dimension))
+    return jax.lax.broadcast_in_dim(line, shape, [dimension])
 
 
 def store(ref: Any, value: Array) -> None:

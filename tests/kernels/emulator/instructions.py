@@ -1,0 +1,393 @@
+"""What each PTX instruction does to the 32 lanes of a warp.
+
+Registers hold unsigned arrays [32] of their width (bool for predicates); an instruction views them as its
+own type. An instruction that is not here is an error: nothing is guessed.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from emulator import copies, tensor_units
+from emulator.host import Launch
+from emulator.machine import LANES, Run, Step, Warp
+from emulator.memory import SMEM_BASE, GlobalMemory, KernelError
+from emulator.ptx import Instruction, Program
+
+TYPES: dict[str, Any] = {
+    "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32,
+    "f32": np.float32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "pred": np.bool_,
+    "bf16": ml_dtypes.bfloat16, "f16": np.float16,
+}  # fmt: skip
+PARAMETER_SPACE = 1 << 56
+
+
+class Assembler:
+    """Turns instructions into steps; operands become functions from a warp to an array [32]."""
+
+    def __init__(self, program: Program, launch: Launch, memory: GlobalMemory):
+        self.program, self.launch, self.memory = program, launch, memory
+        self.index = {name: i for i, name in enumerate(program.registers)}
+
+    def register(self, name: str) -> int:
+        return self.index[name]
+
+    def registers(self, operand: str) -> list[int]:
+        """The registers of a vector {%r1, %r2}, or of one."""
+        return [self.index[name.strip()] for name in operand.strip("{} ").split(",")]
+
+    def source(self, operand: str, dtype: Any) -> Callable[[Warp], np.ndarray]:
+        if operand in self.index:
+            index = self.index[operand]
+            if dtype is np.bool_:
+                return lambda warp: warp.registers[index]
+            return lambda warp: warp.registers[index].view(dtype)
+        if operand.startswith("%"):
+            return self._special(operand, dtype)
+        constant = np.broadcast_to(self._constant(operand, dtype), 32).copy()
+        return lambda _: constant
+
+    def _constant(self, operand: str, dtype: Any) -> np.ndarray:
+        if match := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", operand):
+            bits = np.array(int(match[1], 16), np.uint32)
+            return bits.view(dtype) if np.dtype(dtype).itemsize == 4 else bits.astype(dtype)
+        if operand in self.program.shared:
+            return np.array(SMEM_BASE, dtype)
+        if operand in self.program.params:
+            return np.array(PARAMETER_SPACE | list(self.program.params).index(operand) << 32, dtype)
+        size = np.dtype(dtype).itemsize
+        raw = (int(operand, 0) & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+        return np.frombuffer(raw, dtype)[0]
+
+    def _special(self, operand: str, dtype: Any) -> Callable[[Warp], np.ndarray]:
+        axis = "xyz".find(operand[-1])
+        threads = (self.launch.threads, 1, 1)
+
+        def read(warp: Warp) -> np.ndarray:
+            match operand[:-2]:
+                case "%tid":
+                    value = warp.index * 32 + LANES if axis == 0 else 0
+                case "%ctaid":
+                    value = warp.block.index[axis]
+                case "%nctaid":
+                    value = self.launch.grid[axis]
+                case "%ntid":
+                    value = threads[axis]
+                case _:
+                    raise ValueError(f"unknown special register {operand}")
+            return np.broadcast_to(np.asarray(value, np.uint32), 32).view(dtype)
+
+        return read
+
+    def address(self, operand: str) -> Callable[[Warp], np.ndarray]:
+        """[%rd1+16], as int64."""
+        match = re.fullmatch(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\d+))?\s*\]", operand)
+        if match is None:
+            raise ValueError(f"address {operand!r} is not understood")
+        offset = int(match[2] or 0)
+        if match[1] in self.index:
+            index = self.index[match[1]]
+            return lambda warp: warp.registers[index].astype(np.int64) + offset
+        base = self.source(match[1], np.uint64)
+        return lambda warp: base(warp).astype(np.int64) + offset
+
+
+def assemble(program: Program, launch: Launch, memory: GlobalMemory) -> tuple[list[Step], int]:
+    """Returns the steps of a program and its number of registers.
+
+    Raises:
+        ValueError: If an instruction is not known.
+    """
+    assembler, steps = Assembler(program, launch, memory), []
+    for instruction in program.instructions:
+        run = _build(assembler, instruction)
+        guard, wanted = (None, True)
+        if instruction.guard is not None:
+            guard, wanted = assembler.register(instruction.guard[0]), instruction.guard[1]
+        text = f"{'.'.join(instruction.opcode)} {', '.join(instruction.operands)}"[:120]
+        steps.append(Step(run, guard, wanted, instruction.location, text))
+    return steps, len(program.registers)
+
+
+def _build(a: Assembler, instruction: Instruction) -> Run:
+    opcode, operands = instruction.opcode, instruction.operands
+    name, kind = opcode[0], opcode[-1]
+    for table in (copies.BUILDERS, tensor_units.BUILDERS, BUILDERS):
+        if name in table:
+            return table[name](a, opcode, operands)
+    if name in ALU:
+        return _alu(a, ALU[name](opcode), kind, kind, operands)
+    raise ValueError(f"instruction {'.'.join(opcode)} is not known")
+
+
+def _alu(a: Assembler, function: Any, source_type: str, target_type: str, operands: Any) -> Run:
+    sources = [a.source(operand, TYPES[source_type]) for operand in operands[1:]]
+    target, width = a.register(operands[0]), a.program.registers[operands[0]]
+    dtype = TYPES[target_type]
+
+    def run(warp: Warp, mask: np.ndarray | None) -> None:
+        result = np.asarray(function(*(source(warp) for source in sources)), dtype)
+        warp.write(target, result if width is np.bool_ else result.view(width), mask)
+
+    return run
+
+
+def _shift(function: Any) -> Any:
+    def build(opcode: tuple[str, ...]) -> Any:
+        bits = np.dtype(TYPES[opcode[-1]]).itemsize * 8
+
+        def shift(value: np.ndarray, count: np.ndarray) -> np.ndarray:
+            count = count.view(count.dtype.str.replace("i", "u"))
+            is_out = count >= bits
+            shifted = function(value, np.where(is_out, bits - 1, count).astype(value.dtype))
+            if value.dtype.kind == "i" and function is np.right_shift:
+                return shifted
+            return np.where(is_out, value.dtype.type(0), shifted)
+
+        return shift
+
+    return build
+
+
+def _multiply_high(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    bits = x.dtype.itemsize * 8
+    if bits < 64:
+        return ((x.astype(np.int64) * y.astype(np.int64)) >> bits).astype(x.dtype) if bits == 16 else (
+            (x.astype(object) * y.astype(object)) >> bits
+        ).astype(x.dtype)
+    return np.array([int(i) * int(j) >> bits for i, j in zip(x, y, strict=True)]).astype(x.dtype)
+
+
+def _tanh_approx(x: np.ndarray) -> np.ndarray:
+    """tanh.approx has a relative error of up to 2 to the -11: here always about half of that."""
+    exact = np.tanh(x.astype(np.float64))
+    return (exact * (1 + 2.0**-12 * np.where(np.arange(32) % 2, 1, -1))).astype(np.float32)
+
+
+def _flushed(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x)
+
+
+def _fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64)
+
+
+def _always(function: Any) -> Any:
+    return lambda opcode: function
+
+
+# By name: from the opcode's parts to a function of arrays; operands and result have the opcode's last type.
+ALU: dict[str, Callable[[tuple[str, ...]], Any]] = {
+    "add": _always(np.add),
+    "sub": _always(np.subtract),
+    "neg": _always(np.negative),
+    "not": _always(np.bitwise_not),
+    "and": _always(np.bitwise_and),
+    "or": _always(np.bitwise_or),
+    "xor": _always(np.bitwise_xor),
+    "min": _always(np.minimum),
+    "max": _always(np.maximum),
+    "shl": _shift(np.left_shift),
+    "shr": _shift(np.right_shift),
+    "fma": _always(_fma),
+    "ex2": lambda opcode: (lambda x: _flushed(np.exp2(_flushed(x)))) if "ftz" in opcode else np.exp2,
+    "rcp": _always(lambda x: np.float32(1) / x),
+    "div": _always(np.divide),
+    "tanh": _always(_tanh_approx),
+}
+
+
+def _mov(a: Assembler, opcode: Any, operands: Any) -> Run:
+    """Between registers, or between one and the halves of a vector, the low one first."""
+    whole = TYPES[opcode[-1]]
+    half = {np.uint32: np.uint16, np.uint64: np.uint32}.get(whole)
+    if operands[0].startswith("{"):
+        targets, source = a.registers(operands[0]), a.source(operands[1], whole)
+
+        def unpack(warp: Warp, mask: np.ndarray | None) -> None:
+            halves = np.ascontiguousarray(source(warp)).view(half).reshape(32, 2)
+            for i, target in enumerate(targets):
+                warp.write(target, np.ascontiguousarray(halves[:, i]), mask)
+
+        return unpack
+    if operands[1].startswith("{"):
+        target = a.register(operands[0])
+        sources = [a.source(name.strip(), half) for name in operands[1].strip("{} ").split(",")]
+
+        def pack(warp: Warp, mask: np.ndarray | None) -> None:
+            halves = np.stack([source(warp) for source in sources], axis=1)
+            warp.write(target, halves.view(whole)[:, 0], mask)
+
+        return pack
+    return _alu(a, lambda x: x, opcode[-1], opcode[-1], operands)
+
+
+def _mul(a: Assembler, opcode: Any, operands: Any) -> Run:
+    kind = opcode[-1]
+    if "wide" in opcode:
+        wide = {"s32": "s64", "u32": "u64", "s16": "s32", "u16": "u32"}[kind]
+        return _alu(a, lambda x, y: x.astype(TYPES[wide]) * y.astype(TYPES[wide]), kind, wide, operands)
+    return _alu(a, _multiply_high if "hi" in opcode else np.multiply, kind, kind, operands)
+
+
+def _mad(a: Assembler, opcode: Any, operands: Any) -> Run:
+    assert "lo" in opcode, opcode
+    return _alu(a, lambda x, y, z: x * y + z, opcode[-1], opcode[-1], operands)
+
+
+def _cvt(a: Assembler, opcode: Any, operands: Any) -> Run:
+    target, source = opcode[-2:]
+    if target in ("bf16x2", "f16x2"):
+        half = TYPES[target[:-2]]
+
+        def pack(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+            bits = (x.astype(half).view(np.uint16).astype(np.uint32) for x in (high, low))
+            return next(bits) << 16 | next(bits)
+
+        return _alu(a, pack, source, "b32", operands)
+    assert "rn" in opcode or (target[0] in "su" and source[0] in "su"), opcode
+    return _alu(a, lambda x: x.astype(TYPES[target]), source, target, operands)
+
+
+def _cvta(a: Assembler, opcode: Any, operands: Any) -> Run:
+    return _alu(a, lambda x: x, "u64", "u64", operands)
+
+
+def _setp(a: Assembler, opcode: Any, operands: Any) -> Run:
+    compare = {
+        "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+        "ge": np.greater_equal,
+    }[opcode[1]]  # fmt: skip
+    kind = opcode[-1]
+    target = a.register(operands[0])
+    x, y = (a.source(operand, TYPES[kind]) for operand in operands[1:3])
+    if len(opcode) == 3:
+        return lambda warp, mask: warp.write(target, compare(x(warp), y(warp)), mask)
+    join = {"and": np.logical_and, "or": np.logical_or}[opcode[2]]
+    other = a.source(operands[3], np.bool_)
+    return lambda warp, mask: warp.write(target, join(compare(x(warp), y(warp)), other(warp)), mask)
+
+
+def _selp(a: Assembler, opcode: Any, operands: Any) -> Run:
+    kind = TYPES[opcode[-1].replace("f", "b")]
+    x, y = (a.source(operand, kind) for operand in operands[1:3])
+    where, target = a.source(operands[3], np.bool_), a.register(operands[0])
+    return lambda warp, mask: warp.write(target, np.where(where(warp), x(warp), y(warp)), mask)
+
+
+def _elect(a: Assembler, opcode: Any, operands: Any) -> Run:
+    leader, is_leader = (a.register(name) for name in operands[0].split("|"))
+
+    def run(warp: Warp, mask: np.ndarray | None) -> None:
+        assert mask is None
+        warp.write(leader, np.zeros(32, np.uint32), None)
+        warp.write(is_leader, LANES == 0, None)
+
+    return run
+
+
+def _shfl(a: Assembler, opcode: Any, operands: Any) -> Run:
+    assert operands[3:] == ("31", "-1"), operands
+    target, source = a.register(operands[0]), a.source(operands[1], np.uint32)
+    other = int(operands[2])
+    lane = LANES ^ other if opcode[2] == "bfly" else np.full(32, other)
+    assert opcode[2] in ("bfly", "idx"), opcode
+
+    def run(warp: Warp, mask: np.ndarray | None) -> None:
+        assert mask is None
+        warp.write(target, source(warp)[lane], None)
+
+    return run
+
+
+def _bra(a: Assembler, opcode: Any, operands: Any) -> Run:
+    target = a.program.labels[operands[0]]
+
+    def run(warp: Warp, mask: np.ndarray | None) -> None:
+        if mask is not None:
+            raise KernelError("the lanes of a warp take different branches")
+        warp.pc = target
+
+    return run
+
+
+def _ret(a: Assembler, opcode: Any, operands: Any) -> Run:
+    def run(warp: Warp, mask: np.ndarray | None) -> None:
+        assert mask is None
+        warp.is_done = True
+
+    return run
+
+
+def _nothing(a: Assembler, opcode: Any, operands: Any) -> Run:
+    return lambda warp, mask: None
+
+
+def _bar(a: Assembler, opcode: Any, operands: Any) -> Run:
+    assert opcode[1] == "sync", opcode
+    number = a.source(operands[0], np.uint32)
+
+    def run(warp: Warp, mask: np.ndarray | None) -> None:
+        assert mask is None
+        threads = int(operands[1]) if len(operands) > 1 else a.launch.threads
+        warp.block.arrive_named(warp, int(number(warp)[0]), threads)
+
+    return run
+
+
+def _load_param(a: Assembler, operands: Any) -> Run:
+    index = list(a.program.params).index(operands[1].strip("[]"))
+    array = a.launch.args[index]
+    assert isinstance(array, int)
+    address = np.full(32, a.memory.address(array), np.uint64)
+    target = a.register(operands[0])
+    return lambda warp, mask: warp.write(target, address, mask)
+
+
+def _access(a: Assembler, opcode: Any, operands: Any) -> Run:
+    """ld and st: .global, .shared, or generic, which is either."""
+    is_load = opcode[0] == "ld"
+    if opcode[1].startswith("param"):
+        return _load_param(a, operands)
+    count = next((int(part[1]) for part in opcode if re.fullmatch(r"v\d", part)), 1)
+    element = np.dtype(TYPES[opcode[-1]]).itemsize
+    address = a.address(operands[1 if is_load else 0])
+    dtype = {2: np.uint16, 4: np.uint32, 8: np.uint64}[element]
+    vector = [name.strip() for name in operands[0 if is_load else 1].strip("{} ").split(",")]
+    targets = [a.register(name) for name in vector] if is_load else []
+    sources = [] if is_load else [a.source(name, dtype) for name in vector]
+    assert len(vector) == count, operands
+    widths = [np.dtype(a.program.registers[name]) for name in vector] if is_load else []
+    kind = "i" if opcode[-1][0] == "s" else "u"
+
+    def run(warp: Warp, mask: np.ndarray | None) -> None:
+        where = address(warp)
+        active = slice(None) if mask is None else mask
+        lanes = where[active]
+        is_shared = lanes[0] < 1 << 32
+        memory: Any = warp.block.shared if is_shared else a.memory
+        if is_shared:
+            check = warp.block.shared.check_read if is_load else warp.block.shared.check_write
+            check(lanes, element * count, warp.index, warp.clock, "a load" if is_load else "a store")
+        if is_load:
+            found = memory.load(lanes, element * count).view(f"{kind}{element}")
+            for k, register in enumerate(targets):
+                wide = widths[k]  # a wider register takes the value extended, by its sign if it has one
+                out = np.zeros(32, wide)
+                out[active] = found[:, k].astype(wide.str.replace("u", kind)).view(wide)
+                warp.write(register, out, mask)
+        else:
+            data = np.stack([source(warp)[active] for source in sources], axis=1)
+            memory.store(lanes, np.ascontiguousarray(data).view(np.uint8))
+
+    return run
+
+
+BUILDERS: dict[str, Callable[[Assembler, tuple[str, ...], tuple[str, ...]], Run]] = {
+    "mov": _mov, "mul": _mul, "mad": _mad, "cvt": _cvt, "cvta": _cvta, "setp": _setp, "selp": _selp, "elect": _elect,
+    "shfl": _shfl, "bra": _bra, "ret": _ret, "prefetch": _nothing, "bar": _bar, "ld": _access, "st": _access,
+}  # fmt: skip
+
