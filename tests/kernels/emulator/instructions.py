@@ -44,6 +44,10 @@ class Assembler:
             index = self.index[operand]
             if dtype is np.bool_:
                 return lambda warp: warp.registers[index]
+            width, size = np.dtype(self.program.registers[operand]), np.dtype(dtype).itemsize
+            if size < width.itemsize:  # its low bits
+                return lambda warp: warp.registers[index].astype(f"u{size}").view(dtype)
+            assert size == width.itemsize, operand
             return lambda warp: warp.registers[index].view(dtype)
         if operand.startswith("%"):
             return self._special(operand, dtype)
