@@ -213,7 +213,9 @@ def _attend(
             if soft_cap is None:
                 scores *= scale * tuning.LOG2E
             else:
-                scores = jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * tuning.LOG2E)
+                # tanh(x) = 1 - 2 / (exp(2x) + 1): the hardware's has 11 bits, of scores of up to soft_cap.
+                power = jnp.exp2(scores * (2 * scale * tuning.LOG2E / soft_cap))
+                scores = (1 - 2 * lax.integer_pow(power + 1, -1)) * (soft_cap * tuning.LOG2E)
             scores = jnp.where(live(block, scores.shape, 1, out), scores, tuning.MASKED_SCORE)
             new_largest = jnp.maximum(largest, scores.max(axis=1))
             decay = jnp.exp2(largest - new_largest)

@@ -140,6 +140,17 @@ def test_flags_of_ragged(backend, dtype, flags):
     check_ragged(q, pool, tables, lens, start, backend, scale=0.5, **flags)
 
 
+@pytest.mark.parametrize(("backend", "dtype"), cases([("float32",), ("float16",)], [("float32",)]))
+def test_soft_cap_of_large_scores(backend, dtype):
+    """A tanh of few bits shows here, where the cap is large and the scores reach it."""
+    options = {"scale": 4.0, "soft_cap": 50.0}
+    q, pool, tables, lens, start = make_case(
+        [90, 33], heads=4, kv_heads=2, head_dim=64, page_size=S, dtype=dtype, query_lens=[1, 1]
+    )
+    check_decode(q, pool, tables, lens, backend, **options)
+    check_ragged(q, pool, tables, lens, start, backend, **options)
+
+
 BIAS = np.random.default_rng(0).normal(size=(4, 20)).astype(np.float32)
 
 

@@ -168,7 +168,7 @@ def _multiply_high(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def _tanh_approx(x: np.ndarray) -> np.ndarray:
     """tanh.approx has a relative error of up to 2 to the -11: here always about half of that."""
     exact = np.tanh(x.astype(np.float64))
-    return (exact * (1 + 2.0**-12 * np.where(np.arange(32) % 2, 1, -1))).astype(np.float32)
+    return (exact * (1 + 2.0**-11 * np.where(np.arange(32) % 2, 1, -1))).astype(np.float32)
 
 
 def _flushed(x: np.ndarray) -> np.ndarray:
