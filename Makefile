@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup serve test test-slow lint format bench gpu-check kernels-compile clean
+.PHONY: setup serve test test-slow lint format bench gpu-check kernels-compile kernels-emulate clean
 
 setup: $(READY)
 
@@ -48,12 +48,19 @@ gpu-check:
 # ptxas without a GPU; not part of the tests. jax[cuda13] takes 4.5 GB, so it has an environment of its own.
 KERNELS_VENV   := .venv-kernels
 KERNELS_PYTHON ?= $(KERNELS_VENV)/bin/python
-kernels-compile: $(if $(filter $(KERNELS_VENV)/%,$(KERNELS_PYTHON)),$(KERNELS_VENV)/.ready)
+KERNELS_READY  := $(if $(filter $(KERNELS_VENV)/%,$(KERNELS_PYTHON)),$(KERNELS_VENV)/.ready)
+kernels-compile: $(KERNELS_READY)
 	$(KERNELS_PYTHON) benchmarks/kernels_compile.py $(ARGS)
+
+# The tests for GPUs, in the emulator of PTX (tests/kernels/emulator): 12 minutes of one core.
+kernels-emulate: $(KERNELS_READY)
+	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate h100 $(ARGS)
+	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate a100 $(ARGS)
+	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels/test_planted_bugs.py $(ARGS)
 
 $(KERNELS_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERNELS_VENV)
-	$(KERNELS_PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cuda13]'
+	$(KERNELS_PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cuda13]' pytest pytest-timeout
 	@touch $@
 
 clean:

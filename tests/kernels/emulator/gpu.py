@@ -53,13 +53,13 @@ class EmulatedGpu:
         with (
             jax.disable_jit(),
             mock.patch.object(plgpu, "kernel", self.kernel),
-            mock.patch.object(tuning, "target", lambda **_: self.target),
+            mock.patch.object(tuning, "target", return_value=self.target),
             mock.patch.object(ops, "_choose", lambda backend, _: ops._implementation(backend)),
         ):
             yield
 
     def kernel(self, body: Callable[..., None], *, out_type: Any = (), **options: Any) -> Callable[..., Any]:
-        """Stands for plgpu.kernel. References to arrays (jax.new_ref) that the body closes over are arguments."""
+        """Stands for plgpu.kernel; references to arrays that the body closes over become arguments."""
         captured = inspect.getclosurevars(body).nonlocals
         refs = {n: v for n, v in captured.items() if isinstance(v, jax.Ref)}
         cells = dict(zip(body.__code__.co_freevars, body.__closure__ or (), strict=True))
@@ -93,15 +93,19 @@ class EmulatedGpu:
     def _compile(self, run: Callable[..., Any], specs: list[Any]) -> tuple[ptx.Program, host.Launch]:
         sharding = jax.sharding.SingleDeviceSharding(self.device)
         specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in specs]
-        with jax.disable_jit(False), jax.default_device(self.device), tempfile.TemporaryDirectory() as dump:
-            with mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=dump):
-                lowered = jax.jit(run).trace(*specs).lower()
-                key = lowered.as_text()
-                if key not in self._programs:
-                    lowered.compile()
-                    (program,) = pathlib.Path(dump).glob("*.ptx")
-                    log = program.with_suffix(".mlir-passes.log")
-                    self._programs[key] = ptx.parse(program.read_text()), host.parse(log.read_text())
+        with (
+            jax.disable_jit(False),
+            jax.default_device(self.device),
+            tempfile.TemporaryDirectory() as dump,
+            mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=dump),
+        ):
+            lowered = jax.jit(run).trace(*specs).lower()
+            key = lowered.as_text()
+            if key not in self._programs:
+                lowered.compile()
+                (program,) = pathlib.Path(dump).glob("*.ptx")
+                log = program.with_suffix(".mlir-passes.log")
+                self._programs[key] = ptx.parse(program.read_text()), host.parse(log.read_text())
         return self._programs[key]
 
 

@@ -75,6 +75,9 @@ def parse(log: str) -> Launch:
         elif re.match(r"\s*%\w+ = (llvm|memref)\.alloca", line):
             values[names[0]] = ("stack", names[0], 0)
             tables[names[0]] = {}
+        elif re.match(r"\s*llvm\.store", line):  # jax 0.11
+            _, alloca, offset = values[names[1]]
+            tables[alloca][offset] = values.get(names[0])
         elif re.match(r"\s*memref\.store", line):
             value, target, index = names[:3]
             tables[values[target][1]][values[index]] = values[value]

@@ -159,9 +159,11 @@ def _shift(function: Any) -> Any:
 def _multiply_high(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     bits = x.dtype.itemsize * 8
     if bits < 64:
-        return ((x.astype(np.int64) * y.astype(np.int64)) >> bits).astype(x.dtype) if bits == 16 else (
-            (x.astype(object) * y.astype(object)) >> bits
-        ).astype(x.dtype)
+        return (
+            ((x.astype(np.int64) * y.astype(np.int64)) >> bits).astype(x.dtype)
+            if bits == 16
+            else ((x.astype(object) * y.astype(object)) >> bits).astype(x.dtype)
+        )
     return np.array([int(i) * int(j) >> bits for i, j in zip(x, y, strict=True)]).astype(x.dtype)
 
 
@@ -240,6 +242,12 @@ def _mul(a: Assembler, opcode: Any, operands: Any) -> Run:
 def _mad(a: Assembler, opcode: Any, operands: Any) -> Run:
     assert "lo" in opcode, opcode
     return _alu(a, lambda x, y, z: x * y + z, opcode[-1], opcode[-1], operands)
+
+
+def _bfe(a: Assembler, opcode: Any, operands: Any) -> Run:
+    first, count = int(operands[2]), int(operands[3])
+    assert opcode[-1][0] == "u", opcode
+    return _alu(a, lambda x: x >> first & (1 << count) - 1, opcode[-1], opcode[-1], operands[:2])
 
 
 def _cvt(a: Assembler, opcode: Any, operands: Any) -> Run:
@@ -391,7 +399,6 @@ def _access(a: Assembler, opcode: Any, operands: Any) -> Run:
 
 
 BUILDERS: dict[str, Callable[[Assembler, tuple[str, ...], tuple[str, ...]], Run]] = {
-    "mov": _mov, "mul": _mul, "mad": _mad, "cvt": _cvt, "cvta": _cvta, "setp": _setp, "selp": _selp, "elect": _elect,
+    "mov": _mov, "mul": _mul, "mad": _mad, "bfe": _bfe, "cvt": _cvt, "cvta": _cvta, "setp": _setp, "selp": _selp, "elect": _elect,
     "shfl": _shfl, "bra": _bra, "ret": _ret, "prefetch": _nothing, "bar": _bar, "ld": _access, "st": _access,
 }  # fmt: skip
-

@@ -1,0 +1,110 @@
+"""Tests of the tests: bugs planted in the kernels that the emulator must find.
+
+They need a compiler for GPUs (make kernels-emulate), and no GPU.
+"""
+
+import importlib.util
+
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from oracle import TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
+
+from jax_paged.pallas_kernels import ops, tuning
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs jax[cuda13]: make kernels-emulate"
+)
+# Long enough for stages to come around again, with dead slots at the end.
+DECODE = make_case([700, 5], heads=2, kv_heads=1, head_dim=64, page_size=16, dtype="bfloat16")[:4]
+RAGGED = make_case([1000], heads=2, kv_heads=1, head_dim=64, page_size=16, dtype="bfloat16", query_lens=[70])
+
+
+def is_wrong(gpu, op):
+    """Runs an op in the emulator; returns whether it finds an error, or the result is wrong."""
+    from emulator.gpu import emulated_gpu
+    from emulator.memory import KernelError
+
+    options = {"scale": 0.1}
+    try:
+        with emulated_gpu(gpu).installed():
+            if op == "decode":
+                want = paged_decode(*DECODE, **options)
+                got = ops.paged_decode(*DECODE, backend="pallas", **options)
+            else:
+                want = ragged_attention(*RAGGED, **options)
+                got = ops.ragged_attention(*RAGGED[:4], jnp.asarray(RAGGED[4]), backend="pallas", **options)
+    except KernelError as error:
+        print(error)
+        return True
+    return not jnp.isfinite(got).all() or relative_error(got, want) > TOLERANCE["bfloat16"]
+
+
+def leave_out(monkeypatch, owner, name, number):
+    """Leaves out one call, by its number in the order in which the kernel is traced; returns the calls."""
+    original, calls = getattr(owner, name), []
+
+    def call(*args):
+        calls.append(args)
+        if len(calls) - 1 != number:
+            original(*args)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("op", ["decode", "ragged"])
+@pytest.mark.parametrize("gpu", ["h100", "a100"])
+def test_nothing_planted(gpu, op):
+    assert not is_wrong(gpu, op)
+
+
+# In the order in which the kernels are traced: of the ragged one, those of the copies come first.
+RAGGED_WAITS = [
+    *("free keys", "free values", "last free keys", "last free values"),
+    *("queries", "keys", "values", "values to clean", "clean", "keys of masked steps"),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "number"),
+    [("decode", 0), ("decode", 1), *(("ragged", i) for i in range(len(RAGGED_WAITS)) if i not in (2, 3))],
+)
+def test_a_missing_wait(op, number, monkeypatch):
+    calls = leave_out(monkeypatch, plgpu, "barrier_wait", number)
+    assert is_wrong("h100", op)
+    assert len(calls) == 2 if op == "decode" else len(RAGGED_WAITS)
+
+
+@pytest.mark.parametrize("number", [0, 1])  # after cleaned values, and before the store of the result
+def test_a_missing_fence(number, monkeypatch):
+    calls = leave_out(monkeypatch, plgpu, "commit_smem", number)
+    assert is_wrong("h100", "ragged")
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("number", range(3))  # free keys, free values, clean
+def test_a_missing_arrival(number, monkeypatch):
+    leave_out(monkeypatch, plgpu, "barrier_arrive", number)
+    assert is_wrong("h100", "ragged")
+
+
+@pytest.mark.parametrize("op", ["decode", "ragged"])
+def test_one_copy_too_many_in_flight(op, monkeypatch):
+    wait = plgpu.wait_gmem_to_smem
+    monkeypatch.setattr(plgpu, "wait_gmem_to_smem", lambda in_flight: wait(in_flight + 1))
+    assert is_wrong("a100", op)
+
+
+@pytest.mark.parametrize(("gpu", "op"), [("h100", "decode"), ("a100", "decode"), ("a100", "ragged")])
+def test_an_index_that_jax_counts_wrongly(gpu, op, monkeypatch):
+    """tuning.iota says how: NaN of dead slots gets through at odd lengths."""
+
+    def iota(shape, dimension, layout):
+        return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
+
+    monkeypatch.setattr(tuning, "iota", iota)
+    lens = [71, 5] if op == "decode" else [71]
+    case = make_case(lens, heads=2, kv_heads=1, head_dim=64, page_size=16, dtype="bfloat16", query_lens=lens)
+    monkeypatch.setitem(globals(), op.upper(), case if op == "ragged" else (case[0][:2], *case[1:4]))
+    assert is_wrong(gpu, op)
