@@ -194,7 +194,7 @@ def _attend(
             token = tuning.iota(shape, dimension, layout) + block * tokens
             return (token < length) if window is None else (token < length) & (token >= length - window)
 
-        def attend_block(queries, block, carry):
+        def attend_block(queries, block, carry, *, is_full):
             accs, largest, total, page_ids = carry
             slot, ahead = lax.rem(block, jnp.int32(num_stages)), block + (num_stages - 1)
 
@@ -216,7 +216,8 @@ def _attend(
                 # tanh(x) = 1 - 2 / (exp(2x) + 1): the hardware's has 11 bits, of scores of up to soft_cap.
                 power = jnp.exp2(scores * (2 * scale * tuning.LOG2E / soft_cap))
                 scores = (1 - 2 * lax.integer_pow(power + 1, -1)) * (soft_cap * tuning.LOG2E)
-            scores = jnp.where(live(block, scores.shape, 1, out), scores, tuning.MASKED_SCORE)
+            if not is_full:
+                scores = jnp.where(live(block, scores.shape, 1, out), scores, tuning.MASKED_SCORE)
             new_largest = jnp.maximum(largest, scores.max(axis=1))
             decay = jnp.exp2(largest - new_largest)
             probs = jnp.exp2(scores - lax.broadcast_in_dim(new_largest, scores.shape, [0]))
@@ -229,8 +230,8 @@ def _attend(
             new_accs = []
             for acc, (start, width) in zip(accs, parts, strict=True):
                 values = plgpu.load(v_smem.at[slot, :, pl.ds(start, width)], layout=rhs, optimized=False)
-                # 0 * NaN is NaN: what a dead slot holds must not reach the product.
-                values = jnp.where(live(block, values.shape, 0, rhs), values, jnp.zeros_like(values))
+                if not is_full:  # 0 * NaN is NaN: what a dead slot holds must not reach the product
+                    values = jnp.where(live(block, values.shape, 0, rhs), values, jnp.zeros_like(values))
                 acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
                 new_accs.append(tuning.mma(acc, weights, values, interpret=interpret))
             return new_accs, new_largest, total, load_page_ids(ahead + 1)
@@ -250,8 +251,15 @@ def _attend(
             page_ids = load_page_ids(first + num_stages - 1)
             carry = ([zeros(width) for _, width in parts], largest, zeros(tokens), page_ids)
             queries = plgpu.load(q_ref.at[seq, head], layout=lhs, optimized=False)
-            step = functools.partial(attend_block, queries)
-            accs, largest, total, _ = lax.fori_loop(first, last, step, carry)
+            full = functools.partial(attend_block, queries, is_full=True)
+            masked = functools.partial(attend_block, queries, is_full=False)
+            begin, end = first, jnp.clip(lax.div(length, jnp.int32(tokens)), first, last)
+            if window is not None:
+                begin = lax.div(jnp.maximum(length - window, 0) + tokens - 1, jnp.int32(tokens))
+                begin = jnp.clip(begin, first, end)
+                carry = lax.fori_loop(first, begin, masked, carry)
+            carry = lax.fori_loop(begin, end, full, carry)
+            accs, largest, total, _ = lax.fori_loop(end, last, masked, carry)
             # By way of shared memory, as the rows past the group need not go out. A buffer for each part: JAX
             # swizzles it as it likes, and writes to the wrong places of a slice that cuts the pattern.
             for acc, acc_smem, (start, width) in zip(accs, acc_smems, parts, strict=True):
