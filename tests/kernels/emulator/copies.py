@@ -6,44 +6,63 @@ from typing import Any
 import numpy as np
 
 from emulator.host import TensorMap
-from emulator.machine import Flight, Mbarrier, Run, Warp
-from emulator.memory import KernelError, swizzled
+from emulator.machine import Mbarrier, Operation, Run, Warp, uniform
+from emulator.memory import KernelError, Kind, swizzled
 
 
 def _mbarrier(a: Any, opcode: tuple[str, ...], operands: tuple[str, ...]) -> Run:
-    if opcode[1] == "try_wait":
-        return _try_wait(a, operands)
-    if opcode[1] == "init":
-        address, count = a.address(operands[0]), a.source(operands[1], np.uint32)
+    modifiers = {part.split("__")[0] for part in opcode[2:]}
+    match opcode[1]:
+        case "init" if modifiers <= {"shared", "b64"}:
+            return _init(a, operands)
+        case "try_wait" if (
+            modifiers <= {"parity", "acquire", "cta", "shared", "b64"} and "parity" in modifiers
+        ):
+            return _try_wait(a, operands)
+        case "arrive" if modifiers <= {"expect_tx", "release", "cta", "shared", "b64"} and operands[0] == "_":
+            return _arrive(a, operands, expects="expect_tx" in modifiers)
+    raise ValueError(opcode)
 
-        def init(warp: Warp, mask: np.ndarray | None) -> None:
-            where, n = int(address(warp)[0]), int(count(warp)[0])
-            zeros = np.zeros_like(warp.clock)
-            warp.block.mbarriers[where] = Mbarrier(n, n, 0, 0, zeros, zeros)
 
-        return init
-    assert opcode[1] == "arrive", opcode
+def _init(a: Any, operands: tuple[str, ...]) -> Run:
+    address, count = a.address(operands[0]), a.source(operands[1], np.uint32)
+
+    def run(warp: Warp, mask: np.ndarray | None) -> None:
+        if mask is None or mask.sum() != 1:
+            raise KernelError("a barrier is made by more than one thread")
+        where, number, zeros = (
+            uniform(address(warp), mask),
+            uniform(count(warp), mask),
+            np.zeros_like(warp.clock),
+        )
+        warp.block.shared.check_write(np.array([where]), 8, warp.access(Kind.THREADS, "mbarrier.init"))
+        warp.block.mbarriers[where] = Mbarrier(number, number, 0, 0, zeros, zeros, owner=warp.index)
+
+    return run
+
+
+def _arrive(a: Any, operands: tuple[str, ...], *, expects: bool) -> Run:
     address = a.address(operands[1])
-    amount = a.source(operands[2], np.uint32) if len(operands) > 2 else None
-    expects = "expect_tx" in opcode
+    amount = a.source(operands[2] if len(operands) > 2 else "1", np.uint32)
 
-    def arrive(warp: Warp, mask: np.ndarray | None) -> None:
-        barrier = warp.block.mbarrier(int(address(warp)[0]))
-        num_lanes = 32 if mask is None else int(mask.sum())
-        value = 1 if amount is None else int(amount(warp)[0])
-        barrier.bytes_missing += value * num_lanes if expects else 0
-        barrier.pending -= num_lanes * (1 if expects else value)
+    def run(warp: Warp, mask: np.ndarray | None) -> None:
+        barrier = warp.block.mbarrier(warp, uniform(address(warp), mask))
+        values = amount(warp) if mask is None else amount(warp)[mask]
+        barrier.bytes_missing += int(values.sum()) if expects else 0
+        barrier.pending -= len(values) if expects else int(values.sum())
         np.maximum(barrier.clock, warp.release(), out=barrier.clock)
         barrier.settle()
 
-    return arrive
+    return run
 
 
 def _try_wait(a: Any, operands: tuple[str, ...]) -> Run:
-    target, address, parity = a.register(operands[0]), a.address(operands[1]), a.source(operands[2], np.uint32)
+    target, address = a.register(operands[0]), a.address(operands[1])
+    parity = a.source(operands[2], np.uint32)
 
     def run(warp: Warp, mask: np.ndarray | None) -> None:
-        barrier, wanted = warp.block.mbarrier(int(address(warp)[0])), int(parity(warp)[0])
+        barrier = warp.block.mbarrier(warp, uniform(address(warp), mask))
+        wanted = uniform(parity(warp), mask)
         if barrier.phase == wanted:  # that phase is not over: again when it is
             warp.pc -= 1
             warp.wait = lambda: barrier.phase != wanted
@@ -55,55 +74,36 @@ def _try_wait(a: Any, operands: tuple[str, ...]) -> Run:
 
 
 def _cp(a: Any, opcode: tuple[str, ...], operands: tuple[str, ...]) -> Run:
-    assert opcode[1] == "async", opcode
-    is_bulk = opcode[2] == "bulk"
-    if opcode[2 + is_bulk] == "commit_group":
-        return _commit("stores" if is_bulk else "copies")
-    if opcode[2 + is_bulk] == "wait_group":
-        return _wait("stores" if is_bulk else "copies", int(operands[0]), kind=3 if is_bulk else 1)
-    if not is_bulk:
-        return _cp_async(a, operands)
-    assert opcode[3] == "tensor", opcode
-    return _tma_store(a, operands) if opcode[5] == "global" else _tma_load(a, operands)
-
-
-def _commit(what: str) -> Run:
-    def run(warp: Warp, mask: np.ndarray | None) -> None:
-        getattr(warp, what).append([])
-
-    return run
-
-
-def _wait(what: str, num_left: int, kind: int) -> Run:
-    """Ends the oldest groups: all but the last `num_left` that were committed."""
-
-    def run(warp: Warp, mask: np.ndarray | None) -> None:
-        groups = getattr(warp, what)
-        agent = warp.agent(kind)
-        while len(groups) - 1 > num_left:
-            for finish in groups.pop(0):
-                warp.clock[agent] = max(warp.clock[agent], finish())
-
-    return run
+    match opcode[1:]:
+        case ("async", "commit_group"):
+            return lambda warp, mask: warp.commit(Kind.COPY)
+        case ("async", "wait_group"):
+            return lambda warp, mask: warp.finish(Kind.COPY, int(operands[0]))
+        case ("async", "ca" | "cg", "shared" | "shared__cta", "global") if len(operands) == 3:
+            return _cp_async(a, operands)
+        case ("async", "bulk", "commit_group"):
+            return lambda warp, mask: warp.commit(Kind.STORE)
+        case ("async", "bulk", "wait_group") | ("async", "bulk", "wait_group", "read"):
+            return lambda warp, mask: warp.finish(Kind.STORE, int(operands[0]))
+        case ("async", "bulk", "tensor", _, "global", "shared__cta", "bulk_group"):
+            return _tma_store(a, operands)
+        case ("async", "bulk", "tensor", _, "shared__cta" | "shared__cluster", "global", _) if (
+            len(operands) == 3
+        ):
+            return _tma_load(a, operands)
+    raise ValueError(opcode)
 
 
 def _cp_async(a: Any, operands: tuple[str, ...]) -> Run:
     target, source, size = a.address(operands[0]), a.address(operands[1]), int(operands[2])
-    assert len(operands) == 3, operands
 
     def run(warp: Warp, mask: np.ndarray | None) -> None:
         active = slice(None) if mask is None else mask
         where, data = target(warp)[active], a.memory.load(source(warp)[active], size)
-        agent, clock = warp.launch_async(1)
-        shared = warp.block.shared
-        shared.check_write(where, size, agent, clock, "cp.async")
+        access, shared = warp.access(Kind.COPY, "cp.async"), warp.block.shared
+        shared.check_write(where, size, access)
         shared.poison(where, size)
-
-        def finish() -> int:
-            shared.store(where, data)
-            return int(clock[agent])
-
-        warp.copies[-1].append(finish)
+        warp.start(Kind.COPY, Operation(lambda: shared.store(where, data), access))
 
     return run
 
@@ -114,9 +114,20 @@ def _coordinates(a: Any, operand: str) -> tuple[Any, list[Any]]:
     return a.source(match[1], np.uint64), [a.source(c.strip(), np.int32) for c in match[2].split(",")]
 
 
+def _check_map(tensor: TensorMap, itemsize: int) -> None:
+    """The driver makes no tensor map that this does not let through."""
+    line = tensor.box[-1] * itemsize
+    is_right = len(tensor.box) <= 5 and max(tensor.box) <= 256 and min(tensor.box) > 0
+    is_right &= tensor.strides[-1] == 1 and all(s * itemsize % 16 == 0 for s in tensor.strides[:-1])
+    is_right &= line % 16 == 0 if tensor.swizzle == 16 else line == tensor.swizzle
+    if not is_right:
+        raise KernelError(f"{tensor} of elements of {itemsize} bytes is not a tensor map")
+
+
 def _tile(memory: Any, tensor: TensorMap, start: list[int]) -> tuple[np.ndarray, tuple[slice, ...]]:
     """Returns a view of the part of the box that is in bounds, and where that is in the box."""
     array = memory.arrays[tensor.buffer].reshape(-1)
+    _check_map(tensor, array.itemsize)
     strides = tuple(s * array.itemsize for s in tensor.strides)
     last = sum((n - 1) * s for n, s in zip(tensor.sizes, tensor.strides, strict=True))
     if last >= array.size:
@@ -131,9 +142,15 @@ def _tile(memory: Any, tensor: TensorMap, start: list[int]) -> tuple[np.ndarray,
 
 
 def _chunks(tensor: TensorMap, address: int, num_bytes: int) -> np.ndarray:
-    if address % max(128, 8 * tensor.swizzle if tensor.swizzle > 16 else 128):
+    if address % (8 * max(16, tensor.swizzle)):
         raise KernelError(f"a tile at {address:#x} is not aligned to its swizzle pattern of {tensor.swizzle}")
     return swizzled(np.arange(address, address + num_bytes, 16), tensor.swizzle)
+
+
+def _issuer(mask: np.ndarray | None) -> int:
+    if mask is None or mask.sum() != 1:
+        raise KernelError("a TMA copy is issued by more than one thread")
+    return int(np.flatnonzero(mask)[0])
 
 
 def _tma_load(a: Any, operands: tuple[str, ...]) -> Run:
@@ -141,10 +158,7 @@ def _tma_load(a: Any, operands: tuple[str, ...]) -> Run:
     descriptor, coordinates = _coordinates(a, operands[1])
 
     def run(warp: Warp, mask: np.ndarray | None) -> None:
-        lane = 0 if mask is None else int(np.flatnonzero(mask)[0])
-        if mask is None or mask.sum() != 1:
-            raise KernelError("a TMA copy is issued by more than one thread")
-        block = warp.block
+        lane, block = _issuer(mask), warp.block
         tensor = block.tensor_map(int(descriptor(warp)[lane]))
         start = [int(c(warp)[lane]) for c in reversed(coordinates)]
         part, within = _tile(a.memory, tensor, start)
@@ -152,18 +166,20 @@ def _tma_load(a: Any, operands: tuple[str, ...]) -> Run:
         box[within] = part
         data = box.reshape(-1).view(np.uint8).reshape(-1, 16)
         where = _chunks(tensor, int(target(warp)[lane]), data.size)
-        agent, clock = block.launch_load(warp)
-        block.shared.check_write(where, 16, agent, clock, "a TMA load")
+        access = block.load_access(warp)
+        block.shared.check_write(where, 16, access)
         block.shared.poison(where, 16)
-        barrier = block.mbarrier(int(barrier_address(warp)[lane]))
+        barrier = block.mbarrier(warp, int(barrier_address(warp)[lane]))
+        if not barrier.is_fenced:
+            raise KernelError("TMA uses a barrier without fence.mbarrier_init after it was made")
 
         def arrive() -> None:
             block.shared.store(where, data)
             barrier.bytes_missing -= data.size
-            np.maximum(barrier.clock, clock, out=barrier.clock)
+            barrier.clock[access.agent] = max(barrier.clock[access.agent], access.tick)
             barrier.settle()
 
-        block.flights.append(Flight(arrive))
+        block.flights.append(arrive)
 
     return run
 
@@ -173,31 +189,35 @@ def _tma_store(a: Any, operands: tuple[str, ...]) -> Run:
     source = a.address(operands[1])
 
     def run(warp: Warp, mask: np.ndarray | None) -> None:
-        lane = 0 if mask is None else int(np.flatnonzero(mask)[0])
-        if mask is None or mask.sum() != 1:
-            raise KernelError("a TMA copy is issued by more than one thread")
-        block = warp.block
-        tensor = block.tensor_map(int(descriptor(warp)[lane]))
+        lane, shared = _issuer(mask), warp.block.shared
+        tensor = warp.block.tensor_map(int(descriptor(warp)[lane]))
         part, within = _tile(a.memory, tensor, [int(c(warp)[lane]) for c in reversed(coordinates)])
         num_bytes = int(np.prod(tensor.box)) * part.itemsize
         where = _chunks(tensor, int(source(warp)[lane]), num_bytes)
-        agent, clock = warp.launch_async(3)
-        block.shared.check_read(where, 16, agent, clock, "TMA store")
+        access = warp.access(Kind.STORE, "a TMA store")
+        shared.check_read(where, 16, access)
 
-        def finish() -> int:  # reads as late as it may
-            part[...] = block.shared.load(where, 16).reshape(-1).view(part.dtype).reshape(tensor.box)[within]
-            return int(clock[agent])
+        def finish() -> None:
+            part[...] = shared.load(where, 16).reshape(-1).view(part.dtype).reshape(tensor.box)[within]
 
-        warp.stores[-1].append(finish)
+        warp.start(Kind.STORE, Operation(finish, access))
 
     return run
 
 
 def _fence(a: Any, opcode: tuple[str, ...], operands: tuple[str, ...]) -> Run:
-    if opcode[1] == "proxy":
-        return lambda warp, mask: warp.block.shared.fence_proxy(warp.index)
-    assert opcode[1] == "mbarrier_init", opcode
-    return lambda warp, mask: None
+    orders_data = opcode[1:] in (("proxy", "async"), ("proxy", "async", "shared__cta"))
+    if not orders_data and opcode[1] != "mbarrier_init":
+        raise ValueError(opcode)
+
+    def run(warp: Warp, mask: np.ndarray | None) -> None:
+        for barrier in warp.block.mbarriers.values():
+            barrier.is_fenced |= barrier.owner == warp.index
+        if orders_data:
+            assert mask is None  # it would order the writes of some lanes
+            warp.block.shared.fence_proxy(warp.index, warp.clock)
+
+    return run
 
 
 BUILDERS: dict[str, Any] = {"mbarrier": _mbarrier, "cp": _cp, "fence": _fence}

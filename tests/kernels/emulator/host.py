@@ -53,7 +53,7 @@ def parse(log: str) -> Launch:
     assert buffers is not None
     array_of_arrays = buffers[1] or buffers[2]
     values: dict[str, Any] = {array_of_arrays: ("arrays", 0)}
-    tables: dict[str, dict[int, int]] = {}
+    tables: dict[str, dict[int, Any]] = {}
     maps: dict[tuple[str, int], TensorMap] = {}
 
     def table(name: str) -> tuple[int, ...]:
@@ -97,9 +97,7 @@ def parse(log: str) -> Launch:
             values[names[0]] = values[names[1]]
         elif "init_tma_desc(%" in line:
             target, base, _, rank, sizes, strides, swizzle, box = names[:8]
-            made = TensorMap(
-                values[base][1], table(sizes), table(strides), values[swizzle], table(box)
-            )
+            made = TensorMap(values[base][1], table(sizes), table(strides), values[swizzle], table(box))
             assert len(made.sizes) == len(made.strides) == len(made.box) == values[rank], line
             maps[values[target][1:]] = made
         elif "gpu.launch_func" in line:

@@ -8,20 +8,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from emulator import copies, tensor_units
+from emulator import arithmetic, copies, tensor_units
+from emulator.arithmetic import TYPES
 from emulator.host import Launch
-from emulator.machine import LANES, Run, Step, Warp
-from emulator.memory import SMEM_BASE, GlobalMemory, KernelError
+from emulator.machine import LANES, Run, Step, Warp, uniform
+from emulator.memory import SMEM_BASE, GlobalMemory, KernelError, Kind
 from emulator.ptx import Instruction, Program
 
-TYPES: dict[str, Any] = {
-    "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32,
-    "f32": np.float32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "pred": np.bool_,
-    "bf16": ml_dtypes.bfloat16, "f16": np.float16,
-}  # fmt: skip
 PARAMETER_SPACE = 1 << 56
 
 
@@ -70,21 +65,15 @@ class Assembler:
         axis = "xyz".find(operand[-1])
         threads = (self.launch.threads, 1, 1)
 
-        def read(warp: Warp) -> np.ndarray:
-            match operand[:-2]:
-                case "%tid":
-                    value = warp.index * 32 + LANES if axis == 0 else 0
-                case "%ctaid":
-                    value = warp.block.index[axis]
-                case "%nctaid":
-                    value = self.launch.grid[axis]
-                case "%ntid":
-                    value = threads[axis]
-                case _:
-                    raise ValueError(f"unknown special register {operand}")
-            return np.broadcast_to(np.asarray(value, np.uint32), 32).view(dtype)
-
-        return read
+        grid = self.launch.grid
+        values: dict[str, Callable[[Warp], Any]] = {
+            "%tid": lambda warp: warp.index * 32 + LANES if axis == 0 else 0,
+            "%ctaid": lambda warp: warp.block.index[axis],
+            "%nctaid": lambda warp: grid[axis],
+            "%ntid": lambda warp: threads[axis],
+        }
+        value = values[operand[:-2]]
+        return lambda warp: np.broadcast_to(np.asarray(value(warp), np.uint32), 32).view(dtype)
 
     def address(self, operand: str) -> Callable[[Warp], np.ndarray]:
         """[%rd1+16], as int64."""
@@ -111,26 +100,35 @@ def assemble(program: Program, launch: Launch, memory: GlobalMemory) -> tuple[li
         guard, wanted = (None, True)
         if instruction.guard is not None:
             guard, wanted = assembler.register(instruction.guard[0]), instruction.guard[1]
-        text = f"{'.'.join(instruction.opcode)} {', '.join(instruction.operands)}"[:120]
-        steps.append(Step(run, guard, wanted, instruction.location, text))
+        steps.append(Step(run, guard, wanted, instruction.location, _text(instruction)))
     return steps, len(program.registers)
 
 
 def _build(a: Assembler, instruction: Instruction) -> Run:
     opcode, operands = instruction.opcode, instruction.operands
-    name, kind = opcode[0], opcode[-1]
-    for table in (copies.BUILDERS, tensor_units.BUILDERS, BUILDERS):
-        if name in table:
-            return table[name](a, opcode, operands)
-    if name in ALU:
-        return _alu(a, ALU[name](opcode), kind, kind, operands)
-    raise ValueError(f"instruction {'.'.join(opcode)} is not known")
+    function = arithmetic.function(opcode)
+    try:
+        if function is not None:
+            return _alu(a, function, [opcode[-1]] * (len(operands) - 1), opcode[-1], operands)
+        for table in (copies.BUILDERS, tensor_units.BUILDERS, BUILDERS):
+            if opcode[0] in table:
+                return table[opcode[0]](a, opcode, operands)
+    except (AssertionError, IndexError, KeyError, ValueError) as error:
+        raise ValueError(f"{_text(instruction)} is not known: {error}") from error
+    raise ValueError(f"{_text(instruction)} is not known")
 
 
-def _alu(a: Assembler, function: Any, source_type: str, target_type: str, operands: Any) -> Run:
-    sources = [a.source(operand, TYPES[source_type]) for operand in operands[1:]]
+def _text(instruction: Instruction) -> str:
+    return f"{'.'.join(instruction.opcode)} {', '.join(instruction.operands)}"[:120]
+
+
+def _alu(a: Assembler, function: Any, source_types: Any, target_type: str, operands: Any) -> Run:
+    sources = [
+        a.source(operand, TYPES[kind]) for operand, kind in zip(operands[1:], source_types, strict=True)
+    ]
     target, width = a.register(operands[0]), a.program.registers[operands[0]]
     dtype = TYPES[target_type]
+    assert np.dtype(dtype).itemsize == np.dtype(width).itemsize, operands
 
     def run(warp: Warp, mask: np.ndarray | None) -> None:
         result = np.asarray(function(*(source(warp) for source in sources)), dtype)
@@ -139,77 +137,10 @@ def _alu(a: Assembler, function: Any, source_type: str, target_type: str, operan
     return run
 
 
-def _shift(function: Any) -> Any:
-    def build(opcode: tuple[str, ...]) -> Any:
-        bits = np.dtype(TYPES[opcode[-1]]).itemsize * 8
-
-        def shift(value: np.ndarray, count: np.ndarray) -> np.ndarray:
-            count = count.view(count.dtype.str.replace("i", "u"))
-            is_out = count >= bits
-            shifted = function(value, np.where(is_out, bits - 1, count).astype(value.dtype))
-            if value.dtype.kind == "i" and function is np.right_shift:
-                return shifted
-            return np.where(is_out, value.dtype.type(0), shifted)
-
-        return shift
-
-    return build
-
-
-def _multiply_high(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    bits = x.dtype.itemsize * 8
-    if bits < 64:
-        return (
-            ((x.astype(np.int64) * y.astype(np.int64)) >> bits).astype(x.dtype)
-            if bits == 16
-            else ((x.astype(object) * y.astype(object)) >> bits).astype(x.dtype)
-        )
-    return np.array([int(i) * int(j) >> bits for i, j in zip(x, y, strict=True)]).astype(x.dtype)
-
-
-def _tanh_approx(x: np.ndarray) -> np.ndarray:
-    """tanh.approx has a relative error of up to 2 to the -11: here always about half of that."""
-    exact = np.tanh(x.astype(np.float64))
-    return (exact * (1 + 2.0**-11 * np.where(np.arange(32) % 2, 1, -1))).astype(np.float32)
-
-
-def _flushed(x: np.ndarray) -> np.ndarray:
-    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x)
-
-
-def _fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
-    return x.astype(np.float64) * y.astype(np.float64) + z.astype(np.float64)
-
-
-def _always(function: Any) -> Any:
-    return lambda opcode: function
-
-
-# By name: from the opcode's parts to a function of arrays; operands and result have the opcode's last type.
-ALU: dict[str, Callable[[tuple[str, ...]], Any]] = {
-    "add": _always(np.add),
-    "sub": _always(np.subtract),
-    "neg": _always(np.negative),
-    "not": _always(np.bitwise_not),
-    "and": _always(np.bitwise_and),
-    "or": _always(np.bitwise_or),
-    "xor": _always(np.bitwise_xor),
-    "min": _always(np.minimum),
-    "max": _always(np.maximum),
-    "shl": _shift(np.left_shift),
-    "shr": _shift(np.right_shift),
-    "fma": _always(_fma),
-    "ex2": lambda opcode: (lambda x: _flushed(np.exp2(_flushed(x)))) if "ftz" in opcode else np.exp2,
-    "rcp": _always(lambda x: np.float32(1) / x),
-    "div": _always(np.divide),
-    "tanh": _always(_tanh_approx),
-}
-
-
 def _mov(a: Assembler, opcode: Any, operands: Any) -> Run:
     """Between registers, or between one and the halves of a vector, the low one first."""
     whole = TYPES[opcode[-1]]
-    half = {np.uint32: np.uint16, np.uint64: np.uint32}.get(whole)
+    half: Any = {"b32": np.uint16, "b64": np.uint32}.get(opcode[-1])
     if operands[0].startswith("{"):
         targets, source = a.registers(operands[0]), a.source(operands[1], whole)
 
@@ -228,57 +159,64 @@ def _mov(a: Assembler, opcode: Any, operands: Any) -> Run:
             warp.write(target, halves.view(whole)[:, 0], mask)
 
         return pack
-    return _alu(a, lambda x: x, opcode[-1], opcode[-1], operands)
+    return _alu(a, lambda x: x, opcode[-1:], opcode[-1], operands)
+
+
+def _shift(a: Assembler, opcode: Any, operands: Any) -> Run:
+    function = arithmetic.shift_left if opcode[0] == "shl" else arithmetic.shift_right
+    return _alu(a, function, [opcode[-1], "u32"], opcode[-1], operands)
 
 
 def _mul(a: Assembler, opcode: Any, operands: Any) -> Run:
-    kind = opcode[-1]
-    if "wide" in opcode:
+    _, part, kind = opcode
+    if part == "wide":
         wide = {"s32": "s64", "u32": "u64", "s16": "s32", "u16": "u32"}[kind]
-        return _alu(a, lambda x, y: x.astype(TYPES[wide]) * y.astype(TYPES[wide]), kind, wide, operands)
-    return _alu(a, _multiply_high if "hi" in opcode else np.multiply, kind, kind, operands)
+        dtype = TYPES[wide]
+        return _alu(a, lambda x, y: x.astype(dtype) * y.astype(dtype), [kind, kind], wide, operands)
+    function = {"hi": arithmetic.multiply_high, "lo": np.multiply}[part]
+    return _alu(a, function, [kind, kind], kind, operands)
 
 
 def _mad(a: Assembler, opcode: Any, operands: Any) -> Run:
-    assert "lo" in opcode, opcode
-    return _alu(a, lambda x, y, z: x * y + z, opcode[-1], opcode[-1], operands)
+    _, part, kind = opcode
+    assert part == "lo", opcode
+    return _alu(a, lambda x, y, z: x * y + z, [kind] * 3, kind, operands)
 
 
 def _bfe(a: Assembler, opcode: Any, operands: Any) -> Run:
-    first, count = int(operands[2]), int(operands[3])
-    assert opcode[-1][0] == "u", opcode
-    return _alu(a, lambda x: x >> first & (1 << count) - 1, opcode[-1], opcode[-1], operands[:2])
+    kind, first, count = opcode[-1], int(operands[2]), int(operands[3])
+    assert kind == "u32", opcode
+    assert first + count <= 32, operands
+    return _alu(a, lambda x: x >> first & (1 << count) - 1, [kind], kind, operands[:2])
 
 
 def _cvt(a: Assembler, opcode: Any, operands: Any) -> Run:
-    target, source = opcode[-2:]
+    *modifiers, target, source = opcode[1:]
     if target in ("bf16x2", "f16x2"):
+        assert modifiers == ["rn"], opcode
         half = TYPES[target[:-2]]
 
         def pack(high: np.ndarray, low: np.ndarray) -> np.ndarray:
             bits = (x.astype(half).view(np.uint16).astype(np.uint32) for x in (high, low))
             return next(bits) << 16 | next(bits)
 
-        return _alu(a, pack, source, "b32", operands)
-    assert "rn" in opcode or (target[0] in "su" and source[0] in "su"), opcode
-    return _alu(a, lambda x: x.astype(TYPES[target]), source, target, operands)
+        return _alu(a, pack, [source, source], "b32", operands)
+    assert modifiers == ([] if target[0] in "su" and source[0] in "su" else ["rn"]), opcode
+    return _alu(a, lambda x: x.astype(TYPES[target]), [source], target, operands)
 
 
 def _cvta(a: Assembler, opcode: Any, operands: Any) -> Run:
-    return _alu(a, lambda x: x, "u64", "u64", operands)
+    return _alu(a, lambda x: x, ["u64"], "u64", operands)
 
 
 def _setp(a: Assembler, opcode: Any, operands: Any) -> Run:
-    compare = {
-        "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-        "ge": np.greater_equal,
-    }[opcode[1]]  # fmt: skip
     kind = opcode[-1]
+    compare = arithmetic.comparison(opcode[1], kind)
     target = a.register(operands[0])
     x, y = (a.source(operand, TYPES[kind]) for operand in operands[1:3])
     if len(opcode) == 3:
         return lambda warp, mask: warp.write(target, compare(x(warp), y(warp)), mask)
-    join = {"and": np.logical_and, "or": np.logical_or}[opcode[2]]
+    join = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[opcode[2]]
     other = a.source(operands[3], np.bool_)
     return lambda warp, mask: warp.write(target, join(compare(x(warp), y(warp)), other(warp)), mask)
 
@@ -328,7 +266,8 @@ def _bra(a: Assembler, opcode: Any, operands: Any) -> Run:
 
 def _ret(a: Assembler, opcode: Any, operands: Any) -> Run:
     def run(warp: Warp, mask: np.ndarray | None) -> None:
-        assert mask is None
+        if mask is not None:
+            raise KernelError("some lanes of a warp end before the others")
         warp.is_done = True
 
     return run
@@ -341,11 +280,11 @@ def _nothing(a: Assembler, opcode: Any, operands: Any) -> Run:
 def _bar(a: Assembler, opcode: Any, operands: Any) -> Run:
     assert opcode[1] == "sync", opcode
     number = a.source(operands[0], np.uint32)
+    threads = a.source(operands[1] if len(operands) > 1 else str(a.launch.threads), np.uint32)
 
     def run(warp: Warp, mask: np.ndarray | None) -> None:
         assert mask is None
-        threads = int(operands[1]) if len(operands) > 1 else a.launch.threads
-        warp.block.arrive_named(warp, int(number(warp)[0]), threads)
+        warp.block.arrive_named(warp, uniform(number(warp), None), uniform(threads(warp), None))
 
     return run
 
@@ -380,10 +319,13 @@ def _access(a: Assembler, opcode: Any, operands: Any) -> Run:
         active = slice(None) if mask is None else mask
         lanes = where[active]
         is_shared = lanes[0] < 1 << 32
+        if opcode[1] == ("global" if is_shared else "shared"):
+            raise KernelError(f"{opcode[1]} memory has no address {lanes[0]:#x}")
         memory: Any = warp.block.shared if is_shared else a.memory
         if is_shared:
             check = warp.block.shared.check_read if is_load else warp.block.shared.check_write
-            check(lanes, element * count, warp.index, warp.clock, "a load" if is_load else "a store")
+            access = warp.access(Kind.THREADS, "a load" if is_load else "a store")
+            check(lanes, element * count, access)
         if is_load:
             found = memory.load(lanes, element * count).view(f"{kind}{element}")
             for k, register in enumerate(targets):
@@ -399,6 +341,7 @@ def _access(a: Assembler, opcode: Any, operands: Any) -> Run:
 
 
 BUILDERS: dict[str, Callable[[Assembler, tuple[str, ...], tuple[str, ...]], Run]] = {
-    "mov": _mov, "mul": _mul, "mad": _mad, "bfe": _bfe, "cvt": _cvt, "cvta": _cvta, "setp": _setp, "selp": _selp, "elect": _elect,
-    "shfl": _shfl, "bra": _bra, "ret": _ret, "prefetch": _nothing, "bar": _bar, "ld": _access, "st": _access,
+    "mov": _mov, "shl": _shift, "shr": _shift, "mul": _mul, "mad": _mad, "bfe": _bfe, "cvt": _cvt,
+    "cvta": _cvta, "setp": _setp, "selp": _selp, "elect": _elect, "shfl": _shfl, "bra": _bra, "ret": _ret,
+    "prefetch": _nothing, "setmaxnreg": _nothing, "bar": _bar, "ld": _access, "st": _access,
 }  # fmt: skip

@@ -1,17 +1,18 @@
 """Runs blocks of threads: warps that take turns at random, barriers, and copies that arrive late."""
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from emulator.host import Launch, TensorMap
-from emulator.memory import GlobalMemory, KernelError, SharedMemory
+from emulator.memory import NUM_LOADERS, Access, GlobalMemory, KernelError, Kind, SharedMemory
 from emulator.ptx import Program
 
 LANES = np.arange(32)
-MAX_STEPS = 50_000_000
+MAX_TURNS = 1_000_000
 
 # Runs an instruction for the lanes of a mask (None for all).
 Run = Callable[["Warp", np.ndarray | None], None]
@@ -38,6 +39,9 @@ class Mbarrier:
     phase: int
     clock: np.ndarray
     last_clock: np.ndarray
+    # Whether TMA may use it: after fence.mbarrier_init or fence.proxy.async of the warp that made it.
+    owner: int
+    is_fenced: bool = False
 
     def settle(self) -> None:
         if self.pending < 0 or abs(self.bytes_missing) >= 1 << 20:
@@ -48,11 +52,27 @@ class Mbarrier:
             self.last_clock, self.clock = self.clock, np.zeros_like(self.clock)
 
 
-@dataclasses.dataclass
-class Flight:
-    """A TMA load that has been issued and has not arrived."""
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What a warp has in flight.
 
-    arrive: Callable[[], None]
+    Args:
+        finish: Does what may be done as late as at the wait.
+        access: Of shared memory.
+        accumulators: Registers that nobody may touch.
+    """
+
+    finish: Callable[[], None]
+    access: Access
+    accumulators: tuple[int, ...] = ()
+
+
+def uniform(values: np.ndarray, mask: np.ndarray | None) -> int:
+    """Returns the one value that the active lanes have."""
+    active = values if mask is None else values[mask]
+    if (active != active[0]).any():
+        raise KernelError("the lanes of a warp differ where they must not")
+    return int(active[0])
 
 
 class Warp:
@@ -63,29 +83,41 @@ class Warp:
         self.index = index
         self.registers: list[Any] = [None] * num_registers
         self.pc = 0
+        self.stopped_at: Step | None = None
         self.is_done = False
         # What it waits for: returns whether it may go on.
         self.wait: Callable[[], bool] | None = None
         self.clock = np.zeros(block.shared.num_agents, np.int64)
         self.clock[index] = 1
-        # cp.async groups and wgmma groups: committed ones, oldest first, and the open one.
-        self.copies: list[list[Callable[[], None]]] = [[]]
-        self.products: list[list[Callable[[], None]]] = [[]]
-        self.stores: list[list[Callable[[], None]]] = [[]]
+        # Groups of what is in flight: committed ones, oldest first, and the open one.
+        self.groups: dict[Kind, list[list[Operation]]] = {
+            kind: [[]] for kind in (Kind.COPY, Kind.WGMMA, Kind.STORE)
+        }
         # Accumulators that wgmma works on: out of reach until they are waited for.
         self.accumulators: dict[int, np.ndarray] = {}
 
-    def agent(self, kind: int) -> int:
-        """Returns who acts for this warp: 0 itself, 1 cp.async, 2 wgmma, 3 TMA stores."""
-        return kind * self.block.num_warps + self.index
-
-    def launch_async(self, kind: int) -> tuple[int, np.ndarray]:
-        """Returns the agent of an asynchronous operation that starts now, and its clock."""
-        agent = self.agent(kind)
-        clock = self.clock.copy()
+    def access(self, kind: Kind, what: str) -> Access:
+        """Returns who touches shared memory now: the warp, or an asynchronous operation that it starts."""
+        agent = kind * self.block.num_warps + self.index
+        if kind == Kind.THREADS:
+            return Access(agent, int(self.clock[agent]), self.clock, what)
         self.block.ticks[agent] += 1
-        clock[agent] = self.block.ticks[agent]
-        return agent, clock
+        return Access(agent, int(self.block.ticks[agent]), self.clock, what)
+
+    def start(self, kind: Kind, operation: Operation) -> None:
+        self.groups[kind][-1].append(operation)
+
+    def commit(self, kind: Kind) -> None:
+        self.groups[kind].append([])
+
+    def finish(self, kind: Kind, num_left: int) -> None:
+        """Ends the oldest groups: all but the last `num_left` that were committed."""
+        groups = self.groups[kind]
+        while len(groups) - 1 > num_left:
+            for operation in groups.pop(0):
+                operation.finish()
+                agent, tick = operation.access.agent, operation.access.tick
+                self.clock[agent] = max(self.clock[agent], tick)
 
     def release(self) -> np.ndarray:
         """Returns the clock of what this warp has done, and starts the next interval."""
@@ -119,9 +151,10 @@ class Warp:
                 step.run(self, mask)
             except KernelError as error:
                 raise KernelError(f"{error} (warp {self.index}, {step.location}: {step.text})") from None
-            except (ValueError, AssertionError) as error:
-                raise AssertionError(f"the emulator fails at {step.text}") from error
+            except Exception as error:
+                raise AssertionError(f"the emulator fails at {step.location}: {step.text}") from error
             if self.is_done or self.wait is not None:
+                self.stopped_at = step
                 return
 
 
@@ -144,32 +177,39 @@ class Block:
         self.ticks = np.zeros(self.shared.num_agents, np.int64)
         self.warps = [Warp(self, i, num_registers) for i in range(self.num_warps)]
         self.mbarriers: dict[int, Mbarrier] = {}
-        self.named: dict[int, list[Warp]] = {}
-        self.flights: list[Flight] = []
+        self.named: dict[int, tuple[list[Warp], int]] = {}
+        # TMA loads: called when they arrive.
+        self.flights: list[Callable[[], None]] = []
         self._next_loader = 0
 
     def tensor_map(self, address: int) -> TensorMap:
-        """Returns the map at an address of parameter space, which is 1 << 56 and the parameter's index << 32."""
+        """Returns the map at an address of parameter space: 1 << 56 and the parameter's index << 32."""
         maps = self.launch.args[(address >> 32) & 0xFFFF]
         assert isinstance(maps, tuple)
         return maps[(address & 0xFFFFFFFF) // 128]
 
-    def launch_load(self, warp: Warp) -> tuple[int, np.ndarray]:
+    def load_access(self, warp: Warp) -> Access:
+        """Returns who writes for a TMA load that starts now."""
         agent = self.shared.num_readers + self._next_loader
-        self._next_loader = (self._next_loader + 1) % (self.shared.num_agents - self.shared.num_readers)
-        clock = warp.clock.copy()
+        self._next_loader = (self._next_loader + 1) % NUM_LOADERS
         self.ticks[agent] += 1
-        clock[agent] = self.ticks[agent]
-        return agent, clock
+        return Access(agent, int(self.ticks[agent]), warp.clock, "a TMA load")
 
-    def mbarrier(self, address: int) -> Mbarrier:
+    def mbarrier(self, warp: Warp, address: int) -> Mbarrier:
+        """Returns a barrier, which another warp may have made."""
         if address not in self.mbarriers:
             raise KernelError(f"no barrier was made at {address:#x}")
+        access = warp.access(Kind.THREADS, "a use of a barrier")
+        self.shared.check_read(np.array([address]), 8, access)
         return self.mbarriers[address]
 
     def arrive_named(self, warp: Warp, number: int, num_threads: int) -> None:
         """bar.sync: waits until `num_threads` have come."""
-        waiting = self.named.setdefault(number, [])
+        if not 0 <= number < 16 or num_threads % 32:
+            raise KernelError(f"there is no barrier {number} of {num_threads} threads")
+        waiting, expected = self.named.setdefault(number, ([], num_threads))
+        if expected != num_threads:
+            raise KernelError(f"{num_threads} threads at barrier {number}, and {expected} where others wait")
         waiting.append(warp)
         if len(waiting) * 32 < num_threads:
             warp.wait = lambda: False
@@ -187,10 +227,10 @@ class Block:
             KernelError: At a race, a deadlock, an access out of bounds, or a copy that nobody waited for.
         """
         eagerness = self.rng.choice([0.0, 0.05, 0.5])
-        for _ in range(MAX_STEPS):
+        for _ in range(MAX_TURNS):
             ready = [w for w in self.warps if not w.is_done and (w.wait is None or w.wait())]
             if self.flights and (not ready or self.rng.random() < eagerness):
-                self.flights.pop(self.rng.integers(len(self.flights))).arrive()
+                self.flights.pop(self.rng.integers(len(self.flights)))()
             elif ready:
                 warp = ready[self.rng.integers(len(ready))]
                 warp.wait = None
@@ -198,15 +238,26 @@ class Block:
             elif all(w.is_done for w in self.warps):
                 break
             else:
-                at = {f"warp {w.index}: {self.steps[w.pc].location}" for w in self.warps if not w.is_done}
-                raise KernelError(f"deadlock at {', '.join(sorted(at))}")
+                waiting = [(w.index, w.stopped_at) for w in self.warps if not w.is_done]
+                at = [f"warp {i} at {step.location}: {step.text}" for i, step in waiting if step]
+                raise KernelError(f"deadlock: {'; '.join(at)}")
+        else:
+            raise KernelError("the block does not end")
         for warp in self.warps:
-            if any(warp.copies) or any(warp.stores) or any(warp.products):
+            if any(operation for groups in warp.groups.values() for operation in groups):
                 raise KernelError(f"warp {warp.index} ended with work in flight")
+        known = np.max([warp.clock for warp in self.warps], axis=0)
+        if (known < self.ticks)[self.shared.num_readers :].any():
+            raise KernelError("the block ended, and nobody waited for a TMA load")
 
 
 def launch_kernel(
-    program: Program, launch: Launch, arrays: list[np.ndarray], *, seed: int, blocks: Any = None
+    program: Program,
+    launch: Launch,
+    arrays: list[np.ndarray],
+    *,
+    seed: int,
+    blocks: Sequence[tuple[int, int, int]] | None = None,
 ) -> None:
     """Runs a kernel; writes to `arrays`, inputs first and then outputs, in the order of the host's arguments.
 
@@ -222,12 +273,15 @@ def launch_kernel(
     """
     from emulator.instructions import assemble
 
+    assert launch.threads % 32 == 0, launch
     memory = GlobalMemory(arrays)
     steps, num_registers = assemble(program, launch, memory)
-    grid = [tuple(map(int, index)) for index in np.ndindex(*launch.grid)]
+    x, y, z = map(range, launch.grid)
+    grid = list(itertools.product(x, y, z))
     for number, index in enumerate(grid if blocks is None else blocks):
         block = Block(steps, num_registers, launch, memory, index, np.random.default_rng((seed, number)))
         try:
-            block.run()
+            with np.errstate(all="ignore"):
+                block.run()
         except KernelError as error:
             raise KernelError(f"block {index}: {error}") from None

@@ -1,10 +1,14 @@
 """Global memory with bounds; shared memory with bounds, race detection and the proxy fence."""
 
+import dataclasses
+import enum
+
 import numpy as np
 
 POISON = 0xFF  # every byte: NaN in all floating-point types
 SMEM_BASE = 1024  # where dynamic shared memory starts on an H100; swizzles depend on the address
 NUM_LOADERS = 128  # agents for TMA loads in flight
+NEVER = np.iinfo(np.int64).max
 
 
 class KernelError(Exception):
@@ -29,7 +33,8 @@ class GlobalMemory:
         data = self._bytes[index]
         if offsets.min() < 0 or offsets.max() + size > len(data):
             raise KernelError(
-                f"access to bytes {offsets.min()} to {offsets.max() + size} of array {index}, which has {len(data)}"
+                f"access to bytes {offsets.min()} to {offsets.max() + size} of array {index}, "
+                f"which has {len(data)}"
             )
         if (offsets % size).any():
             raise KernelError(f"misaligned access of {size} bytes at {offsets[offsets % size != 0][0]}")
@@ -42,15 +47,47 @@ class GlobalMemory:
 
     def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
         data, offsets = self._find(addresses, values.shape[1])
-        data[offsets[:, None] + np.arange(values.shape[1])] = values
+        where = offsets[:, None] + np.arange(values.shape[1])
+        data[where] = values
+        if (data[where] != values).any():
+            raise KernelError("the lanes of a warp write different values to one address")
+
+
+class Kind(enum.IntEnum):
+    """Who acts for a warp: itself, or what it has in flight; the last two are of the async proxy."""
+
+    THREADS = 0
+    COPY = 1
+    WGMMA = 2
+    STORE = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Who reads or writes shared memory.
+
+    Args:
+        agent: Its number.
+        tick: Of the agent's own clock.
+        clock: What has happened before, as the one knows who issued it.
+        what: For messages.
+    """
+
+    agent: int
+    tick: int
+    clock: np.ndarray
+    what: str
 
 
 class SharedMemory:
     """Shared memory of one block.
 
-    Who touches it is an agent: a warp, what a warp has in flight (cp.async, wgmma, a TMA store: each ends in
-    order), or a TMA load. Each has a vector clock; an access races if the last one that conflicts with it is
-    not in the past of the clock it is made with. Words of 4 bytes are told apart.
+    Who touches it is an agent: a warp, what a warp has in flight (cp.async, wgmma, a TMA store), or a TMA
+    load. An access races if the last one that conflicts with it is not in the past of the clock it is made
+    with. Words of 4 bytes are told apart.
+
+    What threads or cp.async write has to be fenced before the async proxy (TMA, wgmma) touches it, by the
+    warp that wrote, in the past of who touches it. PTX lets the other side fence as well; here it must not.
 
     Args:
         size: Bytes, barriers included.
@@ -60,12 +97,14 @@ class SharedMemory:
     def __init__(self, size: int, num_warps: int):
         self.data = np.full(SMEM_BASE + size, POISON, np.uint8)
         num_words = -(-len(self.data) // 4)
-        self.num_readers = 4 * num_warps
+        self.num_warps = num_warps
+        self.num_readers = len(Kind) * num_warps
         self.num_agents = self.num_readers + NUM_LOADERS
         self._writer = np.zeros(num_words, np.int32)
         self._written = np.zeros(num_words, np.int64)
         self._read = np.zeros((self.num_readers, num_words), np.int64)
-        self._unfenced = np.zeros(num_words, bool)
+        # Tick of the writing warp at its fence.
+        self._fenced = np.zeros(num_words, np.int64)
 
     def _words(self, addresses: np.ndarray, size: int) -> np.ndarray:
         if addresses.min() < SMEM_BASE or addresses.max() + size > len(self.data):
@@ -79,55 +118,60 @@ class SharedMemory:
             return addresses // 4
         return ((addresses // 4)[:, None] + np.arange(size // 4)).reshape(-1)
 
-    def check_read(self, addresses: np.ndarray, size: int, agent: int, clock: np.ndarray, what: str) -> None:
-        """Notes a read and raises KernelError if it races; one of the async proxy must have seen a fence."""
-        words = self._words(addresses, size)
+    def _check_writers(self, words: np.ndarray, access: Access, does: str) -> None:
         writers = self._writer[words]
-        late = self._written[words] > clock[writers]
+        late = self._written[words] > access.clock[writers]
         if late.any():
-            word = words[late][0]
+            word, writer = int(words[late][0]), int(writers[late][0])
             raise KernelError(
-                f"race: {what} reads {word * 4:#x}, which {self._name(self._writer[word])} wrote and nothing waited for"
+                f"race: {access.what} {does} {word * 4:#x}, which {self._name(writer)} wrote "
+                "and nothing waited for"
             )
-        if what.startswith(("wgmma", "TMA")) and self._unfenced[words].any():
-            raise KernelError(f"{what} reads what threads wrote, without fence.proxy.async after it")
-        self._read[agent, words] = clock[agent]
+        is_async = access.agent >= Kind.WGMMA * self.num_warps
+        if is_async and (self._fenced[words] > access.clock[writers % self.num_warps]).any():
+            raise KernelError(f"{access.what} {does} what threads wrote, without fence.proxy.async after it")
 
-    def check_write(self, addresses: np.ndarray, size: int, agent: int, clock: np.ndarray, what: str) -> None:
-        """Notes a write and raises KernelError if it races."""
+    def check_read(self, addresses: np.ndarray, size: int, access: Access) -> None:
+        """Notes a read and raises KernelError if it races, or lacks a fence."""
         words = self._words(addresses, size)
-        late = self._written[words] > clock[self._writer[words]]
-        if late.any():
-            word = words[late][0]
-            raise KernelError(
-                f"race: {what} writes {word * 4:#x}, which {self._name(self._writer[word])} wrote and nothing waited for"
-            )
-        late = self._read[:, words] > clock[: self.num_readers, None]
-        if late.any():
-            reader = np.flatnonzero(late.any(1))[0]
-            raise KernelError(f"race: {what} writes what {self._name(reader)} may still read")
-        self._writer[words], self._written[words] = agent, clock[agent]
-        self._unfenced[words] = agent < self.num_readers // 4
+        self._check_writers(words, access, "reads")
+        self._read[access.agent, words] = access.tick
 
-    def fence_proxy(self, warp: int) -> None:
-        self._unfenced[self._writer == warp] = False
+    def check_write(self, addresses: np.ndarray, size: int, access: Access) -> None:
+        """Notes a write and raises KernelError if it races, or lacks a fence."""
+        words = self._words(addresses, size)
+        self._check_writers(words, access, "writes")
+        late = self._read[:, words] > access.clock[: self.num_readers, None]
+        if late.any():
+            reader = int(np.flatnonzero(late.any(1))[0])
+            raise KernelError(f"race: {access.what} writes what {self._name(reader)} may still read")
+        self._writer[words], self._written[words] = access.agent, access.tick
+        self._fenced[words] = NEVER if access.agent < Kind.WGMMA * self.num_warps else 0
+
+    def fence_proxy(self, warp: int, clock: np.ndarray) -> None:
+        """Orders what a warp wrote, and what of its cp.async it has waited for, before the async proxy."""
+        mine = (self._fenced == NEVER) & (self._writer % self.num_warps == warp)
+        mine &= self._written <= clock[self._writer]
+        self._fenced[mine] = clock[warp]
 
     def load(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """Returns uint8 [lanes, size]."""
         return self.data[addresses[:, None] + np.arange(size)]
 
     def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
-        self.data[addresses[:, None] + np.arange(values.shape[1])] = values
+        where = addresses[:, None] + np.arange(values.shape[1])
+        self.data[where] = values
+        if (self.data[where] != values).any():
+            raise KernelError("the lanes of a warp write different values to one address")
 
     def poison(self, addresses: np.ndarray, size: int) -> None:
         self.data[addresses[:, None] + np.arange(size)] = POISON
 
     def _name(self, agent: int) -> str:
-        num_warps = self.num_readers // 4
         if agent >= self.num_readers:
             return "a TMA load"
-        kind = ("", "cp.async of ", "wgmma of ", "a TMA store of ")[agent // num_warps]
-        return f"{kind}warp {agent % num_warps}"
+        kind = ("", "cp.async of ", "wgmma of ", "a TMA store of ")[agent // self.num_warps]
+        return f"{kind}warp {agent % self.num_warps}"
 
 
 def swizzled(addresses: np.ndarray, swizzle: int) -> np.ndarray:

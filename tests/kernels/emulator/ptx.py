@@ -102,6 +102,8 @@ def _parse_body(params: dict[str, int], body: str) -> Program:
                 rest = rename.sub(lambda m, scope=scope: scope.get(m[0], m[0]), rest)
             parts = tuple(opcode.replace("::", "__").split("."))
             instructions.append(Instruction(parts, tuple(_operands(rest)), guard, location))
+    if len(shared) > 1:
+        raise ValueError("more than one variable in shared memory")
     return Program(params, registers, frozenset(shared), tuple(instructions), labels)
 
 

@@ -5,13 +5,15 @@ In a fragment of 8 rows of 16-bit pairs, a lane has row lane // 4 and the pair l
 Source: PTX ISA, sections on matrix fragments and on the matrix descriptor of wgmma.
 """
 
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from emulator.machine import LANES, Run, Warp
-from emulator.memory import KernelError, swizzled
+from emulator.machine import LANES, Operation, Run, Warp, uniform
+from emulator.memory import KernelError, Kind, swizzled
 
 ROW, PAIR = LANES // 4, LANES % 4 * 2
 POISON = np.full(32, 0xFFFFFFFF, np.uint32)
@@ -27,14 +29,16 @@ def _halves(registers: np.ndarray, element: Any) -> np.ndarray:
 def _matrix_access(a: Any, opcode: tuple[str, ...], operands: tuple[str, ...]) -> Run:
     is_load, is_transposed = opcode[0] == "ldmatrix", "trans" in opcode
     registers, address = a.registers(operands[0 if is_load else 1]), a.address(operands[1 if is_load else 0])
-    count = int(opcode[4][1]) if opcode[3] == "m8n8" else 0
-    assert len(registers) == count > 0, opcode
+    assert opcode[1:4] == ("sync", "aligned", "m8n8"), opcode
+    assert opcode[-1] == "b16", opcode
+    count = int(opcode[4][1])
+    assert len(registers) == count, operands
 
     def run(warp: Warp, mask: np.ndarray | None) -> None:
         assert mask is None
         rows, shared = address(warp)[: 8 * count], warp.block.shared
         check = shared.check_read if is_load else shared.check_write
-        check(rows, 16, warp.index, warp.clock, "ldmatrix" if is_load else "stmatrix")
+        check(rows, 16, warp.access(Kind.THREADS, opcode[0]))
         if is_load:
             found = shared.load(rows, 16).view(np.uint16).reshape(count, 8, 8)
             found = found.swapaxes(1, 2) if is_transposed else found
@@ -62,7 +66,7 @@ def _left(registers: list[np.ndarray], element: Any) -> np.ndarray:
     return out
 
 
-def _scatter(matrix: np.ndarray, registers: list[Any], *, into: bool) -> list[np.ndarray]:
+def _scatter(matrix: np.ndarray, registers: Sequence[Any], *, into: bool) -> list[np.ndarray]:
     """Between float32 [16, N] and the registers of an accumulator, four for every 8 columns."""
     out = []
     for i, register in enumerate(registers):
@@ -75,7 +79,8 @@ def _scatter(matrix: np.ndarray, registers: list[Any], *, into: bool) -> list[np
 
 
 def _mma(a: Any, opcode: tuple[str, ...], operands: tuple[str, ...]) -> Run:
-    assert opcode[:6] == ("mma", "sync", "aligned", "m16n8k16", "row", "col"), opcode
+    assert opcode[:7] == ("mma", "sync", "aligned", "m16n8k16", "row", "col", "f32"), opcode
+    assert opcode[7:] == (opcode[7], opcode[7], "f32"), opcode
     element = ELEMENTS[opcode[7]]
     target, left, right = (a.registers(operand) for operand in operands[:3])
     start = [a.source(name.strip(), np.uint32) for name in operands[3].strip("{} ").split(",")]
@@ -99,15 +104,15 @@ def _operand_addresses(descriptor: int, rows: np.ndarray, is_transposed: bool) -
     """Returns where elements (row, k) of a wgmma operand of 16 columns lie, int64 [rows, 16].
 
     Rows are M or N. The descriptor has the start address, the leading and the stride offset, each in units
-    of 16 bytes, and the swizzle. An atom is 8 lines of as many bytes as the swizzle pattern has: a line holds a
-    row's k where K is contiguous, and a k's rows where the operand is transposed.
+    of 16 bytes, and the swizzle. An atom is 8 lines of as many bytes as the swizzle pattern has: a line holds
+    a row's k where K is contiguous, and a k's rows where the operand is transposed.
     """
     start, leading, stride = ((descriptor >> shift & 0x3FFF) * 16 for shift in (0, 16, 32))
     swizzle = {1: 128, 2: 64, 3: 32}.get(descriptor >> 62)
     if swizzle is None:
         raise KernelError("wgmma without a swizzle is not emulated")
-    if descriptor >> 49 & 7:
-        raise KernelError("wgmma with a base offset is not emulated")
+    if descriptor >> 49 & 7 or start % (8 * swizzle) >= swizzle:
+        raise KernelError("wgmma on a tile inside of a swizzle pattern is not emulated")
     k, row = np.arange(16)[None], rows[:, None]
     if is_transposed:
         width = swizzle // 2
@@ -118,74 +123,88 @@ def _operand_addresses(descriptor: int, rows: np.ndarray, is_transposed: bool) -
 
 
 def _wgmma(a: Any, opcode: tuple[str, ...], operands: tuple[str, ...]) -> Run:
-    if opcode[1] == "fence":
-        return lambda warp, mask: None
-    if opcode[1] == "commit_group":
-        return lambda warp, mask: warp.products.append([])
-    if opcode[1] == "wait_group":
-        return _wait_products(int(operands[0]))
-    assert opcode[1] == "mma_async" and opcode[4].startswith("m64n") and opcode[4].endswith("k16"), opcode
-    num_columns, element = int(opcode[4][4:-3]), ELEMENTS[opcode[6]]
-    accumulators = a.registers(operands[0])
+    match opcode[1]:
+        case "fence":
+            return lambda warp, mask: None
+        case "commit_group":
+            return lambda warp, mask: warp.commit(Kind.WGMMA)
+        case "wait_group":
+            return _wait_group(int(operands[0]))
+        case "mma_async":
+            return _mma_async(a, opcode, operands)
+    raise ValueError(opcode)
+
+
+def _mma_async(a: Any, opcode: tuple[str, ...], operands: tuple[str, ...]) -> Run:
+    shape = re.fullmatch(r"m64n(\d+)k16", opcode[4])
+    assert shape is not None, opcode
+    assert opcode[5:] == ("f32", opcode[6], opcode[6]), opcode
+    num_columns, element = int(shape[1]), ELEMENTS[opcode[6]]
+    accumulators = tuple(a.registers(operands[0]))
     in_registers = operands[1].startswith("{")
-    left = a.registers(operands[1]) if in_registers else None
+    left = a.registers(operands[1]) if in_registers else []
     left_descriptor = None if in_registers else a.source(operands[1], np.uint64)
     right_descriptor, adds = a.source(operands[2], np.uint64), a.source(operands[3], np.bool_)
     flags = operands[4:]  # scale a, scale b, (transpose a,) transpose b
-    assert flags[:2] == ("1", "1") and len(flags) == 3 + (not in_registers), operands
+    assert flags[:2] == ("1", "1"), operands
+    assert len(flags) == 3 + (not in_registers), operands
     left_transposed, right_transposed = (not in_registers and flags[2] == "1"), flags[-1] == "1"
     assert len(accumulators) == num_columns // 2, operands
 
     def run(warp: Warp, mask: np.ndarray | None) -> None:
         assert mask is None
-        shared = warp.block.shared
-        agent, clock = warp.launch_async(2)
+        shared, access = warp.block.shared, warp.access(Kind.WGMMA, "wgmma")
 
-        def reader(source: Any, rows: np.ndarray, is_transposed: bool) -> Any:
+        def reader(source: Any, rows: np.ndarray, is_transposed: bool) -> Callable[[], np.ndarray]:
             """Checks now; reads as late as it may, or at once."""
-            addresses = _operand_addresses(int(source(warp)[0]), rows, is_transposed)
-            shared.check_read(addresses.reshape(-1) & ~np.int64(3), 4, agent, clock, "wgmma")
-            read = lambda: shared.load(addresses.reshape(-1), 2).view(element).reshape(addresses.shape)  # noqa: E731
+            addresses = _operand_addresses(uniform(source(warp), None), rows, is_transposed)
+            shared.check_read(addresses.reshape(-1) & ~np.int64(3), 4, access)
+
+            def read() -> np.ndarray:
+                return shared.load(addresses.reshape(-1), 2).view(element).reshape(addresses.shape)
+
             if warp.block.rng.random() < 0.5:
                 now = read()
                 return lambda: now
             return read
 
         right = reader(right_descriptor, np.arange(num_columns), right_transposed)
-        if left is None:
+        if left_descriptor is not None:
             lhs = reader(left_descriptor, warp.index % 4 * 16 + np.arange(16), left_transposed)
         else:
-            lhs = lambda: _left([warp.registers[r] for r in left], element)  # noqa: E731
+
+            def lhs() -> np.ndarray:
+                return _left([warp.registers[r] for r in left], element)
+
         for r in accumulators:
             if r not in warp.accumulators:
                 value = warp.registers[r]
                 warp.accumulators[r] = np.zeros(32, np.uint32) if value is None else value
             warp.registers[r] = POISON
-        add = bool(adds(warp)[0])
+        add = uniform(adds(warp), None)
 
-        def finish() -> int:
+        def finish() -> None:
             acc = np.zeros((16, num_columns), np.float32)
             if add:
                 _scatter(acc, [warp.accumulators[r] for r in accumulators], into=True)
             acc += lhs().astype(np.float32) @ right().astype(np.float32).T
             for r, value in zip(accumulators, _scatter(acc, accumulators, into=False), strict=True):
                 warp.accumulators[r] = value
-            return int(clock[agent])
 
-        finish.accumulators = accumulators  # pyright: ignore[reportFunctionMemberAccess]
-        warp.products[-1].append(finish)
+        warp.start(Kind.WGMMA, Operation(finish, access, accumulators))
 
     return run
 
 
-def _wait_products(num_left: int) -> Run:
+def _wait_group(num_left: int) -> Run:
     def run(warp: Warp, mask: np.ndarray | None) -> None:
-        agent = warp.agent(2)
-        while len(warp.products) - 1 > num_left:
-            for finish in warp.products.pop(0):
-                warp.clock[agent] = max(warp.clock[agent], finish())
-        busy = {r for group in warp.products for finish in group for r in finish.accumulators}  # pyright: ignore
+        assert mask is None
+        warp.finish(Kind.WGMMA, num_left)
+        groups = warp.groups[Kind.WGMMA]
+        busy = {r for group in groups for operation in group for r in operation.accumulators}
         for r in [r for r in warp.accumulators if r not in busy]:
+            if warp.registers[r] is not POISON:
+                raise KernelError("an accumulator was written while wgmma worked on it")
             warp.registers[r] = warp.accumulators.pop(r)
 
     return run
