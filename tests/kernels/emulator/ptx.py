@@ -53,7 +53,9 @@ def parse(text: str) -> Program:
     """
     text = re.sub(r"//[^\n]*", "", text)
     head, body = re.split(r"\n\{\n", text, maxsplit=1)
-    body = body[: body.index("\n}")]
+    braces = list(re.finditer(r"[{}]", body))
+    depths = itertools.accumulate((1 if brace[0] == "{" else -1 for brace in braces), initial=1)
+    body = body[: braces[list(depths).index(0) - 1].start()]
     params = {}
     for kind, name, size in re.findall(r"\.param\s+(.*?)\s*(\w+_param_\d+)(?:\[(\d+)\])?", head):
         params[name] = int(size) if size else {".u64": 8, ".b64": 8}[kind.split()[0]]
