@@ -61,10 +61,10 @@ def program(body, args):
     return ptx.parse(f".visible .entry k(\n{params}\n)\n{{{PROLOGUE}{pointers}{body}\nret;\n}}\n")
 
 
-def run(body, *arrays, threads=32, args=None, seed=0):
+def run(body, *arrays, threads=32, blocks=1, args=None, seed=0):
     """Runs a kernel whose parameters are the arrays, at %rd40 and on."""
     args = tuple(range(len(arrays))) if args is None else args
-    launch = Launch((1, 1, 1), threads, BARRIER + 64, args)
+    launch = Launch((blocks, 1, 1), threads, BARRIER + 64, args)
     launch_kernel(program(body, args), launch, list(arrays), seed=seed)
 
 

@@ -163,6 +163,31 @@ def test_vectors():
     np.testing.assert_array_equal(out, want)
 
 
+def test_loads_into_wider_registers():
+    x, out = integers(np.int32), np.zeros((2, 32), np.int64)
+    address = "mul.wide.u32 %rd1, %r0, {};\nadd.s64 %rd{}, %rd1, %rd{};\n"
+    body = address.format(4, 2, 40) + address.format(8, 3, 41)
+    for i, kind in enumerate("su"):
+        body += f"ld.global.{kind}32 %rd4, [%rd2];\nst.global.b64 [%rd3+{256 * i}], %rd4;\n"
+    run(body, x, out)
+    np.testing.assert_array_equal(out, [x, x.view(np.uint32)])
+
+
+def test_blocks_that_share_an_element():
+    arrays = np.zeros(64, np.uint32), np.zeros(64, np.uint32)
+    own = "mov.u32 %r10, %ctaid.x;\nmul.wide.u32 %rd1, %r10, 128;\nmul.wide.u32 %rd2, %r0, 4;\n"
+    own += "add.s64 %rd1, %rd1, %rd2;\nadd.s64 %rd1, %rd1, %rd40;\nadd.s64 %rd2, %rd2, %rd41;\n"
+    write, read = "st.global.b32 [{}], %r0;\n", "ld.global.b32 %r11, [{}];\n"
+    for body in (write.format("%rd1"), read.format("%rd2"), write.format("%rd1") + read.format("%rd2")):
+        run(own + body, *arrays, blocks=2)
+    for body in (write.format("%rd2"), read.format("%rd2") + write.format("%rd2")):
+        fails("used by another block", own + body, *arrays, blocks=2)
+    one_reads = own + "setp.eq.u32 %p1, %r10, {};\n@%p1 ld.global.b32 %r11, [%rd40];\n"
+    one_reads += "@!%p1 st.global.b32 [%rd40], 0;"
+    fails("used by another block", one_reads.format(0), *arrays, blocks=2)
+    fails("used by another block", one_reads.format(1), *arrays, blocks=2)
+
+
 def test_accesses_out_of_bounds():
     array = np.zeros(32, np.uint32)
     address = "mul.wide.u32 %rd1, %r0, 4;\nadd.s64 %rd2, %rd1, %rd40;\n"
@@ -199,6 +224,8 @@ def test_a_race_of_two_warps():
 def test_an_mbarrier_orders():
     arrive = "@%p0 mbarrier.arrive.release.cta.shared::cta.b64 _, [%r2], 1;"
     run(INIT + WRITE_THEN_READ.format(WAIT, arrive), threads=64)
+    half, other_phase = INIT.replace("[%r2], 1;", "[%r2], 2;"), WAIT.replace("[%r2], 0;", "[%r2], 1;")
+    fails("race", half + WRITE_THEN_READ.format(other_phase, arrive), threads=64)  # that phase is over
     late = WRITE_THEN_READ.replace("st.shared.b32 [%r1], 1;\n{}", "{}\nst.shared.b32 [%r1], 1;")
     fails("race", INIT + late.format(WAIT, arrive), threads=64)
     fails("no barrier was made|race", INIT.replace("bar.sync 0;", WAIT), threads=64)

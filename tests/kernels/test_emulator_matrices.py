@@ -188,21 +188,24 @@ def test_wgmma_transposed(swizzle):
     check(out, a, b)
 
 
-def from_registers(end, *, share=SHARE):
+def from_registers(end, *, share=SHARE, adds=False):
     """Its left operand is in registers; `end` comes after the product."""
     a, b = operands(16)
     right, *offsets = tiled(b, 32, is_last_k=True)
     fragments = np.concatenate([left_fragment(rows) for rows in np.split(a, 4)], axis=1)
     body = load_fragments(0, names(10, 4)) + copy(1, right.nbytes, to_shared=True, threads=128) + share
-    body += wgmma(names(10, 4), descriptor(0, *offsets, 32), adds=False) + end
+    body += wgmma(names(10, 4), descriptor(0, *offsets, 32), adds=adds) + end
     return body, (np.ascontiguousarray(fragments), right), (a, b)
 
 
-def test_wgmma_from_registers():
-    body, arrays, (a, b) = from_registers(WAIT_GROUP + store_fragments(2, names(50, 32)))
-    out = np.zeros((32, 128), np.float32)
+@pytest.mark.parametrize("adds", [False, True])
+def test_wgmma_from_registers(adds):
+    end = WAIT_GROUP + store_fragments(2, names(50, 32))
+    body, arrays, (a, b) = from_registers(end, share=load_fragments(2, names(50, 32)) + SHARE, adds=adds)
+    first = RNG.normal(size=(32, 128)).astype(np.float32)
+    out = first.copy()
     run(body, *arrays, out, threads=128)
-    check(out, a, b)
+    check(out - first * adds, a, b)
 
 
 def test_wgmma_mistakes():
@@ -211,10 +214,14 @@ def test_wgmma_mistakes():
     run(body, *arrays, out, threads=128)
     assert np.isnan(out).all()
 
-    body, arrays, _ = from_registers(WAIT_GROUP, share="bar.sync 0;\n")
+    body, arrays, _ = from_registers(WAIT_GROUP, share=SHARE.replace(FENCE, ""))
     fails("wgmma reads what threads wrote, without fence.proxy.async", body, *arrays, threads=128)
-    body, arrays, _ = from_registers(WAIT_GROUP, share=FENCE)
+    body, arrays, _ = from_registers(WAIT_GROUP, share=SHARE.replace("bar.sync 0;", ""))
     fails("race: .*wgmma", body, *arrays, threads=128)
+    for register in ("%r10", "%r50"):
+        written = SHARE + f"mov.b32 {register}, 0;\n"
+        body, arrays, _ = from_registers(WAIT_GROUP, share=written)
+        fails("not fenced by wgmma.fence", body, *arrays, threads=128)
     body, arrays, _ = from_registers("bar.sync 0;\nst.shared.b32 [%r1], 0;\n" + WAIT_GROUP)
     fails("wgmma of warp . may still read", body, *arrays, threads=128)
     body, arrays, _ = from_registers("mov.b32 %r50, 0;\n" + WAIT_GROUP)

@@ -1,13 +1,14 @@
 """Asynchronous copies and the barriers that they arrive at: cp.async, TMA, mbarrier, fences."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from emulator.host import TensorMap
 from emulator.machine import Mbarrier, Operation, Run, Warp, uniform
-from emulator.memory import KernelError, Kind, swizzled
+from emulator.memory import GlobalMemory, KernelError, Kind, swizzled
 
 
 def _mbarrier(a: Any, opcode: tuple[str, ...], operands: tuple[str, ...]) -> Run:
@@ -30,13 +31,11 @@ def _init(a: Any, operands: tuple[str, ...]) -> Run:
     def run(warp: Warp, mask: np.ndarray | None) -> None:
         if mask is None or mask.sum() != 1:
             raise KernelError("a barrier is made by more than one thread")
-        where, number, zeros = (
-            uniform(address(warp), mask),
-            uniform(count(warp), mask),
-            np.zeros_like(warp.clock),
-        )
+        where, number = uniform(address(warp), mask), uniform(count(warp), mask)
         warp.block.shared.check_write(np.array([where]), 8, warp.access(Kind.THREADS, "mbarrier.init"))
-        warp.block.mbarriers[where] = Mbarrier(number, number, 0, 0, zeros, zeros, owner=warp.index)
+        clock, last_clock = np.zeros_like(warp.clock), np.zeros_like(warp.clock)
+        barrier = Mbarrier(number, number, 0, 0, clock, last_clock, owner=warp.index)
+        warp.block.mbarriers[where] = barrier
 
     return run
 
@@ -76,9 +75,9 @@ def _try_wait(a: Any, operands: tuple[str, ...]) -> Run:
 def _cp(a: Any, opcode: tuple[str, ...], operands: tuple[str, ...]) -> Run:
     match opcode[1:]:
         case ("async", "commit_group"):
-            return lambda warp, mask: warp.commit(Kind.COPY)
+            return _of_all_lanes(lambda warp: warp.commit(Kind.COPY))
         case ("async", "wait_group"):
-            return lambda warp, mask: warp.finish(Kind.COPY, int(operands[0]))
+            return _of_all_lanes(lambda warp: warp.finish(Kind.COPY, int(operands[0])))
         case ("async", "ca" | "cg", "shared" | "shared__cta", "global") if len(operands) == 3:
             return _cp_async(a, operands)
         case ("async", "bulk", "commit_group"):
@@ -92,6 +91,16 @@ def _cp(a: Any, opcode: tuple[str, ...], operands: tuple[str, ...]) -> Run:
         ):
             return _tma_load(a, operands)
     raise ValueError(opcode)
+
+
+def _of_all_lanes(function: Callable[[Warp], None]) -> Run:
+    """Each lane has its own groups of cp.async; here they are the warp's."""
+
+    def run(warp: Warp, mask: np.ndarray | None) -> None:
+        assert mask is None
+        function(warp)
+
+    return run
 
 
 def _cp_async(a: Any, operands: tuple[str, ...]) -> Run:
@@ -124,20 +133,25 @@ def _check_map(tensor: TensorMap, itemsize: int) -> None:
         raise KernelError(f"{tensor} of elements of {itemsize} bytes is not a tensor map")
 
 
-def _tile(memory: Any, tensor: TensorMap, start: list[int]) -> tuple[np.ndarray, tuple[slice, ...]]:
+def _tile(
+    memory: GlobalMemory, tensor: TensorMap, start: list[int], *, is_write: bool
+) -> tuple[np.ndarray, tuple[slice, ...]]:
     """Returns a view of the part of the box that is in bounds, and where that is in the box."""
     array = memory.arrays[tensor.buffer].reshape(-1)
     _check_map(tensor, array.itemsize)
-    strides = tuple(s * array.itemsize for s in tensor.strides)
     last = sum((n - 1) * s for n, s in zip(tensor.sizes, tensor.strides, strict=True))
     if last >= array.size:
         raise KernelError(f"a tensor map reaches element {last} of array {tensor.buffer}, of {array.size}")
-    whole = np.lib.stride_tricks.as_strided(array, tensor.sizes, strides)
+    whole, elements = (
+        np.lib.stride_tricks.as_strided(x, tensor.sizes, [s * x.itemsize for s in tensor.strides])
+        for x in (array, memory.elements(tensor.buffer))
+    )
     inside, within = [], []
     for begin, width, size in zip(start, tensor.box, tensor.sizes, strict=True):
         low, high = max(begin, 0), min(begin + width, size)
         inside.append(slice(low, max(high, low)))
         within.append(slice(low - begin, max(high, low) - begin))
+    memory.note(tensor.buffer, elements[tuple(inside)].reshape(-1), is_write=is_write)
     return whole[tuple(inside)], tuple(within)
 
 
@@ -161,7 +175,7 @@ def _tma_load(a: Any, operands: tuple[str, ...]) -> Run:
         lane, block = _issuer(mask), warp.block
         tensor = block.tensor_map(int(descriptor(warp)[lane]))
         start = [int(c(warp)[lane]) for c in reversed(coordinates)]
-        part, within = _tile(a.memory, tensor, start)
+        part, within = _tile(a.memory, tensor, start, is_write=False)
         box = np.zeros(tensor.box, part.dtype)
         box[within] = part
         data = box.reshape(-1).view(np.uint8).reshape(-1, 16)
@@ -191,7 +205,8 @@ def _tma_store(a: Any, operands: tuple[str, ...]) -> Run:
     def run(warp: Warp, mask: np.ndarray | None) -> None:
         lane, shared = _issuer(mask), warp.block.shared
         tensor = warp.block.tensor_map(int(descriptor(warp)[lane]))
-        part, within = _tile(a.memory, tensor, [int(c(warp)[lane]) for c in reversed(coordinates)])
+        start = [int(c(warp)[lane]) for c in reversed(coordinates)]
+        part, within = _tile(a.memory, tensor, start, is_write=True)
         num_bytes = int(np.prod(tensor.box)) * part.itemsize
         where = _chunks(tensor, int(source(warp)[lane]), num_bytes)
         access = warp.access(Kind.STORE, "a TMA store")

@@ -95,6 +95,15 @@ class Warp:
         }
         # Accumulators that wgmma works on: out of reach until they are waited for.
         self.accumulators: dict[int, np.ndarray] = {}
+        # What the registers held at the last wgmma.fence.
+        self.fenced: list[Any] = []
+
+    def fence_registers(self) -> None:
+        self.fenced = list(self.registers)
+
+    def is_unfenced(self, register: int) -> bool:
+        """Returns whether a register has been written since the last wgmma.fence."""
+        return not self.fenced or self.fenced[register] is not self.registers[register]
 
     def access(self, kind: Kind, what: str) -> Access:
         """Returns who touches shared memory now: the warp, or an asynchronous operation that it starts."""
@@ -279,6 +288,7 @@ def launch_kernel(
     x, y, z = map(range, launch.grid)
     grid = list(itertools.product(x, y, z))
     for number, index in enumerate(grid if blocks is None else blocks):
+        memory.block = number
         block = Block(steps, num_registers, launch, memory, index, np.random.default_rng((seed, number)))
         try:
             with np.errstate(all="ignore"):

@@ -8,6 +8,7 @@ import numpy as np
 POISON = 0xFF  # every byte: NaN in all floating-point types
 SMEM_BASE = 1024  # where dynamic shared memory starts on an H100; swizzles depend on the address
 NUM_LOADERS = 128  # agents for TMA loads in flight
+NOBODY, SEVERAL = -1, -2
 NEVER = np.iinfo(np.int64).max
 
 
@@ -16,16 +17,24 @@ class KernelError(Exception):
 
 
 class GlobalMemory:
-    """Arrays at made-up addresses far apart, so that an access out of bounds hits nothing."""
+    """Arrays at made-up addresses far apart, so that an access out of bounds hits nothing.
+
+    An element that one block writes must not be touched by another. The warps of a block are not told apart.
+    """
 
     def __init__(self, arrays: list[np.ndarray]):
         self.arrays = arrays
+        self.block = 0
+        self._elements: dict[int, np.ndarray] = {}
         self._bytes = [array.reshape(-1).view(np.uint8) for array in arrays]
+        # The block that wrote or read an element; of several readers, SEVERAL.
+        self._writer = [np.full(array.size, NOBODY, np.int32) for array in arrays]
+        self._reader = [np.full(array.size, NOBODY, np.int32) for array in arrays]
 
     def address(self, index: int) -> int:
         return (index + 1) << 40
 
-    def _find(self, addresses: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    def _find(self, addresses: np.ndarray, size: int, *, is_write: bool) -> tuple[np.ndarray, np.ndarray]:
         index = int(addresses[0] >> 40) - 1
         if not 0 <= index < len(self.arrays):
             raise KernelError(f"no array is at address {int(addresses[0]):#x}")
@@ -38,15 +47,37 @@ class GlobalMemory:
             )
         if (offsets % size).any():
             raise KernelError(f"misaligned access of {size} bytes at {offsets[offsets % size != 0][0]}")
+        itemsize = self.arrays[index].itemsize
+        elements = (offsets // itemsize)[:, None] + np.arange(max(1, size // itemsize))
+        self.note(index, elements.reshape(-1), is_write=is_write)
         return data, offsets
+
+    def elements(self, index: int) -> np.ndarray:
+        """Returns the numbers of an array's elements."""
+        if index not in self._elements:
+            self._elements[index] = np.arange(self.arrays[index].size)
+        return self._elements[index]
+
+    def note(self, index: int, elements: np.ndarray, *, is_write: bool) -> None:
+        """Raises KernelError if another block touched the elements, and one of both writes."""
+        writer, reader = self._writer[index], self._reader[index]
+        for others in (writer[elements], reader[elements]) if is_write else (writer[elements],):
+            found = (others != NOBODY) & (others != self.block)
+            if found.any():
+                raise KernelError(f"element {elements[found][0]} of array {index} is used by another block")
+        if is_write:
+            writer[elements] = self.block
+        else:
+            found = reader[elements]
+            reader[elements] = np.where((found == NOBODY) | (found == self.block), self.block, SEVERAL)
 
     def load(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """Returns uint8 [lanes, size]."""
-        data, offsets = self._find(addresses, size)
+        data, offsets = self._find(addresses, size, is_write=False)
         return data[offsets[:, None] + np.arange(size)]
 
     def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
-        data, offsets = self._find(addresses, values.shape[1])
+        data, offsets = self._find(addresses, values.shape[1], is_write=True)
         where = offsets[:, None] + np.arange(values.shape[1])
         data[where] = values
         if (data[where] != values).any():

@@ -125,7 +125,7 @@ def _operand_addresses(descriptor: int, rows: np.ndarray, is_transposed: bool) -
 def _wgmma(a: Any, opcode: tuple[str, ...], operands: tuple[str, ...]) -> Run:
     match opcode[1]:
         case "fence":
-            return lambda warp, mask: None
+            return lambda warp, mask: warp.fence_registers()
         case "commit_group":
             return lambda warp, mask: warp.commit(Kind.WGMMA)
         case "wait_group":
@@ -154,6 +154,9 @@ def _mma_async(a: Any, opcode: tuple[str, ...], operands: tuple[str, ...]) -> Ru
     def run(warp: Warp, mask: np.ndarray | None) -> None:
         assert mask is None
         shared, access = warp.block.shared, warp.access(Kind.WGMMA, "wgmma")
+        written = (r not in warp.accumulators and warp.is_unfenced(r) for r in (*accumulators, *left))
+        if any(written):
+            raise KernelError("a register of wgmma was written and not fenced by wgmma.fence")
 
         def reader(source: Any, rows: np.ndarray, is_transposed: bool) -> Callable[[], np.ndarray]:
             """Checks now; reads as late as it may, or at once."""
@@ -205,7 +208,7 @@ def _wait_group(num_left: int) -> Run:
         for r in [r for r in warp.accumulators if r not in busy]:
             if warp.registers[r] is not POISON:
                 raise KernelError("an accumulator was written while wgmma worked on it")
-            warp.registers[r] = warp.accumulators.pop(r)
+            warp.registers[r] = warp.fenced[r] = warp.accumulators.pop(r)
 
     return run
 
