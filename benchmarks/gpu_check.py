@@ -1,8 +1,8 @@
 """Checks engine and kernels on a GPU: exactness, throughput of Llamas of 1B and 8B with random weights,
 the kernel tests, and the kernels' speed beside other implementations.
 
-    make gpu-check                                        on a machine with an NVIDIA GPU; under 30 minutes
-    make gpu-check ARGS='--part engine'                   under 9 minutes; or: kernel-tests, kernel-speed
+    make gpu-check                                        on a machine with an NVIDIA GPU; under 40 minutes
+    make gpu-check ARGS='--part kernel-tests'             under 10; or: engine, engine-pallas, kernel-speed
     python benchmarks/gpu_check.py --allow-cpu --tiny     the same program at toy sizes, on any machine
 
 Needs jax, flax, numpy, safetensors, tokenizers and jaxtyping; jax-paged itself need not be installed, nothing
@@ -14,9 +14,7 @@ failed, with 2 if there is no GPU.
 import argparse
 import datetime
 import json
-import math
 import platform
-import random
 import re
 import subprocess
 import sys
@@ -27,6 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import gpu_engine
 import gpu_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,42 +33,6 @@ PART_S = 560
 MARK = "RESULT "
 
 Report = dict[str, Any]
-
-SMALL: Report = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    # 0.02 would give nearly the same token at every step.
-    "initializer_range": 0.1,
-}
-LLAMA3: Report = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-}
-LLAMA_1B: Report = LLAMA3 | {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
-LLAMA_8B: Report = LLAMA3 | {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "head_dim": 128,
-}
 
 
 def device(_: bool) -> Iterator[Report]:
@@ -91,178 +54,6 @@ def device(_: bool) -> Iterator[Report]:
     }
 
 
-def exactness(tiny: bool) -> Iterator[Report]:
-    """Greedy float32 tokens of the engine against the dense call, in every way that the engine can run."""
-    from jax_paged.models.weights import random_model
-
-    loaded = random_model(SMALL, "float32")
-    rng = random.Random(0)
-    prefix = [rng.randrange(512) for _ in range(48)]
-    requests = []
-    for i in range(16 if tiny else 64):
-        tail = [rng.randrange(512) for _ in range(rng.choice([1, 15, 16, 17, 100, rng.randint(1, 150)]))]
-        requests.append((prefix + tail if i % 2 else tail, rng.randint(8, 48)))
-    longest = max(len(prompt) + num_tokens for prompt, num_tokens in requests)
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32} if tiny else {"max_num_seqs": 32}
-    engine = _engine(loaded, max_model_len=256, num_gpu_blocks_override=1024, **sizes)
-    yield _compare("batched", loaded, requests, _run(engine, requests)[0])
-    yield _compare("batched, cached prefixes", loaded, requests, _run(engine, requests)[0])
-    some = requests[:4]
-    yield _compare("one at a time", loaded, some, [_run(engine, [r])[0][0] for r in some])
-    engine.close()
-    engine = _engine(
-        loaded,
-        max_model_len=256,
-        max_num_seqs=8 if tiny else 16,
-        max_num_batched_tokens=64,
-        enable_prefix_caching=False,
-        num_gpu_blocks_override=longest // 16 + 8,
-    )
-    states, _ = _run(engine, requests)
-    engine.close()
-    assert any(s.group.metrics.num_preemptions for s in states), "the pool is too large to preempt anyone"
-    yield _compare("small pool, small budget", loaded, requests, states)
-
-
-def _compare(name: str, loaded: Any, requests: list[tuple[list[int], int]], states: list[Any]) -> Report:
-    """Compares outputs with the dense call on prompt and output: equal at each position is equal greedily."""
-    import jax
-    import numpy as np
-    from flax import nnx
-
-    tokens = np.zeros((len(requests), 256), np.int32)
-    for row, (prompt, _), state in zip(tokens, requests, states, strict=True):
-        text = prompt + state.seq.output_token_ids
-        row[: len(text)] = text
-    # The engine sees to its own precision.
-    with jax.default_matmul_precision("highest"):
-        logits = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(loaded.model, tokens))
-    num_equal, margin, distinct = 0, math.inf, set()
-    for row, (prompt, num_tokens), state in zip(logits, requests, states, strict=True):
-        dense = row[len(prompt) - 1 : len(prompt) - 1 + num_tokens]
-        num_equal += state.seq.output_token_ids == dense.argmax(-1).tolist()
-        second, best = np.sort(dense, axis=-1)[:, -2:].T
-        margin = min(margin, float((best - second).min()))
-        distinct |= set(state.seq.output_token_ids)
-    found: Report = {
-        "requests": len(requests),
-        "equal": num_equal,
-        "smallest_margin": margin,
-        "distinct_tokens": len(distinct),
-        "preemptions": sum(s.group.metrics.num_preemptions for s in states),
-        "cached_tokens": sum(s.group.metrics.num_cached_tokens for s in states),
-    }
-    if num_equal < len(requests):
-        raise AssertionError(f"{name}: tokens differ from the dense call's: {found}")
-    return {name: found}
-
-
-def throughput(hf_config: Report, tiny: bool) -> Iterator[Report]:
-    """64 requests of 256 tokens in and 128 out, submitted at once, bfloat16."""
-    import jax
-
-    from jax_paged.models.weights import random_model
-
-    num_requests, input_len, output_len = (4, 16, 8) if tiny else (64, 256, 128)
-    if tiny:
-        hf_config = hf_config | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}
-        hf_config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    start = time.perf_counter()
-    loaded = random_model(hf_config, "bfloat16")
-    jax.block_until_ready(loaded.model)
-    yield {"weights_s": _since(start), "weight_bytes": loaded.weight_bytes}
-
-    start = time.perf_counter()
-    engine = _engine(
-        loaded,
-        max_model_len=64 if tiny else 1024,
-        max_num_seqs=num_requests,
-        max_num_batched_tokens=32 if tiny else 2048,
-        enable_prefix_caching=False,
-    )
-    config = engine.runner.config
-    yield {"ready_s": _since(start), "kv_cache_bytes": config.kv_cache_bytes, "backend": config.backend}
-    engine.runner.wait_until_compiled()
-    yield {"all_compiled_s": _since(start), "compile_plan": engine.runner.compile_plan().splitlines()}
-
-    rng = random.Random(0)
-    requests = [
-        ([rng.randrange(config.vocab_size) for _ in range(input_len)], output_len)
-        for _ in range(num_requests)
-    ]
-    _run(engine, requests)
-    rounds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        states, steps = _run(engine, requests)
-        wall_s = time.perf_counter() - start
-        first = [s.group.metrics.first_token_time - s.group.metrics.arrival_time for s in states]
-        decode = [s for s, is_decode in steps if is_decode]
-        prefill = [s for s, is_decode in steps if not is_decode]
-        rounds.append(
-            {
-                "output_tokens_per_s": round(num_requests * output_len / wall_s, 1),
-                "wall_s": round(wall_s, 3),
-                "ttft_p50_s": _percentile(first, 50),
-                "ttft_p99_s": _percentile(first, 99),
-                "prefill_steps": len(prefill),
-                "prefill_step_p50_s": _percentile(prefill, 50),
-                "decode_steps": len(decode),
-                "decode_step_p50_s": _percentile(decode, 50),
-                "decode_step_p99_s": _percentile(decode, 99),
-            }
-        )
-        yield {"workload": f"{num_requests} x {input_len} in, {output_len} out", "rounds": rounds}
-    stats = jax.devices()[0].memory_stats() or {}
-    yield {"peak_bytes": stats.get("peak_bytes_in_use")}
-
-
-def _engine(loaded: Any, **limits: Any) -> Any:
-    from jax_paged import EngineArgs, LLMEngine
-
-    args = EngineArgs(
-        model="random weights",
-        skip_tokenizer_init=True,
-        attention_backend="xla",
-        **limits,
-    )
-    return LLMEngine(args, loaded=loaded)
-
-
-def _run(engine: Any, requests: list[tuple[list[int], int]]) -> tuple[list[Any], list[tuple[float, bool]]]:
-    """Runs greedy requests submitted at once.
-
-    Returns:
-        The requests' states; and of each step its seconds, and whether all prompts were computed before.
-    """
-    from jax_paged import SamplingParams
-
-    for i, (prompt, max_tokens) in enumerate(requests):
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        engine.add_request(str(i), prompt, params)
-    states: dict[str, Any] = {}
-    steps = []
-    while engine.has_unfinished_requests():
-        is_decode = len(states) == len(requests)
-        start = time.perf_counter()
-        changed = engine.advance()
-        steps.append((time.perf_counter() - start, is_decode))
-        states |= {state.group.request_id: state for state in changed}
-    for i, (_, max_tokens) in enumerate(requests):
-        num_tokens = len(states[str(i)].seq.output_token_ids)
-        assert num_tokens == max_tokens, f"request {i} ended after {num_tokens} of {max_tokens} tokens"
-    return [states[str(i)] for i in range(len(requests))], steps
-
-
-def _percentile(values: list[float], percent: float) -> float | None:
-    """Returns the smallest value that `percent` of the values do not exceed; None of no values."""
-    return round(sorted(values)[math.ceil(len(values) * percent / 100) - 1], 5) if values else None
-
-
-def _since(start: float) -> float:
-    return round(time.perf_counter() - start, 2)
-
-
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -277,18 +68,26 @@ def _output(*command: str) -> str | None:
         return None
 
 
+def llama(hf_config: Report, backend: str) -> Callable[[bool], Iterator[Report]]:
+    return lambda tiny: gpu_engine.throughput(hf_config, tiny, backend)
+
+
 # Name -> (what it runs, most seconds).
 SECTIONS: dict[str, tuple[Callable[[bool], Iterator[Report]], int]] = {
     "device": (device, 60),
-    "exactness": (exactness, 150),
-    "llama-1b": (lambda tiny: throughput(LLAMA_1B, tiny), 200),
-    "llama-8b": (lambda tiny: throughput(LLAMA_8B, tiny), 300),
+    "exactness": (gpu_engine.exactness, 150),
+    "llama-1b": (llama(gpu_engine.LLAMA_1B, "xla"), 150),
+    "llama-8b": (llama(gpu_engine.LLAMA_8B, "xla"), 260),
+    "agreement": (gpu_engine.agreement, 150),
+    "llama-1b-pallas": (llama(gpu_engine.LLAMA_1B, "pallas"), 150),
+    "llama-8b-pallas": (llama(gpu_engine.LLAMA_8B, "pallas"), 260),
     "kernel-tests": (gpu_kernels.kernel_tests, 560),
     "kernel-speed": (gpu_kernels.kernel_speed, 560),
 }
 PARTS = {
-    "engine": ("exactness", "llama-1b", "llama-8b"),
     "kernel-tests": ("kernel-tests",),
+    "engine": ("exactness", "llama-1b", "llama-8b"),
+    "engine-pallas": ("agreement", "llama-1b-pallas", "llama-8b-pallas"),
     "kernel-speed": ("kernel-speed",),
 }
 
@@ -331,7 +130,7 @@ def run_apart(name: str, flags: list[str], limit_s: float) -> Report:
         error = f"the process ended with code {process.returncode}"
     if error is not None:
         report["error"] = error
-    return report | {"section_s": _since(start)}
+    return report | {"section_s": gpu_engine.since(start)}
 
 
 def table(report: Report) -> str:
@@ -345,15 +144,18 @@ def table(report: Report) -> str:
             equal = f"{result['equal']} of {result['requests']} equal"
             detail = f"{result['preemptions']} preemptions, {result['cached_tokens']} cached tokens"
             lines.append(f"exact: {name:<26}{equal:>18}   {detail}")
-    if "llama-1b" in report:
+    for backend, errors in report.get("agreement", {}).get("log_probabilities", {}).items():
+        lines.append(f"log-probabilities with {backend}: off by {errors['mean_error']:.2g} in the mean")
+    llamas = [name for name in SECTIONS if report.get(name, {}).get("rounds")]
+    if llamas:
         lines += [
             "",
-            f"{'':<10}{'tokens/s':>10}{'TTFT p50/p99 s':>18}{'decode step s':>15}{'compiled s':>12}",
+            f"{'':<16}{'tokens/s':>10}{'TTFT p50/p99 s':>18}{'decode step s':>15}{'compiled s':>12}",
         ]
-    for name in ("llama-1b", "llama-8b"):
-        for r in report.get(name, {}).get("rounds", []):
+    for name in llamas:
+        for r in report[name]["rounds"]:
             ttft = f"{r['ttft_p50_s']:.2f}/{r['ttft_p99_s']:.2f}"
-            row = f"{name:<10}{r['output_tokens_per_s']:>10.1f}{ttft:>18}{r['decode_step_p50_s']:>15.4f}"
+            row = f"{name:<16}{r['output_tokens_per_s']:>10.1f}{ttft:>18}{r['decode_step_p50_s']:>15.4f}"
             lines.append(f"{row}{report[name]['all_compiled_s']:>12.1f}")
     if "kernel-tests" in report or "kernel-speed" in report:
         lines += ["", *gpu_kernels.table(report)]
@@ -391,7 +193,7 @@ def main() -> int:
                 file=sys.stderr,
             )
             return 2
-    report["total_s"] = _since(start)
+    report["total_s"] = gpu_engine.since(start)
     slug = re.sub(r"[^a-z0-9]+", "-", report["device"]["device"].lower()).strip("-")
     out = args.out or ROOT / "benchmarks" / "results" / "-".join(
         ["gpu", slug, *([args.part] if args.part else []), f"{today}.json"]

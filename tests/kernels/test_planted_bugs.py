@@ -1,4 +1,4 @@
-"""Tests of the tests: bugs planted in the kernels that the emulator must find.
+"""Tests of the emulator: bugs planted in the kernels that it must find, and none where there is none.
 
 They need a compiler for GPUs (make kernels-emulate), and no GPU.
 """
@@ -6,8 +6,10 @@ They need a compiler for GPUs (make kernels-emulate), and no GPU.
 import importlib.util
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas.ops.gpu import attention_mgpu
 from oracle import TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
 
 from jax_paged.pallas_kernels import ops, tuning
@@ -57,6 +59,23 @@ def leave_out(monkeypatch, owner, name, number):
 @pytest.mark.parametrize("gpu", ["h100", "a100"])
 def test_nothing_planted(gpu, op):
     assert not is_wrong(gpu, op)
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_a_kernel_known_to_be_right(takes_turns):
+    """JAX's own attention for Hopper, which its authors run on GPUs, is right in the emulator too."""
+    from emulator.gpu import emulated_gpu
+
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 256, 1, 64)).astype(np.float16)
+    config = attention_mgpu.TuningConfig(
+        block_q=64, block_kv=64, max_concurrent_steps=2, causal=True, use_schedule_barrier=takes_turns
+    )
+    with emulated_gpu("h100").installed():
+        got = attention_mgpu.attention(*map(jnp.asarray, (q, k, v)), config)
+    scores = np.einsum("bqhd,bkhd->bhqk", q.astype(np.float64), k.astype(np.float64))
+    probs = np.exp(np.where(np.tri(256, dtype=bool), scores, -np.inf))
+    want = np.einsum("bhqk,bkhd->bqhd", probs / probs.sum(-1, keepdims=True), v.astype(np.float64))
+    assert relative_error(got, want) < TOLERANCE["float16"]
 
 
 # In the order in which the kernels are traced: of the ragged one, those of the copies come first.

@@ -1,0 +1,31 @@
+"""The GPU check runs at toy sizes: a machine with a GPU is no place to find out that it does not."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = pathlib.Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "device",
+        "llama-1b",
+        *(
+            pytest.param(name, marks=slow)
+            for name in ("exactness", "agreement", "kernel-tests", "kernel-speed")
+        ),
+    ],
+)
+def test_a_section_of_the_gpu_check(section):
+    command = [sys.executable, str(PROGRAM), "--allow-cpu", "--tiny", "--section", section]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert found
+    assert not any("error" in result for result in found)
