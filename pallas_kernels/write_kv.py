@@ -1,5 +1,7 @@
 """The write_kv kernel: reshape and block write in one pass, in place. One block of threads a token."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged.pallas_kernels import tuning
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
 def write_kv(
     kv_pages: Float[Array, "p 2 k s d"],
     k: Float[Array, "t k d"],
@@ -19,6 +22,8 @@ def write_kv(
     interpret: bool,
 ) -> Float[Array, "p 2 k s d"]:
     """See ops.write_kv. A token's K * D keys go from registers to the rows of its slot, K runs of D.
+
+    Jitted, so that equal layers are lowered once.
 
     Raises:
         ValueError: If head_dim is not a multiple of 16.
