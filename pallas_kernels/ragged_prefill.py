@@ -22,7 +22,7 @@ Source: Shah et al., FlashAttention-3, 2024; for sm_80 Dao, FlashAttention-2, 20
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,61 +31,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jax_paged.pallas_kernels import tuning
-from jax_paged.pallas_kernels.tuning import LOG2E, MASKED_SCORE, KernelConfig
+from jax_paged.pallas_kernels import ragged_tile, tuning
+from jax_paged.pallas_kernels.ragged_tile import WGMMA_ROWS, Carry, Kernel, Tile
+from jax_paged.pallas_kernels.tuning import LOG2E, KernelConfig
 
-# Rows of a wgmma.
-WGMMA_ROWS = 64
 ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-
-# Accumulator, largest score in base 2, sum of the probabilities.
-Carry = tuple[Array, Array, Array]
-
-
-class Tile(NamedTuple):
-    """A tile of the work list.
-
-    Args:
-        seq: Row of the block tables.
-        first: Position of the tile's first row in the sequence.
-        last: One past the position of its last row; 0 in a tile that is not used.
-        context_len: Tokens of the sequence.
-    """
-
-    seq: Array
-    first: Array
-    last: Array
-    context_len: Array
-
-
-class Kernel(NamedTuple):
-    """What is known when the kernel is traced."""
-
-    config: KernelConfig
-    num_tiles: int
-    kv_heads: int
-    group: int
-    page_size: int
-    head_dim: int
-    dtype: Any
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    has_sinks: bool
-    interpret: bool
-
-    @property
-    def rows(self) -> int:
-        """Rows that a warpgroup multiplies."""
-        return min(WGMMA_ROWS, self.config.block_rows)
-
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory of the buffers, barriers aside: keys and values; queries, on sm_80 probabilities."""
-        config, itemsize = self.config, self.dtype.itemsize
-        staged = config.num_stages * 2 * config.block_tokens * self.head_dim
-        beside = config.block_rows * (self.head_dim if config.has_tma else config.block_tokens)
-        return (staged + beside) * itemsize
 
 
 def ragged_attention(
@@ -158,7 +108,9 @@ def _attend(
     is_live = jnp.arange(tables.shape[1]) * page_size < context_lens[:, None]
     operands = [tiles, q_tiles, kv_pages, jnp.where(is_live, tables, 0)]
     if sinks is not None:
-        sinks = (sinks.astype(jnp.float32) - (soft_cap or 0)) * LOG2E  # less what _softmax leaves away
+        sinks = (
+            sinks.astype(jnp.float32) - (soft_cap or 0)
+        ) * LOG2E  # less what ragged_tile.softmax leaves away
         rows = jnp.tile(sinks.reshape(kv_heads, group), (1, queries))
         operands.append(jnp.pad(rows, ((0, 0), (0, padding))))
     out = (_wgmma_kernel if config.has_tma else _mma_kernel)(kernel)(*operands)
@@ -207,85 +159,6 @@ def plan_tiles(
     return jnp.stack(Tile(seq, first, last, context_len), axis=1).astype(jnp.int32), row
 
 
-def _spans(kernel: Kernel, tile: Tile) -> tuple[Array, Array, Array, Array]:
-    """Returns begin, full_begin, full_end and end of a tile's steps; all rows see the middle ones whole."""
-    tokens = jnp.int32(kernel.config.block_tokens)
-    end = lax.div(tile.last + tokens - 1, tokens)
-    begin = full_begin = jnp.int32(0)
-    if kernel.window is not None:
-        begin = jnp.minimum(lax.div(jnp.maximum(tile.first - kernel.window + 1, 0), tokens), end)
-        full_begin = lax.div(jnp.maximum(tile.last - kernel.window, 0) + tokens - 1, tokens)
-        full_begin = jnp.clip(full_begin, begin, end)
-    return begin, full_begin, jnp.clip(lax.div(tile.first + 1, tokens), full_begin, end), end
-
-
-def _walk(kernel: Kernel, tile: Tile, attend: Callable[..., Carry], carry: Carry) -> Array:
-    """Runs the steps of a tile, masks only where needed; returns the attention, 0 if there was nothing."""
-    begin, full_begin, full_end, end = _spans(kernel, tile)
-    masked = functools.partial(attend, is_full=False)
-    if kernel.window is not None:
-        carry = lax.fori_loop(begin, full_begin, masked, carry)
-    carry = lax.fori_loop(full_begin, full_end, functools.partial(attend, is_full=True), carry)
-    acc, _, total = lax.fori_loop(full_end, end, masked, carry)
-    factor = lax.integer_pow(jnp.where(total > 0, total, 1.0), -1)
-    return (acc * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(kernel.dtype)
-
-
-def _start(kernel: Kernel, layout: Any, sinks_ref: Any) -> Carry:
-    """Returns the carry of the first step: a sink has a score, and no value."""
-    acc = plgpu.layout_cast(jnp.zeros((kernel.rows, kernel.head_dim), jnp.float32), layout)
-    largest = jnp.full((kernel.rows,), MASKED_SCORE, jnp.float32)
-    total = jnp.full((kernel.rows,), 1.0 if kernel.has_sinks else 0.0, jnp.float32)
-    if kernel.has_sinks:
-        largest = plgpu.load(sinks_ref, layout=layout.reduce(1), optimized=False)
-    return acc, *(plgpu.layout_cast(x, layout.reduce(1)) for x in (largest, total))
-
-
-def _softmax(kernel: Kernel, scores: Array, carry: Carry, live: Array | None) -> tuple[Array, Carry]:
-    """Returns the probabilities of a step, and the carry rescaled to them."""
-    acc, largest, total = carry
-    factor = kernel.scale * LOG2E
-    if kernel.soft_cap is not None:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), as the hardware's has 11 bits; softmax does not mind a 1 less. A
-        # power takes fewer registers than a division.
-        power = jnp.exp2(scores * (2 * factor / kernel.soft_cap))
-        scores, factor = -2 * lax.integer_pow(power + 1, -1), kernel.soft_cap * LOG2E
-    if live is not None:
-        # Infinite: what a finite one leaves of itself in a fused multiply-add may be anything.
-        scores = jnp.where(live, scores, -jnp.inf)
-    new_largest = jnp.maximum(largest, scores.max(axis=1) * factor)
-    decay = jnp.exp2(largest - new_largest)
-    probs = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_largest, scores.shape, [0]))
-    acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
-    return probs.astype(kernel.dtype), (acc, new_largest, total * decay + probs.sum(axis=1))
-
-
-def _live(kernel: Kernel, tile: Tile, first_row: Array | int, step: Array, layout: Any) -> Array:
-    """Returns which tokens of a step each row sees; rows past the tile's last see what does not matter."""
-    shape = (kernel.rows, kernel.config.block_tokens)
-    row = first_row + plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1))
-    position = lax.div(row, jnp.full_like(row, kernel.group)) + tile.first
-    # The step is added here, not to the position: else the compiler keeps all columns in registers.
-    token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + step * kernel.config.block_tokens
-    distance = lax.broadcast_in_dim(position, shape, [0]) - token
-    # One comparison: what is ahead wraps around.
-    return distance >= 0 if kernel.window is None else distance.astype(jnp.uint32) < kernel.window
-
-
-def _clear_dead(kernel: Kernel, tile: Tile, values: Array, first_token: Array, layout: Any) -> Array:
-    """Clears the rows of slots outside context and window: 0 * NaN is NaN."""
-    token = tuning.iota(values.shape, 0, layout) + first_token
-    live = token < tile.context_len
-    if kernel.window is not None:
-        live &= token > tile.first - kernel.window
-    return jnp.where(live, values, jnp.zeros_like(values))
-
-
-def _pages_of(kernel: Kernel, tile: Tile, step: Array, tables_ref: Any) -> list[Array]:
-    pages = kernel.config.block_tokens // kernel.page_size
-    return [tables_ref[tile.seq, step * pages + i] for i in range(pages)]
-
-
 def _tile_of_block(kernel: Kernel, tiles_ref: Any) -> tuple[Array, Array, Tile]:
     """Returns kv head, index and tile of this block; a prompt's last tiles see most, so they go first."""
     index = kernel.num_tiles - 1 - lax.axis_index("tile")
@@ -324,7 +197,7 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
         q_s, k_s, v_s, p_s, q_bar, k_bar, v_bar, k_free, v_free, turn,
     ):  # fmt: skip
         head, index, tile = _tile_of_block(kernel, tiles_ref)
-        begin, *_middle, end = _spans(kernel, tile)
+        begin, *_middle, end = ragged_tile.spans(kernel, tile)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when((warpgroup == num_computing) & (end > begin))
@@ -336,7 +209,7 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
             @pl.loop(begin, end)
             def _(step):
                 slot = lax.rem(step, jnp.int32(num_stages))
-                pages = _pages_of(kernel, tile, step, tables_ref)
+                pages = ragged_tile.pages_of(kernel, tile, step, tables_ref)
                 for which, (ref, bar, free) in enumerate(((k_s, k_bar, k_free), (v_s, v_bar, v_free))):
                     pl.when(step - begin >= num_stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
                     for i, page in enumerate(pages):
@@ -352,7 +225,7 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
         def _compute():
             own_q, first_row = q_s.at[warpgroup], warpgroup * WGMMA_ROWS
             rows = pl.ds(first_row, WGMMA_ROWS)
-            carry = _start(kernel, wgmma, sinks_ref.at[head, rows] if kernel.has_sinks else None)
+            carry = ragged_tile.start(kernel, wgmma, sinks_ref.at[head, rows] if kernel.has_sinks else None)
             plgpu.barrier_wait(q_bar)
 
             def attend(step: Array, carry: Carry, *, is_full: bool) -> Carry:
@@ -363,8 +236,8 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                 plgpu.barrier_wait(k_bar.at[slot])
                 scores = multiply(own_q, k_s.at[slot].transpose((1, 0)), tokens, while_it_runs=meet)
                 plgpu.barrier_arrive(k_free.at[slot])
-                live = None if is_full else _live(kernel, tile, first_row, step, wgmma)
-                probs, (acc, largest, total) = _softmax(kernel, scores, carry, live)
+                live = None if is_full else ragged_tile.live(kernel, tile, first_row, step, wgmma)
+                probs, (acc, largest, total) = ragged_tile.softmax(kernel, scores, carry, live)
                 if is_full:
                     plgpu.barrier_wait(v_bar.at[slot])
                 meet()
@@ -406,11 +279,11 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                     for start, column in corners:
                         part = ref.at[pl.ds(start, WGMMA_ROWS), pl.ds(column, width)]
                         values = plgpu.load(part, layout=wgmma, optimized=False)
-                        part[...] = _clear_dead(kernel, tile, values, step * tokens + start, wgmma)
+                        part[...] = ragged_tile.clear_dead(kernel, tile, values, step * tokens + start, wgmma)
                     plgpu.commit_smem()
 
             pl.when(warpgroup == 1)(meet)
-            out = _walk(kernel, tile, attend, carry)
+            out = ragged_tile.walk(kernel, tile, attend, carry)
             pl.when(warpgroup == 0)(meet)
             own_q[...] = out
             plgpu.commit_smem()
@@ -444,10 +317,10 @@ def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
 
     def body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, out_ref, k_s, v_s, p_s):
         head, index, tile = _tile_of_block(kernel, tiles_ref)
-        begin, *_middle, end = _spans(kernel, tile)
+        begin, *_middle, end = ragged_tile.spans(kernel, tile)
 
         def copy(step: Array) -> None:
-            for i, page in enumerate(_pages_of(kernel, tile, step, tables_ref)):
+            for i, page in enumerate(ragged_tile.pages_of(kernel, tile, step, tables_ref)):
                 for which, ref in enumerate((k_s, v_s)):
                     target = ref.at[lax.rem(step, jnp.int32(2)), pl.ds(i * page_size, page_size)]
                     tuning.copy_to_smem(kv_ref.at[page, which, head], target, None)
@@ -461,20 +334,22 @@ def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
             queries = plgpu.load(q_ref.at[index, head], layout=lhs, optimized=False)
             keys = plgpu.load(k_s.at[slot].T, layout=rhs, optimized=False)
             scores = plgpu.layout_cast(jnp.zeros((kernel.rows, tokens), jnp.float32), out)
-            live = None if is_full else _live(kernel, tile, 0, step, out)
-            probs, (acc, largest, total) = _softmax(kernel, mma(scores, queries, keys), carry, live)
+            live = None if is_full else ragged_tile.live(kernel, tile, 0, step, out)
+            probs, (acc, largest, total) = ragged_tile.softmax(
+                kernel, mma(scores, queries, keys), carry, live
+            )
             p_s[...] = probs
             probs = plgpu.load(p_s, layout=lhs, optimized=False)
             values = plgpu.load(v_s.at[slot], layout=rhs, optimized=False)
             if not is_full:
-                values = _clear_dead(kernel, tile, values, step * tokens, rhs)
+                values = ragged_tile.clear_dead(kernel, tile, values, step * tokens, rhs)
             return mma(acc, probs, values), largest, total
 
         @pl.when(end > begin)
         def _():
             copy(begin)
-            carry = _start(kernel, out, sinks_ref.at[head] if kernel.has_sinks else None)
-            tuning.store(out_ref.at[index, head], _walk(kernel, tile, attend, carry))
+            carry = ragged_tile.start(kernel, out, sinks_ref.at[head] if kernel.has_sinks else None)
+            tuning.store(out_ref.at[index, head], ragged_tile.walk(kernel, tile, attend, carry))
 
     transforms = tuning.smem_transforms(kernel.head_dim, kernel.dtype, page_size)
     stages = plgpu.SMEM((config.num_stages, tokens, kernel.head_dim), kernel.dtype, transforms=transforms)

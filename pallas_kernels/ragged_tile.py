@@ -1,0 +1,144 @@
+"""What both ragged kernels do with a tile: which steps it walks, the softmax of a step, and the masks."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from jax_paged.pallas_kernels import tuning
+from jax_paged.pallas_kernels.tuning import LOG2E, MASKED_SCORE, KernelConfig
+
+# Rows of a wgmma.
+WGMMA_ROWS = 64
+
+# Accumulator, largest score in base 2, sum of the probabilities.
+Carry = tuple[Array, Array, Array]
+
+
+class Tile(NamedTuple):
+    """A tile of the work list.
+
+    Args:
+        seq: Row of the block tables.
+        first: Position of the tile's first row in the sequence.
+        last: One past the position of its last row; 0 in a tile that is not used.
+        context_len: Tokens of the sequence.
+    """
+
+    seq: Array
+    first: Array
+    last: Array
+    context_len: Array
+
+
+class Kernel(NamedTuple):
+    """What is known when the kernel is traced."""
+
+    config: KernelConfig
+    num_tiles: int
+    kv_heads: int
+    group: int
+    page_size: int
+    head_dim: int
+    dtype: Any
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+    interpret: bool
+
+    @property
+    def rows(self) -> int:
+        """Rows that a warpgroup multiplies."""
+        return min(WGMMA_ROWS, self.config.block_rows)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of the buffers, barriers aside: keys and values; queries, on sm_80 probabilities."""
+        config, itemsize = self.config, self.dtype.itemsize
+        staged = config.num_stages * 2 * config.block_tokens * self.head_dim
+        beside = config.block_rows * (self.head_dim if config.has_tma else config.block_tokens)
+        return (staged + beside) * itemsize
+
+
+def spans(kernel: Kernel, tile: Tile) -> tuple[Array, Array, Array, Array]:
+    """Returns begin, full_begin, full_end and end of a tile's steps; all rows see the middle ones whole."""
+    tokens = jnp.int32(kernel.config.block_tokens)
+    end = lax.div(tile.last + tokens - 1, tokens)
+    begin = full_begin = jnp.int32(0)
+    if kernel.window is not None:
+        begin = jnp.minimum(lax.div(jnp.maximum(tile.first - kernel.window + 1, 0), tokens), end)
+        full_begin = lax.div(jnp.maximum(tile.last - kernel.window, 0) + tokens - 1, tokens)
+        full_begin = jnp.clip(full_begin, begin, end)
+    return begin, full_begin, jnp.clip(lax.div(tile.first + 1, tokens), full_begin, end), end
+
+
+def walk(kernel: Kernel, tile: Tile, attend: Callable[..., Carry], carry: Carry) -> Array:
+    """Runs the steps of a tile, masks only where needed; returns the attention, 0 if there was nothing."""
+    begin, full_begin, full_end, end = spans(kernel, tile)
+    masked = functools.partial(attend, is_full=False)
+    if kernel.window is not None:
+        carry = lax.fori_loop(begin, full_begin, masked, carry)
+    carry = lax.fori_loop(full_begin, full_end, functools.partial(attend, is_full=True), carry)
+    acc, _, total = lax.fori_loop(full_end, end, masked, carry)
+    factor = lax.integer_pow(jnp.where(total > 0, total, 1.0), -1)
+    return (acc * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(kernel.dtype)
+
+
+def start(kernel: Kernel, layout: Any, sinks_ref: Any) -> Carry:
+    """Returns the carry of the first step: a sink has a score, and no value."""
+    acc = plgpu.layout_cast(jnp.zeros((kernel.rows, kernel.head_dim), jnp.float32), layout)
+    largest = jnp.full((kernel.rows,), MASKED_SCORE, jnp.float32)
+    total = jnp.full((kernel.rows,), 1.0 if kernel.has_sinks else 0.0, jnp.float32)
+    if kernel.has_sinks:
+        largest = plgpu.load(sinks_ref, layout=layout.reduce(1), optimized=False)
+    return acc, *(plgpu.layout_cast(x, layout.reduce(1)) for x in (largest, total))
+
+
+def softmax(kernel: Kernel, scores: Array, carry: Carry, live: Array | None) -> tuple[Array, Carry]:
+    """Returns the probabilities of a step, and the carry rescaled to them."""
+    acc, largest, total = carry
+    factor = kernel.scale * LOG2E
+    if kernel.soft_cap is not None:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), as the hardware's has 11 bits; softmax does not mind a 1 less. A
+        # power takes fewer registers than a division.
+        power = jnp.exp2(scores * (2 * factor / kernel.soft_cap))
+        scores, factor = -2 * lax.integer_pow(power + 1, -1), kernel.soft_cap * LOG2E
+    if live is not None:
+        # Infinite: what a finite one leaves of itself in a fused multiply-add may be anything.
+        scores = jnp.where(live, scores, -jnp.inf)
+    new_largest = jnp.maximum(largest, scores.max(axis=1) * factor)
+    decay = jnp.exp2(largest - new_largest)
+    probs = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_largest, scores.shape, [0]))
+    acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
+    return probs.astype(kernel.dtype), (acc, new_largest, total * decay + probs.sum(axis=1))
+
+
+def live(kernel: Kernel, tile: Tile, first_row: Array | int, step: Array, layout: Any) -> Array:
+    """Returns which tokens of a step each row sees; rows past the tile's last see what does not matter."""
+    shape = (kernel.rows, kernel.config.block_tokens)
+    row = first_row + plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1))
+    position = lax.div(row, jnp.full_like(row, kernel.group)) + tile.first
+    # The step is added here, not to the position: else the compiler keeps all columns in registers.
+    token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + step * kernel.config.block_tokens
+    distance = lax.broadcast_in_dim(position, shape, [0]) - token
+    # One comparison: what is ahead wraps around.
+    return distance >= 0 if kernel.window is None else distance.astype(jnp.uint32) < kernel.window
+
+
+def clear_dead(kernel: Kernel, tile: Tile, values: Array, first_token: Array, layout: Any) -> Array:
+    """Clears the rows of slots outside context and window: 0 * NaN is NaN."""
+    token = tuning.iota(values.shape, 0, layout) + first_token
+    live = token < tile.context_len
+    if kernel.window is not None:
+        live &= token > tile.first - kernel.window
+    return jnp.where(live, values, jnp.zeros_like(values))
+
+
+def pages_of(kernel: Kernel, tile: Tile, step: Array, tables_ref: Any) -> list[Array]:
+    pages = kernel.config.block_tokens // kernel.page_size
+    return [tables_ref[tile.seq, step * pages + i] for i in range(pages)]
