@@ -20,7 +20,7 @@ def _mbarrier(a: Any, opcode: tuple[str, ...], operands: tuple[str, ...]) -> Run
             modifiers <= {"parity", "acquire", "cta", "shared", "b64"} and "parity" in modifiers
         ):
             return _try_wait(a, operands)
-        case "arrive" if modifiers <= {"expect_tx", "release", "cta", "shared", "b64"} and operands[0] == "_":
+        case "arrive" if modifiers <= {"expect_tx", "release", "cta", "shared", "b64"}:
             return _arrive(a, operands, expects="expect_tx" in modifiers)
     raise ValueError(opcode)
 
@@ -43,6 +43,7 @@ def _init(a: Any, operands: tuple[str, ...]) -> Run:
 def _arrive(a: Any, operands: tuple[str, ...], *, expects: bool) -> Run:
     address = a.address(operands[1])
     amount = a.source(operands[2] if len(operands) > 2 else "1", np.uint32)
+    state = None if operands[0] == "_" else a.register(operands[0])
 
     def run(warp: Warp, mask: np.ndarray | None) -> None:
         barrier = warp.block.mbarrier(warp, uniform(address(warp), mask))
@@ -51,6 +52,8 @@ def _arrive(a: Any, operands: tuple[str, ...], *, expects: bool) -> Run:
         barrier.pending -= len(values) if expects else int(values.sum())
         np.maximum(barrier.clock, warp.release(), out=barrier.clock)
         barrier.settle()
+        if state is not None:  # what a wait by parity has no use for
+            warp.write(state, np.zeros(32, np.uint64), mask)
 
     return run
 

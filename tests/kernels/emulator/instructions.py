@@ -185,8 +185,8 @@ def _mad(a: Assembler, opcode: Any, operands: Any) -> Run:
 
 def _bfe(a: Assembler, opcode: Any, operands: Any) -> Run:
     kind, first, count = opcode[-1], int(operands[2]), int(operands[3])
-    assert kind == "u32", opcode
-    assert first + count <= 32, operands
+    assert kind in ("u32", "u64"), opcode
+    assert first + count <= int(kind[1:]), operands
     return _alu(a, lambda x: x >> first & (1 << count) - 1, [kind], kind, operands[:2])
 
 
