@@ -56,7 +56,7 @@ kernels-compile: $(KERNELS_READY)
 kernels-emulate: $(KERNELS_READY)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate h100 $(ARGS)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate a100 $(ARGS)
-	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels/test_planted_bugs.py $(ARGS)
+	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest -m slow tests/kernels/test_planted_bugs.py $(ARGS)
 
 $(KERNELS_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERNELS_VENV)

@@ -5,6 +5,7 @@ keys and values a second, beside a plain device copy of this run; prefill in flo
 second, of live scores only. Every call is repeated within one program, so that no dispatch is measured.
 """
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -18,6 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 HEAD_DIM = 128
 SCALE = HEAD_DIM**-0.5
+# Begins a line of results on the standard output of a section.
+MARK = "RESULT "
 
 Report = dict[str, Any]
 # A function of x and constant arrays, and those arrays: as constants of a program they would be copied.
@@ -38,18 +41,42 @@ def kernel_tests(is_tiny: bool) -> Iterator[Report]:
             if report.when == "call" or report.failed:
                 self.counts[report.outcome] = self.counts.get(report.outcome, 0) + 1
                 self.failed += [report.nodeid] * report.failed
+                found = self.counts | {"failed_tests": self.failed}
+                print(MARK + json.dumps(found), file=sys.__stdout__, flush=True)
 
     chosen = ["-k", "work_list or tiles_cover"] if is_tiny else ["-m", "gpu"]
     counter = Counter()
-    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", str(ROOT)]
-    code = pytest.main([*options, *chosen, str(ROOT / "tests" / "kernels")], plugins=[counter])
+    options = ["-v", "--tb=short", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir", str(ROOT)]
+    if importlib.util.find_spec("pytest_timeout") is not None:  # a kernel that hangs can't be interrupted
+        options += ["--timeout=90", "--timeout-method=thread"]
+    with contextlib.redirect_stdout(sys.stderr):
+        code = pytest.main([*options, *chosen, str(ROOT / "tests" / "kernels")], plugins=[counter])
     yield counter.counts | {"failed_tests": counter.failed}
     if code or not counter.counts.get("passed"):
         raise AssertionError(f"the kernel tests ended with {code!r}, {counter.counts}")
 
 
 def kernel_speed(is_tiny: bool) -> Iterator[Report]:
-    """Measures decode, prefill, write_kv and copy_blocks; "skipped" says why a number is missing."""
+    """Measures decode, prefill, write_kv and copy_blocks; "skipped" says why a number is missing.
+
+    A case that fails leaves an "error", and the others run.
+    """
+    failed = []
+    for found in _speeds(is_tiny):
+        failed += [name for name, result in found.items() if '"error"' in json.dumps(result)]
+        yield found
+    if failed:
+        raise AssertionError(f"failed: {', '.join(failed)}")
+
+
+def _attempt(measure: Callable[..., Report], *args: Any, **options: Any) -> Report:
+    try:
+        return measure(*args, **options)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _speeds(is_tiny: bool) -> Iterator[Report]:
     import jax
 
     on_gpu = jax.default_backend() == "gpu"
@@ -70,19 +97,19 @@ def kernel_speed(is_tiny: bool) -> Iterator[Report]:
                         name: {"skipped": f"{need / 2**30:.1f} GiB of keys and values, twice for JAX's own"}
                     }
                     continue
-                yield {name: decode_speed([context] * batch, page_size, backends, peers=on_gpu)}
+                lens = [context] * batch
+                yield {name: _attempt(decode_speed, lens, page_size, backends, peers=on_gpu)}
                 if page_size == page_sizes[0]:
                     torch_cases.append({"name": name, "batch": batch, "context": context, "queries": 1})
-    yield from skewed(backends, is_tiny)
+    yield {"skewed decode": _attempt(skewed, backends, is_tiny)}
     chunks = [(32, 32)] if is_tiny else [(2048, 2048), (8192, 8192), (16384, 16384), (2048, 32768)]
     for queries, context in chunks:
         name = f"prefill {queries} of {context}"
         # The CPU's way to attend is no peer for long prompts, only a baseline for one.
-        yield {
-            name: prefill_speed(queries, context, backends if queries * context <= 2**22 else backends[:1])
-        }
+        mine = backends if queries * context <= 2**22 else backends[:1]
+        yield {name: _attempt(prefill_speed, queries, context, mine)}
         torch_cases.append({"name": name, "batch": 1, "context": context, "queries": queries})
-    yield moves_speed(backends, is_tiny)
+    yield from moves_speed(backends, is_tiny)
     yield {"torch": torch_peers(torch_cases if not is_tiny else [])}
 
 
@@ -178,13 +205,12 @@ def measured(steps: dict[str, Step], x: Any, num_bytes: float, amount: float, un
             s = seconds(step, x, repeats_of(num_bytes))
             found[name] = {unit: float(f"{amount / s:.4g}"), "us": round(s * 1e6, 1)}
         except Exception as error:  # a peer that can't do a shape is no failure of ours
-            if name.startswith("pallas"):
-                raise
-            found[name] = {"skipped": f"{type(error).__name__}: {error}"[:200]}
+            kind = "error" if name.startswith("pallas") else "skipped"
+            found[name] = {kind: f"{type(error).__name__}: {error}"[:500]}
     return found
 
 
-def skewed(backends: list[str], is_tiny: bool) -> Iterator[Report]:
+def skewed(backends: list[str], is_tiny: bool) -> Report:
     """Measures one long and many short sequences beside the same number of tokens in equal ones."""
     batch, total = (3, 90) if is_tiny else (32, 32 * 8192)
     long = total // 2
@@ -192,7 +218,7 @@ def skewed(backends: list[str], is_tiny: bool) -> Iterator[Report]:
     uneven = decode_speed(lens, 16, backends[:1], peers=False)[backends[0]]
     even = decode_speed([total // batch] * batch, 16, backends[:1], peers=False)[backends[0]]
     share = round(even["us"] / uneven["us"], 3)  # nearly the same number of tokens
-    yield {"skewed decode": {"uneven": uneven, "even": even, "share_of_even": share}}
+    return {"uneven": uneven, "even": even, "share_of_even": share}
 
 
 def prefill_speed(queries: int, context: int, backends: list[str]) -> Report:
@@ -223,7 +249,7 @@ def prefill_speed(queries: int, context: int, backends: list[str]) -> Report:
     return measured(steps, q, flops / 150, flops / 1e12, "tflop_per_s")
 
 
-def moves_speed(backends: list[str], is_tiny: bool) -> Report:
+def moves_speed(backends: list[str], is_tiny: bool) -> Iterator[Report]:
     """Returns GB/s, read and written, of writing a step's keys and values and of copying blocks."""
     import jax
     import jax.numpy as jnp
@@ -235,7 +261,6 @@ def moves_speed(backends: list[str], is_tiny: bool) -> Report:
     rows = jnp.ones((num_rows, heads()[1], HEAD_DIM), jnp.bfloat16)
     slots = jax.random.permutation(jax.random.key(0), num_pages * 16)[:num_rows].astype(jnp.int32)
     src, dst = jnp.arange(num_pages, dtype=jnp.int32).reshape(2, -1)
-    found: Report = {}
     for op, num_bytes, args in (
         ("write_kv", 2 * num_rows * token_bytes(), (rows, rows, slots)),
         ("copy_blocks", num_pages * 16 * token_bytes(), (src, dst)),
@@ -243,8 +268,7 @@ def moves_speed(backends: list[str], is_tiny: bool) -> Report:
         steps: dict[str, Step] = {
             backend: (functools.partial(getattr(ops, op), backend=backend), args) for backend in backends
         }
-        found[op] = measured(steps, pool, num_bytes, num_bytes / 1e9, "gb_per_s")
-    return found
+        yield {op: measured(steps, pool, num_bytes, num_bytes / 1e9, "gb_per_s")}
 
 
 TORCH = """
@@ -321,6 +345,7 @@ def table(report: Report) -> list[str]:
                 lines.append(
                     f"{name:<42}{who:<22}{value:>10.4g} {unit.replace('_per_', '/'):<9}{x['us']:>11.1f} us"
                 )
-            elif who == "skipped" or (isinstance(x, dict) and "skipped" in x):
-                lines.append(f"{name:<42}{who:<22}skipped: {x if who == 'skipped' else x['skipped']}")
+            for kind in ("skipped", "error"):
+                if who == kind or (isinstance(x, dict) and kind in x):
+                    lines.append(f"{name:<42}{who:<22}{kind}: {x if who == kind else x[kind]}")
     return lines

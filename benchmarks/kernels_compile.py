@@ -6,7 +6,8 @@
 
 XLA and ptxas do all that they do on a GPU machine but autotuning, so no time of what they make is known, and
 nothing is run. Each check has a process of its own, as the compiler may abort. The exit status is not 0 if a
-kernel spills registers, lacks the instructions it is made of or does not compile, or if a step copies a pool.
+kernel spills registers, lacks the instructions it is made of, has its wgmma serialized or does not compile,
+or if a step copies a pool.
 """
 
 import argparse
@@ -215,6 +216,7 @@ def read_kernels(dump: Path) -> dict[str, dict[str, Any]]:
             "spill_bytes": sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", text))),
             "smem_bytes": max(map(int, re.findall(r"smem_scratch_bytes=(\d+)", resources))),
             "instructions": {k: n for k, n in counts.items() if n},
+            "is_serialized": "instructions are serialized" in text,
         }
         if name not in kernels or found["registers"] > kernels[name]["registers"]:
             kernels[name] = found | {
@@ -245,6 +247,7 @@ def problems(check: Check, found: dict[str, Any]) -> list[str]:
     if "error" in found:
         return [found["error"]]
     out = [f"{name} spills" for name, kernel in found["kernels"].items() if kernel["spill_bytes"]]
+    out += [f"wgmma of {name} waits" for name, kernel in found["kernels"].items() if kernel["is_serialized"]]
     if found["pool_copies"]:
         out.append(f"{found['pool_copies']} copies of a pool")
     if isinstance(check, KernelCheck):

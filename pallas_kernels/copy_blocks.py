@@ -1,5 +1,7 @@
 """The copy_blocks kernel: all copies of a step in one launch, in place, one block of threads a tile."""
 
+import functools
+
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
@@ -9,10 +11,13 @@ from jaxtyping import Array, Float, Int
 from jax_paged.pallas_kernels import tuning
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
 def copy_blocks(
     kv_pages: Float[Array, "p 2 k s d"], src: Int[Array, " n"], dst: Int[Array, " n"], *, interpret: bool
 ) -> Float[Array, "p 2 k s d"]:
     """See ops.copy_blocks. No page may be in both src and dst: the copies run in any order.
+
+    Jitted, so that equal layers are lowered once.
 
     Raises:
         ValueError: If 128 threads cannot share the S * D elements of a tile.

@@ -191,6 +191,7 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
     config, head_dim, page_size = kernel.config, kernel.head_dim, kernel.page_size
     tokens, num_stages, wgmma = config.block_tokens, config.num_stages, plgpu.Layout.WGMMA
     num_computing = config.block_rows // WGMMA_ROWS
+    assert num_stages > 1, config  # with one, each warpgroup would wait for the other
 
     def body(
         tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, out_ref,
@@ -251,7 +252,9 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                 plgpu.barrier_arrive(v_free.at[slot])
                 return acc, largest, total
 
-            def multiply(a: Any, b: Any, columns: int, while_it_runs: Any = None) -> Array:
+            def multiply(
+                a: Any, b: Any, columns: int, while_it_runs: Callable[[], None] | None = None
+            ) -> Array:
                 def run(acc_ref):
                     plgpu.wgmma(acc_ref, a, b)
                     if while_it_runs is not None:
@@ -267,7 +270,7 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                     plgpu.barrier_wait(turn)
 
             def clean_values(step: Array, ref: Any) -> None:
-                """The first warpgroup clears dead slots in place, half a step before the other comes."""
+                """The first warpgroup clears dead slots in place, a turn before the other reads them."""
                 is_dirty = (step + 1) * tokens > tile.context_len
                 if kernel.window is not None:
                     is_dirty |= step * tokens <= tile.first - kernel.window

@@ -162,8 +162,8 @@ def mma(
 def iota(shape: tuple[int, int], dimension: int, layout: Any) -> Int[Array, "m n"]:
     """Returns each element's index along a dimension.
 
-    By way of one dimension: in two, JAX counts wrongly where a register holds two rows of a column, as in the
-    right operand of mma.sync.
+    By way of one dimension: in two, JAX (0.11.2, 0.12.0) counts wrongly where a register holds two rows of a
+    column, as in the right operand of mma.sync; in other layouts it does not.
     """
     line = plgpu.broadcasted_iota(jnp.int32, (shape[dimension],), 0, layout=layout.reduce(1 - dimension))
     return jax.lax.broadcast_in_dim(line, shape, [dimension])

@@ -29,3 +29,15 @@ def test_a_section_of_the_gpu_check(section):
     found = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert found
     assert not any("error" in result for result in found)
+
+
+@slow
+def test_a_part_of_the_gpu_check(tmp_path):
+    command = [sys.executable, str(PROGRAM), "--allow-cpu", "--tiny", "--part", "kernel-tests"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "found.json")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "all sections passed" in done.stdout
+    assert "test_work_list_covers_every_live_block_once" in done.stderr, "who watches sees each test"
+    assert json.loads((tmp_path / "found.json").read_text())["kernel-tests"]["passed"] > 20

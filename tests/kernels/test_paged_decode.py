@@ -1,5 +1,6 @@
 """The parts of the decode kernel: its work list, and that a missing wait does not go unseen."""
 
+import dataclasses
 import functools
 
 import jax
@@ -69,6 +70,21 @@ def test_a_missing_wait_is_caught(monkeypatch, capsys, missing):
         reset_gpu_interpret_mode_state()
     assert len(calls) == 4
     assert is_caught or RACE in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("backend", ["pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu)])
+def test_items_of_many_blocks(backend, window):
+    """A GPU has so many multiprocessors that other tests have one block an item: no stage is used again."""
+    interpret = backend == "pallas_interpret"
+    lens = [700, 5, 0, 300] if interpret else [3000, 5, 0, 1000]
+    case = make_case(lens, heads=8, kv_heads=2, head_dim=128, page_size=16, dtype="bfloat16")[:4]
+    q, pool = case[:2]
+    config = kernel.decode_config(tuning.target(interpret=interpret), q.shape, pool.shape, pool.dtype)
+    config = dataclasses.replace(config, num_items=len(lens) + 2)
+    options = {"scale": 0.1, "window": window}
+    got = kernel.paged_decode(*case, config=config, interpret=interpret, **options)
+    assert relative_error(got, paged_decode(*case, **options)) < TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])

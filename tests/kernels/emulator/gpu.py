@@ -4,6 +4,7 @@ Needs jax[cuda13], whose compiler works without a GPU. jit must be off: a kernel
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -24,7 +25,6 @@ from emulator.memory import POISON
 from jax_paged.pallas_kernels import ops, tuning
 
 TARGETS = pathlib.Path(__file__).parents[3] / "benchmarks" / "targets"
-SMEM_KIB = {(9, 0): 227, (8, 0): 163}
 
 
 class EmulatedGpu:
@@ -32,24 +32,26 @@ class EmulatedGpu:
 
     Args:
         name: "h100" or "a100".
-        seed: Of the order of events; each launch has its own.
     """
 
-    def __init__(self, name: str, *, seed: int = 0):
+    def __init__(self, name: str):
         config = (TARGETS / f"{name}.txtpb").read_text()
         topology = topologies.get_topology_desc(
             platform="cuda", topology_name="", topology="1x1x1", target_config=config
         )
         self.device = topology.devices[0]
-        major, minor = map(int, self.device.compute_capability.split("."))
-        self.target = tuning.Target((major, minor), 4, SMEM_KIB[major, minor] * 1024)
-        self.seed, self.num_launches = seed, 0
+        with jax.default_device(self.device):
+            target = tuning.target()
+        # Few multiprocessors, so that small batches fill them.
+        self.target = dataclasses.replace(target, num_sms=tuning.INTERPRETED_SMS)
+        self.num_launches = 0
         self._kernel = plgpu.kernel
         self._programs: dict[str, tuple[ptx.Program, host.Launch]] = {}
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Makes backend "pallas" run here."""
+        """Makes backend "pallas" run here; the order of events is the same each time."""
+        self.num_launches = 0
         with (
             jax.disable_jit(),
             mock.patch.object(plgpu, "kernel", self.kernel),
@@ -83,7 +85,7 @@ class EmulatedGpu:
             for x in made:
                 x.reshape(-1).view(np.uint8)[:] = POISON
             self.num_launches += 1
-            launch_kernel(program, launch, [*arrays, *made], seed=self.seed + self.num_launches)
+            launch_kernel(program, launch, [*arrays, *made], seed=self.num_launches)
             for ref, array in zip(refs.values(), arrays[len(operands) :], strict=True):
                 ref[...] = array
             return jax.tree.unflatten(tree, map(jax.numpy.asarray, made))

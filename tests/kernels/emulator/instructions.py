@@ -185,9 +185,10 @@ def _mad(a: Assembler, opcode: Any, operands: Any) -> Run:
 
 def _bfe(a: Assembler, opcode: Any, operands: Any) -> Run:
     kind, first, count = opcode[-1], int(operands[2]), int(operands[3])
-    assert kind in ("u32", "u64"), opcode
-    assert first + count <= int(kind[1:]), operands
-    return _alu(a, lambda x: x >> first & (1 << count) - 1, [kind], kind, operands[:2])
+    bits = int(kind[1:])
+    assert 0 < count <= bits - first, operands
+    # A shift to the right of a signed number brings its sign.
+    return _alu(a, lambda x: x << bits - first - count >> bits - count, [kind], kind, operands[:2])
 
 
 def _cvt(a: Assembler, opcode: Any, operands: Any) -> Run:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -260,14 +260,7 @@ class Block:
             raise KernelError("the block ended, and nobody waited for a TMA load")
 
 
-def launch_kernel(
-    program: Program,
-    launch: Launch,
-    arrays: list[np.ndarray],
-    *,
-    seed: int,
-    blocks: Sequence[tuple[int, int, int]] | None = None,
-) -> None:
+def launch_kernel(program: Program, launch: Launch, arrays: list[np.ndarray], *, seed: int) -> None:
     """Runs a kernel; writes to `arrays`, inputs first and then outputs, in the order of the host's arguments.
 
     Args:
@@ -275,7 +268,6 @@ def launch_kernel(
         launch: How it is launched.
         arrays: C-contiguous.
         seed: Of the order in which warps run and copies arrive.
-        blocks: Indices (x, y, z) of the blocks to run; None for all.
 
     Raises:
         KernelError: If a block does what it must not.
@@ -286,8 +278,7 @@ def launch_kernel(
     memory = GlobalMemory(arrays)
     steps, num_registers = assemble(program, launch, memory)
     x, y, z = map(range, launch.grid)
-    grid = list(itertools.product(x, y, z))
-    for number, index in enumerate(grid if blocks is None else blocks):
+    for number, index in enumerate(itertools.product(x, y, z)):
         memory.block = number
         block = Block(steps, num_registers, launch, memory, index, np.random.default_rng((seed, number)))
         try:
