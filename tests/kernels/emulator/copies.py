@@ -41,9 +41,10 @@ def _init(a: Any, operands: tuple[str, ...]) -> Run:
 
 
 def _arrive(a: Any, operands: tuple[str, ...], *, expects: bool) -> Run:
-    address = a.address(operands[1])
-    amount = a.source(operands[2] if len(operands) > 2 else "1", np.uint32)
-    state = None if operands[0] == "_" else a.register(operands[0])
+    name, where, *count = operands
+    address = a.address(where)
+    amount = a.source(count[0] if count else "1", np.uint32)
+    state = None if name == "_" else a.register(name)
 
     def run(warp: Warp, mask: np.ndarray | None) -> None:
         barrier = warp.block.mbarrier(warp, uniform(address(warp), mask))
