@@ -159,7 +159,7 @@ def mma(
     return plgpu.mma(acc, a, b)
 
 
-def iota(shape: tuple[int, int], dimension: int, layout: Any) -> Int[Array, "m n"]:
+def iota(shape: tuple[int, ...], dimension: int, layout: Any) -> Int[Array, "m n"]:
     """Returns each element's index along a dimension.
 
     By way of one dimension: in two, JAX (0.11.2, 0.12.0) counts wrongly where a register holds two rows of a
