@@ -191,11 +191,10 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
     config, head_dim, page_size = kernel.config, kernel.head_dim, kernel.page_size
     tokens, num_stages, wgmma = config.block_tokens, config.num_stages, plgpu.Layout.WGMMA
     num_computing = config.block_rows // WGMMA_ROWS
-    assert num_stages > 1, config  # with one, each warpgroup would wait for the other
 
     def body(
         tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, out_ref,
-        q_s, k_s, v_s, p_s, q_bar, k_bar, v_bar, k_free, v_free, turn,
+        q_s, k_s, v_s, p_s, q_bar, k_bar, v_bar, k_free, v_free, is_clean,
     ):  # fmt: skip
         head, index, tile = _tile_of_block(kernel, tiles_ref)
         begin, *_middle, end = ragged_tile.spans(kernel, tile)
@@ -235,13 +234,12 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                     plgpu.barrier_wait(v_bar.at[slot])
                     clean_values(step, v_s.at[slot])
                 plgpu.barrier_wait(k_bar.at[slot])
-                scores = multiply(own_q, k_s.at[slot].transpose((1, 0)), tokens, while_it_runs=meet)
+                scores = multiply(own_q, k_s.at[slot].transpose((1, 0)), tokens)
                 plgpu.barrier_arrive(k_free.at[slot])
                 live = None if is_full else ragged_tile.live(kernel, tile, first_row, step, wgmma)
                 probs, (acc, largest, total) = ragged_tile.softmax(kernel, scores, carry, live)
                 if is_full:
                     plgpu.barrier_wait(v_bar.at[slot])
-                meet()
                 if kernel.interpret:  # which takes no operand from registers and no initial accumulator
                     p_s.at[warpgroup][...] = probs
                     plgpu.commit_smem()
@@ -252,31 +250,20 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                 plgpu.barrier_arrive(v_free.at[slot])
                 return acc, largest, total
 
-            def multiply(
-                a: Any, b: Any, columns: int, while_it_runs: Callable[[], None] | None = None
-            ) -> Array:
+            def multiply(a: Any, b: Any, columns: int) -> Array:
                 def run(acc_ref):
                     plgpu.wgmma(acc_ref, a, b)
-                    if while_it_runs is not None:
-                        while_it_runs()
                     return acc_ref[...]
 
                 return pl.run_scoped(run, ACC((WGMMA_ROWS, columns), jnp.float32))
 
-            def meet() -> None:
-                """They take turns: the second is half a step behind, so one multiplies, one has softmax."""
-                if num_computing > 1:
-                    plgpu.barrier_arrive(turn)
-                    plgpu.barrier_wait(turn)
-
             def clean_values(step: Array, ref: Any) -> None:
-                """The first warpgroup clears dead slots in place, a turn before the other reads them."""
+                """The first warpgroup clears dead slots in place, the other waits for it."""
                 is_dirty = (step + 1) * tokens > tile.context_len
                 if kernel.window is not None:
                     is_dirty |= step * tokens <= tile.first - kernel.window
 
-                @pl.when(is_dirty & (warpgroup == 0))
-                def _():
+                def clean() -> None:
                     width = head_dim if head_dim % 64 else 64
                     corners = itertools.product(range(0, tokens, WGMMA_ROWS), range(0, head_dim, width))
                     for start, column in corners:
@@ -285,10 +272,14 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                         part[...] = ragged_tile.clear_dead(kernel, tile, values, step * tokens + start, wgmma)
                     plgpu.commit_smem()
 
-            pl.when(warpgroup == 1)(meet)
-            out = ragged_tile.walk(kernel, tile, attend, carry)
-            pl.when(warpgroup == 0)(meet)
-            own_q[...] = out
+                @pl.when(is_dirty)
+                def _():
+                    pl.when(warpgroup == 0)(clean)
+                    if num_computing > 1:
+                        plgpu.barrier_arrive(is_clean)
+                        plgpu.barrier_wait(is_clean)
+
+            own_q[...] = ragged_tile.walk(kernel, tile, attend, carry)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(own_q, out_ref.at[index, head, rows])
             plgpu.wait_smem_to_gmem(0)
