@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jax_paged.batch import MAX_BIAS_IDS, Bucket, layout
-from jax_paged.kv_cache import plan_layout
-from jax_paged.model_runner import ModelRunner
 from jax_paged.models.registry import get_model_class
+from jax_paged.worker.batch import MAX_BIAS_IDS, Bucket, layout
+from jax_paged.worker.kv_cache import plan_layout
+from jax_paged.worker.model_runner import ModelRunner
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

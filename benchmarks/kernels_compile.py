@@ -130,7 +130,7 @@ def run_here(check: Check, dump: Path) -> dict[str, Any]:
         lower, pool_shape = (lower_op if isinstance(check, KernelCheck) else lower_step)(check, device)
         lowered = lower()
     lowered_at = time.perf_counter()
-    from jax_paged.compilation import ONE_GRAPH
+    from jax_paged.worker.compilation import ONE_GRAPH
 
     options: Any = ONE_GRAPH if isinstance(check, StepCheck) and check.one_graph else {}
     compiled = lowered.compile(compiler_options=options)
@@ -195,7 +195,7 @@ def lower_step(check: StepCheck, device: Any) -> tuple[Callable[[], Any], tuple[
     from engine_step import LLAMA_8B, abstract_runner
     from jax.sharding import Mesh
 
-    from jax_paged.batch import Bucket
+    from jax_paged.worker.batch import Bucket
 
     runner = abstract_runner(LLAMA_8B, Mesh(np.array([device]), ("tensor",)), backend=check.backend)
     bucket = Bucket(check.is_decode, check.num_tokens, check.num_seqs)

@@ -17,9 +17,9 @@ import time
 
 import numpy as np
 
-from jax_paged.block_manager import BlockManager
-from jax_paged.scheduler import Scheduler
-from jax_paged.simulator import Request, SimulationResult, StepTimeModel, simulate
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.scheduler import Scheduler
+from jax_paged.lab.simulator import Request, SimulationResult, StepTimeModel, simulate
 
 NUM_SLOTS = 15_700
 NUM_PARAMS, NUM_LAYERS, HIDDEN_SIZE = 13e9, 40, 5120  # of OPT-13B, in 2 bytes each

@@ -13,10 +13,10 @@ import statistics
 import time
 from collections.abc import Callable
 
-from jax_paged.block_manager import BlockManager
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.sampling_params import SamplingParams
-from jax_paged.scheduler import Scheduler
-from jax_paged.sequence import RequestMetrics, Sequence, SequenceGroup
 
 NUM_RUNNING, PROMPT_LEN = 256, 100
 

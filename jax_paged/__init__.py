@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jax_paged.async_engine import AsyncLLMEngine
     from jax_paged.config import EngineArgs
-    from jax_paged.engine import LLMEngine
+    from jax_paged.engine.async_engine import AsyncLLMEngine
+    from jax_paged.engine.llm_engine import LLMEngine
     from jax_paged.llm import LLM
     from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput
     from jax_paged.sampling_params import BeamSearchParams, SamplingParams
@@ -25,11 +25,11 @@ __all__ = [
 
 _MODULES = {
     "LLM": "llm",
-    "AsyncLLMEngine": "async_engine",
+    "AsyncLLMEngine": "engine.async_engine",
     "BeamSearchParams": "sampling_params",
     "CompletionOutput": "outputs",
     "EngineArgs": "config",
-    "LLMEngine": "engine",
+    "LLMEngine": "engine.llm_engine",
     "Logprob": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",

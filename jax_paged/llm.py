@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
 
-from jax_paged.config import EngineArgs, check
-from jax_paged.engine import LLMEngine, deferred_interrupt
+from jax_paged.checks import check
+from jax_paged.config import EngineArgs
+from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.interrupt import deferred_interrupt
+from jax_paged.engine.llm_engine import LLMEngine
+from jax_paged.engine.tokenizer import Messages
+from jax_paged.inputs import Prompt, as_prompts
+from jax_paged.lab.pool_map import PoolMap
 from jax_paged.models.weights import LoadedModel
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
-from jax_paged.pool_map import PoolMap
-from jax_paged.request_check import CheckedRequest, Prompt, as_prompts
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
-from jax_paged.tokenizer import Messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jax_paged.sequence import RequestMetrics
+from jax_paged.core.sequence import RequestMetrics
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

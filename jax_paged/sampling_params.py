@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 
-from jax_paged.config import check, check_choice, check_int, check_number
+from jax_paged.checks import check, check_choice, check_int, check_number
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 300

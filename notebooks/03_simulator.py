@@ -22,9 +22,9 @@
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jax_paged.block_manager import BlockManager
-from jax_paged.scheduler import Scheduler
-from jax_paged.simulator import Request, StepTimeModel, simulate
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.scheduler import Scheduler
+from jax_paged.lab.simulator import Request, StepTimeModel, simulate
 
 rng = np.random.default_rng(0)
 arrivals = np.cumsum(rng.exponential(1 / 2, 200)).tolist()
@@ -88,7 +88,7 @@ for name, extra in (("4 samples", {"n": 4}), ("beam search of width 4", {"beam_w
 
 # %%
 from jax_paged import LLM, SamplingParams
-from jax_paged.recording import replay
+from jax_paged.lab.recording import replay
 
 llm = LLM(model="pagelet", num_gpu_blocks_override=32, max_num_seqs=8, max_model_len=256)
 lines = []

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flax import nnx
-from real_model import TOLERANCE, DenseModel, Request, log_softmax, make_engine, run, tokens_of
+from helpers.real_model import TOLERANCE, DenseModel, Request, log_softmax, make_engine, run, tokens_of
 
 from jax_paged import SamplingParams
 from jax_paged.models.encoder_decoder import EncoderDecoderLM

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from scripted_engine import LONG, no_block_lost
+from helpers.scripted_engine import LONG, no_block_lost
 
 from jax_paged import AsyncLLMEngine, SamplingParams
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from real_model import (
+from helpers.real_model import (
     MAX_MODEL_LEN,
     VOCAB_SIZE,
     Request,

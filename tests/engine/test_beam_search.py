@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from real_model import (
+from helpers.real_model import (
     CONFIG,
     VOCAB_SIZE,
     Request,
@@ -19,7 +19,7 @@ from real_model import (
     steps_of,
     tokens_of,
 )
-from real_model import add as add_requests
+from helpers.real_model import add as add_requests
 from safetensors.numpy import load_file
 
 from jax_paged import BeamSearchParams, LLMEngine, SamplingParams

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from real_model import assert_no_block_lost
+from helpers.real_model import assert_no_block_lost
 
 from jax_paged import LLM, BeamSearchParams, SamplingParams
 

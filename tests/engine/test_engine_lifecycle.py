@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from scripted_engine import LONG, ScriptedRunner, no_block_lost, run
+from helpers.scripted_engine import LONG, ScriptedRunner, no_block_lost, run
 
 import jax_paged
 from jax_paged import LLM, LLMEngine, SamplingParams

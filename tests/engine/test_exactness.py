@@ -10,7 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from real_model import (
+from helpers.real_model import (
     TOLERANCE,
     DenseModel,
     Request,
@@ -30,8 +30,8 @@ from real_model import (
 )
 
 from jax_paged import LLMEngine
-from jax_paged.batch import Bucket, StepInputs, layout
-from jax_paged.scheduler_output import SchedulerOutput
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.worker.batch import Bucket, StepInputs, layout
 
 # Of this seed's requests every token leads by more than TOLERANCE, so no rounding can change one.
 SEED = 3

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from real_model import Request, make_engine, run
+from helpers.real_model import Request, make_engine, run
 
 from jax_paged import SamplingParams
 

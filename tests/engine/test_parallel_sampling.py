@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from real_model import (
+from helpers.real_model import (
     VOCAB_SIZE,
     Request,
     add,
@@ -18,9 +18,10 @@ from real_model import (
     steps_of,
 )
 
-from jax_paged import AsyncLLMEngine, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams, async_engine
+from jax_paged import AsyncLLMEngine, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
+from jax_paged.engine import async_engine
+from jax_paged.engine.input_processor import RequestChecker
 from jax_paged.outputs import CompletionOutput, RequestOutput
-from jax_paged.request_check import RequestChecker
 
 RNG = np.random.default_rng(2)
 PROMPTS = {length: RNG.integers(0, VOCAB_SIZE, length).tolist() for length in (1, 3, 4, 5, 15, 16, 17, 45)}

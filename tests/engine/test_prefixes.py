@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from real_model import (
+from helpers.real_model import (
     VOCAB_SIZE,
     Request,
     add,
@@ -18,8 +18,8 @@ from real_model import (
     run_alone,
     tokens_of,
 )
-from scripted_engine import LONG, no_block_lost
-from scripted_engine import run as run_scripted
+from helpers.scripted_engine import LONG, no_block_lost
+from helpers.scripted_engine import run as run_scripted
 
 from jax_paged import LLM, BeamSearchParams, LLMEngine, SamplingParams
 from jax_paged.outputs import RequestOutput

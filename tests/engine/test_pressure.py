@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from real_model import (
+from helpers.real_model import (
     TOLERANCE,
     VOCAB_SIZE,
     DenseModel,
@@ -25,8 +25,8 @@ from real_model import (
 )
 
 from jax_paged import BeamSearchParams, LLMEngine, SamplingParams
+from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.outputs import RequestOutput
-from jax_paged.scheduler_output import SchedulerOutput
 
 # A request is never larger than the pool alone: 12 blocks of prompt, and 4 sequences of 7 blocks more.
 NUM_USABLE, BLOCK_SIZE, MAX_PROMPT, MAX_OUTPUT = 44, 4, 48, 24

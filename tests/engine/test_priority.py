@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from scripted_engine import no_block_lost
+from helpers.scripted_engine import no_block_lost
 
 from jax_paged import LLM, SamplingParams
 

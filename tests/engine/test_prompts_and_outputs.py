@@ -6,10 +6,11 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from scripted_engine import EOS, LONG, TEMPLATE, VOCAB_SIZE, no_block_lost, run
+from helpers.scripted_engine import EOS, LONG, TEMPLATE, VOCAB_SIZE, no_block_lost, run
 
-from jax_paged import LLM, LLMEngine, SamplingParams, engine
-from jax_paged.tokenizer import Tokenizer
+from jax_paged import LLM, LLMEngine, SamplingParams
+from jax_paged.engine import llm_engine
+from jax_paged.engine.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ def test_tokenizer_of_its_own(scripted, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine").symlink_to(folder)
     for name, expected in (("~/mine", str(tmp_path / "mine")), ("someone/else", "someone/else")):
-        assert engine._tokenizer_name(scripted(tokenizer=name)) == expected
+        assert llm_engine._tokenizer_name(scripted(tokenizer=name)) == expected
     with LLMEngine(scripted(tokenizer="pagelet", model="/nowhere")) as pagelet:
         assert pagelet.tokenizer.decode(pagelet.tokenizer.encode("def f(")) == "def f("
     with LLM(folder, tokenizer="~/mine") as llm:

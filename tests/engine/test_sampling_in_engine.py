@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from real_model import (
+from helpers.real_model import (
     EOS,
     TOLERANCE,
     VOCAB_SIZE,
@@ -24,7 +24,7 @@ from real_model import (
 
 from jax_paged import LLMEngine, SamplingParams
 from jax_paged.outputs import RequestOutput
-from jax_paged.sampler import SamplingBatch, sample
+from jax_paged.worker.sampler import SamplingBatch, sample
 
 REQUESTS = mixed_requests(seed=1, count=16, max_prompt=100, max_output=40)
 

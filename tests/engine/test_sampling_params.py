@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from jax_paged import beam_search
+from jax_paged.core import beam_search
+from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
-from jax_paged.sequence import RequestMetrics, Sequence, SequenceGroup
 
 GOOD: list[dict[str, Any]] = [
     {},

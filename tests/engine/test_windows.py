@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from real_model import DenseModel, assert_no_block_lost, make_engine
+from helpers.real_model import DenseModel, assert_no_block_lost, make_engine
 
 from jax_paged import SamplingParams
 from jax_paged.models.weights import random_checkpoint

@@ -19,7 +19,7 @@ def _emulated(request):
     if name is None or request.node.get_closest_marker("gpu") is None:
         yield
         return
-    from emulator.gpu import emulated_gpu
+    from ptx_emulator.gpu import emulated_gpu
 
     with emulated_gpu(name).installed():
         yield

@@ -8,10 +8,10 @@ import struct
 
 import numpy as np
 import pytest
-from emulator import host, ptx
-from emulator.host import TensorMap
-from emulator.memory import SMEM_BASE
-from ptx_by_hand import BARRIER, EXPECT, FENCE, INIT, STORE, WAIT, copy, fails, run
+from helpers.ptx_by_hand import BARRIER, EXPECT, FENCE, INIT, STORE, WAIT, copy, fails, run
+from ptx_emulator import host, ptx
+from ptx_emulator.host import TensorMap
+from ptx_emulator.memory import SMEM_BASE
 
 LANES = range(32)
 RNG = np.random.default_rng(0)

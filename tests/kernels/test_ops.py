@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
+from helpers.oracle import TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
 
 from jax_paged.pallas_kernels import ops, reference, tuning
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.oracle import TOLERANCE, make_case, paged_decode, relative_error
 from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from oracle import TOLERANCE, make_case, paged_decode, relative_error
 
 from jax_paged.pallas_kernels import ops, tuning
 from jax_paged.pallas_kernels import paged_decode as kernel

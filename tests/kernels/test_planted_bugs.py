@@ -8,9 +8,9 @@ import importlib.util
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.oracle import TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.ops.gpu import attention_mgpu
-from oracle import TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
 
 from jax_paged.pallas_kernels import ops, tuning
 
@@ -28,8 +28,8 @@ RAGGED = make_case([1000], heads=2, kv_heads=1, head_dim=64, page_size=16, dtype
 
 def is_wrong(gpu, op):
     """Runs an op in the emulator; returns whether it finds an error, or the result is wrong."""
-    from emulator.gpu import emulated_gpu
-    from emulator.memory import KernelError
+    from ptx_emulator.gpu import emulated_gpu
+    from ptx_emulator.memory import KernelError
 
     options = {"scale": 0.1}
     try:
@@ -68,7 +68,7 @@ def test_nothing_planted(gpu, op):
 @pytest.mark.parametrize("takes_turns", [False, True])
 def test_a_kernel_known_to_be_right(takes_turns):
     """JAX's own attention for Hopper, which its authors run on GPUs, is right in the emulator too."""
-    from emulator.gpu import emulated_gpu
+    from ptx_emulator.gpu import emulated_gpu
 
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 256, 1, 64)).astype(np.float16)
     config = attention_mgpu.TuningConfig(

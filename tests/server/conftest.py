@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 
 from jax_paged import AsyncLLMEngine, EngineArgs
-from jax_paged.server import OpenAIServer
+from jax_paged.server.app import OpenAIServer
 
 
 @dataclasses.dataclass

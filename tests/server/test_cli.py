@@ -8,9 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from jax_paged import EngineArgs, server
-from jax_paged.cli import engine_args, make_parser
-from jax_paged.server import main
+from jax_paged import EngineArgs
+from jax_paged.server import app as server
+from jax_paged.server.app import main
+from jax_paged.server.cli import engine_args, make_parser
 
 ROOT = Path(__file__).parents[2]
 SMALL = (

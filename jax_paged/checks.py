@@ -1,0 +1,33 @@
+"""Checks of arguments: a ValueError names the argument, its value and what is allowed."""
+
+import math
+from typing import Any
+
+
+def check(ok: bool, name: str, value: Any, allowed: str) -> None:
+    """Raises ValueError that names the argument, its value and what is allowed, unless `ok`."""
+    if not ok:
+        raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raises ValueError unless `value` is one of `choices` (of the same type: True is not 1)."""
+    ok = any(value == c and type(value) is type(c) for c in choices)
+    check(ok, name, value, " or ".join(repr(c) for c in choices))
+
+
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Raises ValueError unless `value` is an int (no bool) in [low, high]."""
+    ok = isinstance(value, int) and not isinstance(value, bool)
+    ok = ok and value >= low and (high is None or value <= high)
+    check(
+        ok, name, value, f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
+    )
+
+
+def check_number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
+    """Raises ValueError unless `value` is a finite number in [low, high], or (low, high] if `low_open`."""
+    ok = isinstance(value, int | float) and not isinstance(value, bool)
+    # NaN fails every comparison; math.isfinite would overflow on a huge int.
+    ok = ok and (value > low if low_open else value >= low) and value <= high and value != math.inf
+    check(ok, name, value, f"a finite number in {'(' if low_open else '['}{low}, {high}]")

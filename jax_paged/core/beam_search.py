@@ -1,0 +1,79 @@
+"""Beam search: which continuations live on after each step. Pure Python on the top tokens of each beam."""
+
+import heapq
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+from jax_paged.core.sequence import Sequence, SequenceGroup
+
+
+class Candidate(NamedTuple):
+    """One more token for a beam."""
+
+    parent: Sequence
+    token_id: int
+    cum_logprob: float
+
+
+def select(
+    group: SequenceGroup, beams: Items[tuple[Sequence, list[int], list[float]]], eos_token_ids: frozenset[int]
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Chooses among the continuations of all beams of a request; changes nothing.
+
+    Args:
+        group: The request.
+        beams: Each beam with its 2 * beam_width most likely next tokens and their log-probabilities: even
+            if beam_width of them end a hypothesis, as many are left to go on.
+        eos_token_ids: Tokens that end a hypothesis.
+
+    Returns:
+        Those that go on, best first and at most beam_width; and those that are complete.
+
+    Source: vLLM's LLM.beam_search.
+    """
+    assert group.beam_params is not None, "a beam search"
+    every = [
+        Candidate(seq, token_id, seq.cum_logprob + logprob)
+        for seq, token_ids, logprobs in beams
+        for token_id, logprob in zip(token_ids, logprobs, strict=True)
+    ]
+    complete = [c for c in every if c.token_id in eos_token_ids]
+    others = [c for c in every if c.token_id not in eos_token_ids]
+    # All are of one length: the penalty changes nothing. Stable, so that ties go to the earlier beam.
+    best = heapq.nsmallest(group.beam_params.beam_width, others, key=lambda c: -c.cum_logprob)
+    return best, complete
+
+
+def score(group: SequenceGroup, seq: Sequence, eos_token_ids: frozenset[int]) -> float:
+    """Returns what the hypotheses of a request are ranked by; see BeamSearchParams.length_penalty."""
+    assert group.beam_params is not None, "a beam search"
+    ends = bool(seq.output_token_ids) and seq.output_token_ids[-1] in eos_token_ids
+    return seq.cum_logprob / (len(seq) - ends) ** group.beam_params.length_penalty
+
+
+def complete(group: SequenceGroup, seqs: list[Sequence], eos_token_ids: frozenset[int]) -> None:
+    """Adds hypotheses that ended to `group.completed`, and drops those that can't be among the best."""
+    assert group.beam_params is not None, "a beam search"
+    every = [*group.completed, *seqs]
+    every.sort(key=lambda seq: score(group, seq, eos_token_ids), reverse=True)
+    group.completed = every[: group.beam_params.beam_width]
+
+
+def is_decided(group: SequenceGroup, max_len: int, eos_token_ids: frozenset[int]) -> bool:
+    """Whether no beam of a request can still end among the best.
+
+    A log-probability only falls. So the best that a beam can score is what it has now, at the length that
+    the penalty likes best.
+
+    Args:
+        group: Its sequences are the beams that go on.
+        max_len: Most tokens that a hypothesis can have.
+        eos_token_ids: Tokens that end a hypothesis.
+    """
+    params = group.beam_params
+    assert params is not None, "a beam search"
+    if len(group.completed) < params.beam_width:
+        return False
+    worst = score(group, group.completed[-1], eos_token_ids)
+    lengths = [(b.cum_logprob, n) for b in group.sequences for n in (len(b), max_len)]
+    return all(cum_logprob / n**params.length_penalty < worst for cum_logprob, n in lengths)

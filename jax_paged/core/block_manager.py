@@ -1,0 +1,385 @@
+"""Who holds which block of the KV pool: block tables, sharing, copy-on-write, swap. No arrays."""
+
+import dataclasses
+from collections import Counter
+
+from jax_paged.checks import check_int
+from jax_paged.core.block_pool import NO_PARENT, NULL_BLOCK, BlockContent, BlockPool, block_hash
+from jax_paged.core.sequence import Sequence
+
+# (from, to) block ids.
+Copies = list[tuple[int, int]]
+# One list of block ids a cache group, in order of position.
+BlockTables = list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheGroup:
+    """Layers that share block tables, as they need the same of a sequence's past.
+
+    Args:
+        window: Tokens that a token attends to, itself included; None for all. Blocks that fall out of the
+            window are given back while the sequence runs; the null block takes their place in the table.
+        is_cross: Whether it holds an encoder's tokens: a fixed number of blocks from the start.
+    """
+
+    window: int | None = None
+    is_cross: bool = False
+
+
+class BlockManager:
+    """Owns the block tables of all sequences, over one pool on the device and one in host memory.
+
+    A sequence's blocks are released last block first, so that the tail of a prefix is evicted before its
+    head. Only full blocks whose keys and values are in the pool are cached, and these are never written
+    again. A block that several sequences reference is copied before one of them writes to it.
+
+    Args:
+        num_blocks: Blocks of the pool, the null block included.
+        block_size: Tokens a block.
+        enable_prefix_caching: Whether sequences share the full blocks of equal prefixes.
+        groups: What the model's layers need; all take their blocks from the one pool.
+        num_swap_blocks: Blocks of host memory for sequences that are swapped out.
+
+    Raises:
+        ValueError: If there is no block besides the null block, or a block holds no token.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        *,
+        groups: tuple[CacheGroup, ...] = (CacheGroup(),),
+        num_swap_blocks: int = 0,
+    ) -> None:
+        check_int("num_blocks", num_blocks, 2)
+        check_int("block_size", block_size, 1)
+        check_int("num_swap_blocks", num_swap_blocks, 0)
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.groups = groups
+        self.pool = BlockPool(num_blocks)
+        self.swap_pool = BlockPool(num_swap_blocks + 1)
+        self.block_tables: dict[Sequence, BlockTables] = {}
+        self.swapped_tables: dict[Sequence, BlockTables] = {}
+        self.pinned: dict[str, BlockTables] = {}
+        self._windows = [(i, g.window) for i, g in enumerate(groups) if g.window is not None]
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that sequences can have: all but the null block."""
+        return self.pool.num_usable
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody references, cached ones included."""
+        return self.pool.num_free
+
+    def num_blocks_of(self, num_tokens: int) -> int:
+        """Blocks of one group that hold `num_tokens` tokens of one sequence."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(
+        self,
+        seq: Sequence,
+        salt: str,
+        *,
+        use_cache: bool,
+        num_reserved: int,
+        num_encoder_tokens: int = 0,
+    ) -> bool:
+        """Gives a sequence without a block table the blocks of all its tokens.
+
+        Cached blocks of its prefix are shared, up to the last full block before the last token: one token
+        at least is left to compute. Sets `seq.num_computed_tokens` to the tokens of the shared blocks.
+        Groups with a window get their new blocks by `append_slots` as the sequence is computed; one each is
+        free afterwards.
+
+        Args:
+            seq: The sequence; extends its `block_hashes`.
+            salt: Only sequences of equal salt share blocks.
+            use_cache: Whether it may share blocks.
+            num_reserved: Blocks that must stay free.
+            num_encoder_tokens: Tokens that groups of cross attention hold.
+
+        Returns:
+            Whether it has them; if not, no block has changed hands.
+        """
+        num_available = self.pool.num_free - num_reserved
+        if num_available < 1:
+            return False  # at least one block is new; saves the walk along a long prefix
+        tables: BlockTables = [[] for _ in self.groups]
+        num_shared = 0
+        if use_cache and self.enable_prefix_caching:
+            num_shared, tables = self._cached_prefix(seq, salt)
+        num_own = self.num_blocks_of(len(seq)) - num_shared
+        num_new = [
+            self.num_blocks_of(num_encoder_tokens) if g.is_cross else num_own if g.window is None else 0
+            for g in self.groups
+        ]
+        num_needed = sum(num_new) + len(self._windows)
+        shared = [block for table in tables for block in table if block != NULL_BLOCK]
+        if num_needed + sum(not self.pool.ref_counts[b] for b in shared) > num_available:
+            return False
+        for block in shared:  # before any new block is taken, which could evict them
+            self.pool.share(block)
+        for table, n in zip(tables, num_new, strict=True):
+            table.extend(self.pool.take() for _ in range(n))
+        self.block_tables[seq] = tables
+        seq.num_computed_tokens = num_shared * self.block_size
+        return True
+
+    def within_windows(self, seq: Sequence, num_tokens: int) -> int:
+        """Returns how many of a sequence's next tokens find free blocks in windows; at least 1."""
+        if not self._windows:
+            return num_tokens
+        table = self.block_tables[seq][self._windows[0][0]]
+        num_slots = (len(table) + self.pool.num_free // len(self._windows)) * self.block_size
+        return max(1, min(num_tokens, num_slots - seq.num_computed_tokens))
+
+    def append_slots(self, rows: list[tuple[Sequence, int]]) -> Copies | None:
+        """Makes sure that sequences of one group can write their next tokens, all of them or none.
+
+        Extends their block tables in place, copies blocks that others reference too, and gives back blocks
+        that fell out of a window.
+
+        Args:
+            rows: Sequences, and how many tokens each computes next.
+
+        Returns:
+            The blocks to copy before anything is written; None if blocks lack, and then nothing but
+            windows has changed.
+        """
+        size, pool = self.block_size, self.pool
+        if self._windows:
+            self._free_out_of_window(rows)
+        missing: list[tuple[list[int], int]] = []
+        writes: list[tuple[list[int], int]] = []
+        for seq, num_tokens in rows:
+            start = seq.num_computed_tokens
+            first, num_blocks = start // size, -(-(start + num_tokens) // size)
+            for group, table in zip(self.groups, self.block_tables[seq], strict=True):
+                if group.is_cross:
+                    continue
+                if num_blocks > len(table):
+                    missing.append((table, num_blocks - len(table)))
+                # Shared, or (of a sequence that was forked in its middle) still to be found in the cache.
+                if first < len(table) and (
+                    pool.ref_counts[table[first]] > 1 or pool.contents[table[first]] is not None
+                ):
+                    writes.append((table, first))
+        if not missing and not writes:
+            return []
+        # Of those that write to a block, the last one that references it needs no copy.
+        writers = Counter(table[i] for table, i in writes)
+        num_copies = sum(n - (pool.ref_counts[block] == n) for block, n in writers.items())
+        if sum(n for _, n in missing) + num_copies > pool.num_free:
+            return None
+        copies: Copies = []
+        for table, i in writes:
+            block = table[i]
+            if pool.ref_counts[block] > 1:
+                table[i] = pool.take()
+                pool.release(block)
+                copies.append((block, table[i]))
+            else:
+                pool.forget(block)
+        for table, n in missing:
+            table.extend(pool.take() for _ in range(n))
+        return copies
+
+    def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> bool:
+        """Gives a sequence without a block table the blocks of another's first tokens, shared.
+
+        Args:
+            parent: Holds blocks for at least num_tokens tokens.
+            child: Begins with the same num_tokens tokens.
+            num_tokens: Tokens that need not be computed again.
+
+        Returns:
+            Whether it was possible: False, and nothing has changed, if blocks that the child's window
+            needs are no longer there.
+        """
+        num_blocks = self.num_blocks_of(num_tokens)
+        tables = self.block_tables[parent]
+        for i, window in self._windows:
+            if NULL_BLOCK in tables[i][self._first_in_window(window, num_tokens) : num_blocks]:
+                return False
+        self.block_tables[child] = [
+            list(table) if group.is_cross else table[:num_blocks]
+            for group, table in zip(self.groups, tables, strict=True)
+        ]
+        for table in self.block_tables[child]:
+            for block in table:
+                self.pool.share(block)
+        return True
+
+    def cache_full_blocks(self, seq: Sequence, salt: str, start: int, stop: int) -> None:
+        """Offers the blocks that became full when tokens [start, stop) were computed to later sequences."""
+        if not self.enable_prefix_caching:
+            return
+        tables = self.block_tables[seq]
+        for i in range(start // self.block_size, stop // self.block_size):
+            content = self._content(seq, i, salt)
+            for g, table in enumerate(tables):
+                if not self.groups[g].is_cross and table[i] != NULL_BLOCK:
+                    self.pool.remember(table[i], content._replace(group=g))
+
+    def free(self, seq: Sequence) -> None:
+        """Takes away a sequence's blocks, on the device or in host memory. The lists stay as they are."""
+        if seq in self.block_tables:
+            _release(self.pool, self.block_tables.pop(seq))
+        else:
+            _release(self.swap_pool, self.swapped_tables.pop(seq))
+
+    def swap_out(self, seqs: list[Sequence]) -> Copies | None:
+        """Moves the block tables of one group to host memory; what they share stays shared.
+
+        Returns:
+            (device block, host block) pairs to copy before the device blocks are written; None, and
+            nothing but windows has changed, if host memory lacks.
+        """
+        # What fell out of a window must not be freed after coming back, in the step of a swap in.
+        self._free_out_of_window([(seq, 0) for seq in seqs if seq in self.block_tables])
+        return self._move(seqs, self.pool, self.block_tables, self.swap_pool, self.swapped_tables, 0)
+
+    def swap_in(self, seqs: list[Sequence], *, num_reserved: int) -> Copies | None:
+        """Moves the block tables of one group back to the device.
+
+        Returns:
+            (host block, device block) pairs to copy before anything is computed; None, and nothing has
+            changed, if less than num_reserved blocks would stay free.
+        """
+        return self._move(
+            seqs, self.swap_pool, self.swapped_tables, self.pool, self.block_tables, num_reserved
+        )
+
+    def pin(self, name: str, token_ids: list[int], salt: str) -> int:
+        """Keeps the cached blocks of a prefix until `unpin`; returns the number of tokens that they hold.
+
+        Raises:
+            ValueError: If the name is taken, or prefixes are not cached.
+        """
+        if name in self.pinned:
+            raise ValueError(f"the name of the pinned prefix is {name!r}; allowed: one that is not taken")
+        if not self.enable_prefix_caching:
+            raise ValueError("enable_prefix_caching is False; allowed for pinned prefixes: True")
+        # A token more: the cache leaves the last one out.
+        num_shared, tables = self._cached_prefix(Sequence([*token_ids, 0]), salt)
+        for table in tables:
+            for block in table:
+                self.pool.share(block)
+        self.pinned[name] = tables
+        return num_shared * self.block_size
+
+    def unpin(self, name: str) -> None:
+        """Lets go of a pinned prefix; its blocks stay cached as long as no one needs them.
+
+        Raises:
+            ValueError: If no prefix is pinned by this name.
+        """
+        if name not in self.pinned:
+            names = ", ".join(map(repr, self.pinned)) or "none is pinned"
+            raise ValueError(f"the name of the pinned prefix is {name!r}; allowed: {names}")
+        _release(self.pool, self.pinned.pop(name))
+
+    def check_integrity(self) -> None:
+        """Asserts every invariant of the class; takes time in proportion to the pools."""
+        assert not self.block_tables.keys() & self.swapped_tables.keys(), "a sequence is in both pools"
+        on_device = [*self.block_tables.values(), *self.pinned.values()]
+        for pool, held in ((self.pool, on_device), (self.swap_pool, list(self.swapped_tables.values()))):
+            counts = [0] * pool.num_blocks
+            for tables in held:
+                assert len(tables) == len(self.groups), f"{len(tables)} tables of {len(self.groups)} groups"
+                blocks = [block for table in tables for block in table if block != NULL_BLOCK]
+                assert len(set(blocks)) == len(blocks), f"block tables repeat a block: {tables}"
+                assert all(0 < block < pool.num_blocks for block in blocks), f"no such block: {tables}"
+                for group, table in zip(self.groups, tables, strict=True):
+                    assert group.window or NULL_BLOCK not in table, f"a block is missing in {table}"
+                for block in blocks:
+                    counts[block] += 1
+            pool.check_integrity(counts, self.block_size)
+
+    def _move(
+        self,
+        seqs: list[Sequence],
+        source: BlockPool,
+        source_tables: dict[Sequence, BlockTables],
+        target: BlockPool,
+        target_tables: dict[Sequence, BlockTables],
+        num_reserved: int,
+    ) -> Copies | None:
+        held = {seq: source_tables[seq] for seq in seqs if seq in source_tables}
+        every = (b for tables in held.values() for table in tables for b in table if b != NULL_BLOCK)
+        blocks = list(dict.fromkeys(every))
+        if len(blocks) > target.num_free - num_reserved:
+            return None
+        moved = {block: target.take() for block in blocks} | {NULL_BLOCK: NULL_BLOCK}
+        for seq, tables in held.items():
+            target_tables[seq] = [[moved[block] for block in table] for table in tables]
+            for table in target_tables[seq]:
+                for block in table:
+                    target.share(block)
+            _release(source, source_tables.pop(seq))
+        for block in blocks:  # each table has its own reference now
+            target.release(moved[block])
+        return [(block, moved[block]) for block in blocks]
+
+    def _first_in_window(self, window: int, position: int) -> int:
+        """Returns the first block that the token at a position attends to."""
+        return max(0, position - window + 1) // self.block_size
+
+    def _free_out_of_window(self, rows: list[tuple[Sequence, int]]) -> None:
+        for seq, _ in rows:
+            tables = self.block_tables[seq]
+            for i, window in self._windows:
+                table = tables[i]
+                # From the last one back: before it all are given back already.
+                j = min(self._first_in_window(window, seq.num_computed_tokens), len(table)) - 1
+                while j >= 0 and table[j] != NULL_BLOCK:
+                    self.pool.release(table[j])
+                    table[j] = NULL_BLOCK
+                    j -= 1
+
+    def _cached_prefix(self, seq: Sequence, salt: str) -> tuple[int, BlockTables]:
+        """Returns the longest cached prefix without the block of the last token: its blocks, and tables.
+
+        Of a group with a window, the blocks that the token after the prefix attends to are enough.
+        """
+        found: BlockTables = [[] for _ in self.groups]
+        own = [g for g, group in enumerate(self.groups) if not group.is_cross]
+        run = [0] * len(self.groups)  # cached blocks in a row, up to the last one looked up
+        longest = 0
+        for i in range((len(seq) - 1) // self.block_size):
+            content = self._content(seq, i, salt)
+            for g in own:
+                block = self.pool.find(content if g == 0 else content._replace(group=g))
+                found[g].append(NULL_BLOCK if block is None else block)
+                run[g] = 0 if block is None else run[g] + 1
+            if any(not run[g] and self.groups[g].window is None for g in own):
+                break
+            position = (i + 1) * self.block_size
+            if all(run[g] >= i + 1 - self._first_in_window(w, position) for g, w in self._windows):
+                longest = i + 1
+        tables = [table[:longest] for table in found]
+        for g, window in self._windows:
+            dead = min(self._first_in_window(window, longest * self.block_size), longest)
+            tables[g][:dead] = [NULL_BLOCK] * dead
+        return longest, tables
+
+    def _content(self, seq: Sequence, i: int, salt: str) -> BlockContent:
+        """Returns the content of a sequence's i-th block; extends its `block_hashes` up to it."""
+        hashes, size = seq.block_hashes, self.block_size
+        for j in range(len(hashes), i + 1):
+            parent = hashes[j - 1] if j else NO_PARENT
+            hashes.append(block_hash(parent, seq.tokens(j * size, (j + 1) * size), salt))
+        parent = hashes[i - 1] if i else NO_PARENT
+        return BlockContent(hashes[i], parent, seq.tokens(i * size, (i + 1) * size), salt, 0)
+
+
+def _release(pool: BlockPool, tables: BlockTables) -> None:
+    for table in tables:
+        for block in reversed(table):
+            pool.release(block)

@@ -1,0 +1,84 @@
+"""The requests that wait, run or are swapped out, each in their order."""
+
+import heapq
+import itertools
+
+from jax_paged.core.sequence import SequenceGroup
+
+
+class RequestQueues:
+    """Owns which unfinished request is where.
+
+    `running` and `swapped` stand in the order of requests; of `waiting`, only the first is looked up, so that
+    the cost of a step doesn't grow with the number waiting. All are by request id.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, SequenceGroup] = {}
+        self.running: dict[str, SequenceGroup] = {}
+        self.swapped: dict[str, SequenceGroup] = {}
+        self.num_seats_taken = 0  # sequences that the running requests may come to have
+        self._heap: list[tuple[tuple[int, int], SequenceGroup]] = []
+        self._arrivals = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.running) + len(self.swapped)
+
+    def find(self, request_id: str) -> SequenceGroup | None:
+        """Returns the unfinished request of an id."""
+        queues = (self.running, self.waiting, self.swapped)
+        return next((q[request_id] for q in queues if request_id in q), None)
+
+    def add(self, group: SequenceGroup) -> None:
+        """Puts a new request into its place among the waiting ones."""
+        assert self.find(group.request_id) is None, group.request_id
+        group.arrival = next(self._arrivals)
+        self.wait(group)
+
+    def wait(self, group: SequenceGroup) -> None:
+        """Moves a request to the waiting ones."""
+        self.remove(group)
+        self.waiting[group.request_id] = group
+        heapq.heappush(self._heap, (group.order, group))
+
+    def run(self, group: SequenceGroup) -> None:
+        """Moves a request to the running ones."""
+        self.remove(group)
+        last = self.last_running()
+        self.running[group.request_id] = group
+        self.num_seats_taken += group.max_num_seqs
+        if last is not None and group.order < last.order:
+            self.running = _in_order(self.running)
+
+    def swap(self, group: SequenceGroup) -> None:
+        """Moves a request to the swapped ones."""
+        self.remove(group)
+        self.swapped[group.request_id] = group
+        self.swapped = _in_order(self.swapped)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Takes a request out of the queue that it is in, if any."""
+        if self.running.pop(group.request_id, None) is not None:
+            self.num_seats_taken -= group.max_num_seqs
+        elif self.waiting.pop(group.request_id, None) is None:
+            self.swapped.pop(group.request_id, None)
+
+    def last_running(self) -> SequenceGroup | None:
+        """Returns the last of the running requests, the first to lose its blocks."""
+        return next(reversed(self.running.values()), None)
+
+    def first_swapped(self) -> SequenceGroup | None:
+        """Returns the swapped request that comes back first."""
+        return next(iter(self.swapped.values()), None)
+
+    def first_waiting(self) -> SequenceGroup | None:
+        """Returns the waiting request that is next in order."""
+        heap = self._heap
+        # Entries of requests that have left, or have come back since with an entry of their own.
+        while heap and self.waiting.get(heap[0][1].request_id) is not heap[0][1]:
+            heapq.heappop(heap)
+        return heap[0][1] if heap else None
+
+
+def _in_order(groups: dict[str, SequenceGroup]) -> dict[str, SequenceGroup]:
+    return dict(sorted(groups.items(), key=lambda item: item[1].order))

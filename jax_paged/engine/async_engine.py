@@ -1,0 +1,265 @@
+"""The engine for asyncio: one thread steps it, and any number of coroutines wait for their outputs."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable
+from typing import Self
+
+from jax_paged.config import EngineArgs
+from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.llm_engine import LLMEngine
+from jax_paged.inputs import Prompt
+from jax_paged.outputs import RequestOutput
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class RequestStream:
+    """The outputs of one request as an asynchronous iterator.
+
+    Each output holds only what has come since the one before: text, token ids and logprobs. What comes
+    while the consumer is busy is joined; if `whole`, all of it is, and there is one output at the end. Of
+    beams, and with best_of > n, the texts come with the last output. Must be iterated to the end or
+    aborted; used in the event loop that made it.
+    """
+
+    def __init__(self, request_id: str, whole: bool, abort: Callable[["RequestStream"], None]) -> None:
+        self.request_id = request_id
+        self.whole = whole
+        self.loop = asyncio.get_running_loop()
+        self._abort = abort
+        self._ready = asyncio.Event()
+        self._output: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._ended = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._ended:
+            raise StopAsyncIteration
+        await self._ready.wait()
+        output, self._output = self._output, None
+        if output is None:
+            self._ended = True
+            assert self._error is not None, "ready without an output"
+            raise self._error
+        if self._error is None:
+            self._ready.clear()
+        self._ended = output.finished
+        return output
+
+    def abort(self) -> None:
+        """Ends the request if it still runs; may be called at any time, and more than once."""
+        if not self._ended:
+            self._ended = True
+            self._abort(self)
+
+    def put(self, item: RequestOutput | Exception) -> None:
+        """Hands over an output, or the error that ended the request; called in the event loop."""
+        if isinstance(item, Exception):
+            self._error = item
+        elif self._output is None:
+            self._output = item
+        else:
+            self._output.extend(item)
+        self._ready.set()
+
+
+class AsyncLLMEngine:
+    """An LLMEngine that a thread of its own steps; it sleeps while there is nothing to do.
+
+    Args:
+        args: Model and limits.
+
+    Raises:
+        ValueError: If the model or a setting can't be used.
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        self.engine = LLMEngine(args)
+        self.error: Exception | None = None  # what has stopped the engine, if anything
+        self._streams: dict[str, RequestStream] = {}  # changed by the engine's thread alone
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Makes an engine; the name that vLLM's scripts use."""
+        return cls(engine_args)
+
+    async def submit(
+        self,
+        prompt: Prompt | CheckedRequest,
+        sampling_params: SamplingParams | BeamSearchParams | None,
+        request_id: str,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+        whole: bool = False,
+    ) -> RequestStream:
+        """Starts a request.
+
+        Args:
+            prompt: As LLMEngine.check_request takes it, with sampling_params, cache_salt and priority; or
+                what that has returned, which holds all of them.
+            sampling_params: As LLMEngine.check_request takes it.
+            request_id: No unfinished request may have the same.
+            cache_salt: As LLMEngine.check_request takes it.
+            priority: The same.
+            whole: Whether to give one output at the end, which costs nothing a token.
+
+        Returns:
+            The stream of its outputs. If the id is taken, it raises ValueError when iterated.
+
+        Raises:
+            ValueError: If the engine can't run it.
+            RuntimeError: If the engine has failed or is closed.
+        """
+        if not isinstance(prompt, CheckedRequest):
+            prompt = await asyncio.to_thread(
+                self.engine.check_request, prompt, sampling_params, cache_salt=cache_salt, priority=priority
+            )
+        stream = RequestStream(request_id, whole, self._abort)
+        self._calls.put(lambda: self._add(stream, prompt))
+        if self.error is not None:  # asked after the put: the thread sets it before it looks a last time
+            raise self._stopped()
+        return stream
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | BeamSearchParams | None,
+        request_id: str,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Runs a request; each output holds all that there is so far. Leaving the loop early aborts it.
+
+        Args:
+            prompt: As LLMEngine.check_request takes it.
+            sampling_params: The same.
+            request_id: No unfinished request may have the same.
+            cache_salt: As LLMEngine.check_request takes it.
+            priority: The same.
+
+        Raises:
+            ValueError: If the engine can't run it.
+            RuntimeError: If the engine has failed or is closed.
+        """
+        stream = await self.submit(
+            prompt, sampling_params, request_id, cache_salt=cache_salt, priority=priority
+        )
+        total: RequestOutput | None = None
+        try:
+            async for delta in stream:
+                if total is None:
+                    total = delta
+                else:
+                    outputs = [dataclasses.replace(output) for output in total.outputs]
+                    total = dataclasses.replace(total, outputs=outputs)
+                    total.extend(delta)
+                yield total
+        finally:
+            stream.abort()
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its stream ends with what it has, as aborted."""
+        self._calls.put(lambda: self._end(request_id))
+
+    def close(self) -> None:
+        """Ends the thread after its step, then all requests, and frees weights and pool."""
+        self._calls.put(None)
+        self._thread.join()
+        self.engine.close()
+
+    def _abort(self, stream: RequestStream) -> None:
+        self._calls.put(lambda: self._end(stream.request_id, stream))
+
+    def _stopped(self) -> RuntimeError:
+        stopped = RuntimeError(f"the engine has stopped: {self.error}")
+        stopped.__cause__ = self.error
+        return stopped
+
+    # The rest runs in the engine's thread.
+
+    def _add(self, stream: RequestStream, request: CheckedRequest) -> None:
+        if self.error is not None:
+            self._deliver([(stream, self._stopped())])
+            return
+        try:
+            self.engine.add_request(stream.request_id, request)
+        except ValueError as error:
+            self._deliver([(stream, error)])
+        else:
+            self._streams[stream.request_id] = stream
+
+    def _end(self, request_id: str, of: RequestStream | None = None) -> None:
+        """Aborts a request, if it is the one of a certain stream."""
+        stream = self._streams.get(request_id)
+        if stream is not None and of in (None, stream):
+            del self._streams[request_id]
+            state = self.engine.abort_request(request_id)
+            assert state is not None, "a stream without a request"
+            self._deliver([(stream, state.take_delta())])
+
+    def _run(self) -> None:
+        try:
+            while self._serve_calls():
+                if self.engine.has_unfinished_requests():
+                    self._step()
+            self.error = RuntimeError("it was closed")
+        except Exception as error:
+            self.error = error
+            _LOGGER.exception("the engine has failed")
+        self._deliver([(stream, self._stopped()) for stream in self._streams.values()])
+        self._streams.clear()
+        while not self._calls.empty():
+            call = self._calls.get()
+            if call is not None:
+                call()
+
+    def _serve_calls(self) -> bool:
+        """Serves all calls at hand, waiting for one if there is nothing else to do; False to end."""
+        wait = not self.engine.has_unfinished_requests()
+        while wait or not self._calls.empty():
+            call = self._calls.get()
+            if call is None:
+                return False
+            call()
+            wait = False
+        return True
+
+    def _step(self) -> None:
+        outputs: list[tuple[RequestStream, RequestOutput | Exception]] = []
+        for state in self.engine.advance():
+            request_id = state.group.request_id
+            stream = self._streams.get(request_id)
+            if stream is None or (stream.whole and not state.is_finished):
+                continue
+            outputs.append((stream, state.take_delta()))
+            if state.is_finished:
+                del self._streams[request_id]
+        self._deliver(outputs)
+
+    def _deliver(self, items: list[tuple[RequestStream, RequestOutput | Exception]]) -> None:
+        """Hands over the outputs of a step in one call an event loop: waking a loop is what costs."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestOutput | Exception]]] = {}
+        for stream, item in items:
+            by_loop.setdefault(stream.loop, []).append((stream, item))
+        for loop, part in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # a loop that is closed has no consumers
+                loop.call_soon_threadsafe(_put_all, part)
+
+
+def _put_all(items: list[tuple[RequestStream, RequestOutput | Exception]]) -> None:
+    for stream, item in items:
+        stream.put(item)

@@ -1,0 +1,259 @@
+"""A map of the KV pool: what each block is, who holds it and how full it is; notebooks draw it."""
+
+import dataclasses
+import html
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.block_pool import NULL_BLOCK, BlockPool
+from jax_paged.core.sequence import SequenceGroup
+
+BLOCK_DTYPE = np.dtype(
+    [("block_id", "i4"), ("state", "U6"), ("group", "i4"), ("ref_count", "i4"), ("num_tokens", "i4")]
+)
+OWNER_DTYPE = np.dtype(
+    [
+        ("block_id", "i4"),
+        ("request_id", "O"),
+        ("arrival", "i8"),
+        ("index", "i4"),
+        ("group", "i4"),
+        ("position", "i4"),
+        ("num_tokens", "i4"),
+    ]
+)
+_MAX_DRAWN, _MAX_LISTED, _MAX_STRIPES = 2000, 16, 4
+_SIDE, _PITCH, _NUM_COLUMNS = 20, 24, 40
+_GREY = "hsl(220,8%,55%)"
+_LIGHTNESS = (52, 66, 42, 59)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolMap:
+    """The blocks of a pool at one moment.
+
+    Args:
+        blocks: One row a block, in the order of ids. state is "null", "free", "cached" (free, but found by
+            prompts that begin as it does), "used" or "pinned" (kept by a pinned prefix); group is the cache
+            group, -1 if the block holds nothing; num_tokens is how many of its slots are filled.
+        owners: One row a reference, in the order of block ids. request_id, its arrival (place in the order
+            of requests) and the index of its sequence; of a pinned prefix, its name, -1 and -1. position is
+            the block's place in the block table; num_tokens the slots that this owner has filled.
+        host_blocks: As `blocks`: those in host memory that swapped-out requests hold.
+        host_owners: As `owners`, of these.
+        block_size: Tokens a block.
+    """
+
+    blocks: np.ndarray
+    owners: np.ndarray
+    host_blocks: np.ndarray
+    host_owners: np.ndarray
+    block_size: int
+
+    def __repr__(self) -> str:
+        host = f"; {len(self.host_blocks)} blocks in host memory" if len(self.host_blocks) else ""
+        return f"<KV pool: {_summary(self.blocks, self.block_size)}{host}>"
+
+    def _repr_html_(self) -> str:
+        """Returns a drawing: inline SVG, without scripts and without anything from elsewhere."""
+        parts = [_drawing("KV pool", self.blocks, self.owners, self.block_size)]
+        if len(self.host_blocks):
+            parts.append(_drawing("Host memory", self.host_blocks, self.host_owners, self.block_size))
+        return f'<div style="font-size:12px;line-height:1.6">{"".join(parts)}</div>'
+
+
+def pool_map(manager: BlockManager, requests: Iterable[SequenceGroup]) -> PoolMap:
+    """Returns what the pools of a block manager hold; changes nothing.
+
+    Args:
+        manager: Owner of the blocks.
+        requests: All that may hold some.
+    """
+    device: list[tuple] = []
+    host: list[tuple] = []
+
+    def note(rows: list[tuple], table: list[int], num_tokens: int, g: int, *owner: object) -> None:
+        for position, block in enumerate(table):
+            if block != NULL_BLOCK:  # where a window has passed
+                filled = min(max(num_tokens - position * manager.block_size, 0), manager.block_size)
+                rows.append((block, *owner, g, position, filled))
+
+    for request in requests:
+        owner = request.request_id, request.arrival
+        for index, seq in enumerate(request.sequences):
+            for rows, tables in ((device, manager.block_tables), (host, manager.swapped_tables)):
+                for g, table in enumerate(tables.get(seq, ())):
+                    is_cross = manager.groups[g].is_cross
+                    n = len(request.encoder_token_ids) if is_cross else seq.num_computed_tokens
+                    note(rows, table, n, g, *owner, index)
+    for name, tables in manager.pinned.items():
+        for g, table in enumerate(tables):
+            note(device, table, len(table) * manager.block_size, g, name, -1, -1)
+    owners, host_owners = (
+        np.array(sorted(rows, key=lambda row: row[0]), OWNER_DTYPE) for rows in (device, host)
+    )
+    host_blocks = _blocks(manager.swap_pool, host_owners, manager.block_size)
+    return PoolMap(
+        _blocks(manager.pool, owners, manager.block_size),
+        owners,
+        host_blocks[host_blocks["ref_count"] > 0],
+        host_owners,
+        manager.block_size,
+    )
+
+
+def _blocks(pool: BlockPool, owners: np.ndarray, block_size: int) -> np.ndarray:
+    blocks = np.zeros(pool.num_blocks, BLOCK_DTYPE)
+    blocks["block_id"] = np.arange(pool.num_blocks)
+    blocks["ref_count"] = pool.ref_counts
+    blocks["group"] = [-1 if content is None else content.group for content in pool.contents]
+    is_cached = blocks["group"] >= 0
+    blocks["group"][owners["block_id"]] = owners["group"]
+    blocks["num_tokens"] = is_cached * block_size
+    np.maximum.at(blocks["num_tokens"], owners["block_id"], owners["num_tokens"])
+    blocks["state"] = np.where(blocks["ref_count"] > 0, "used", np.where(is_cached, "cached", "free"))
+    blocks["state"][owners["block_id"][owners["index"] < 0]] = "pinned"
+    blocks["state"][NULL_BLOCK] = "null"
+    return blocks
+
+
+def _summary(blocks: np.ndarray, block_size: int) -> str:
+    held = blocks[blocks["ref_count"] > 0]
+    is_whole = blocks["block_id"][0] == NULL_BLOCK
+    text = (
+        f"{len(held):,} of {len(blocks) - 1:,} blocks in use" if is_whole else f"{len(held):,} blocks in use"
+    )
+    if not len(held):
+        return text
+    num_tokens, num_slots = held["num_tokens"].sum(), len(held) * block_size
+    num_saved = held["ref_count"].sum() - len(held)
+    saved = f", and sharing saves {num_saved:,} more" if num_saved else ""
+    return (
+        f"{text}{saved}; tokens in {num_tokens:,} of their {num_slots:,} slots ({num_tokens / num_slots:.0%})"
+    )
+
+
+def _drawing(title: str, blocks: np.ndarray, owners: np.ndarray, block_size: int) -> str:
+    """Returns a heading, the blocks as a grid, and a legend."""
+    drawn, note = blocks, ""
+    if len(blocks) > _MAX_DRAWN:
+        drawn = blocks[blocks["ref_count"] > 0]
+        note = f" Drawn are only the {len(drawn):,} in use."
+        if len(drawn) > _MAX_DRAWN:
+            drawn, note = drawn[:_MAX_DRAWN], f" Drawn are only the first {_MAX_DRAWN:,} in use."
+    by_block: dict[int, list[np.void]] = defaultdict(list)
+    for owner in owners[np.isin(owners["block_id"], drawn["block_id"])]:
+        by_block[int(owner["block_id"])].append(owner)
+    cells = [_cell(i, b, by_block[int(b["block_id"])], block_size) for i, b in enumerate(drawn)]
+    num_rows = -(-len(drawn) // _NUM_COLUMNS)
+    width, height = (n * _PITCH + 2 for n in (min(len(drawn), _NUM_COLUMNS), num_rows))
+    grid = (
+        f'<svg viewBox="-1 -1 {width} {height}" style="display:block;width:100%;max-width:{width}px" '
+        f'font-size="10" font-weight="bold" text-anchor="middle">{"".join(cells)}</svg>'
+    )
+    legend = "".join(
+        f'<span style="display:inline-block;margin-right:1.2em">{entry}</span>'
+        for entry in _legend(blocks, owners)
+    )
+    text = f"<div><b>{title}</b>: {_summary(blocks, block_size)}.{note}</div>"
+    return f"{text}{grid if len(drawn) else ''}<div>{legend}</div>"
+
+
+def _cell(i: int, block: np.void, owners: list[np.void], block_size: int) -> str:
+    """Returns the i-th cell: stripes, one a request or a sequence, as high as the block is full."""
+    state, count, num_tokens = str(block["state"]), int(block["ref_count"]), int(block["num_tokens"])
+    lines = [
+        f"block {block['block_id']}: {state}" + f", {num_tokens} of {block_size} tokens" * (num_tokens > 0)
+    ]
+    for owner in owners[:_MAX_LISTED]:
+        place = f"block {owner['position']} of its table" + f", group {owner['group']}" * bool(owner["group"])
+        lines.append(f"{_name(owner)}: {place}")
+    if count > _MAX_LISTED:
+        lines.append(f"and {count - _MAX_LISTED} more")
+    sequences = [(owner["arrival"], owner["index"]) for owner in owners if owner["index"] >= 0]
+    requests = dict.fromkeys(arrival for arrival, _ in sequences)
+    colors = [_color(*s) for s in (sequences if len(requests) == 1 else [(r, 0) for r in requests])]
+    x, y = i % _NUM_COLUMNS * _PITCH, i // _NUM_COLUMNS * _PITCH
+    box = _box(state, colors[:_MAX_STRIPES], num_tokens / block_size, count)
+    return f'<g transform="translate({x} {y})"><title>{html.escape(chr(10).join(lines))}</title>{box}</g>'
+
+
+def _box(state: str, colors: list[str], share: float, count: int) -> str:
+    stripes = colors or [_GREY] * (state in ("cached", "pinned"))
+    width, height = _SIDE / max(len(stripes), 1), _SIDE * share
+    opacity = 0.35 if state == "cached" else 1
+    parts = [
+        f'<rect x="{j * width:g}" y="{_SIDE - height:g}" width="{width:g}" height="{height:g}" '
+        f'fill="{color}" opacity="{opacity}"/>'
+        for j, color in enumerate(stripes)
+    ]
+    line = 'stroke-width="2.5"' if state == "pinned" else f'stroke-opacity="{0.7 if count else 0.25}"'
+    parts.append(
+        f'<rect width="{_SIDE}" height="{_SIDE}" rx="2" fill="#fff" fill-opacity="0" '
+        f'stroke="currentColor" {line}/>'
+    )
+    if state == "null":
+        parts.append(f'<path d="M0 {_SIDE}L{_SIDE} 0" stroke="currentColor" stroke-opacity="0.25"/>')
+    if count > 1:
+        parts.append(
+            f'<text x="{_SIDE / 2:g}" y="{_SIDE / 2 + 3.5:g}" fill="#fff" stroke="#000" stroke-width="2" '
+            f'paint-order="stroke" pointer-events="none">{count}</text>'
+        )
+    return "".join(parts)
+
+
+def _legend(blocks: np.ndarray, owners: np.ndarray) -> Iterator[str]:
+    """Yields what the marks mean, with how many blocks have them, and then the requests."""
+    num = Counter(blocks["state"].tolist())
+    marks = (
+        ("free", [], 0, num["free"], "free"),
+        ("cached", [], 0, num["cached"], "free, but cached"),
+        ("pinned", [], 1, num["pinned"], "pinned"),
+        ("used", [_GREY], 2, int(np.sum(blocks["ref_count"] > 1)), "shared by two or more"),
+        ("null", [], 0, num["null"], "null block"),
+    )
+    for state, colors, count, num_blocks, meaning in marks:
+        if num_blocks:
+            yield f"{_swatch(state, colors, count)} {meaning}: {num_blocks:,}"
+    requests: dict[tuple[int, str], list[np.void]] = defaultdict(list)
+    for owner in owners:
+        if owner["index"] >= 0:
+            requests[owner["arrival"], owner["request_id"]].append(owner)
+    for (arrival, _), own in sorted(requests.items(), key=lambda item: item[0])[:_MAX_LISTED]:
+        indices = sorted({int(owner["index"]) for owner in own})
+        colors = [_color(arrival, index) for index in indices[:_MAX_STRIPES]]
+        num_blocks = len({int(owner["block_id"]) for owner in own})
+        several = f"{len(indices)} sequences, " if len(indices) > 1 else ""
+        name = html.escape(_short(own[0]["request_id"]))
+        yield f"{_swatch('used', colors, 1)} {name}: {several}{num_blocks:,} blocks"
+    if len(requests) > _MAX_LISTED:
+        yield f"and {len(requests) - _MAX_LISTED:,} requests more"
+
+
+def _swatch(state: str, colors: list[str], count: int) -> str:
+    box = _box(state, colors, 1, count)
+    return (
+        '<svg viewBox="-1 -1 22 22" width="14" height="14" style="vertical-align:-2px" font-size="12" '
+        f'font-weight="bold" text-anchor="middle">{box}</svg>'
+    )
+
+
+def _color(arrival: int, index: int) -> str:
+    """Returns a hue for a request and a shade for its sequence; both stay the same from map to map."""
+    golden_angle = 137.508  # neighbours get hues that are far apart
+    hue = (210 + arrival * golden_angle) % 360
+    return f"hsl({hue:.0f},60%,{_LIGHTNESS[index % len(_LIGHTNESS)]}%)"
+
+
+def _name(owner: np.void) -> str:
+    name = _short(owner["request_id"])
+    return f"pinned {name}" if owner["index"] < 0 else f"{name}, sequence {owner['index']}"
+
+
+def _short(request_id: str) -> str:
+    """Returns an id that users chose as one short line; what can't be printed is left out."""
+    text = "".join(c if c.isprintable() else "?" for c in request_id)
+    return text if len(text) <= 32 else f"{text[:20]}...{text[-8:]}"

@@ -1,0 +1,293 @@
+"""Runs the scheduler and the block manager on a trace of requests; a model of step times is the device."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from jax_paged.checks import check, check_int, check_number
+from jax_paged.core.runner_output import TokenLogprobs
+from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+
+STEP = np.dtype(
+    [
+        ("time_s", np.float64),  # when it starts
+        ("step_s", np.float64),
+        ("num_requests", np.int32),  # that compute a token in it
+        ("num_running", np.int32),  # that hold blocks on the device
+        ("num_waiting", np.int32),
+        ("num_swapped", np.int32),
+        ("num_seqs", np.int32),  # that compute a token in it
+        ("num_tokens", np.int32),
+        ("num_prefill_tokens", np.int32),  # of sequences that compute more than one
+        ("num_context_tokens", np.int64),  # read from the pool, by each sequence for itself
+        ("num_blocks_used", np.int32),
+        ("num_blocks_saved", np.int32),  # that would be used besides, if nothing were shared
+        ("num_slots_wasted", np.int32),  # of used blocks, without a token when the step ends
+        ("num_preemptions", np.int32),
+        ("num_blocks_swapped", np.int32),  # out and in
+        ("num_blocks_copied", np.int32),
+    ]
+)
+# RequestMetrics; NaN for what never happened.
+TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_time")
+COUNTS = ("num_cached_tokens", "num_preemptions")
+REQUEST = np.dtype([*((name, np.float64) for name in TIMES), *((name, np.int32) for name in COUNTS)])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a trace; it ends after output_len tokens.
+
+    Args:
+        arrival_s: When it comes, in seconds of the simulated clock.
+        prompt: Its tokens, which may share blocks with other requests; or only their number.
+        output_len: Tokens of each output.
+        n: Samples.
+        beam_width: Makes it a beam search, in place of samples.
+        priority: Lower is served earlier, if the scheduler's policy is "priority".
+
+    Raises:
+        ValueError: If a value is out of range; the message names the argument, the value and the range.
+    """
+
+    arrival_s: float
+    prompt: int | list[int]
+    output_len: int
+    n: int = 1
+    beam_width: int | None = None
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        check_number("arrival_s", self.arrival_s, 0, math.inf)
+        check_int("the length of the prompt", self.prompt_len, 1)
+        check_int("output_len", self.output_len, 1)
+        check_int("n", self.n, 1)
+        if self.beam_width is not None:
+            check_int("beam_width", self.beam_width, 1)
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt) if isinstance(self.prompt, list) else self.prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimeModel:
+    """How long a step takes: a sum of costs, each in seconds.
+
+    Args:
+        base_s: Of any step: reading the weights, launching kernels.
+        s_per_prefill_token: A token of a sequence that computes several.
+        s_per_decode_seq: A sequence that computes one token.
+        s_per_context_token: A token whose keys and values are read from the pool.
+        s_per_swapped_block: A block that is moved from or to host memory.
+    """
+
+    base_s: float
+    s_per_prefill_token: float = 0.0
+    s_per_decode_seq: float = 0.0
+    s_per_context_token: float = 0.0
+    s_per_swapped_block: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            check_number(name, value, 0, math.inf)
+
+    def step_s(
+        self, num_prefill_tokens: int, num_decode_seqs: int, num_context_tokens: int, num_blocks_swapped: int
+    ) -> float:
+        """Returns the seconds of a step that does so much."""
+        return (
+            self.base_s
+            + self.s_per_prefill_token * num_prefill_tokens
+            + self.s_per_decode_seq * num_decode_seqs
+            + self.s_per_context_token * num_context_tokens
+            + self.s_per_swapped_block * num_blocks_swapped
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulationResult:
+    """What happened.
+
+    Args:
+        steps: A row a step, with the fields of STEP.
+        requests: A row a request of the trace, in its order, with the fields of REQUEST (RequestMetrics).
+        block_size: Tokens a block.
+    """
+
+    steps: np.ndarray
+    requests: np.ndarray
+    block_size: int
+
+    def window(self, start_s: float = 0.0, stop_s: float = math.inf) -> "SimulationResult":
+        """Returns the steps that start in a window of time, and the requests that arrive in it."""
+        steps = (self.steps["time_s"] >= start_s) & (self.steps["time_s"] < stop_s)
+        requests = (self.requests["arrival_time"] >= start_s) & (self.requests["arrival_time"] < stop_s)
+        return dataclasses.replace(self, steps=self.steps[steps], requests=self.requests[requests])
+
+    def mean(self, field: str) -> float:
+        """Returns the mean of a field of the steps over their time; idle time doesn't count."""
+        return float(np.average(self.steps[field], weights=self.steps["step_s"]))
+
+    @property
+    def share_of_slots_filled(self) -> float:
+        """Share of the slots of used blocks that hold a token, over time."""
+        return 1 - self.mean("num_slots_wasted") / (self.mean("num_blocks_used") * self.block_size)
+
+    @property
+    def share_of_blocks_saved(self) -> float:
+        """Share of the blocks that sharing saves, of those that would be used without, over time."""
+        saved = self.mean("num_blocks_saved")
+        return saved / (saved + self.mean("num_blocks_used"))
+
+
+def simulate(requests: Iterable[Request], scheduler: Scheduler, step_time: StepTimeModel) -> SimulationResult:
+    """Serves a trace of requests to its end, in simulated time.
+
+    The scheduler and its block manager decide as they do in an engine. The tokens are dummies, so no request
+    shares what it was not given as equal prompts. The log-probabilities of beams are random, and the same
+    each time.
+
+    Args:
+        requests: In the order of arrival.
+        scheduler: Without requests; it has none in the end. Of layers that need all of a sequence's past.
+        step_time: In the place of the device.
+
+    Raises:
+        ValueError: If requests are out of order, or one can't run: too long, too many sequences, or a
+            priority under another policy.
+    """
+    manager = scheduler.block_manager
+    check(not scheduler.has_unfinished, "the number of the scheduler's requests", len(scheduler.queues), "0")
+    check(len(manager.groups) == 1, "the number of cache groups", len(manager.groups), "1")
+    trace = enumerate(requests)
+    rng = random.Random(0)
+    clock, last_s, has_beams = 0.0, 0.0, False
+    metrics: list[RequestMetrics] = []
+    steps: list[np.ndarray] = []
+    rows: list[tuple[Any, ...]] = []
+    coming = next(trace, None)
+    while coming is not None or scheduler.has_unfinished:
+        if coming is not None and not scheduler.has_unfinished:
+            clock = max(clock, coming[1].arrival_s)
+        while coming is not None and coming[1].arrival_s <= clock:
+            index, request = coming
+            arrival_s = request.arrival_s
+            check(arrival_s >= last_s, f"arrival_s of request {index}", arrival_s, f"at least {last_s}")
+            last_s = arrival_s
+            has_beams = has_beams or request.beam_width is not None
+            group = _group(index, request, scheduler)
+            metrics.append(group.metrics)
+            scheduler.add(group)
+            coming = next(trace, None)
+        output = scheduler.schedule(clock)
+        if not output.scheduled:
+            assert output.ended, "a scheduler with requests advances"
+            continue
+        row = _step_row(clock, output, scheduler, step_time)
+        rows.append(row)
+        if len(rows) == 4096:  # a row of an array takes a tenth of the memory
+            steps.append(np.array(rows, STEP))
+            rows.clear()
+        clock += row[1]
+        logprobs = _beam_logprobs(output, rng) if has_beams else ()
+        scheduler.update(output, [0 for r in output.scheduled for _ in r.sampling], clock, logprobs)
+    served = map(operator.attrgetter(*TIMES, *COUNTS), metrics)
+    all_steps = np.concatenate([*steps, np.array(rows, STEP)])
+    return SimulationResult(all_steps, np.array(list(served), REQUEST), manager.block_size)
+
+
+def _group(index: int, request: Request, scheduler: Scheduler) -> SequenceGroup:
+    num_tokens, limit = request.prompt_len + request.output_len, scheduler.max_model_len
+    check(num_tokens <= limit, f"the length of request {index}", num_tokens, f"at most {limit}")
+    num_seqs, limit = request.beam_width or request.n, scheduler.max_num_seqs
+    check(num_seqs <= limit, f"the number of sequences of request {index}", num_seqs, f"at most {limit}")
+    ok = scheduler.policy == "priority" or not request.priority
+    check(ok, f"priority of request {index}", request.priority, "0 under 'fcfs'")
+    # A prompt without tokens of its own is like no other.
+    prompt = request.prompt if isinstance(request.prompt, list) else [-1 - index] * request.prompt
+    params, beams = _params(request.n, request.beam_width, request.output_len)
+    metrics = RequestMetrics(request.arrival_s)
+    return SequenceGroup(str(index), [Sequence(prompt)], params, metrics, "", request.priority, beams)
+
+
+@functools.lru_cache(maxsize=1 << 14)  # checking parameters takes longer than all else about a request
+def _params(n: int, width: int | None, length: int) -> tuple[SamplingParams, BeamSearchParams | None]:
+    beams = None if width is None else BeamSearchParams(width, max_tokens=length, ignore_eos=True)
+    return SamplingParams(n=n, max_tokens=length, ignore_eos=True, seed=0), beams
+
+
+def _step_row(
+    clock: float, output: SchedulerOutput, scheduler: Scheduler, step_time: StepTimeModel
+) -> tuple[Any, ...]:
+    """Returns the row of STEP of a step that was scheduled and not yet taken in."""
+    queues, pool, rows = scheduler.queues, scheduler.block_manager.pool, output.scheduled
+    num_prefill_tokens, num_decode_seqs = 0, len(rows)
+    for row in reversed(rows):
+        if row.num_tokens == 1:
+            break
+        num_prefill_tokens += row.num_tokens
+        num_decode_seqs -= 1
+    num_context_tokens = sum([row.start for row in rows])
+    num_blocks_swapped = len(output.blocks_to_swap_out) + len(output.blocks_to_swap_in)
+    num_blocks_used = pool.num_usable - pool.num_free
+    num_blocks_saved, num_slots_wasted = _sharing(output, scheduler, num_blocks_used)
+    return (
+        clock,
+        step_time.step_s(num_prefill_tokens, num_decode_seqs, num_context_tokens, num_blocks_swapped),
+        len({row.group for row in rows}),
+        len(queues.running),
+        len(queues.waiting),
+        len(queues.swapped),
+        len(rows),
+        output.num_batched_tokens,
+        num_prefill_tokens,
+        num_context_tokens,
+        num_blocks_used,
+        num_blocks_saved,
+        num_slots_wasted,
+        len(output.preempted),
+        num_blocks_swapped,
+        len(output.blocks_to_copy),
+    )
+
+
+def _sharing(output: SchedulerOutput, scheduler: Scheduler, num_blocks_used: int) -> tuple[int, int]:
+    """Returns how many blocks sharing saves, and how many slots of used blocks will be without a token."""
+    manager = scheduler.block_manager
+    size, tables = manager.block_size, manager.block_tables
+    num_blocks = sum([len(table) for (table,) in tables.values()])
+    if num_blocks == num_blocks_used:
+        num_tokens = sum([seq.num_computed_tokens for seq in tables]) + output.num_batched_tokens
+        return 0, num_blocks * size - num_tokens
+    lens = {seq: seq.num_computed_tokens for seq in tables}
+    for row in output.scheduled:
+        lens |= dict.fromkeys((row.seq, *row.sampling), row.start + row.num_tokens)
+    filled: dict[int, int] = {}  # of the blocks that are not full
+    for seq, (table,) in tables.items():
+        first = lens[seq] // size
+        for i in range(first, len(table)):
+            filled[table[i]] = max(filled.get(table[i], 0), lens[seq] - i * size, 0)
+    return num_blocks - num_blocks_used, len(filled) * size - sum(filled.values())
+
+
+def _beam_logprobs(output: SchedulerOutput, rng: random.Random) -> list[TokenLogprobs]:
+    """Returns a step's log-probabilities: of beams, each candidate is less likely than the one before."""
+    logprobs = []
+    for row in output.scheduled:
+        width = row.group.beam_params.beam_width if row.group.beam_params else 0
+        for _ in row.sampling:
+            top = list(itertools.accumulate(-rng.expovariate(1.0) for _ in range(2 * width)))
+            logprobs.append(TokenLogprobs(0.0, 0, list(range(2 * width)), top))
+    return logprobs

@@ -1,0 +1,97 @@
+"""Fixtures around one real engine (compiling it is most of what these tests cost) and a scripted one."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tokenizers
+from helpers.real_model import DenseModel, make_engine, reschedule, reset, write_checkpoint
+from helpers.scripted_engine import TEMPLATE, ScriptedRunner
+from tokenizers import decoders, models, pre_tokenizers
+
+from jax_paged import LLM, EngineArgs, LLMEngine
+from jax_paged.engine import llm_engine
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def dense(checkpoint: Path) -> DenseModel:
+    return DenseModel(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def session_engine(checkpoint: Path) -> Iterator[LLMEngine]:
+    with make_engine(
+        checkpoint, max_num_seqs=16, max_num_batched_tokens=128, num_gpu_blocks_override=16000
+    ) as engine:
+        engine.runner.wait_until_compiled()
+        yield engine
+
+
+@pytest.fixture(name="engine")
+def idle_engine(session_engine: LLMEngine) -> LLMEngine:
+    """An engine with all its buckets, idle and with nothing cached, whatever the test before did."""
+    return reset(session_engine)
+
+
+@pytest.fixture(scope="session")
+def session_shared_engine(checkpoint: Path) -> Iterator[LLMEngine]:
+    with make_engine(
+        checkpoint,
+        few_buckets=True,
+        block_size=4,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        num_gpu_blocks_override=2000,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture
+def shared_engine(session_shared_engine: LLMEngine) -> LLMEngine:
+    """An engine of block size 4 with room for everything; `reschedule` makes its pool look small."""
+    return reset(session_shared_engine)
+
+
+@pytest.fixture
+def small_engine(shared_engine: LLMEngine) -> LLMEngine:
+    """The same engine, with a pool that holds 636 tokens: full after a few requests."""
+    reschedule(shared_engine, num_blocks=160, max_num_batched_tokens=32)
+    return shared_engine
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A tokenizer of single bytes, and no weights."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = ["<unk>", "<s>", "</s>", *alphabet]
+    backend = tokenizers.Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, []))
+    backend.add_special_tokens(pieces[:3])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    folder = tmp_path_factory.mktemp("bytes")
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "TokenizersBackend", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.fixture
+def scripted(monkeypatch, folder):
+    """Makes EngineArgs of engines that run ScriptedRunner."""
+    monkeypatch.setattr(llm_engine, "ModelRunner", ScriptedRunner)
+    return lambda **settings: EngineArgs(**{"model": folder, **settings})
+
+
+@pytest.fixture
+def llm(scripted):
+    with LLM(**dataclasses.asdict(scripted())) as llm:
+        yield llm

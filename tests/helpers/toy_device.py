@@ -1,0 +1,206 @@
+"""A device in miniature: cells instead of arrays, and a toy model whose output shows every wrong block.
+
+A cell holds what keys and values depend on: the cache group, and all tokens up to the cell's own. Blocks that
+nobody may read are wiped, so that nothing is right by luck.
+"""
+
+import itertools
+import math
+import weakref
+from collections.abc import Sequence as Items
+
+from jax_paged.core.block_manager import BlockManager, BlockTables
+from jax_paged.core.block_pool import NULL_BLOCK
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.sampling_params import BeamSearchParams
+
+VOCAB_SIZE = 15
+EOS = 2
+
+
+def root(salt: str, encoder_token_ids: Items[int] = ()) -> int:
+    """What stands before the first token. Requests of other roots must not share."""
+    return hash((*map(ord, salt), -1, *encoder_token_ids))
+
+
+def extend(chain: int, token_id: int) -> int:
+    """What a token's keys and values depend on: everything before it, and the token."""
+    return hash((chain, token_id))
+
+
+def chain_of(root: int, tokens: list[int]) -> int:
+    for token_id in tokens:
+        root = extend(root, token_id)
+    return root
+
+
+def next_token(chain: int, seed: int) -> int:
+    """The toy model's draw: depends on the whole prefix and the sample's seed, EOS now and then."""
+    return hash((chain, seed)) // 7 % VOCAB_SIZE
+
+
+def top_logprobs(chain: int, num: int) -> tuple[list[int], list[float]]:
+    """The toy model's most likely tokens and their log-probabilities, best first."""
+    weights = [1 + hash((chain, token_id)) % 9973 for token_id in range(VOCAB_SIZE)]
+    top = sorted(range(VOCAB_SIZE), key=lambda t: -weights[t])[:num]
+    return top, [math.log(weights[t] / sum(weights)) for t in top]
+
+
+def reference_sample(
+    root: int, prompt: list[int], seed: int, max_tokens: int | None, min_tokens: int, max_len: int
+) -> list[int]:
+    """The output of one sample that is alone in the world."""
+    chain, output = chain_of(root, prompt), []
+    while True:
+        output.append(next_token(chain, seed))
+        chain = extend(chain, output[-1])
+        stops = output[-1] == EOS and len(output) >= min_tokens
+        if stops or len(output) == max_tokens or len(prompt) + len(output) >= max_len:
+            return output
+
+
+def reference_beams(
+    root: int, prompt: list[int], params: BeamSearchParams, max_len: int
+) -> list[tuple[list[int], float]]:
+    """Outputs and log-probabilities of a plain beam search: no cache, no end before the last step.
+
+    From each beam the 2 * beam_width most likely tokens are looked at, as vLLM does.
+    """
+    width, eos = params.beam_width, -1 if params.ignore_eos else EOS
+    beams: list[tuple[list[int], float]] = [([], 0.0)]
+    done: list[tuple[list[int], float]] = []
+    for _ in range(min(params.max_tokens, max_len - len(prompt))):
+        every = []
+        for output, logprob in beams:
+            tops = top_logprobs(chain_of(root, prompt + output), 2 * width)
+            every += [([*output, t], logprob + x) for t, x in zip(*tops, strict=True)]
+        done += [beam for beam in every if beam[0][-1] == eos]
+        beams = sorted((b for b in every if b[0][-1] != eos), key=lambda b: -b[1])[:width]
+
+    def score(beam: tuple[list[int], float]) -> float:
+        return beam[1] / (len(prompt) + len(beam[0]) - (beam[0][-1] == eos)) ** params.length_penalty
+
+    return sorted(done + beams, key=score, reverse=True)[:width]
+
+
+class ToyDevice:
+    """Executes steps: swap out, swap in, copy, encode, write all rows, then read.
+
+    Args:
+        manager: Whose pools it stands for; is only looked at.
+    """
+
+    def __init__(self, manager: BlockManager) -> None:
+        self.manager = manager
+        self.size = manager.block_size
+        self.cells = [[0] * self.size for _ in range(manager.pool.num_blocks)]
+        self.host = [[0] * self.size for _ in range(manager.swap_pool.num_blocks)]
+        self._chains: weakref.WeakKeyDictionary[Sequence, list[int]] = weakref.WeakKeyDictionary()
+
+    def chain(self, root: int, seq: Sequence, position: int) -> int:
+        """What the token at a position depends on."""
+        chains = self._chains.setdefault(seq, [])
+        for token_id in seq.tokens(len(chains), position + 1):
+            chains.append(extend(chains[-1] if chains else root, token_id))
+        return chains[position]
+
+    def move(
+        self,
+        swap_out: tuple[tuple[int, int], ...] = (),
+        swap_in: tuple[tuple[int, int], ...] = (),
+        copies: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        """Moves blocks in this order; each part all at once, as a device may take the pairs in any order."""
+        for pairs, source, target in (
+            (swap_out, self.cells, self.host),
+            (swap_in, self.host, self.cells),
+            (copies, self.cells, self.cells),
+        ):
+            into = [to for _, to in pairs]
+            assert len(set(into)) == len(into), f"a block is written twice: {pairs}"
+            assert NULL_BLOCK not in itertools.chain(*pairs), f"the null block moves: {pairs}"
+            moved = [list(source[block]) for block, _ in pairs]
+            for block, values in zip(into, moved, strict=True):
+                target[block] = values
+        both = {a for a, _ in copies} & {b for _, b in copies}
+        assert not both, f"blocks {both} are read and written by {copies}"
+
+    def encode(self, group: SequenceGroup, tables: BlockTables) -> None:
+        """Writes what the layers of cross attention read."""
+        num_holders = sum(seq in self.manager.block_tables for seq in group.unfinished)
+        for g, table in enumerate(tables):
+            if self.manager.groups[g].is_cross:
+                assert len(table) == self.manager.num_blocks_of(len(group.encoder_token_ids))
+                for position in range(len(group.encoder_token_ids)):
+                    value = hash((g, position, *group.encoder_token_ids))
+                    self._write(table, position, value, num_holders)
+
+    def write(
+        self, root: int, seq: Sequence, tables: BlockTables, start: int, stop: int, num_holders: int = 1
+    ) -> None:
+        """Writes the tokens at [start, stop), as one row does; num_holders sequences are forked from it."""
+        for g, table in enumerate(tables):
+            if not self.manager.groups[g].is_cross:
+                assert len(table) == self.manager.num_blocks_of(stop), (
+                    "a block more or less than the row needs"
+                )
+                for position in range(start, stop):
+                    self._write(table, position, hash((g, self.chain(root, seq, position))), num_holders)
+
+    def check(
+        self,
+        root: int,
+        seq: Sequence,
+        tables: BlockTables,
+        start: int,
+        stop: int,
+        encoder_token_ids: Items[int] = (),
+        *,
+        on_host: bool = False,
+    ) -> None:
+        """Asserts that tokens at [start, stop) find all that they attend to: their own sequence's past."""
+        cells = self.host if on_host else self.cells
+        for g, (group, table) in enumerate(zip(self.manager.groups, tables, strict=True)):
+            first = 0 if group.window is None else max(0, start - group.window + 1)
+            values = (
+                [hash((g, position, *encoder_token_ids)) for position in range(len(encoder_token_ids))]
+                if group.is_cross
+                else [hash((g, self.chain(root, seq, position))) for position in range(first, stop)]
+            )
+            for position, value in enumerate(values, 0 if group.is_cross else first):
+                block = table[position // self.size]
+                assert block != NULL_BLOCK, f"position {position} of {stop} reads the null block: {table}"
+                found = cells[block][position % self.size]
+                assert found == value, f"position {position} of {stop}, group {g}: not its own past"
+
+    def execute(self, output: SchedulerOutput) -> None:
+        """Runs a step of the scheduler."""
+        self.move(output.blocks_to_swap_out, output.blocks_to_swap_in, output.blocks_to_copy)
+        for group, tables in output.to_encode:
+            self.encode(group, tables)
+        for row in output.scheduled:
+            stop, num_holders = row.start + row.num_tokens, max(1, len(row.sampling))
+            self.write(_root(row.group), row.seq, row.block_tables, row.start, stop, num_holders)
+        for row in output.scheduled:
+            stop = row.start + row.num_tokens
+            encoder = row.group.encoder_token_ids
+            self.check(_root(row.group), row.seq, row.block_tables, row.start, stop, encoder)
+
+    def wipe(self) -> None:
+        """Empties every block that neither a sequence nor the prefix cache holds."""
+        for pool, cells in ((self.manager.pool, self.cells), (self.manager.swap_pool, self.host)):
+            for block, count in enumerate(pool.ref_counts):
+                if not count and pool.contents[block] is None:
+                    cells[block] = [0] * self.size
+
+    def _write(self, table: list[int], position: int, value: int, num_holders: int = 1) -> None:
+        block = table[position // self.size]
+        assert block != NULL_BLOCK, "the null block is written"
+        assert self.manager.pool.contents[block] is None, "a cached block is written"
+        assert self.manager.pool.ref_counts[block] == num_holders, "a block that others hold is written"
+        self.cells[block][position % self.size] = value
+
+
+def _root(group: SequenceGroup) -> int:
+    return root(group.cache_salt, group.encoder_token_ids)

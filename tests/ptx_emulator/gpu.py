@@ -1,0 +1,117 @@
+"""A GPU that is not there: plgpu.kernel compiles for it, and runs what comes out in the emulator.
+
+Needs jax[cuda13], whose compiler works without a GPU. jit must be off: a kernel runs when it is called.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_paged.pallas_kernels import ops, tuning
+from ptx_emulator import host, ptx
+from ptx_emulator.machine import launch_kernel
+from ptx_emulator.memory import POISON
+
+TARGETS = pathlib.Path(__file__).parents[2] / "benchmarks" / "targets"
+
+
+class EmulatedGpu:
+    """Compiles and runs kernels.
+
+    Args:
+        name: "h100" or "a100".
+    """
+
+    def __init__(self, name: str):
+        config = (TARGETS / f"{name}.txtpb").read_text()
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name="", topology="1x1x1", target_config=config
+        )
+        self.device = topology.devices[0]
+        with jax.default_device(self.device):
+            target = tuning.target()
+        # Few multiprocessors, so that small batches fill them.
+        self.target = dataclasses.replace(target, num_sms=tuning.INTERPRETED_SMS)
+        self.num_launches = 0
+        self._kernel = plgpu.kernel
+        self._programs: dict[str, tuple[ptx.Program, host.Launch]] = {}
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Makes backend "pallas" run here; the order of events is the same each time."""
+        self.num_launches = 0
+        with (
+            jax.disable_jit(),
+            mock.patch.object(plgpu, "kernel", self.kernel),
+            mock.patch.object(tuning, "target", return_value=self.target),
+            mock.patch.object(ops, "_choose", lambda backend, _: ops._implementation(backend)),
+        ):
+            yield
+
+    def kernel(self, body: Callable[..., None], *, out_type: Any = (), **options: Any) -> Callable[..., Any]:
+        """Stands for plgpu.kernel; references to arrays that the body closes over become arguments."""
+        captured = inspect.getclosurevars(body).nonlocals
+        refs = {n: v for n, v in captured.items() if isinstance(v, jax.Ref)}
+        cells = dict(zip(body.__code__.co_freevars, body.__closure__ or (), strict=True))
+
+        def call(*operands: Any) -> Any:
+            outs, tree = jax.tree.flatten(out_type)
+            arrays = [np.array(x) for x in (*operands, *(ref[...] for ref in refs.values()))]
+            specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+
+            def run(*args: Any) -> Any:
+                made = [jax.new_ref(x) for x in args[len(operands) :]]
+                for name, ref in zip(refs, made, strict=True):
+                    cells[name].cell_contents = ref
+                extra = {} if not outs else {"out_type": out_type}
+                return self._kernel(body, **extra, **options)(*args[: len(operands)]), *map(jax.freeze, made)
+
+            program, launch = self._compile(run, specs)
+            for name, ref in refs.items():
+                cells[name].cell_contents = ref
+            made = [np.empty(x.shape, x.dtype) for x in outs]
+            for x in made:
+                x.reshape(-1).view(np.uint8)[:] = POISON
+            self.num_launches += 1
+            launch_kernel(program, launch, [*arrays, *made], seed=self.num_launches)
+            for ref, array in zip(refs.values(), arrays[len(operands) :], strict=True):
+                ref[...] = array
+            return jax.tree.unflatten(tree, map(jax.numpy.asarray, made))
+
+        return call
+
+    def _compile(self, run: Callable[..., Any], specs: list[Any]) -> tuple[ptx.Program, host.Launch]:
+        sharding = jax.sharding.SingleDeviceSharding(self.device)
+        specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in specs]
+        with (
+            jax.disable_jit(False),
+            jax.default_device(self.device),
+            tempfile.TemporaryDirectory() as dump,
+            mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=dump),
+        ):
+            lowered = jax.jit(run).trace(*specs).lower()
+            key = lowered.as_text()
+            if key not in self._programs:
+                lowered.compile()
+                (program,) = pathlib.Path(dump).glob("*.ptx")
+                log = program.with_suffix(".mlir-passes.log")
+                self._programs[key] = ptx.parse(program.read_text()), host.parse(log.read_text())
+        return self._programs[key]
+
+
+@functools.cache
+def emulated_gpu(name: str) -> EmulatedGpu:
+    """Returns the one GPU of a name: what it has compiled stays."""
+    return EmulatedGpu(name)

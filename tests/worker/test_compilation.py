@@ -1,0 +1,130 @@
+"""The planned buckets: every step fits one, the next larger serves until the right one is compiled."""
+
+import concurrent.futures
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_paged.worker.batch import Bucket, plan_buckets
+from jax_paged.worker.compilation import CompiledBuckets, use_persistent_cache
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 16, 64, 100, 256])
+@pytest.mark.parametrize("max_num_batched_tokens", [1, 2, 5, 16, 64, 500, 512, 2048])
+def test_every_step_fits_a_bucket(max_num_seqs, max_num_batched_tokens):
+    buckets = plan_buckets(max_num_seqs, max_num_batched_tokens)
+    assert len(buckets) == len(set(buckets)) <= 16
+    for is_decode in (True, False):
+        kind = [b for b in buckets if b.is_decode is is_decode]
+        assert kind == sorted(kind)
+        most_seqs = min(max_num_seqs, max_num_batched_tokens)
+        for num_tokens in range(1, max_num_batched_tokens + 1):
+            # A mixed step has a sequence with two tokens or more, so fewer sequences than tokens.
+            num_seqs = min(max_num_seqs, num_tokens) if is_decode else min(max_num_seqs, num_tokens - 1)
+            if (is_decode and num_tokens > most_seqs) or num_seqs < 1:
+                continue
+            assert any(b.num_tokens >= num_tokens and b.num_seqs >= num_seqs for b in kind)
+
+
+BUCKETS = [Bucket(True, 1, 1), Bucket(True, 2, 2), Bucket(True, 4, 4), Bucket(False, 8, 4)]
+
+
+def lower(bucket):
+    return jax.jit(lambda x: x + 1).lower(jnp.zeros(bucket.num_tokens))
+
+
+def test_the_next_larger_bucket_serves_until_the_right_one_is_there():
+    gate = threading.Event()
+
+    def lower_small_ones_late(bucket):
+        if bucket.num_tokens < 4:
+            gate.wait(60)
+        return lower(bucket)
+
+    compiled = CompiledBuckets(BUCKETS, [], lower_small_ones_late)
+    assert compiled.smallest_ready(is_decode=True, num_tokens=1, num_seqs=1) == BUCKETS[2]
+    assert "to be compiled" in compiled.plan()
+    gate.set()
+    compiled.wait()
+    assert compiled.smallest_ready(is_decode=True, num_tokens=1, num_seqs=1) == BUCKETS[0]
+    assert compiled.smallest_ready(is_decode=True, num_tokens=3, num_seqs=3) == BUCKETS[2]
+    assert compiled.smallest_ready(is_decode=False, num_tokens=3, num_seqs=1) == BUCKETS[3]
+    assert "to be compiled" not in compiled.plan()
+    compiled.stop()
+
+
+def test_a_failure_of_the_largest_is_raised_at_once_and_of_another_in_wait():
+    def fail_at(num_tokens):
+        def lower_or_fail(bucket):
+            if bucket.num_tokens == num_tokens:
+                raise RuntimeError(f"no {num_tokens}")
+            return lower(bucket)
+
+        return lower_or_fail
+
+    with pytest.raises(RuntimeError, match="no 8"):
+        CompiledBuckets(BUCKETS, [], fail_at(8))
+    compiled = CompiledBuckets(BUCKETS, [], fail_at(2))
+    with pytest.raises(RuntimeError, match="no 2"):
+        compiled.wait()
+    # It is said (in the log too), and the next larger one goes on serving.
+    assert "failed" in compiled.plan()
+    assert compiled.smallest_ready(is_decode=True, num_tokens=2, num_seqs=2) == BUCKETS[2]
+    compiled.stop()
+
+
+def test_one_kind_alone():
+    compiled = CompiledBuckets(BUCKETS[:3], [], lower)
+    compiled.wait()
+    compiled.stop()
+
+
+def test_programs_beside_the_buckets():
+    def lower_any(key):
+        if key == "bad":
+            raise RuntimeError("no bad")
+        return jax.jit(lambda x: x * 2).lower(jnp.zeros(3)) if isinstance(key, str) else lower(key)
+
+    compiled = CompiledBuckets(BUCKETS, ["double", "bad"], lower_any)
+    assert compiled["double"].execute(jnp.ones(3)).tolist() == [2, 2, 2]  # waits until it is compiled
+    with pytest.raises(RuntimeError, match="no bad"):
+        compiled["bad"]
+    with pytest.raises(RuntimeError, match="no bad"):
+        compiled.wait()
+    assert "double" in compiled.plan()
+    assert compiled.buckets == BUCKETS
+    compiled.stop()
+
+
+def test_stop_leaves_the_rest_uncompiled():
+    started, gate = threading.Event(), threading.Event()
+
+    def slow(bucket):
+        if bucket.num_tokens < 4:
+            started.set()
+            gate.wait(60)
+        return lower(bucket)
+
+    compiled = CompiledBuckets([Bucket(True, n, n) for n in (1, 2, 3, 4)] + BUCKETS[3:], [], slow)
+    assert started.wait(60)
+    stopper = threading.Thread(target=compiled.stop)
+    stopper.start()
+    gate.set()
+    stopper.join(60)
+    assert not stopper.is_alive()
+    with pytest.raises(concurrent.futures.CancelledError):
+        compiled.wait()
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    kept = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        with pytest.raises(ValueError, match="XDG_CACHE_HOME"):
+            use_persistent_cache()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", kept)

@@ -1,0 +1,175 @@
+"""The jitted step: nothing compiles after the start, the pool is updated in place, close() frees it."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+from helpers.real_model import (
+    VOCAB_SIZE,
+    Request,
+    greedy_requests,
+    make_engine,
+    mixed_requests,
+    reschedule,
+    run,
+    steps_of,
+    tokens_of,
+)
+
+from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
+from jax_paged.worker.batch import Bucket
+from jax_paged.worker.block_mover import FEW_COPIES, SWAP_BLOCKS
+
+TRACED = "/jax/core/compile/jaxpr_trace_duration"
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@contextlib.contextmanager
+def compile_events() -> Iterator[list[str]]:
+    """Collects JAX's own reports of what it traces and compiles."""
+    events: list[str] = []
+
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event in (TRACED, COMPILED):
+            events.append(f"{event} {kwargs.get('fun_name')}")
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_nothing_compiles_after_the_start(engine: LLMEngine) -> None:
+    with compile_events() as events:
+        jax.jit(lambda x: x + 1)(np.ones(3))
+    assert any(e.startswith(TRACED) for e in events)
+    assert any(e.startswith(COMPILED) for e in events)
+
+    runner = engine.runner
+    buckets, used = runner._compiled.buckets, set()
+    choose = runner._compiled.smallest_ready
+
+    def note_bucket(**needs: Any) -> Bucket:
+        bucket = choose(**needs)
+        used.add(bucket)
+        return bucket
+
+    requests = mixed_requests(seed=3, count=400, max_prompt=60, max_output=6)
+    requests += greedy_requests(seed=7, count=100)
+    order = np.random.default_rng(0).permutation(len(requests))
+    num_traces = runner.num_traces
+    with compile_events() as events, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner._compiled, "smallest_ready", note_bucket)
+        for i in range(0, 20, 2):
+            run(engine, [requests[j] for j in order[i : i + 2]])
+        run(engine, [requests[j] for j in order[20:]])
+    assert events == []
+    assert runner.num_traces == num_traces
+    assert used == set(buckets)
+
+
+def test_nothing_compiles_for_copies_and_swaps(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(1)
+    sampled = SamplingParams(n=4, temperature=1, seed=1, max_tokens=50, ignore_eos=True)
+    greedy = SamplingParams(temperature=0)
+    # Four samples of 341 tokens take more blocks than one call swaps; 16 sequences are forked in one step.
+    prompts = [rng.integers(0, VOCAB_SIZE, n).tolist() for n in (341, 341, 20, 21, 22, 23, 341)]
+    requests = [Request(prompt, sampled) for prompt in prompts]
+    requests += [Request(p, greedy, BeamSearchParams(w, 30)) for w, p in ((2, prompts[0]), (10, prompts[2]))]
+    reschedule(engine, num_blocks=74)
+    steps = steps_of(engine, monkeypatch)
+    with compile_events() as events:
+        run(engine, requests)
+    assert events == []
+    num_copies = [len(step.blocks_to_copy) for step in steps]
+    assert max(num_copies) > FEW_COPIES
+    assert any(0 < n <= FEW_COPIES for n in num_copies)
+    assert max(len(step.blocks_to_swap_out) for step in steps) > SWAP_BLOCKS
+    assert max(len(step.blocks_to_swap_in) for step in steps) > SWAP_BLOCKS
+
+
+def assert_pool_is_not_copied(engine: LLMEngine) -> None:
+    runner = engine.runner
+    assert runner.config.kv_cache_bytes == sum(x.nbytes for x in runner._kv_cache)
+    for bucket in runner._compiled.buckets:
+        memory = runner._compiled[bucket].execute.memory_analysis()
+        assert memory is not None
+        assert memory.alias_size_in_bytes >= runner.config.kv_cache_bytes, bucket
+        assert memory.temp_size_in_bytes < 0.1 * runner.config.kv_cache_bytes, bucket
+    for program in runner._mover.programs:
+        memory = runner._compiled[program].execute.memory_analysis()
+        assert memory is not None
+        assert memory.temp_size_in_bytes < 0.1 * runner.config.kv_cache_bytes, program
+        if program != "swap out":  # which only reads
+            assert memory.alias_size_in_bytes >= runner.config.kv_cache_bytes, program
+
+
+def test_pool_is_not_copied(session_engine: LLMEngine) -> None:
+    assert_pool_is_not_copied(session_engine)
+
+
+def test_temporaries_do_not_grow_with_the_pool(session_engine: LLMEngine) -> None:
+    """A copy of the pool would, at any size; steps of a single row once made one."""
+    runner = session_engine.runner
+    for bucket in (runner._compiled.buckets[0], runner._compiled.buckets[-1]):
+        temps = []
+        for num_blocks in (500, 5000):
+            memory = runner._lower(bucket, num_blocks).compile().memory_analysis()
+            assert memory is not None
+            temps.append(memory.temp_size_in_bytes)
+        assert temps[1] - temps[0] < 0.01 * 4500 * runner._per_block, bucket
+
+
+@pytest.mark.slow
+def test_pool_of_the_default_engine_is_not_copied() -> None:
+    with LLMEngine(EngineArgs()) as engine:
+        engine.runner.wait_until_compiled()
+        assert_pool_is_not_copied(engine)
+
+
+def test_pool_stays_where_it_is(engine: LLMEngine) -> None:
+    before = engine.runner._kv_cache
+    pointers = [x.unsafe_buffer_pointer() for x in before]
+    run(engine, [Request([1, 2, 3], SamplingParams(temperature=0, max_tokens=5))])
+    assert all(x.is_deleted() for x in before)
+    assert [x.unsafe_buffer_pointer() for x in engine.runner._kv_cache] == pointers
+
+
+def test_two_engines_and_close(checkpoint: Path, engine: LLMEngine) -> None:
+    def live_bytes() -> int:
+        gc.collect()
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    requests = greedy_requests(seed=8, count=8)
+    expected = tokens_of(run(engine, requests))
+    before = live_bytes()
+    # The settings of shared_engine, so that the compilation cache has its programs.
+    settings = {"block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 128}
+    other = make_engine(checkpoint, few_buckets=True, num_gpu_blocks_override=2000, **settings)
+    assert live_bytes() > before + other.runner.config.kv_cache_bytes
+    for engine_, prefix in ((engine, "a"), (other, "b")):
+        for i, request in enumerate(requests):
+            engine_.add_request(f"{prefix}{i}", request.prompt, request.params)
+    outputs = {}
+    while engine.has_unfinished_requests() or other.has_unfinished_requests():
+        for engine_ in (engine, other):
+            outputs |= {o.request_id: o for o in engine_.step() if o.finished}
+    for prefix in "ab":
+        assert tokens_of([outputs[f"{prefix}{i}"] for i in range(len(requests))]) == expected
+
+    # Closed in the middle of a request.
+    other.add_request("last", requests[0].prompt, requests[0].params)
+    other.step()
+    other.close()
+    other.close()
+    assert live_bytes() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        other.step()
+    assert tokens_of(run(engine, requests)) == expected
