@@ -7,6 +7,9 @@ from jax_paged.checks import check, check_choice, check_int, check_number
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 300
+# Of one request: what they cost to prepare and to keep grows with their characters.
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_LENGTH = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,8 @@ class SamplingParams:
         repetition_penalty: Divides the logit of each token of prompt and output if it is positive,
             multiplies it if negative, in [1e-6, 1e6]; 1 changes nothing.
         seed: Makes the random choices repeatable, in [0, 2**63 - 1]; None takes a seed of the engine's.
-        stop: Strings that end the output; the text returned ends before them.
+        stop: Strings that end the output; the text returned ends before them. At most 64, each of at most
+            256 characters.
         stop_token_ids: Tokens that end the output, beside the model's end tokens.
         ignore_eos: Whether to go on after the model's end token.
         max_tokens: Most tokens of the output; None goes on to the engine's max_model_len.
@@ -82,6 +86,9 @@ class SamplingParams:
         ok = self.stop is None or isinstance(self.stop, str | list | tuple)
         ok = ok and all(isinstance(s, str) and s for s in self.stop_strings)
         check(ok, "stop", self.stop, "None, a non-empty string or a list of them")
+        check_int("the number of stop strings", len(self.stop_strings), 0, MAX_STOP_STRINGS)
+        for stop in self.stop_strings:
+            check_int("the length of a stop string", len(stop), 1, MAX_STOP_STRING_LENGTH)
         ok = self.stop_token_ids is None or isinstance(self.stop_token_ids, list | tuple)
         check(ok, "stop_token_ids", self.stop_token_ids, "None or a list of token ids")
         for token_id in self.stop_token_ids or ():
