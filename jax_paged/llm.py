@@ -16,12 +16,14 @@ from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.tokenizer import Messages
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.lab.pool_map import PoolMap
-from jax_paged.models.weights import LoadedModel
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from jax_paged.models.weights import LoadedModel
+    from jax_paged.worker.executor import Executor
 
 
 class LLM:
@@ -31,6 +33,7 @@ class LLM:
         model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
         loaded: A model in memory to serve in place of the weights of `model`, such as one in training. They
             stay the caller's.
+        executor: As LLMEngine takes it; only without `loaded`.
         **engine_args: The other fields of EngineArgs.
 
     Raises:
@@ -38,9 +41,20 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = "pagelet", *, loaded: LoadedModel | None = None, **engine_args: Any
+        self,
+        model: str = "pagelet",
+        *,
+        loaded: "LoadedModel | None" = None,
+        executor: "Executor | None" = None,
+        **engine_args: Any,
     ) -> None:
-        self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args), loaded)
+        args = EngineArgs(model=model, **engine_args)
+        if loaded is not None:
+            from jax_paged.worker.executor import LocalExecutor  # imports JAX
+
+            check(executor is None, "executor", executor, "None beside `loaded`")
+            executor = LocalExecutor(args, loaded)
+        self.llm_engine = LLMEngine(args, executor)
         self._request_ids = itertools.count()
 
     def generate(
@@ -127,7 +141,7 @@ class LLM:
         for request, output in zip(requests, self._run(requests, use_tqdm), strict=True):
             beams = []
             for beam in output.outputs:
-                tokens = request.prompt_token_ids + beam.token_ids
+                tokens = [*request.prompt_token_ids, *beam.token_ids]
                 text = str(engine.tokenizer.hf.decode(tokens)) if engine.tokenizer else None
                 ends = beam.finish_reason, beam.stop_reason
                 beams.append(BeamSearchSequence(tokens, beam.cumulative_logprob, text, *ends))

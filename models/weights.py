@@ -18,12 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.models.checkpoint import resolve_model_dir as resolve_model_dir
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.registry import get_model_class
 
 INDEX_FILE = "model.safetensors.index.json"
-# No pickled weights and no code: nothing that is downloaded can run.
-HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 NUM_LOADING_THREADS = 4
 
@@ -88,39 +87,6 @@ class _Stored:
     offset: int
     shape: tuple[int, ...]
     dtype: str
-
-
-def resolve_model_dir(model: str) -> Path:
-    """Returns the folder of a model, downloading it if it is a hub id.
-
-    Args:
-        model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
-
-    Raises:
-        ValueError: If it is none of these, the hub cannot be reached and its cache does not hold it, or
-            the model there is of a family that is not supported.
-    """
-    if model == "pagelet":
-        return Path(__file__).parent / "pagelet"
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download  # 0.2 s, and only hub models need it
-
-    def download(patterns: list[str]) -> Path:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-
-    try:
-        config = download(["config.json"]) / "config.json"
-    except (OSError, ValueError) as e:
-        raise ValueError(
-            f"model is {model!r}; allowed: 'pagelet' (built in), a local folder with config.json and "
-            f"*.safetensors, or a Hugging Face hub id such as 'meta-llama/Llama-3.2-1B'. There is no folder "
-            f"{folder.absolute()}, and the hub gave {type(e).__name__}: {e} Check the spelling and the "
-            "network, run `hf auth login` for a gated model, or download it elsewhere and pass its folder."
-        ) from e
-    get_model_class(_read_json(config))  # refuses a model of another family before its weights are fetched
-    return download(HUB_FILES)
 
 
 def load_model(folder: Path, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> LoadedModel:
