@@ -3,9 +3,10 @@
 import dataclasses
 import math
 import os
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from jax_paged.checks import check, check_choice, check_int, check_number
+from jax_paged.core.cache_group import CacheGroup
 
 AttentionBackend = Literal["auto", "pallas", "pallas_interpret", "xla"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
@@ -96,6 +97,61 @@ class EngineArgs:
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, low_open=True)
         check_number("swap_space", self.swap_space, 0, math.inf)
         check_number("delay_factor", self.delay_factor, 0, math.inf)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine has come to: every setting resolved against the model and the device.
+
+    Made once, by the executor, and never changed. Needs no JAX, so that requests can be checked, scheduled
+    and simulated where none is.
+
+    Args:
+        model_name: As EngineArgs.model.
+        architecture: The name under "architectures" in the model's config.json.
+        dtype: Of weights and activations: "float32" or "bfloat16".
+        backend: Which kernels attend.
+        vocab_size: Rows of the embedding.
+        max_model_len: Maximum tokens of a prompt and its output together.
+        block_size: Tokens per block.
+        num_blocks: Blocks of the pool, null block included.
+        num_swap_blocks: Blocks of host memory for requests that are swapped out.
+        cache_groups: What the model's layers need of a sequence's past.
+        kv_cache_bytes: Of the pool.
+        weight_bytes: Of all weights.
+        max_num_seqs: Maximum sequences in one step.
+        max_num_batched_tokens: Token budget of one step.
+        max_logprobs: Maximum most likely tokens that a request may ask for.
+        eos_token_ids: The model's end tokens.
+        sampling_defaults: What generation_config.json says of sampling, in the words of SamplingParams.
+        decoder_start_token_id: Of an encoder-decoder model; None for a decoder.
+        enable_prefix_caching: As EngineArgs; the next five as well.
+    """
+
+    model_name: str
+    architecture: str
+    dtype: str
+    backend: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    num_swap_blocks: int
+    cache_groups: tuple[CacheGroup, ...]
+    kv_cache_bytes: int
+    weight_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_logprobs: int
+    eos_token_ids: frozenset[int]
+    sampling_defaults: dict[str, Any]
+    decoder_start_token_id: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    preemption_mode: Literal["recompute", "swap"] | None = None
+    delay_factor: float = 0.0
+    seed: int = 0
 
 
 def compilation_cache_dir() -> str:
