@@ -440,7 +440,7 @@ class Scheduler:
             seq,
             group.cache_salt,
             # Shared tokens are not computed, so there would be no log-probabilities of them.
-            use_cache=group.sampling_params.prompt_logprobs is None,
+            use_cache=group.sampling_params.reads_prefix_cache,
             num_reserved=num_reserved,
             num_encoder_tokens=len(group.encoder_token_ids),
         )

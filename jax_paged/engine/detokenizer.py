@@ -21,6 +21,7 @@ class Detokenizer:
         stop: Strings that end the output; they and what follows are cut off.
         skip_special_tokens: Whether special tokens add nothing to the text.
         min_tokens: Output tokens before which no stop string counts.
+        include_stop: Whether a stop string stays in the text.
     """
 
     def __init__(
@@ -31,12 +32,14 @@ class Detokenizer:
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         self.text = ""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._skip_special_tokens = skip_special_tokens
         self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self._num_tokens = 0
         self._finished = False
         # `text` ends with the decoded `_context`; `_pending` tokens have not (wholly) been added to it.
@@ -97,7 +100,7 @@ class Detokenizer:
             if position >= 0 and (position < first or found is None):
                 first, found = position, stop
         if found is not None:
-            self.text = self.text[:first]
+            self.text = self.text[: first + len(found) if self._include_stop else first]
             self._finished = True
         return found
 

@@ -37,7 +37,9 @@ class SampleState:
             stop=params.stop_strings,
             skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
         )
+        self._shows_stop_token = params.include_stop_str_in_output
         self._num_tokens_taken = 0
         self._num_chars_taken = 0
 
@@ -51,7 +53,7 @@ class SampleState:
         if self._logprobs is not None:
             entry = logprob_dict(token_id, logprob, self._num_logprobs, self._tokenizer)
             self._logprobs.append(entry)
-        if self._detokenizer is None or is_stop_token:
+        if self._detokenizer is None or (is_stop_token and not self._shows_stop_token):
             return None
         return self._detokenizer.append(token_id)
 
@@ -90,11 +92,19 @@ class RequestState:
         group: The request; only read.
         prompt: Its text; None if it came as token ids.
         tokenizer: None leaves all texts empty.
+        encoder_prompt: The text that an encoder reads; None if there is none.
     """
 
-    def __init__(self, group: SequenceGroup, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        group: SequenceGroup,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        encoder_prompt: str | None = None,
+    ) -> None:
         self.group = group
         self.prompt = prompt
+        self._encoder_prompt = encoder_prompt
         self.is_finished = False
         self._tokenizer = tokenizer
         # By the sequence's index. The others are forked from the first when the prompt is computed; until
@@ -161,7 +171,8 @@ class RequestState:
             finished=self.is_finished,
             metrics=group.metrics,
             num_cached_tokens=group.metrics.num_cached_tokens,
-            encoder_prompt_token_ids=list(group.encoder_token_ids),
+            encoder_prompt=self._encoder_prompt,
+            encoder_prompt_token_ids=list(group.encoder_token_ids) or None,
         )
 
     def _completions(self, *, only_new: bool) -> list[CompletionOutput]:
