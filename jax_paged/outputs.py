@@ -80,7 +80,7 @@ class Logprob:
     decoded_token: str | None
 
 
-# One dict per token: token id -> Logprob, the sampled (or prompt's) token first, then the most probable ones.
+# One dict per token: token id -> Logprob, first the sampled (or prompt's) token, then the most probable ones.
 TokenLogprobDict = dict[int, Logprob]
 
 
@@ -90,8 +90,8 @@ class CompletionOutput:
 
     Args:
         index: Which of the request's outputs it is.
-        text: Its text, before the stop string or stop token that ended it; "" without a tokenizer.
-        token_ids: Its tokens, the one that ended it included. A list once the request has finished, and a
+        text: Its text, up to the stop string or stop token that ended it; "" without a tokenizer.
+        token_ids: Its tokens, including the one that ended it. A list once the request has finished, and a
             Snapshot while it runs.
         cumulative_logprob: Sum of the log-probabilities of `token_ids`.
         logprobs: One dict per token, in a list or Snapshot as token_ids; None if not asked for.
@@ -107,6 +107,10 @@ class CompletionOutput:
     logprobs: Sequence[TokenLogprobDict] | None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        """Returns whether it has ended."""
+        return self.finish_reason is not None
 
     def extend(self, new: "CompletionOutput") -> None:
         """Appends, in place, what has come since; its token_ids and logprobs must be lists.
@@ -150,17 +154,18 @@ class RequestOutput:
 
     Args:
         request_id: The id it was added with.
-        prompt: Its text; None if it came as token ids.
-        prompt_token_ids: Its tokens; of an encoder-decoder model, those of the decoder. All outputs of a
-            request share this list.
+        prompt: The prompt's text; None if it came as token ids alone. Of an encoder-decoder model, the
+            decoder's prompt; the next one as well.
+        prompt_token_ids: The prompt's tokens, in a list that all outputs of the request share.
         prompt_logprobs: One dict per prompt token, None for the first, in a list or Snapshot as token_ids;
             None if not asked for.
-        outputs: Its outputs. Which are the best of several is known at the end only: with best_of > n, and
-            of beams, there are none before.
+        outputs: Its outputs. With best_of > n, and of a beam search, there are none before the end, because
+            only then the best are known.
         finished: Whether all outputs have ended.
         metrics: When it arrived, got its first token and ended, in seconds of time.monotonic().
         num_cached_tokens: Prompt tokens that were found in the prefix cache.
-        encoder_prompt_token_ids: Tokens that an encoder has read; empty for a decoder.
+        encoder_prompt: The text that an encoder has read; None if it came as token ids, or without encoder.
+        encoder_prompt_token_ids: The tokens that an encoder has read; None without an encoder.
     """
 
     request_id: str
@@ -171,7 +176,8 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int
-    encoder_prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
 
     def __repr__(self) -> str:
         prompt = f"{len(self.prompt_token_ids)} prompt tokens" if self.prompt is None else repr(self.prompt)
@@ -198,11 +204,11 @@ class BeamSearchSequence:
     """A hypothesis of a beam search.
 
     Args:
-        tokens: The prompt's and its own.
+        tokens: The tokens of the prompt and its own.
         cum_logprob: Sum of the log-probabilities of its own tokens.
-        text: All tokens as text; None without a tokenizer.
+        text: The text of `tokens`; None without a tokenizer.
         finish_reason: "stop" if it ends with an end token, else "length".
-        stop_reason: Why it ended short of max_tokens, if the pool had no room for more.
+        stop_reason: Why it ended before max_tokens, if the pool had no room for more.
     """
 
     tokens: list[int]

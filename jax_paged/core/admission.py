@@ -169,6 +169,6 @@ class _Needs(TypedDict):
 def _needs(group: SequenceGroup) -> _Needs:
     return {
         # Shared tokens are not computed, so there would be no log-probabilities of them.
-        "use_cache": group.sampling_params.prompt_logprobs is None,
+        "use_cache": group.sampling_params.reads_prefix_cache,
         "num_encoder_tokens": len(group.encoder_token_ids),
     }

@@ -6,15 +6,16 @@ import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from typing import TYPE_CHECKING, Self
 
+from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.inputs import Prompt
 from jax_paged.outputs import CompletionOutput, RequestOutput
-from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from jax_paged.worker.executor import Executor
@@ -172,16 +173,18 @@ class AsyncLLMEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | BeamSearchParams | None,
         request_id: str,
+        lora_request: None = None,
         *,
         cache_salt: str = "",
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
-        """Runs a request; each output holds all that there is so far. Leaving the loop early aborts it.
+        """Runs a request; what each output holds is output_kind's choice. Leaving the loop early aborts it.
 
         Args:
             prompt: As LLMEngine.check_request takes it.
-            sampling_params: As LLMEngine.check_request takes them.
+            sampling_params: As LLMEngine.check_request takes it.
             request_id: No unfinished request may have the same.
+            lora_request: None: adapters are not supported.
             cache_salt: As LLMEngine.check_request takes it.
             priority: As LLMEngine.check_request takes it.
 
@@ -189,19 +192,35 @@ class AsyncLLMEngine:
             ValueError: If the engine can't run it.
             RuntimeError: If the engine has failed or is closed.
         """
+        check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
+        kind = sampling_params.output_kind if isinstance(sampling_params, SamplingParams) else None
         stream = await self.submit(
-            prompt, sampling_params, request_id, cache_salt=cache_salt, priority=priority
+            prompt,
+            sampling_params,
+            request_id,
+            cache_salt=cache_salt,
+            priority=priority,
+            whole=kind is RequestOutputKind.FINAL_ONLY,
         )
         outputs = CumulativeOutputs()
         try:
             async for part in stream:
-                yield outputs.add(part)
+                yield part if kind is RequestOutputKind.DELTA else outputs.add(part)
         finally:
             stream.abort()
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request; its stream ends with what it has, as aborted."""
-        self._calls.put(lambda: self._end(request_id))
+    def abort(self, request_id: str | Iterable[str]) -> Awaitable[None]:
+        """Ends a request, or several; their streams end with what they have, as aborted.
+
+        The call alone does it. vLLM's scripts await the result.
+        """
+        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+            self._calls.put(lambda one=one: self._end(one))
+        return _Done()
+
+    def shutdown(self) -> None:
+        """Does what `close` does; the name that vLLM's scripts use."""
+        self.close()
 
     def close(self) -> None:
         """Ends the thread after its step, then all requests, and frees weights and pool."""
@@ -286,6 +305,14 @@ class AsyncLLMEngine:
         for loop, part in by_loop.items():
             with contextlib.suppress(RuntimeError):  # a loop that is closed has no consumers
                 loop.call_soon_threadsafe(_put_all, part)
+
+
+class _Done:
+    """An awaitable that is done, and that nobody has to await."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        return
+        yield
 
 
 def _put_all(items: list[tuple[RequestStream, RequestOutput | Exception]]) -> None:

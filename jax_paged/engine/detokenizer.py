@@ -24,6 +24,7 @@ class Detokenizer:
         stop: Strings that end the output; they and what follows are cut off. None for none.
         skip_special_tokens: Whether special tokens add nothing to the text.
         min_tokens: Output tokens before which no stop string counts.
+        include_stop: Whether a stop string stays in the text.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Detokenizer:
         stop: StopStrings | None = None,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         self.text = ""
         self._tokenizer = tokenizer
@@ -41,6 +43,7 @@ class Detokenizer:
         self._stop_state = stop.start if stop else 0
         self._skip_special_tokens = skip_special_tokens
         self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self._num_tokens = 0
         self._finished = False
         # `text` ends with the decoded `_context`; `_pending` tokens have not (wholly) been added to it.
@@ -106,6 +109,7 @@ class Detokenizer:
         self._stop_state, match = self._stop.feed(self._stop_state, new)
         if match is None or self._num_tokens <= self._min_tokens:
             return None
-        self.text = self.text[: len(self.text) - len(new) + match.start]
+        end = match.start + len(match.stop) if self._include_stop else match.start
+        self.text = self.text[: len(self.text) - len(new) + end]
         self._finished = True
         return match.stop

@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -20,7 +20,7 @@ from jax_paged.config import EngineArgs, EngineConfig
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
-from jax_paged.engine.input_processor import CheckedRequest, RequestChecker
+from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.tokenizer import Tokenizer
@@ -29,9 +29,11 @@ from jax_paged.lab.pool_map import PoolMap, pool_map
 from jax_paged.lab.recording import RecordedScheduler
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.outputs import RequestOutput
-from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from jax_paged.worker.executor import Executor
 
 
@@ -57,11 +59,10 @@ class LLMEngine:
         self.config = _with_end_token(self.executor.config, self.tokenizer)
         config = self.config
         try:
-            default_params = SamplingParams(**config.sampling_defaults)
-        except (TypeError, ValueError) as error:
+            self.input_processor = InputProcessor(config, self.tokenizer)
+        except ValueError:
             self.executor.close()
-            raise ValueError(f"generation_config.json of {args.model!r}: {error}") from error
-        self._checker = RequestChecker(config, self.tokenizer, default_params, config.scheduling_policy)
+            raise
         manager = BlockManager(
             config.num_blocks,
             config.block_size,
@@ -91,6 +92,16 @@ class LLMEngine:
         """Makes an engine; the name that vLLM's scripts use."""
         return cls(engine_args)
 
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Returns the tokenizer as transformers loads it.
+
+        Raises:
+            ValueError: If the engine has none.
+        """
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
+        return self.tokenizer.hf
+
     def check_request(
         self,
         prompt: Prompt,
@@ -115,15 +126,16 @@ class LLMEngine:
                 allowed.
         """
         self._check_open()
-        return self._checker.check(prompt, sampling_params, cache_salt, priority)
+        return self.input_processor.check(prompt, sampling_params, cache_salt, priority)
 
     def add_request(
         self,
         request_id: str,
         prompt: Prompt | CheckedRequest,
-        sampling_params: SamplingParams | BeamSearchParams | None = None,
-        *,
+        params: SamplingParams | BeamSearchParams | None = None,
         arrival_time: float | None = None,
+        lora_request: None = None,
+        *,
         cache_salt: str = "",
         priority: int = 0,
     ) -> None:
@@ -131,11 +143,12 @@ class LLMEngine:
 
         Args:
             request_id: No unfinished request may have the same.
-            prompt: As `check_request` takes it, with sampling_params, cache_salt and priority; or what that
-                has returned, which holds all of them.
-            sampling_params: Without a seed they get one that depends on the engine's seed and how many
-                requests came before.
+            prompt: As `check_request` takes it, with params, cache_salt and priority; or what that has
+                returned, which holds all of them.
+            params: Without a seed they get one that depends on the engine's seed and how many requests came
+                before.
             arrival_time: In seconds of time.monotonic(); None takes now.
+            lora_request: None: adapters are not supported.
             cache_salt: As `check_request` takes it.
             priority: As `check_request` takes it.
 
@@ -148,8 +161,9 @@ class LLMEngine:
         is_number = isinstance(arrival_time, int | float) and not isinstance(arrival_time, bool)
         ok = arrival_time is None or (is_number and abs(arrival_time) <= sys.float_info.max)
         check(ok, "arrival_time", arrival_time, "a finite number or None")
+        check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
         if not isinstance(prompt, CheckedRequest):
-            prompt = self.check_request(prompt, sampling_params, cache_salt=cache_salt, priority=priority)
+            prompt = self.check_request(prompt, params, cache_salt=cache_salt, priority=priority)
         params, cache_salt = prompt.params, prompt.cache_salt
         if params.seed is None:
             params = dataclasses.replace(params, seed=self._seeds.getrandbits(63))
@@ -167,13 +181,22 @@ class LLMEngine:
             prompt.beam_params,
             prompt.encoder_token_ids,
         )
-        state = RequestState(group, prompt.prompt, self.tokenizer)
+        tokenizer = self.tokenizer if params.detokenize else None
+        state = RequestState(group, prompt.prompt, tokenizer, prompt.encoder_prompt)
         self.scheduler.add(group)
         self._requests[request_id] = state
 
-    def abort_request(self, request_id: str) -> RequestState | None:
-        """Ends a request now and frees its blocks; returns its state, or None if it no longer runs."""
+    def abort_request(self, request_id: str | Iterable[str]) -> RequestState | None:
+        """Ends a request, or several, now and frees the blocks; an id of none that runs does nothing.
+
+        Returns:
+            The state of a single request that ran, else None.
+        """
         self._check_not_closed()
+        if not isinstance(request_id, str):
+            for one in request_id:
+                self.abort_request(one)
+            return None
         state = self._requests.get(request_id)
         if state is not None:
             self.scheduler.abort(request_id)
@@ -186,8 +209,8 @@ class LLMEngine:
         return self.scheduler.has_unfinished
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns the requests that got a token or ended, each with all it has so far."""
-        return [state.output() for state in self.advance()]
+        """Runs one step; returns the requests that got a token or ended, as their output_kind says."""
+        return [_output(s) for s in self.advance() if s.is_finished or not _is_final_only(s)]
 
     def advance(self) -> list[RequestState]:
         """Runs one step as `step` does; returns the states of the requests, of which outputs can be made.
@@ -351,6 +374,15 @@ class LLMEngine:
     def _check_not_closed(self) -> None:
         if self._closed:
             raise RuntimeError("this engine is closed; make a new one")
+
+
+def _is_final_only(state: RequestState) -> bool:
+    return state.group.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
+
+
+def _output(state: RequestState) -> RequestOutput:
+    is_delta = state.group.sampling_params.output_kind is RequestOutputKind.DELTA
+    return state.take_delta() if is_delta else state.output()
 
 
 def _local_executor(args: EngineArgs) -> "Executor":

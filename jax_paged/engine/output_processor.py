@@ -39,7 +39,9 @@ class SampleState:
             stop=stop,
             skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
         )
+        self._shows_stop_token = params.include_stop_str_in_output
         self._num_tokens_taken = 0
         self._num_chars_taken = 0
 
@@ -54,13 +56,13 @@ class SampleState:
             The stop string that the text now holds, and how many output tokens there are up to its end; the
             tokens after them were not taken. None if there is none.
         """
-        ends_with_stop_token = self.seq.status is SequenceStatus.FINISHED_STOPPED
+        hides_last = self.seq.status is SequenceStatus.FINISHED_STOPPED and not self._shows_stop_token
         num_before = len(self.seq.output_token_ids) - len(token_ids)
         for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
             if self._logprobs is not None:
                 entry = logprob_dict(token_id, logprob, self._num_logprobs, self._tokenizer)
                 self._logprobs.append(entry)
-            if self._detokenizer is None or (ends_with_stop_token and i == len(token_ids)):
+            if self._detokenizer is None or (hides_last and i == len(token_ids)):
                 continue
             stop = self._detokenizer.append(token_id)
             if stop is not None:
@@ -110,11 +112,19 @@ class RequestState:
         group: The request; only read.
         prompt: Its text; None if it came as token ids.
         tokenizer: None leaves all texts empty.
+        encoder_prompt: The text that an encoder reads; None if there is none.
     """
 
-    def __init__(self, group: SequenceGroup, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        group: SequenceGroup,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        encoder_prompt: str | None = None,
+    ) -> None:
         self.group = group
         self.prompt = prompt
+        self._encoder_prompt = encoder_prompt
         self.is_finished = False
         self._tokenizer = tokenizer
         stops = group.sampling_params.stop_strings
@@ -191,7 +201,8 @@ class RequestState:
             finished=self.is_finished,
             metrics=group.metrics,
             num_cached_tokens=group.metrics.num_cached_tokens,
-            encoder_prompt_token_ids=self._encoder_token_ids,
+            encoder_prompt=self._encoder_prompt,
+            encoder_prompt_token_ids=self._encoder_token_ids or None,
         )
 
     def _completions(self, *, only_new: bool) -> list[CompletionOutput]:

@@ -37,13 +37,14 @@ class RecordedScheduler(Scheduler):
         self._note = note
 
     def add(self, group: SequenceGroup) -> None:
-        # How logits change is no matter of the scheduler, and token ids can't be keys in JSON.
-        params = dataclasses.replace(group.sampling_params, logit_bias=None)
+        params = dataclasses.asdict(group.sampling_params)
+        for name in ("logit_bias", "output_kind"):  # JSON can't hold them, and the scheduler reads neither
+            del params[name]
         self._note(
             "add",
             request_id=group.request_id,
             prompt_token_ids=group.sequences[0].prompt_token_ids,
-            sampling_params=dataclasses.asdict(params),
+            sampling_params=params,
             beam_params=group.beam_params and dataclasses.asdict(group.beam_params),
             arrival_time=group.metrics.arrival_time,
             cache_salt=group.cache_salt,

@@ -23,11 +23,9 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.models.attention import AttentionMetadata, Backend
 from jax_paged.pallas_kernels import ops
-from jax_paged.sampling_params import SamplingParams
+from jax_paged.sampling_params import MAX_BIAS_IDS, SamplingParams
 from jax_paged.worker.sampler import SamplingBatch
 
-# Most token ids that logit_bias and min_tokens together can touch.
-MAX_BIAS_IDS = 512
 # Columns of the field `sampling`; the order of _sampling_row.
 _FLOATS = (
     "temperature",

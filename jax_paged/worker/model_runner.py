@@ -22,9 +22,8 @@ from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.layers import TENSOR
 from jax_paged.models.weights import LoadedModel, load_model, resolve_model_dir
 from jax_paged.pallas_kernels.ops import resolve_backend
-from jax_paged.sampling_params import MAX_LOGPROBS
+from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker.batch import (
-    MAX_BIAS_IDS,
     BatchBuilder,
     Bucket,
     attention_metadata,
@@ -120,7 +119,8 @@ class ModelRunner:
         self._per_block = self._layout.block_bytes(args.block_size, loaded.dtype)
         self._block_size = args.block_size
         self._vocab_size, self._max_model_len = loaded.vocab_size, max_model_len
-        self._max_logprobs = min(MAX_LOGPROBS, loaded.vocab_size)
+        max_logprobs = loaded.vocab_size if args.max_logprobs == -1 else args.max_logprobs
+        self._max_logprobs = min(max_logprobs, loaded.vocab_size)
         self._max_blocks_per_seq = -(-max_model_len // args.block_size)
         self.num_traces = 0
         buckets = plan_buckets(max_num_seqs, max_num_batched_tokens)

@@ -213,7 +213,7 @@ MUTATIONS = [
     ),
     Mutation(
         "scheduler.py",
-        "use_cache=group.sampling_params.prompt_logprobs is None",
+        "use_cache=group.sampling_params.reads_prefix_cache",
         "use_cache=True",
         "prompt_logprobs lost",
     ),

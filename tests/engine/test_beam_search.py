@@ -139,7 +139,7 @@ def make_cases(seeds: tuple[int, ...]) -> list[Case]:
     cases = []
     for i, ((width, penalty, ignore_eos), seed) in enumerate(zip(kinds, seeds, strict=True)):
         temperature = (0.0, 0.6, 1.7)[(i // 2 + i // 6 + i % 2) % 3]
-        params = BeamSearchParams(width, 16, ignore_eos, penalty, temperature)
+        params = BeamSearchParams(width, 16, ignore_eos, temperature, penalty)
         length = (1, 15, 16, 17, 32, 40)[(i + i // 6) % 6]
         cases.append(Case(np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist(), params))
     return cases

@@ -20,7 +20,7 @@ from helpers.real_model import (
 
 from jax_paged import AsyncLLMEngine, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from jax_paged.engine import async_engine
-from jax_paged.engine.input_processor import RequestChecker
+from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.outputs import CompletionOutput, RequestOutput
 
 RNG = np.random.default_rng(2)
@@ -270,8 +270,8 @@ def test_streams_of_which_the_best_is_known_at_the_end(stream_engine: AsyncLLMEn
 
 
 def test_a_group_that_can_never_fit_is_refused(shared_engine: LLMEngine) -> None:
-    config = dataclasses.replace(shared_engine.runner.config, num_blocks=21)
-    checker = RequestChecker(config, None, SamplingParams(), "fcfs")
+    config = dataclasses.replace(shared_engine.input_processor._config, num_blocks=21)
+    checker = InputProcessor(config, None)
     prompt = [5] * 68  # 17 full blocks, that all share; each sequence needs one of its own
     checker.check(prompt, SamplingParams(n=3), "", 0)
     checker.check(prompt, SamplingParams(n=4, max_tokens=1), "", 0)  # their only tokens are never written

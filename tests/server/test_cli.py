@@ -25,7 +25,8 @@ def test_arguments_are_the_fields_of_engine_args():
     assert engine_args(parser.parse_args([])) == EngineArgs()
     line = (
         "--model m --max-num-seqs 3 --swap-space 1.5 --no-enable-prefix-caching --attention-backend xla "
-        "--preemption-mode swap --scheduling-policy priority --delay-factor 0.5 --no-enable-chunked-prefill"
+        "--preemption-mode swap --scheduling-policy priority "
+        "--scheduler-delay-factor 0.5 --no-enable-chunked-prefill"
     )
     expected = EngineArgs(
         model="m",
@@ -35,14 +36,14 @@ def test_arguments_are_the_fields_of_engine_args():
         attention_backend="xla",
         preemption_mode="swap",
         scheduling_policy="priority",
-        delay_factor=0.5,
+        scheduler_delay_factor=0.5,
         enable_chunked_prefill=False,
     )
     assert engine_args(parser.parse_args(line.split())) == expected
     text = re.sub(r"\s+", " ", parser.format_help())
     for field in dataclasses.fields(EngineArgs):
         assert f"--{field.name.replace('_', '-')}" in text
-    assert "Tokens a block. (default: 16)" in text
+    assert "Tokens per block. (default: 16)" in text
 
 
 @pytest.fixture
@@ -60,7 +61,10 @@ def kept_signals():
         ("--dtype int8", "invalid choice"),
         ("--preemption-mode none", "invalid choice: 'none' (choose from"),
         ("--scheduling-policy lifo", "invalid choice"),
-        ("--delay-factor -1", "delay_factor is -1.0; allowed: a finite number in [0, inf]"),
+        (
+            "--scheduler-delay-factor -1",
+            "scheduler_delay_factor is -1.0; allowed: a finite number in [0, inf]",
+        ),
         ("--max-seqs 3", "unrecognized arguments"),
         ("--block-size 3", "block_size is 3; allowed: 1 or 2"),
         ("--model /nowhere/at/all", "model is '/nowhere/at/all'"),
