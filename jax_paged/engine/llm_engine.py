@@ -11,23 +11,19 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from jax_paged.checks import check
-from jax_paged.config import EngineArgs, EngineConfig
-from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.scheduler import Scheduler
+from jax_paged.config import EngineArgs
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
+from jax_paged.engine.assembly import make_local_executor, make_scheduler, make_tokenizer, with_end_token
 from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.output_processor import RequestState
-from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt
 from jax_paged.lab.pool_map import PoolMap, pool_map
 from jax_paged.lab.recording import RecordedScheduler
-from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
@@ -52,38 +48,18 @@ class LLMEngine:
 
     def __init__(self, args: EngineArgs, executor: "Executor | None" = None) -> None:
         self.args = args
-        self.tokenizer: Tokenizer | None = None
-        if not args.skip_tokenizer_init:
-            self.tokenizer = Tokenizer(_tokenizer_name(args))
-        self.executor = _local_executor(args) if executor is None else executor
-        self.config = _with_end_token(self.executor.config, self.tokenizer)
-        config = self.config
+        self.tokenizer = make_tokenizer(args)
+        self.executor = make_local_executor(args) if executor is None else executor
+        self.config = with_end_token(self.executor.config, self.tokenizer)
         try:
-            self.input_processor = InputProcessor(config, self.tokenizer)
+            self.input_processor = InputProcessor(self.config, self.tokenizer)
         except ValueError:
             self.executor.close()
             raise
-        manager = BlockManager(
-            config.num_blocks,
-            config.block_size,
-            config.enable_prefix_caching,
-            groups=config.cache_groups,
-            num_swap_blocks=config.num_swap_blocks,
-        )
-        self.scheduler = Scheduler(
-            block_manager=manager,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            eos_token_ids=config.eos_token_ids,
-            policy=config.scheduling_policy,
-            preemption_mode=config.preemption_mode,
-            enable_chunked_prefill=config.enable_chunked_prefill,
-            delay_factor=config.delay_factor,
-        )
+        self.scheduler = make_scheduler(self.config)
         self._requests: dict[str, RequestState] = {}
         self._pins = itertools.count()
-        self._seeds = random.Random(config.seed)
+        self._seeds = random.Random(self.config.seed)
         self._closed = False
         self._failure: BaseException | None = None  # what has stopped a step half-way
 
@@ -383,28 +359,6 @@ def _is_final_only(state: RequestState) -> bool:
 def _output(state: RequestState) -> RequestOutput:
     is_delta = state.group.sampling_params.output_kind is RequestOutputKind.DELTA
     return state.take_delta() if is_delta else state.output()
-
-
-def _local_executor(args: EngineArgs) -> "Executor":
-    from jax_paged.worker.executor import LocalExecutor  # imports JAX
-
-    return LocalExecutor(args)
-
-
-def _with_end_token(config: EngineConfig, tokenizer: Tokenizer | None) -> EngineConfig:
-    """Adds the tokenizer's end token to the model's; one beyond the vocabulary can never be drawn."""
-    token_id = tokenizer and tokenizer.eos_token_id
-    if token_id is None or token_id >= config.vocab_size:
-        return config
-    return dataclasses.replace(config, eos_token_ids=config.eos_token_ids | {token_id})
-
-
-def _tokenizer_name(args: EngineArgs) -> str:
-    """Returns the tokenizer's folder, or its own hub id, of which transformers loads no weights."""
-    name = args.tokenizer
-    if name is None or name == "pagelet" or Path(name).expanduser().is_dir():
-        return str(resolve_model_dir(name or args.model))
-    return name
 
 
 def _size(num_bytes: int) -> str:
