@@ -213,9 +213,9 @@ def test_an_error_anywhere_in_a_step_ends_the_engine(scripted, monkeypatch, part
             part(engine, patch, fail)
             with pytest.raises(error, match="half-way"):
                 engine.step()
-        with pytest.raises(RuntimeError, match="has failed: .*half-way"):
+        with pytest.raises(RuntimeError, match=r"has failed: .*half-way"):
             engine.step()
-        with pytest.raises(RuntimeError, match="has failed: .*half-way"):
+        with pytest.raises(RuntimeError, match=r"has failed: .*half-way"):
             engine.add_request("b", "abc?")
         assert "failed" in repr(engine)
 

@@ -103,9 +103,9 @@ def test_text_of_a_larger_vocabulary_names_prompt_and_tokenizer(scripted):
 
     with llm_of(VOCAB_SIZE) as llm:
         highest = max(llm.llm_engine.tokenizer.encode("abc?"))
-    with llm_of(highest) as llm:
-        with pytest.raises(ValueError, match=rf"prompt has the token id {highest}; .*\[0, {highest - 1}\]"):
-            llm.generate("abc?", use_tqdm=False)
+    message = rf"prompt has the token id {highest}; .*\[0, {highest - 1}\]"
+    with llm_of(highest) as llm, pytest.raises(ValueError, match=message):
+        llm.generate("abc?", use_tqdm=False)
     with llm_of(highest + 1) as llm:
         assert llm.generate("abc?", LONG, use_tqdm=False)[0].outputs[0].text == "abc"
 
