@@ -34,7 +34,7 @@ class _Walk:
         found: Per cache group, the cached block of each position, the null block where there is none.
         runs: Per cache group, how many positions in a row, up to each, have a block.
         usable: Up to each position, the blocks of the longest prefix that every cache group can go on from.
-        places: Position of each content that was looked up, by its key in the pool.
+        places: First position at which each content was looked up, by its key in the pool.
         num_valid: Positions at which nothing has changed since.
         result: What came of it, if nothing has changed since.
     """
@@ -116,7 +116,7 @@ class PrefixCache:
         for i in range(walk.num_valid, (len(walk.seq) - 1) // self.block_size):
             content = self._content(walk.seq, i, walk.salt)
             for g in self._own:
-                walk.places[content.hash, g] = i
+                walk.places.setdefault((content.hash, g), i)
                 block = self.pool.find(content if g == 0 else content._replace(group=g))
                 walk.found[g].append(NULL_BLOCK if block is None else block)
                 run = walk.runs[g]
