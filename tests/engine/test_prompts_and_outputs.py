@@ -57,7 +57,7 @@ BAD = [
     ("", {}, "prompt is ''"),
     ([], {}, "prompt_token_ids"),
     ({"prompt_token_ids": "abc"}, {}, "prompt_token_ids is 'abc'"),
-    ({"text": "abc"}, {}, "just one of the keys"),
+    ({"text": "abc"}, {}, "one of the keys"),
     (7, {}, "prompt is 7"),
     ("\ud800", {}, "Unicode"),
     ([5, -1], {}, r"prompt_token_ids\[1\] is -1"),
@@ -65,11 +65,19 @@ BAD = [
     ([5, True], {}, r"prompt_token_ids\[1\] is True"),
     ([5, 2**40], {}, r"prompt_token_ids\[1\] is 1099511627776"),
     ([5, 1.0], {}, r"prompt_token_ids\[1\] is 1.0"),
-    ([np.int32(5)], {}, r"prompt_token_ids\[0\]"),
-    ([5] * 390, {"max_tokens": 11}, "390 tokens and max_tokens is 11: 401 tokens in all; allowed.*400"),
+    ([np.int32(300)], {}, r"prompt_token_ids\[0\] is 300"),
+    ([np.float32(5)], {}, r"prompt_token_ids\[0\] is np.float32\(5.0\)"),
+    (np.array([5.0]), {}, r"prompt_token_ids\[0\] is 5.0"),
+    (np.array([True]), {}, r"prompt_token_ids\[0\] is True"),
+    (np.zeros((2, 2), int), {}, r"prompt_token_ids\[0\] is \[0, 0\]"),
+    ([5] * 400, {"max_tokens": 1}, "400 tokens and needs room for one more; allowed: max_model_len, 400"),
     ([5] * 400, {"max_tokens": None}, "400 tokens"),
     ("a", {"logprobs": 20}, r"logprobs is 20; allowed: an integer in \[0, 19\]"),
     ("a", {"prompt_logprobs": 20}, "prompt_logprobs is 20"),
+    ("a", {"logprobs": -1}, r"logprobs is 300; allowed: an integer in \[0, 19\]"),
+    ("a", {"allowed_token_ids": [5, 300]}, "a token id of allowed_token_ids is 300"),
+    ("a", {"bad_words_token_ids": [[5], [6, 300]]}, "a token id of bad_words_token_ids is 300"),
+    ("a", {"bad_words": ["x"] * 129}, "the number of bad words is 129"),
     ("a", {"stop_token_ids": [5] * 600, "min_tokens": 1}, "length of stop_token_ids is 600; allowed.*511"),
     ("a", {"stop_token_ids": [300]}, "a token id of stop_token_ids is 300"),
     ("a", {"logit_bias": {300: 1.0}}, "a token id of logit_bias is 300"),
@@ -89,10 +97,12 @@ def test_bad_input_names_what_is_wrong_and_disturbs_nobody(scripted, prompt, set
 
 def test_text_of_a_larger_vocabulary_names_prompt_and_tokenizer(llm, monkeypatch):
     highest = max(llm.llm_engine.tokenizer.encode("abc?"))
-    monkeypatch.setattr(llm.llm_engine.runner.config, "vocab_size", highest)
+    processor = llm.llm_engine.input_processor
+    config = dataclasses.replace(processor._config, vocab_size=highest)
+    monkeypatch.setattr(processor, "_config", config)
     with pytest.raises(ValueError, match=rf"prompt has the token id {highest}; .*\[0, {highest - 1}\]"):
         llm.generate("abc?", use_tqdm=False)
-    monkeypatch.setattr(llm.llm_engine.runner.config, "vocab_size", highest + 1)
+    monkeypatch.setattr(processor, "_config", dataclasses.replace(config, vocab_size=highest + 1))
     assert llm.generate("abc?", LONG, use_tqdm=False)[0].outputs[0].text == "abc"
 
 
