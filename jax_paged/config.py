@@ -199,8 +199,8 @@ class EngineArgs:
         problems.raise_if_any()
 
 
-# The asynchronous engine has no settings of its own; vLLM's scripts use this name.
-AsyncEngineArgs = EngineArgs
+class AsyncEngineArgs(EngineArgs):
+    """EngineArgs as vLLM's scripts call it for AsyncLLMEngine, which has no settings of its own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

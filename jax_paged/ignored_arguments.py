@@ -38,7 +38,7 @@ def ignores[T](ignored: Ignored, *, none_is_default: tuple[str, ...] = ()) -> Ca
                     del kwargs[name]
             names = sorted(kwargs.keys() & ignored.keys())
             if names:
-                _check_and_warn(cls.__name__, {name: kwargs.pop(name) for name in names}, ignored)
+                _check_and_warn(type(self).__name__, {name: kwargs.pop(name) for name in names}, ignored)
             construct(self, *args, **kwargs)
 
         cls.__init__ = __init__  # pyright: ignore[reportAttributeAccessIssue]

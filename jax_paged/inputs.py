@@ -49,8 +49,8 @@ class ExplicitEncoderDecoderPrompt(TypedDict):
     decoder_prompt: SingletonPrompt | None
 
 
-PromptType = SingletonPrompt | ExplicitEncoderDecoderPrompt
-Prompt = PromptType
+Prompt = SingletonPrompt | ExplicitEncoderDecoderPrompt
+type PromptType = Prompt  # vLLM's name
 
 
 def zip_enc_dec_prompts(

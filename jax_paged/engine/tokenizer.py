@@ -167,7 +167,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _anchor(self) -> tuple[list[int], int]:
-        """A token to decode others after, as some decoders strip the first space, and its text's length."""
+        """A token to decode others after (some decoders strip the first space), and its text's length."""
         for piece in ("a", "▁a"):
             token_id = self._backend.token_to_id(piece)
             if token_id is not None:
