@@ -46,6 +46,7 @@ class EngineArgs:
         seed: Seed of requests that bring none.
         attention_backend: Which kernels attend: "pallas" (GPU), "pallas_interpret" (their CPU
             interpreter), "xla", or "auto".
+        max_logprobs: Maximum most likely tokens that a request may ask for; -1 for the whole vocabulary.
 
     Raises:
         ValueError: If a value is out of range; the message names the argument, the value and the range.
@@ -71,6 +72,7 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     seed: int = 0
     attention_backend: AttentionBackend = "auto"
+    max_logprobs: int = 20
 
     def __post_init__(self) -> None:
         check(isinstance(self.model, str) and bool(self.model), "model", self.model, "a non-empty string")

@@ -7,6 +7,8 @@ from jax_paged.checks import check, check_choice, check_int, check_number
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 300
+# Maximum token ids of a sequence that logit_bias, min_tokens and bad words can touch at a time.
+MAX_BIAS_IDS = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,9 @@ class SamplingParams:
         prompt_logprobs: The same at each prompt token.
         logit_bias: Added to the logits, by token id, each in [-100, 100]; at most 300 entries.
         skip_special_tokens: Whether to leave special tokens out of the text.
+        allowed_token_ids: The only tokens that can be chosen; None allows all.
+        bad_words_token_ids: Sequences of tokens whose last token can't be chosen where the others stand right
+            before it.
 
     Raises:
         ValueError: If a value is out of range; the message names the argument, the value and the range.
@@ -65,6 +70,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool = True
+    allowed_token_ids: list[int] | None = None
+    bad_words_token_ids: list[list[int]] | None = None
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1)
