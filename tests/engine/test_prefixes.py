@@ -21,6 +21,7 @@ from helpers.scripted_engine import LONG, no_block_lost
 from helpers.scripted_engine import run as run_scripted
 
 from jax_paged import LLM, BeamSearchParams, LLMEngine, SamplingParams
+from jax_paged.core.stop_conditions import POOL_TOO_SMALL
 from jax_paged.outputs import RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -138,7 +139,10 @@ def test_prefix_that_does_not_fit(shared_engine: LLMEngine) -> None:
     # A request that doesn't fit beside it ends at once, another runs; and with the prefix all of it fits.
     outputs = run_unchecked(shared_engine, [Request(p, GREEDY) for p in (other, other[:10], [*PREFIX, 7])])
     assert [len(o.outputs[0].token_ids) for o in outputs] == [0, 6, 6]
-    assert outputs[0].outputs[0].finish_reason == "length"
+    assert (outputs[0].outputs[0].finish_reason, outputs[0].outputs[0].stop_reason) == (
+        "error",
+        POOL_TOO_SMALL,
+    )
     second = shared_engine.pin_prefix(other[:20])
     for held in (second, name):
         shared_engine.unpin_prefix(held)
