@@ -34,7 +34,7 @@ class Tokenizer:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # tokenizer_config.json, if that and tokenizer.json are all there is; None if transformers is needed.
+        # What the tokenizer's files say, if tokenizer.json is all to load; None if transformers is needed.
         self._settings: dict[str, Any] | None = None
         self._backend = self._load_backend()
         self._backend.no_padding()
@@ -154,7 +154,7 @@ class Tokenizer:
             settings = json.loads(config.read_text(encoding="utf-8"))
             adds = any(key.startswith("add_") and value for key, value in settings.items())
             if settings.get("tokenizer_class") in _PLAIN_CLASSES and not adds:
-                self._settings = settings
+                self._settings = settings | _special_tokens(Path(self.name) / "special_tokens_map.json")
                 return tokenizers.Tokenizer.from_file(str(file))
         backend = getattr(self.hf, "backend_tokenizer", None)
         if backend is None:
@@ -173,6 +173,11 @@ class Tokenizer:
             if token_id is not None:
                 return [token_id], len(self.decode([token_id]))
         return [], 0
+
+
+def _special_tokens(file: Path) -> dict[str, Any]:
+    """Returns the special tokens of a file that older tokenizers have, and which goes before their config."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _plain_message(index: int, message: Any, *, as_parts: bool) -> dict[str, Any]:

@@ -17,10 +17,12 @@ PLAIN, BY_TRANSFORMERS = "TokenizersBackend", "LlamaTokenizerFast"
 def folder_with(folder, tmp_path):
     """Makes a copy of the tokenizer with other settings."""
 
-    def make(**settings):
+    def make(special_tokens=None, **settings):
         shutil.copytree(folder, tmp_path / "model", dirs_exist_ok=True)
         file = tmp_path / "model" / "tokenizer_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+        if special_tokens is not None:
+            (tmp_path / "model" / "special_tokens_map.json").write_text(json.dumps(special_tokens))
         return str(tmp_path / "model")
 
     return make
@@ -34,13 +36,15 @@ def folder_with(folder, tmp_path):
         ({"eos_token": None}, None),
         ({"eos_token": "<s>"}, 1),
         ({"eos_token": "a"}, 67),
+        ({"special_tokens": {"eos_token": "<s>"}}, 1),
+        ({"special_tokens": {"eos_token": "<s>"}, "eos_token": "a"}, 1),
         ({"eos_token": {"__type": "AddedToken", "content": "<s>", "special": True}}, 1),
     ],
 )
 def test_end_token_of_a_tokenizer(folder_with, tokenizer_class, settings, expected):
     tokenizer = Tokenizer(folder_with(tokenizer_class=tokenizer_class, **settings))
     assert tokenizer.eos_token_id == tokenizer.hf.eos_token_id
-    if tokenizer_class == PLAIN or settings.get("eos_token"):
+    if tokenizer_class == PLAIN or expected is not None:
         assert tokenizer.eos_token_id == expected
 
 
