@@ -50,8 +50,9 @@ class BlockManager:
         self.swapped_tables: dict[Sequence, BlockTables] = {}
         self.pinned: dict[str, BlockTables] = {}
         self.prefixes = PrefixCache(self.pool, groups, block_size)
-        # (cache group, index, block id) of entries that have changed in the tables of sequences.
-        self._replaced: dict[Sequence, list[tuple[int, int, int]]] = {}
+        # Sequences whose tables have changed since the executor was told last, and of entries that were
+        # replaced the (cache group, index, block id). Whoever tells it takes them out.
+        self.changed: dict[Sequence, list[tuple[int, int, int]]] = {}
         self._windows = [(i, g.window) for i, g in enumerate(groups) if g.window is not None]
 
     @property
@@ -135,10 +136,6 @@ class BlockManager:
         counts = Counter(block for tables in held for table in tables for block in table)
         return {b for b, n in counts.items() if b != NULL_BLOCK and self.pool.ref_counts[b] == n}
 
-    def take_replaced(self, seq: Sequence) -> list[tuple[int, int, int]]:
-        """Returns the (cache group, index, block id) entries of a table that changed since the last call."""
-        return self._replaced.pop(seq, [])
-
     def within_windows(self, seq: Sequence, num_tokens: int) -> int:
         """Returns how many of a sequence's next tokens find free blocks in windows; at least 1."""
         if not self._windows:
@@ -163,7 +160,7 @@ class BlockManager:
         size, pool = self.block_size, self.pool
         if self._windows:
             self._free_out_of_window(rows)
-        missing: list[tuple[list[int], int]] = []
+        missing: list[tuple[Sequence, list[int], int]] = []
         writes: list[tuple[Sequence, int, list[int], int]] = []
         for seq, num_tokens in rows:
             start = seq.num_computed_tokens
@@ -172,7 +169,7 @@ class BlockManager:
                 if self.groups[g].is_cross:
                     continue
                 if num_blocks > len(table):
-                    missing.append((table, num_blocks - len(table)))
+                    missing.append((seq, table, num_blocks - len(table)))
                 # Shared, or (of a sequence that was forked in its middle) still to be found in the cache.
                 if first < len(table) and (
                     pool.ref_counts[table[first]] > 1 or pool.contents[table[first]] is not None
@@ -183,7 +180,7 @@ class BlockManager:
         # Of those that write to a block, the last one that references it needs no copy.
         writers = Counter(table[i] for _, _, table, i in writes)
         num_copies = sum(n - (pool.ref_counts[block] == n) for block, n in writers.items())
-        if sum(n for _, n in missing) + num_copies > pool.num_free:
+        if sum(n for _, _, n in missing) + num_copies > pool.num_free:
             return None
         copies: Copies = []
         for seq, g, table, i in writes:
@@ -195,8 +192,9 @@ class BlockManager:
                 self._note_replaced(seq, g, i)
             else:
                 pool.forget(block)
-        for table, n in missing:
+        for seq, table, n in missing:
             table.extend(pool.take() for _ in range(n))
+            self.changed.setdefault(seq, [])
         return copies
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> bool:
@@ -232,7 +230,7 @@ class BlockManager:
 
     def free(self, seq: Sequence) -> None:
         """Takes away a sequence's blocks, on the device or in host memory. The lists stay as they are."""
-        self._replaced.pop(seq, None)
+        self.changed.pop(seq, None)
         if seq in self.block_tables:
             _release(self.pool, self.block_tables.pop(seq))
         else:
@@ -250,7 +248,7 @@ class BlockManager:
         copies = self._move(seqs, self.pool, self.block_tables, self.swap_pool, self.swapped_tables, 0)
         if copies is not None:
             for seq in seqs:
-                self._replaced.pop(seq, None)
+                self.changed.pop(seq, None)
         return copies
 
     def swap_in(self, seqs: list[Sequence], *, num_reserved: int) -> Copies | None:
@@ -352,7 +350,7 @@ class BlockManager:
         return sum(num_new) + len(self._windows) + counts.count(0)
 
     def _note_replaced(self, seq: Sequence, g: int, i: int) -> None:
-        self._replaced.setdefault(seq, []).append((g, i, self.block_tables[seq][g][i]))
+        self.changed.setdefault(seq, []).append((g, i, self.block_tables[seq][g][i]))
 
     def _free_out_of_window(self, rows: list[tuple[Sequence, int]]) -> None:
         for seq, _ in rows:

@@ -14,10 +14,10 @@ from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.row_planner import RowPlanner
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.seats import Seats
+from jax_paged.core.seats import Row, Seats
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.sequence_updater import SequenceUpdater, StepUpdate
-from jax_paged.core.step_builder import Row, StepBuilder
+from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.stop_conditions import StopConditions
 
 

@@ -109,7 +109,8 @@ class SchedulerOutput:
     blocks and runs encoders in this order, then computes the rows, then draws the samples.
 
     Args:
-        step_id: Counts the steps of a scheduler.
+        step_id: Counts the steps of a scheduler, from 0: with step 0 all seats are empty, as another
+            scheduler may have gone before.
         scheduled: Rows of one token first, then the longer ones; each part in the order of requests.
         samples: What is drawn, in the order of the rows.
         new_sequences: Sequences that take a seat.

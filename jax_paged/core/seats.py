@@ -2,11 +2,38 @@
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.scheduler_output import BlockTables, NewSequence, ScheduledSequence
+from jax_paged.core.scheduler_output import BlockTables, NewSequence, Sample, ScheduledSequence
 from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.core.stop_conditions import StopConditions
+
+
+class Row(NamedTuple):
+    """What one sequence computes.
+
+    Args:
+        group: Its request.
+        seq: The sequence.
+        num_tokens: Tokens that it computes.
+        sampling: The sequences that get a token, each drawn from the logits of the last token computed: none
+            before the end of the prompt, all samples of the request there, later the sequence alone.
+    """
+
+    group: SequenceGroup
+    seq: Sequence
+    num_tokens: int
+    sampling: tuple[Sequence, ...]
+
+
+class SeatedRows(NamedTuple):
+    """The rows of a step in terms of ids; see SchedulerOutput."""
+
+    new_sequences: list[NewSequence]
+    scheduled: list[ScheduledSequence]
+    samples: list[Sample]
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,16 +80,45 @@ class Seats:
             del self._seats[seat.seq], self._by_id[seat.seq.seq_id]
         return tuple([seat.seq.seq_id for seat in left])
 
-    def take(self, group: SequenceGroup, seq: Sequence) -> NewSequence | None:
-        """Gives a sequence a seat, unless it has one; returns what the executor has to know of it."""
-        if seq in self._seats:
-            return None
+    def rows(self, rows: Iterable[Row]) -> SeatedRows:
+        """Seats the sequences of a step that have no seat yet; returns the step in terms of ids.
+
+        Args:
+            rows: In the order in which they are computed.
+        """
+        seats, changed = self._seats, self._manager.changed
+        new: list[NewSequence] = []
+        scheduled: list[ScheduledSequence] = []
+        samples: list[Sample] = []
+        for i, (group, seq, num_tokens, sampling) in enumerate(rows):
+            seat = seats.get(seq)
+            if seat is None:
+                seat = self._take(group, seq, new)
+            new_blocks, replaced = self._nothing_new, self._nothing_replaced
+            if seq in changed:
+                replaced = changed.pop(seq)
+                new_blocks = [t[n:] for t, n in zip(seat.tables, seat.num_told, strict=True)]
+                seat.num_told = list(map(len, seat.tables))
+            start = seq.num_computed_tokens
+            if num_tokens == 1 and sampling:
+                token_ids = (seq.output_token_ids or seq.prompt_token_ids)[-1:]
+            else:
+                token_ids = seq.tokens(start, start + num_tokens)
+            scheduled.append(ScheduledSequence(seq.seq_id, start, token_ids, new_blocks, replaced))
+            for sample in sampling:
+                if sample is not seq and sample not in seats:
+                    self._take(group, sample, new)
+                samples.append(Sample(i, sample.seq_id, 1))
+        return SeatedRows(new, scheduled, samples)
+
+    def _take(self, group: SequenceGroup, seq: Sequence, new: list[NewSequence]) -> _Seat:
+        """Gives a sequence a seat; appends to `new` what the executor has to know of it."""
         tables, params, beams = self._manager.block_tables[seq], group.sampling_params, group.beam_params
-        self._manager.take_replaced(seq)
+        self._manager.changed.pop(seq, None)
         seq.seq_id = next(self._ids)
         seat = _Seat(group, seq, tables, list(map(len, tables)))
         self._seats[seq] = self._by_id[seq.seq_id] = seat
-        return NewSequence(
+        entry = NewSequence(
             seq_id=seq.seq_id,
             request_id=group.request_id,
             prompt_token_ids=seq.prompt_token_ids,
@@ -75,17 +131,5 @@ class Seats:
             num_encoder_tokens=len(group.encoder_token_ids),
             block_tables=[list(table) for table in tables],
         )
-
-    def row(self, seq: Sequence, num_tokens: int) -> ScheduledSequence:
-        """Returns the next tokens of a seated sequence, with the news of its block tables."""
-        seat = self._seats[seq]
-        start, new_blocks = seq.num_computed_tokens, self._nothing_new
-        for g, table in enumerate(seat.tables):
-            if len(table) != seat.num_told[g]:
-                new_blocks = [table[n:] for table, n in zip(seat.tables, seat.num_told, strict=True)]
-                seat.num_told = list(map(len, seat.tables))
-                break
-        replaced = self._manager.take_replaced(seq) or self._nothing_replaced
-        return ScheduledSequence(
-            seq.seq_id, start, seq.tokens(start, start + num_tokens), new_blocks, replaced
-        )
+        new.append(entry)
+        return seat

@@ -75,8 +75,9 @@ class Sequence:
 
     def append(self, token_id: int, logprob: float) -> None:
         """Appends a token to the output."""
+        sums = self.cumulative_logprobs
         self.output_token_ids.append(token_id)
-        self.cumulative_logprobs.append(self.cumulative_logprob + logprob)
+        sums.append(sums[-1] + logprob if sums else logprob)
 
     def truncate(self, num_output_tokens: int) -> None:
         """Drops the output tokens from a certain one on."""

@@ -58,52 +58,59 @@ class SequenceUpdater:
         self.queues = queues
         self.seats = seats
         self.stop_conditions = stop_conditions
+        self._no_drafts: list[int] = []
+        self._block_size = block_manager.block_size
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
         """See Scheduler.update."""
         assert result.step_id == output.step_id, (result.step_id, output.step_id)
         assert len(result.token_ids) == len(output.samples), "a list of tokens per sample"
         self.block_manager.end_step(output.step_id)
-        find = self.seats.find
-        rows = [find(row.seq_id) for row in output.scheduled]
+        find, scheduled = self.seats.find, output.scheduled
         changed: dict[SequenceGroup, None] = {}
         if not all(result.is_finite):
-            for row, is_finite in zip(rows, result.is_finite, strict=True):
-                if row is not None and not is_finite and not row[0].is_finished:
-                    self.end_group(row[0], SequenceStatus.FINISHED_ABORTED, now, NON_FINITE)
-                    changed[row[0]] = None
+            for row, is_finite in zip(scheduled, result.is_finite, strict=True):
+                found = None if is_finite else find(row.seq_id)
+                if found is not None and not found[0].is_finished:
+                    self.end_group(found[0], SequenceStatus.FINISHED_ABORTED, now, NON_FINITE)
+                    changed[found[0]] = None
         prompt_logprobs: list[tuple[SequenceGroup, int, list[TokenLogprobs]]] = []
-        for row, scheduled, logprobs in zip(rows, output.scheduled, result.prompt_logprobs, strict=True):
-            if row is None:
-                continue
-            group, seq = row
-            if logprobs:
-                prompt_logprobs.append((group, scheduled.start, logprobs))
-            # The tokens of a sequence that samples count once they are accepted.
-            stop = scheduled.start + scheduled.num_tokens
-            if seq.status is SequenceStatus.RUNNING and (stop < len(seq) or group.beam_params):
-                self._note_computed(group, seq, scheduled.start, stop)
+        if any(result.prompt_logprobs):
+            for row, entries in zip(scheduled, result.prompt_logprobs, strict=True):
+                found = find(row.seq_id) if entries else None
+                if found is not None:
+                    prompt_logprobs.append((found[0], row.start, entries))
+        # Tokens of a sequence that samples count once it has accepted what it got.
+        sampled = {sample.row for sample in output.samples}
+        if len(sampled) < len(scheduled):
+            for i, row in enumerate(scheduled):
+                found = None if i in sampled else find(row.seq_id)
+                if found is not None and found[1].status is SequenceStatus.RUNNING:
+                    self._note_computed(*found, row.start, row.start + row.num_tokens)
         new_tokens: list[NewTokens] = []
         beams: dict[SequenceGroup, list[tuple[Sequence, list[int], list[float]]]] = {}
-        for (row, seq_id, num_logits), token_ids, logprobs in zip(
+        for (i, seq_id, num_logits), token_ids, logprobs in zip(
             output.samples, result.token_ids, result.logprobs, strict=True
         ):
             found = find(seq_id)
             if found is None or found[1].status is not SequenceStatus.RUNNING:
                 continue
             group, seq = found
+            row = scheduled[i]
             changed[group] = None
             if group.metrics.first_token_time is None:
                 group.metrics.first_token_time = now
             if group.beam_params:
                 (top,) = logprobs
+                self._note_computed(group, seq, row.start, row.start + row.num_tokens)
                 beams.setdefault(group, []).append((seq, top.top_token_ids, top.top_logprobs))
                 continue
-            scheduled = output.scheduled[row]
-            drafts = scheduled.token_ids[1 - num_logits :] if num_logits > 1 else []
-            is_fork = seq_id != scheduled.seq_id  # its blocks are those of the row's own sequence
+            drafts = row.token_ids[1 - num_logits :] if num_logits > 1 else self._no_drafts
+            is_fork = seq_id != row.seq_id  # its blocks are those of the row's own sequence
             n = self._accept(group, seq, token_ids, logprobs, drafts, is_fork, now)
-            new_tokens.append(NewTokens(group, seq, token_ids[:n], logprobs[:n]))
+            if n < len(token_ids):
+                token_ids, logprobs = token_ids[:n], logprobs[:n]
+            new_tokens.append(NewTokens(group, seq, token_ids, logprobs))
         for group, candidates in beams.items():
             self._advance_beams(group, candidates, now)
         return StepUpdate(new_tokens, list(changed), prompt_logprobs)
@@ -126,16 +133,18 @@ class SequenceUpdater:
         Returns:
             How many tokens the sequence has accepted.
         """
-        start, ending, n = seq.num_computed_tokens, None, 0
-        for n, (token_id, entry) in enumerate(zip(token_ids, logprobs, strict=True), 1):
-            seq.append(token_id, entry.logprob)
+        ending, n = None, 0
+        for token_id in token_ids:
+            seq.append(token_id, logprobs[n].logprob)
+            n += 1
             ending = self.stop_conditions.after_token(group, seq)
             if ending is not None or (n <= len(drafts) and drafts[n - 1] != token_id):
                 break
+        stop = len(seq) - 1
         if is_fork:
-            seq.num_computed_tokens = len(seq) - 1
+            seq.num_computed_tokens = stop
         else:
-            self._note_computed(group, seq, start, len(seq) - 1)
+            self._note_computed(group, seq, seq.num_computed_tokens, stop)
         if ending is not None:
             self.end(group, seq, ending[0], now, ending[1])
         return n
@@ -143,7 +152,7 @@ class SequenceUpdater:
     def _note_computed(self, group: SequenceGroup, seq: Sequence, start: int, stop: int) -> None:
         """Notes that keys and values of tokens [start, stop) are in the pool, and caches full blocks."""
         seq.num_computed_tokens = stop
-        size = self.block_manager.block_size
+        size = self._block_size
         if start // size != stop // size:
             self.block_manager.cache_full_blocks(seq, group.cache_salt, start, stop)
 
