@@ -25,7 +25,8 @@ from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt
 from jax_paged.lab.pool_map import PoolMap, pool_map
 from jax_paged.lab.recording import RecordedScheduler
-from jax_paged.models.weights import LoadedModel, resolve_model_dir
+from jax_paged.models.checkpoint import resolve_model_dir
+from jax_paged.models.weights import LoadedModel
 from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.worker.model_runner import ModelRunner

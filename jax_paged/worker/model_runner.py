@@ -18,9 +18,10 @@ from jax_paged.core.runner_output import Details, StepOutput, TokenLogprobs, rea
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceGroup
 from jax_paged.models.attention import Backend
+from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.layers import TENSOR
-from jax_paged.models.weights import LoadedModel, load_model, resolve_model_dir
+from jax_paged.models.weights import LoadedModel, load_model
 from jax_paged.pallas_kernels.ops import resolve_backend
 from jax_paged.sampling_params import MAX_LOGPROBS
 from jax_paged.worker.batch import (

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jax_paged.models.llama import LlamaConfig
+from jax_paged.models.llama import LlamaConfig, LlamaForCausalLM
 from jax_paged.models.registry import MODELS, get_model_class
 from jax_paged.models.rope import Rope
 
@@ -134,7 +134,10 @@ def test_the_fixtures_cover_both_forms() -> None:
 
 
 def test_architectures() -> None:
-    assert get_model_class(MINIMAL) == ("LlamaForCausalLM", MODELS["LlamaForCausalLM"])
+    assert get_model_class(MINIMAL) == ("LlamaForCausalLM", LlamaForCausalLM)
+    for name in MODELS:
+        architecture, model_class = get_model_class({"architectures": ["MambaForCausalLM", name]})
+        assert architecture == model_class.__name__ == name
     for bad in (["MambaForCausalLM"], [], None, "LlamaForCausalLM"):
         with pytest.raises(
             ValueError,
