@@ -94,6 +94,10 @@ def test_llama3_scaling() -> None:
         ),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor is 0.5"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; allowed: an object or null"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "allowed: the same rotary values for all layers",
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5; allowed: 1.0"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "rope_parameters.high_freq_factor is 1.0"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.factor is missing"),
