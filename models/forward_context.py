@@ -85,7 +85,7 @@ class ForwardContext:
         """
         return module.forward(x, self)
 
-    def path(self, module: nnx.Module) -> str:
+    def path(self, module: "Module") -> str:
         """Returns where a module stands in the model, such as "layers.7.self_attn.q_proj".
 
         The weights of the module have this path too, in the model's state and in its WeightTable.
@@ -94,8 +94,9 @@ class ForwardContext:
         return self._paths[module]
 
     @functools.cached_property
-    def _paths(self) -> dict[nnx.Module, str]:
-        return {module: ".".join(map(str, path)) for path, module in nnx.iter_modules(self.model)}
+    def _paths(self) -> "dict[Module, str]":
+        modules = nnx.iter_modules(self.model)
+        return {m: ".".join(map(str, path)) for path, m in modules if isinstance(m, Module)}
 
 
 class Module(nnx.Module):

@@ -12,9 +12,10 @@ from jaxtyping import Array
 from jax_paged.config import EngineArgs, EngineConfig, checks_inputs
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.layers import TENSOR
-from jax_paged.models.weights import LoadedModel, load_model, resolve_model_dir
+from jax_paged.models.weights import LoadedModel, load_model
 from jax_paged.pallas_kernels.ops import resolve_backend
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker import prompt_logprobs
