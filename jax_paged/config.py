@@ -1,11 +1,13 @@
 """The engine's settings: what a user passes (EngineArgs), checked once, before anything is allocated."""
 
+import argparse
 import dataclasses
 import math
 import os
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from jax_paged.checks import Problems, check, check_choice, check_int, check_number
+from jax_paged.cli_args import add_options, values_of
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.ignored_arguments import ANY, Ignored, ignores
 
@@ -197,6 +199,21 @@ class EngineArgs:
         note(check_number, "swap_space", self.swap_space, 0, math.inf)
         note(check_number, "scheduler_delay_factor", self.scheduler_delay_factor, 0, math.inf)
         problems.raise_if_any()
+
+    @staticmethod
+    def add_cli_args[P: argparse.ArgumentParser](parser: P) -> P:
+        """Adds an option per field to a parser, such as --max-model-len; returns the parser."""
+        add_options(parser, EngineArgs)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Makes the arguments from those that a command line gave; others in `args` are left alone.
+
+        Raises:
+            ValueError: If a value is out of range.
+        """
+        return cls(**values_of(args, EngineArgs))
 
 
 class AsyncEngineArgs(EngineArgs):
