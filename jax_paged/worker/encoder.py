@@ -1,4 +1,4 @@
-"""The encoder of an encoder-decoder model: it runs once per request and writes what the decoder attends to."""
+"""The encoder of an encoder-decoder model: it runs once per request and writes what its decoder reads."""
 
 import dataclasses
 from typing import Any
