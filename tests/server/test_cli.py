@@ -9,9 +9,8 @@ import httpx
 import pytest
 
 from jax_paged import EngineArgs
-from jax_paged.server import app as server
-from jax_paged.server.app import main
-from jax_paged.server.cli import engine_args, make_parser
+from jax_paged.server import launch
+from jax_paged.server.cli import engine_args, main, make_parser
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -78,7 +77,7 @@ def test_ctrl_c_while_the_model_loads_ends_quietly(monkeypatch, capsys):
     def load(_):
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(server, "AsyncLLMEngine", load)
+    monkeypatch.setattr(launch, "AsyncLLMEngine", load)
     with pytest.raises(SystemExit) as end:
         main(["--port", "0"])
     assert end.value.code == 130
