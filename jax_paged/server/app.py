@@ -130,7 +130,15 @@ class OpenAIServer:
     ) -> list[CheckedRequest]:
         salt, priority = body.cache_salt or "", body.priority or 0
         check = self.engine.engine.check_request
-        return [check(prompt, params, cache_salt=salt, priority=priority) for prompt in prompts]
+        requests = [check(prompt, params, cache_salt=salt, priority=priority) for prompt in prompts]
+        for request in requests:
+            if params.max_tokens not in (None, request.params.max_tokens):  # the engine has cut it
+                n, limit = len(request.prompt_token_ids), self._config.max_model_len
+                raise ValueError(
+                    f"the prompt has {n} tokens and max_tokens is {params.max_tokens}: "
+                    f"{n + params.max_tokens} tokens in all; allowed: max_model_len, {limit}"
+                )
+        return requests
 
     def _check_running(self) -> None:
         error = self.engine.error
