@@ -83,9 +83,9 @@ def request_error(output: RequestOutput) -> ApiError | None:
             return ApiError(f"the request was aborted: {reason or 'by the server'}", status=500)
         if completion.finish_reason == "error":
             return ApiError(
-                f"the request never ran: {reason}. Try again when other requests have ended, shorten the "
-                "prompt, or give the server a larger pool (--kv-cache-memory-bytes or "
-                "--num-gpu-blocks-override) or fewer pinned prefixes",
+                f"the request never ran: {reason}. Shorten the prompt, ask for fewer outputs, or start the "
+                "server with fewer pinned prefixes or a larger pool (--kv-cache-memory-bytes, "
+                "--num-gpu-blocks-override)",
                 status=503,
             )
     return None
@@ -114,7 +114,7 @@ def usage(outputs: Sequence[RequestOutput], num_output_tokens: int) -> dict[str,
 
 
 def completion_choices(num_choices: int) -> MakeChoice:
-    """Returns what makes the choices of a /v1/completions answer, whole or in parts."""
+    """Returns a function that makes the choices of a /v1/completions answer, streamed or not."""
     text_offsets = [0] * num_choices  # where the next part of each choice begins in the choice's text
 
     def choice(index: int, completion: CompletionOutput) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def completion_choices(num_choices: int) -> MakeChoice:
 
 
 def chat_messages(num_top: int) -> MakeChoice:
-    """Returns what makes the choices of a whole chat answer.
+    """Returns a function that makes the choices of a chat answer.
 
     Args:
         num_top: Most likely tokens to list beside each token, if log-probabilities were asked for.
@@ -142,7 +142,7 @@ def chat_messages(num_top: int) -> MakeChoice:
 
 
 def chat_deltas(num_top: int) -> MakeChoice:
-    """Returns what makes the choices of a streamed chat answer, after the first: `chat_roles`.
+    """Returns a function that makes the choices of a streamed chat answer; those of `chat_roles` come first.
 
     Args:
         num_top: Most likely tokens to list beside each token, if log-probabilities were asked for.

@@ -92,6 +92,13 @@ class Served:
         found = re.findall(r"^jax_paged_(\S+) (\S+)$", text, re.MULTILINE)
         return {name: float(value) for name, value in found}
 
+    @staticmethod
+    def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end, f"waited in vain until {what}"
+            time.sleep(0.01)
+
     def wait_for_requests(self, num: int, since: dict[str, float]) -> dict[str, float]:
         """Waits until so many requests more have been counted; returns by how much each metric has grown."""
 
@@ -101,22 +108,15 @@ class Served:
         def num_ended() -> float:
             return sum(value for name, value in grew().items() if name.startswith("requests_total"))
 
-        wait_for(lambda: num_ended() >= num, f"{num} requests are counted")
+        self.wait_until(lambda: num_ended() >= num, f"{num} requests are counted")
         return grew()
 
     def wait_until_idle(self, timeout_s: float = 10) -> None:
         """Waits until nothing runs; then all blocks must be free."""
-        wait_for(lambda: not self.engine.has_unfinished_requests(), "no request runs", timeout_s)
+        self.wait_until(lambda: not self.engine.has_unfinished_requests(), "no request runs", timeout_s)
         manager = self.engine.scheduler.block_manager
         manager.check_integrity()
         assert manager.num_free_blocks == manager.num_usable_blocks
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"waited in vain until {what}"
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager

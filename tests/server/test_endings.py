@@ -34,7 +34,8 @@ def leave_during_a_stream(served, steps, body):
     steps.delay_s = 0.01
     with served.client.stream("POST", "/completions", json={**body, "stream": True}) as answer:
         next(answer.iter_lines())
-        assert served.engine.has_unfinished_requests()
+        tables = served.engine.scheduler.block_manager.block_tables
+        served.wait_until(lambda: len(tables) == 2 * body["n"], "all choices run")
 
 
 def leave_before_the_answer(served, steps, body):
@@ -72,17 +73,6 @@ def test_a_client_that_leaves_frees_its_blocks_and_is_counted(served, steps, lea
     assert grew["prompt_tokens_total"] == sum(map(len, prompts))
     assert grew["generation_tokens_total"] == steps.num_samples
     assert steps.num_samples < 2 * n * LONG["max_tokens"]
-
-
-def test_every_choice_of_a_stream_runs_until_its_client_leaves(served, steps):
-    steps.delay_s = 0.01
-    body = {**LONG, "n": 4, "stream": True}
-    with served.client.stream("POST", "/completions", json=body) as answer:
-        lines = (line for line in answer.iter_lines() if line)
-        for _ in range(16):
-            next(lines)
-        assert len(served.engine.scheduler.block_manager.block_tables) == 8
-    served.wait_until_idle()
 
 
 @pytest.mark.parametrize(("n", "index"), [(1, 0), (3, 1)])
@@ -193,7 +183,7 @@ def test_a_request_that_never_ran_is_an_error(scripted_server, no_room, stream, 
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("server_error", None)
     assert "the pool has no room for it" in error["message"]
-    assert "Try again" in error["message"]
+    assert "--num-gpu-blocks-override" in error["message"]
     assert scripted_server.metrics()['requests_total{finish_reason="error"}'] == 1
     assert scripted_server.complete("abc?")["choices"][0]["text"] == "abc"
 
