@@ -120,8 +120,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(args: EngineArgs, model_name: str) -> Iterator[Served]:
-    engine = AsyncLLMEngine(args)
+def serving(engine: AsyncLLMEngine, model_name: str) -> Iterator[Served]:
     server = OpenAIServer(engine, model_name)
     config = uvicorn.Config(server.app(), "127.0.0.1", 0, log_config=None, timeout_graceful_shutdown=2)
     running = uvicorn.Server(config)
@@ -148,7 +147,7 @@ def served() -> Iterator[Served]:
         max_model_len=512,
         num_gpu_blocks_override=600,
     )
-    with serving(args, "pagelet") as served:
+    with serving(AsyncLLMEngine(args), "pagelet") as served:
         yield served
 
 
@@ -159,12 +158,18 @@ def steps(served: Served, monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 
 @pytest.fixture
-def scripted_steps(scripted_server: Served, monkeypatch: pytest.MonkeyPatch) -> Steps:
-    return Steps(scripted_server.engine, monkeypatch)
+def scripted_engine(scripted: Callable[..., EngineArgs]) -> Iterator[LLMEngine]:
+    with LLMEngine(scripted()) as engine:
+        yield engine
 
 
 @pytest.fixture
 def scripted_server(scripted: Callable[..., EngineArgs]) -> Iterator[Served]:
     """A server that a test may break: it answers "text?" with text, and has 9 blocks of 16 tokens."""
-    with serving(scripted(num_gpu_blocks_override=10), "scripted") as served:
+    with serving(AsyncLLMEngine(scripted(num_gpu_blocks_override=10)), "scripted") as served:
         yield served
+
+
+@pytest.fixture
+def scripted_steps(scripted_server: Served, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    return Steps(scripted_server.engine, monkeypatch)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_paged import CompletionOutput, LLMEngine, RequestOutput
+from jax_paged import CompletionOutput, RequestOutput
 from jax_paged.core.sequence import RequestMetrics
 from jax_paged.server.metrics import Metrics
 
@@ -44,30 +44,28 @@ def test_metrics_count_all_choices(served):
     assert grew == 2 * chunks[-1]["usage"]["completion_tokens"]
 
 
-def test_gauges_follow_the_engine_to_another_scheduler(scripted):
-    with LLMEngine(scripted()) as engine:
-        metrics = Metrics(engine)
-        engine.record([].append)
-        engine.add_request("a", "abcdefgh?")
-        engine.add_request("b", "abcdefgh?")
-        assert values(metrics)["num_requests_waiting"] == 2
-        engine.step()
-        now = values(metrics)
-        assert (now["num_requests_running"], now["num_requests_waiting"]) == (2, 0)
-        assert now["kv_cache_usage_ratio"] > 0
+def test_gauges_follow_the_engine_to_another_scheduler(scripted_engine):
+    metrics = Metrics(scripted_engine)
+    scripted_engine.record([].append)
+    scripted_engine.add_request("a", "abcdefgh?")
+    scripted_engine.add_request("b", "abcdefgh?")
+    assert values(metrics)["num_requests_waiting"] == 2
+    scripted_engine.step()
+    now = values(metrics)
+    assert (now["num_requests_running"], now["num_requests_waiting"]) == (2, 0)
+    assert now["kv_cache_usage_ratio"] > 0
 
 
 @pytest.mark.parametrize(
     ("reasons", "counted"),
     [(["stop"], "stop"), (["length", "stop"], "length"), (["stop", "abort"], "abort"), (["error"], "error")],
 )
-def test_an_output_that_did_not_end_well_decides_how_its_request_ended(scripted, reasons, counted):
-    with LLMEngine(scripted()) as engine:
-        metrics = Metrics(engine)
-        outputs = [CompletionOutput(i, "", [], 0.0, None, reason) for i, reason in enumerate(reasons)]
-        ended = RequestMetrics(arrival_time=0.0, first_token_time=1.0, finished_time=3.0)
-        output = RequestOutput("a", None, [5, 6], None, outputs, True, ended, num_cached_tokens=1)
-        metrics.observe(output, [3] * len(reasons))
+def test_an_output_that_did_not_end_well_decides_how_its_request_ended(scripted_engine, reasons, counted):
+    metrics = Metrics(scripted_engine)
+    outputs = [CompletionOutput(i, "", [], 0.0, None, reason) for i, reason in enumerate(reasons)]
+    ended = RequestMetrics(arrival_time=0.0, first_token_time=1.0, finished_time=3.0)
+    output = RequestOutput("a", None, [5, 6], None, outputs, True, ended, num_cached_tokens=1)
+    metrics.observe(output, [3] * len(reasons))
     now = values(metrics)
     assert {name: now[name] for name in now if name.startswith("requests_total")} == {
         f'requests_total{{finish_reason="{counted}"}}': 1
