@@ -179,8 +179,8 @@ def _attend(
         last_page = lax.div(length - 1, jnp.int32(page_size))
 
         def load_page_ids(block):
-            # Before the window and past the context the table may hold anything, ids out of the pool included:
-            # there the first or the last page that is attended to is loaded once more, and masked.
+            # Before the window and past the context the table may hold anything, even ids outside of the
+            # pool: there the first or the last page that is attended to is loaded once more, and masked.
             columns = [jnp.minimum(block * pages + j, last_page) for j in range(pages)]
             if window is not None:
                 first_page = lax.div(jnp.maximum(length - window, 0), jnp.int32(page_size))
