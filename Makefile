@@ -11,6 +11,9 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 		{ echo "jax-paged needs Python 3.12 or newer; '$(PYTHON)' is older. Try: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
+	@test -d jax_paged/models -a -d jax_paged/pallas_kernels || \
+		{ echo "jax_paged/models and jax_paged/pallas_kernels must be links to models/ and pallas_kernels/, but this checkout was made"; \
+		  echo "without symbolic links. Clone again with 'git clone -c core.symlinks=true', on a file system that has them."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,plot]'
 	@touch $@
@@ -24,15 +27,11 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout=3600 $(ARGS)
 
-# jax_paged.models and jax_paged.pallas_kernels live in top-level folders. Linters read the file system
-# and not import hooks, so they get a copy that looks as the installed package does.
-COPY := $(VENV)/as-installed
 lint: setup
-	@rm -rf $(COPY) && mkdir -p $(COPY) && cp -R jax_paged $(COPY)/ && cp -R models pallas_kernels $(COPY)/jax_paged/
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	cd $(COPY) && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
+	$(BIN)/lint-imports --no-cache
 
 format: setup
 	$(BIN)/ruff format .
