@@ -1,4 +1,4 @@
-# Two commands on a fresh machine:  make serve   and   make test
+# Two commands for a fresh machine:  make serve   and   make test
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -40,18 +40,18 @@ format: setup
 bench: setup
 	$(BIN)/python benchmarks/throughput.py $(ARGS)
 
-# On a GPU machine the environment may be another than ours: make gpu-check PYTHON=python3
+# A GPU machine may have its own environment: make gpu-check PYTHON=python3
 gpu-check:
 	$(if $(filter command%,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON))) benchmarks/gpu_check.py $(ARGS)
 
-# ptxas without a GPU; not part of the tests. jax[cuda13] takes 4.5 GB, so it has an environment of its own.
+# XLA and ptxas without a GPU; not part of `make test`. jax[cuda13] takes 4.5 GB, so it has its own environment.
 KERNELS_VENV   := .venv-kernels
 KERNELS_PYTHON ?= $(KERNELS_VENV)/bin/python
 KERNELS_READY  := $(if $(filter $(KERNELS_VENV)/%,$(KERNELS_PYTHON)),$(KERNELS_VENV)/.ready)
 kernels-compile: $(KERNELS_READY)
 	$(KERNELS_PYTHON) benchmarks/kernels_compile.py $(ARGS)
 
-# The tests for GPUs, in the emulator of PTX (tests/kernels/emulator): 12 minutes of one core.
+# The tests for GPUs, in the emulator of PTX (tests/ptx_emulator): 12 minutes on one core.
 kernels-emulate: $(KERNELS_READY)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate h100 $(ARGS)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate a100 $(ARGS)
