@@ -1,4 +1,4 @@
-# Two commands on a fresh machine:  make serve   and   make test
+# Two commands for a fresh machine:  make serve   and   make test
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -11,6 +11,9 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 		{ echo "jax-paged needs Python 3.12 or newer; '$(PYTHON)' is older. Try: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
+	@test -d jax_paged/models -a -d jax_paged/pallas_kernels || \
+		{ echo "jax_paged/models and jax_paged/pallas_kernels must be links to models/ and pallas_kernels/, but this checkout was made"; \
+		  echo "without symbolic links. Clone again with 'git clone -c core.symlinks=true', on a file system that has them."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,plot]'
 	@touch $@
@@ -24,15 +27,11 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout=3600 $(ARGS)
 
-# jax_paged.models and jax_paged.pallas_kernels live in top-level folders. Linters read the file system
-# and not import hooks, so they get a copy that looks as the installed package does.
-COPY := $(VENV)/as-installed
 lint: setup
-	@rm -rf $(COPY) && mkdir -p $(COPY) && cp -R jax_paged $(COPY)/ && cp -R models pallas_kernels $(COPY)/jax_paged/
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	cd $(COPY) && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache
+	$(BIN)/lint-imports --no-cache
 
 format: setup
 	$(BIN)/ruff format .
@@ -41,18 +40,18 @@ format: setup
 bench: setup
 	$(BIN)/python benchmarks/throughput.py $(ARGS)
 
-# On a GPU machine the environment may be another than ours: make gpu-check PYTHON=python3
+# A GPU machine may have its own environment: make gpu-check PYTHON=python3
 gpu-check:
 	$(if $(filter command%,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON))) benchmarks/gpu_check.py $(ARGS)
 
-# ptxas without a GPU; not part of the tests. jax[cuda13] takes 4.5 GB, so it has an environment of its own.
+# XLA and ptxas without a GPU; not part of `make test`. jax[cuda13] takes 4.5 GB, so it has its own environment.
 KERNELS_VENV   := .venv-kernels
 KERNELS_PYTHON ?= $(KERNELS_VENV)/bin/python
 KERNELS_READY  := $(if $(filter $(KERNELS_VENV)/%,$(KERNELS_PYTHON)),$(KERNELS_VENV)/.ready)
 kernels-compile: $(KERNELS_READY)
 	$(KERNELS_PYTHON) benchmarks/kernels_compile.py $(ARGS)
 
-# The tests for GPUs, in the emulator of PTX (tests/kernels/emulator): 12 minutes of one core.
+# The tests for GPUs, in the emulator of PTX (tests/ptx_emulator): 12 minutes on one core.
 kernels-emulate: $(KERNELS_READY)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate h100 $(ARGS)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate a100 $(ARGS)

@@ -179,8 +179,13 @@ def _attend(
         last_page = lax.div(length - 1, jnp.int32(page_size))
 
         def load_page_ids(block):
-            # Past the context the table may hold anything: its last page comes again, and is masked.
-            return [tables_ref[seq, jnp.minimum(block * pages + j, last_page)] for j in range(pages)]
+            # Before the window and past the context the table may hold anything, even ids outside of the
+            # pool: there the first or the last page that is attended to is loaded once more, and masked.
+            columns = [jnp.minimum(block * pages + j, last_page) for j in range(pages)]
+            if window is not None:
+                first_page = lax.div(jnp.maximum(length - window, 0), jnp.int32(page_size))
+                columns = [jnp.maximum(column, first_page) for column in columns]
+            return [tables_ref[seq, column] for column in columns]
 
         def issue(block, page_ids):
             slot = lax.rem(block, jnp.int32(num_stages))

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels import ragged_tile, tuning
 from jax_paged.pallas_kernels.ragged_tile import WGMMA_ROWS, Carry, Kernel, Tile
-from jax_paged.pallas_kernels.tuning import LOG2E, KernelConfig
+from jax_paged.pallas_kernels.tuning import LOG2E, MASKED_SCORE, KernelConfig
 
 ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
@@ -103,14 +103,19 @@ def _attend(
     q_tiles = q_tiles.reshape(num_tiles, queries, kv_heads, group, head_dim).swapaxes(1, 2)
     q_tiles = q_tiles.reshape(num_tiles, kv_heads, -1, head_dim)
     q_tiles = jnp.pad(q_tiles, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    # Past the context a table may be anything: there page 0 is loaded, and masked.
+    # Before the window of a sequence's first query and past its context the table may hold anything, even ids
+    # outside of the pool: there page 0 is loaded, and masked.
     tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % (config.block_tokens // page_size))))
-    is_live = jnp.arange(tables.shape[1]) * page_size < context_lens[:, None]
+    first_token = jnp.arange(tables.shape[1]) * page_size
+    is_live = first_token < context_lens[:, None]
+    if kernel.window is not None:
+        first_query = context_lens - (query_start_loc[1:] - query_start_loc[:-1])
+        is_live &= first_token + page_size > (first_query - kernel.window + 1)[:, None]
     operands = [tiles, q_tiles, kv_pages, jnp.where(is_live, tables, 0)]
     if sinks is not None:
-        sinks = (
-            sinks.astype(jnp.float32) - (soft_cap or 0)
-        ) * LOG2E  # less what ragged_tile.softmax leaves away
+        # Less the soft cap, which ragged_tile.softmax leaves out of every score. Finite, as a row that sees
+        # nothing in its first step would get -inf - -inf, which is NaN.
+        sinks = jnp.maximum((sinks.astype(jnp.float32) - (soft_cap or 0)) * LOG2E, MASKED_SCORE)
         rows = jnp.tile(sinks.reshape(kv_heads, group), (1, queries))
         operands.append(jnp.pad(rows, ((0, 0), (0, padding))))
     out = (_wgmma_kernel if config.has_tma else _mma_kernel)(kernel)(*operands)

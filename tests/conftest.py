@@ -12,6 +12,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jax_paged import LLM, EngineArgs, LLMEngine
 
+pytest_plugins = ["helpers.compilation_cache", "ptx_emulator.pytest_plugin"]
+
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -68,8 +68,15 @@ def paged_decode(q, kv_pages, block_tables, context_lens, **options):
     return ragged_attention(q, kv_pages, block_tables, context_lens, start, **options)
 
 
+# An id of no page: what a block table may hold where nothing is attended to.
+OUT_OF_POOL = 10**6
+
+
 def make_case(lens, *, heads, kv_heads, head_dim, page_size, dtype, query_lens=None, seed=0):
-    """Makes a pool whose every dead slot is NaN, block tables over permuted pages, and queries."""
+    """Makes a pool whose dead slots are all NaN, block tables over permuted pages, and queries.
+
+    Past a context its table holds the null page, live pages of the batch, and ids outside of the pool.
+    """
     rng = np.random.default_rng(seed)
     columns = max(1, -(-max(lens) // page_size) + 2)
     needed = sum(-(-n // page_size) for n in lens)
@@ -82,6 +89,10 @@ def make_case(lens, *, heads, kv_heads, head_dim, page_size, dtype, query_lens=N
             page = tables[b, column] = next(pages)
             used = min(page_size, n - column * page_size)
             pool[page, :, :, :used] = rng.normal(size=(2, kv_heads, used, head_dim))
+    live_pages = tables[tables > 0]
+    for b, n in enumerate(lens):
+        dead = tables[b, -(-n // page_size) :]
+        dead[:] = rng.choice([0, OUT_OF_POOL, *live_pages], len(dead))
     query_lens = [1] * len(lens) if query_lens is None else query_lens
     start = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     q = rng.normal(size=(int(start[-1]), heads, head_dim))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.oracle import TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
+from helpers.oracle import OUT_OF_POOL, TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
 
 from jax_paged.pallas_kernels import ops, reference, tuning
 
@@ -108,12 +108,14 @@ def test_decode_of_any_batch_and_page_size(backend, dtype, num_seqs, page_size):
 
 
 SINKS = np.array([0.5, -3.0, 60.0, 4.0], np.float32)
+NO_SINKS = np.array([-np.inf, 0.5, -np.inf, -1e35], np.float32)
 FLAGS = [
     {"soft_cap": 5.0},
     {"window": 7},
     {"window": 100, "sinks": SINKS},
     {"window": 33, "soft_cap": 2.0},
     {"sinks": SINKS},
+    {"window": 20, "sinks": NO_SINKS},
 ]
 FLAG_LENS, FLAG_QUERIES = [1, 40, 130, 260, 17], [1, 40, 65, 1, 3]
 EVERYWHERE = [(dtype, flags) for dtype in ("float32", "float16") for flags in FLAGS]
@@ -125,10 +127,6 @@ def test_flags_of_decode(backend, dtype, flags):
     q, pool, tables, lens, _ = make_case(
         FLAG_LENS, heads=4, kv_heads=2, head_dim=64, page_size=S, dtype=dtype
     )
-    if "window" in flags:  # what lies before the window may have been given away
-        for b, n in enumerate(FLAG_LENS):
-            pool = pool.at[tables[b, : max(0, n - flags["window"]) // S]].set(jnp.nan)
-            tables = tables.at[b, : max(0, n - flags["window"]) // S].set(0)
     check_decode(q, pool, tables, lens, backend, scale=0.5, **flags)
 
 
@@ -138,6 +136,26 @@ def test_flags_of_ragged(backend, dtype, flags):
         FLAG_LENS, heads=4, kv_heads=2, head_dim=64, page_size=S, dtype=dtype, query_lens=FLAG_QUERIES
     )
     check_ragged(q, pool, tables, lens, start, backend, scale=0.5, **flags)
+
+
+def give_away(pool, tables, counts):
+    """Overwrites the first pages of each sequence, and lets the tables say what they like about them."""
+    for b, count in enumerate(counts):
+        pool = pool.at[tables[b, :count]].set(jnp.nan)
+        tables = tables.at[b, :count].set(jnp.where(jnp.arange(count) % 2, 0, OUT_OF_POOL))
+    return pool, tables
+
+
+@pytest.mark.parametrize(("backend", "window"), [*cases([(7,), (33,), (100,)], [(33,), (100,)])])
+def test_pages_before_the_window_may_be_gone(backend, window):
+    options = {"scale": 0.5, "window": window, "sinks": NO_SINKS}
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "page_size": S, "dtype": "float16"}
+    q, pool, tables, lens, _ = make_case(FLAG_LENS, **shape)
+    want = paged_decode(q, pool, tables, lens, **options)
+    options["sinks"] = jnp.asarray(NO_SINKS)
+    pool, tables = give_away(pool, tables, [max(0, n - window) // S for n in FLAG_LENS])
+    got = jitted("paged_decode", q, pool, tables, lens, backend=backend, **options)
+    assert relative_error(got, want) < TOLERANCE["float16"]
 
 
 @pytest.mark.parametrize(("backend", "dtype"), cases([("float32",), ("float16",)], [("float32",)]))

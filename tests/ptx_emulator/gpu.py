@@ -1,6 +1,7 @@
-"""A GPU that is not there: plgpu.kernel compiles for it, and runs what comes out in the emulator.
+"""A GPU that is not there: plgpu.kernel compiles for it, and the emulator runs the PTX.
 
-Needs jax[cuda13], whose compiler works without a GPU. jit must be off: a kernel runs when it is called.
+Needs jax[cuda13], whose compiler works without a GPU. jit is switched off: a kernel runs when it is called. The
+only file of this package that knows jax_paged.
 """
 
 import contextlib

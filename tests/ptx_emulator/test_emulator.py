@@ -8,10 +8,11 @@ import struct
 
 import numpy as np
 import pytest
-from helpers.ptx_by_hand import BARRIER, EXPECT, FENCE, INIT, STORE, WAIT, copy, fails, run
+
 from ptx_emulator import host, ptx
 from ptx_emulator.host import TensorMap
 from ptx_emulator.memory import SMEM_BASE
+from ptx_emulator.ptx_by_hand import BARRIER, EXPECT, FENCE, INIT, STORE, WAIT, copy, fails, run
 
 LANES = range(32)
 RNG = np.random.default_rng(0)

@@ -1,6 +1,7 @@
 """Small kernels written in PTX by hand, for tests of the emulator."""
 
 import pytest
+
 from ptx_emulator import ptx
 from ptx_emulator.host import Launch
 from ptx_emulator.machine import launch_kernel

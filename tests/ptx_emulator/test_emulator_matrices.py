@@ -5,8 +5,9 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.ptx_by_hand import FENCE, copy, fails, run
+
 from ptx_emulator.memory import SMEM_BASE
+from ptx_emulator.ptx_by_hand import FENCE, copy, fails, run
 
 BF16 = ml_dtypes.bfloat16
 RNG = np.random.default_rng(0)
