@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,10 @@ import pytest
 import uvicorn
 
 from jax_paged import AsyncLLMEngine, EngineArgs, LLMEngine
+from jax_paged.core.runner_output import ModelRunnerOutput
+from jax_paged.core.scheduler_output import NewSequence, SchedulerOutput
 from jax_paged.server.app import OpenAIServer
+from jax_paged.worker.executor import Executor
 
 
 class Steps:
@@ -30,20 +34,32 @@ class Steps:
         self.delay_s = 0.0
         self.before: Callable[[], None] = lambda: None  # what it raises, the step raises
         self.spoiled: tuple[int, int] | None = None  # (seed of a sequence, its output tokens): see spoil
-        self._execute = engine.runner.execute
-        monkeypatch.setattr(engine.runner, "execute", self._run)
+        executor = engine.executor
+        self._sequences: dict[int, NewSequence] = {}
+        self._running: deque[SchedulerOutput] = deque()
+        self._dispatch, self._result = executor.dispatch, executor.result
+        monkeypatch.setattr(executor, "dispatch", self._begin)
+        monkeypatch.setattr(executor, "result", self._end)
 
     def spoil(self, seed: int, num_output_tokens: int) -> None:
         """Makes the logits NaN of the sequences with a seed, in the step after so many output tokens."""
         self.spoiled = (seed, num_output_tokens)
 
-    def _run(self, output: Any) -> Any:
-        time.sleep(self.delay_s)
-        self.before()
-        result = self._execute(output)
-        self.num_samples += sum(len(row.sampling) for row in output.scheduled)
+    def _begin(self, output: SchedulerOutput) -> None:
+        if output.scheduled:
+            time.sleep(self.delay_s)
+            self.before()
+        self._sequences |= {new.seq_id: new for new in output.new_sequences}
+        self._running.append(output)
+        self._dispatch(output)
+
+    def _end(self) -> ModelRunnerOutput:
+        output, result = self._running.popleft(), self._result()
+        self.num_samples += sum(map(len, result.token_ids))
         for i, row in enumerate(output.scheduled):
-            if (row.seq.seed, len(row.seq.output_token_ids)) == self.spoiled:
+            sequence = self._sequences[row.seq_id]
+            num_output_tokens = row.start + row.num_tokens - len(sequence.prompt_token_ids)
+            if (sequence.seed, num_output_tokens) == self.spoiled:
                 result.is_finite[i] = False
         return result
 
@@ -158,15 +174,15 @@ def steps(served: Served, monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 
 @pytest.fixture
-def scripted_engine(scripted: Callable[..., EngineArgs]) -> Iterator[LLMEngine]:
-    with LLMEngine(scripted()) as engine:
+def scripted_engine(scripted: Callable[..., tuple[EngineArgs, Executor]]) -> Iterator[LLMEngine]:
+    with LLMEngine(*scripted()) as engine:
         yield engine
 
 
 @pytest.fixture
-def scripted_server(scripted: Callable[..., EngineArgs]) -> Iterator[Served]:
+def scripted_server(scripted: Callable[..., tuple[EngineArgs, Executor]]) -> Iterator[Served]:
     """A server that a test may break: it answers "text?" with text, and has 9 blocks of 16 tokens."""
-    with serving(AsyncLLMEngine(scripted(num_gpu_blocks_override=10)), "scripted") as served:
+    with serving(AsyncLLMEngine(*scripted(num_gpu_blocks_override=10)), "scripted") as served:
         yield served
 
 

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jax_paged import SamplingParams
-from jax_paged.core.sequence import SequenceStatus
 
 CHAT = [{"role": "user", "content": "What is a block table?"}]
 LONG = {"prompt": ["a b c", "d e f"], "max_tokens": 480, "ignore_eos": True}
@@ -130,7 +129,7 @@ def test_an_error_without_a_message_is_named(served, monkeypatch):
     assert "MemoryError" in served.client.get("../health").json()["error"]["message"]
 
 
-@pytest.mark.parametrize("kind", [RuntimeError])
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
 def test_every_client_gets_an_error_when_the_engine_stops(scripted_server, scripted_steps, kind):
     running, stop = threading.Event(), threading.Event()
 
@@ -158,14 +157,8 @@ def test_every_client_gets_an_error_when_the_engine_stops(scripted_server, scrip
 
 
 @pytest.fixture
-def no_room(scripted_server, monkeypatch):
+def no_room(scripted_server):
     """A prompt that does not fit beside a pinned prefix."""
-    word = SequenceStatus.finish_reason.fget
-    monkeypatch.setattr(
-        SequenceStatus,
-        "finish_reason",
-        property(lambda status: "error" if status is SequenceStatus.FINISHED_IGNORED else word(status)),
-    )
     scripted_server.engine.pin_prefix("p" * 112)
     return "a" * 60
 
