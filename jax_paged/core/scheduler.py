@@ -14,7 +14,7 @@ from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.row_planner import RowPlanner
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.seats import Row, Seats
+from jax_paged.core.seats import Seats
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.sequence_updater import SequenceUpdater, StepUpdate
 from jax_paged.core.step_builder import StepBuilder
@@ -195,10 +195,10 @@ class Scheduler:
         admission = self._admission
         admission.begin_step(now)
         if self.enable_chunked_prefill:
-            self._fill(step, now, admission.first, lambda n: True)
+            self._fill(step, now, admission.first, None)
         else:
             self._fill(step, now, admission.first_waiting, lambda n: n > 1)
-            if not step.rows:
+            if step.is_empty:
                 self._fill(step, now, admission.first_if_swapped, lambda n: n == 1)
         output = step.build(next(self._step_ids), self._seats)
         self.block_manager.begin_step(output.step_id)
@@ -225,13 +225,14 @@ class Scheduler:
         step: StepBuilder,
         now: float,
         first_to_admit: Callable[[], SequenceGroup | None],
-        runs: Callable[[int], bool],
+        takes_part: Callable[[int], bool] | None,
     ) -> None:
         """Adds rows to a step, in the order of requests.
 
         Args:
             first_to_admit: Returns who is next among those that don't run.
-            runs: Whether a running sequence takes part, by the number of tokens that it computes.
+            takes_part: Whether a running sequence does, by the number of tokens that it computes; None: all
+                do.
         """
         running = deque(self.queues.running.values())
         # Looked up again only when someone was admitted, preempted or ended for it.
@@ -257,7 +258,9 @@ class Scheduler:
             else:
                 running.popleft()
                 if group.request_id in self.queues.running:
-                    rows = [row for row in self._planner.plan(group, running, step, now) if runs(row[1])]
+                    rows = self._planner.plan(group, running, step, now)
+                    if takes_part is not None:
+                        rows = [row for row in rows if takes_part(row[1])]
                     if rows:
                         self._run(group, rows, step, now)
                     if step.preempted or step.is_closed:
@@ -316,7 +319,8 @@ class Scheduler:
             sampling = (seq,)
             if len(group.sequences) < group.max_num_seqs and group.beam_params is None:
                 sampling = self._fork_samples(group, seq)
-        step.rows.append(Row(group, seq, num_tokens, sampling))
+        rows = step.longer_rows if num_tokens > 1 else step.rows_of_one
+        rows.append((group, seq, num_tokens, sampling))
         step.budget -= num_tokens
 
     def _fork_samples(self, group: SequenceGroup, seq: Sequence) -> tuple[Sequence, ...]:

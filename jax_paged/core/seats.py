@@ -10,22 +10,10 @@ from jax_paged.core.scheduler_output import BlockTables, NewSequence, Sample, Sc
 from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.core.stop_conditions import StopConditions
 
-
-class Row(NamedTuple):
-    """What one sequence computes.
-
-    Args:
-        group: Its request.
-        seq: The sequence.
-        num_tokens: Tokens that it computes.
-        sampling: The sequences that get a token, each drawn from the logits of the last token computed: none
-            before the end of the prompt, all samples of the request there, later the sequence alone.
-    """
-
-    group: SequenceGroup
-    seq: Sequence
-    num_tokens: int
-    sampling: tuple[Sequence, ...]
+# What one sequence computes: its request, the sequence, how many tokens, and the sequences that get a token,
+# each drawn from the logits of the last token computed: none before the end of the prompt, all samples of the
+# request there, later the sequence alone. (A plain tuple: a step makes hundreds, and they are cheap.)
+Row = tuple[SequenceGroup, Sequence, int, tuple[Sequence, ...]]
 
 
 class SeatedRows(NamedTuple):
@@ -37,7 +25,7 @@ class SeatedRows(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class _Seat:
+class Seat:
     """What the executor was told of a sequence: its tables are told as far as `num_told`, per group."""
 
     group: SequenceGroup
@@ -60,8 +48,8 @@ class Seats:
     def __init__(self, block_manager: BlockManager, stop_conditions: StopConditions) -> None:
         self._manager = block_manager
         self._stop_conditions = stop_conditions
-        self._seats: dict[Sequence, _Seat] = {}
-        self._by_id: dict[int, _Seat] = {}
+        self._seats: dict[Sequence, Seat] = {}
+        self.by_id: dict[int, Seat] = {}  # read-only for others
         self._ids = itertools.count(1)
         # Shared by all rows without news; read-only.
         self._nothing_new: BlockTables = [[] for _ in block_manager.groups]
@@ -69,7 +57,7 @@ class Seats:
 
     def find(self, seq_id: int) -> tuple[SequenceGroup, Sequence] | None:
         """Returns the sequence of an id, with its request; None if it has left its seat."""
-        seat = self._by_id.get(seq_id)
+        seat = self.by_id.get(seq_id)
         return None if seat is None else (seat.group, seat.seq)
 
     def release(self) -> tuple[int, ...]:
@@ -77,7 +65,7 @@ class Seats:
         tables = self._manager.block_tables
         left = [seat for seq, seat in self._seats.items() if tables.get(seq) is not seat.tables]
         for seat in left:
-            del self._seats[seat.seq], self._by_id[seat.seq.seq_id]
+            del self._seats[seat.seq], self.by_id[seat.seq.seq_id]
         return tuple([seat.seq.seq_id for seat in left])
 
     def rows(self, rows: Iterable[Row]) -> SeatedRows:
@@ -111,13 +99,13 @@ class Seats:
                 samples.append(Sample(i, sample.seq_id, 1))
         return SeatedRows(new, scheduled, samples)
 
-    def _take(self, group: SequenceGroup, seq: Sequence, new: list[NewSequence]) -> _Seat:
+    def _take(self, group: SequenceGroup, seq: Sequence, new: list[NewSequence]) -> Seat:
         """Gives a sequence a seat; appends to `new` what the executor has to know of it."""
         tables, params, beams = self._manager.block_tables[seq], group.sampling_params, group.beam_params
         self._manager.changed.pop(seq, None)
         seq.seq_id = next(self._ids)
-        seat = _Seat(group, seq, tables, list(map(len, tables)))
-        self._seats[seq] = self._by_id[seq.seq_id] = seat
+        seat = Seat(group, seq, tables, list(map(len, tables)))
+        self._seats[seq] = self.by_id[seq.seq_id] = seat
         entry = NewSequence(
             seq_id=seq.seq_id,
             request_id=group.request_id,

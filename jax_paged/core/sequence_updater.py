@@ -10,7 +10,7 @@ from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.seats import Seats
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from jax_paged.core.stop_conditions import NON_FINITE, StopConditions
+from jax_paged.core.stop_conditions import NON_FINITE, Ending, StopConditions
 
 
 class NewTokens(NamedTuple):
@@ -66,7 +66,7 @@ class SequenceUpdater:
         assert result.step_id == output.step_id, (result.step_id, output.step_id)
         assert len(result.token_ids) == len(output.samples), "a list of tokens per sample"
         self.block_manager.end_step(output.step_id)
-        find, scheduled = self.seats.find, output.scheduled
+        find, seats, scheduled = self.seats.find, self.seats.by_id, output.scheduled
         changed: dict[SequenceGroup, None] = {}
         if not all(result.is_finite):
             for row, is_finite in zip(scheduled, result.is_finite, strict=True):
@@ -92,11 +92,10 @@ class SequenceUpdater:
         for (i, seq_id, num_logits), token_ids, logprobs in zip(
             output.samples, result.token_ids, result.logprobs, strict=True
         ):
-            found = find(seq_id)
-            if found is None or found[1].status is not SequenceStatus.RUNNING:
+            seat = seats.get(seq_id)
+            if seat is None or seat.seq.status is not SequenceStatus.RUNNING:
                 continue
-            group, seq = found
-            row = scheduled[i]
+            group, seq, row = seat.group, seat.seq, scheduled[i]
             changed[group] = None
             if group.metrics.first_token_time is None:
                 group.metrics.first_token_time = now
@@ -106,10 +105,15 @@ class SequenceUpdater:
                 beams.setdefault(group, []).append((seq, top.top_token_ids, top.top_logprobs))
                 continue
             drafts = row.token_ids[1 - num_logits :] if num_logits > 1 else self._no_drafts
-            is_fork = seq_id != row.seq_id  # its blocks are those of the row's own sequence
-            n = self._accept(group, seq, token_ids, logprobs, drafts, is_fork, now)
-            if n < len(token_ids):
-                token_ids, logprobs = token_ids[:n], logprobs[:n]
+            num_accepted, ending = self._accept(group, seq, token_ids, logprobs, drafts)
+            if seq_id == row.seq_id:
+                self._note_computed(group, seq, seq.num_computed_tokens, len(seq) - 1)
+            else:  # a fork, whose blocks are those of the row's own sequence
+                seq.num_computed_tokens = len(seq) - 1
+            if ending is not None:
+                self.end(group, seq, ending[0], now, ending[1])
+            if num_accepted < len(token_ids):
+                token_ids, logprobs = token_ids[:num_accepted], logprobs[:num_accepted]
             new_tokens.append(NewTokens(group, seq, token_ids, logprobs))
         for group, candidates in beams.items():
             self._advance_beams(group, candidates, now)
@@ -122,16 +126,14 @@ class SequenceUpdater:
         token_ids: list[int],
         logprobs: list[TokenLogprobs],
         drafts: list[int],
-        is_fork: bool,
-        now: float,
-    ) -> int:
+    ) -> tuple[int, Ending | None]:
         """Appends the tokens of a step to a sequence, up to one that ends it or was not drafted so.
 
         A token that was drawn after a draft counts only if that draft was drawn in its place: so the output
         is what it would be without drafts.
 
         Returns:
-            How many tokens the sequence has accepted.
+            How many tokens the sequence has accepted, and how the last of them ends it.
         """
         ending, n = None, 0
         for token_id in token_ids:
@@ -140,14 +142,7 @@ class SequenceUpdater:
             ending = self.stop_conditions.after_token(group, seq)
             if ending is not None or (n <= len(drafts) and drafts[n - 1] != token_id):
                 break
-        stop = len(seq) - 1
-        if is_fork:
-            seq.num_computed_tokens = stop
-        else:
-            self._note_computed(group, seq, seq.num_computed_tokens, stop)
-        if ending is not None:
-            self.end(group, seq, ending[0], now, ending[1])
-        return n
+        return n, ending
 
     def _note_computed(self, group: SequenceGroup, seq: Sequence, start: int, stop: int) -> None:
         """Notes that keys and values of tokens [start, stop) are in the pool, and caches full blocks."""

@@ -14,8 +14,10 @@ class StepBuilder:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self._initial_budget = budget
         self.is_closed = False  # to requests that don't run yet
-        self.rows: list[Row] = []
+        self.rows_of_one: list[Row] = []  # that compute one token
+        self.longer_rows: list[Row] = []
         self.swap_out: Copies = []
         self.swap_in: Copies = []
         self.copies: Copies = []
@@ -23,10 +25,15 @@ class StepBuilder:
         self.preempted: list[str] = []
         self.ended: list[str] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is computed yet."""
+        return not self.rows_of_one and not self.longer_rows
+
     def build(self, step_id: int, seats: Seats) -> SchedulerOutput:
         """Returns the step; takes and gives seats."""
         released = seats.release()
-        rows = sorted(self.rows, key=_is_longer)
+        rows = [*self.rows_of_one, *self.longer_rows]
         new, scheduled, samples = seats.rows(rows)
         return SchedulerOutput(
             step_id=step_id,
@@ -42,10 +49,6 @@ class StepBuilder:
             ),
             preempted=tuple(self.preempted),
             ended=tuple(self.ended),
-            num_batched_tokens=sum([row.num_tokens for row in rows]),
-            num_logits_rows=sum([len(row.sampling) or 1 for row in rows]),
+            num_batched_tokens=self._initial_budget - self.budget,
+            num_logits_rows=len(samples) + sum([not sampling for _, _, _, sampling in rows]),
         )
-
-
-def _is_longer(row: Row) -> bool:
-    return row.num_tokens > 1

@@ -6,6 +6,9 @@ from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 POOL_TOO_SMALL = "the pool has no room for it"
 NON_FINITE = "non-finite logits"
 
+# With which status, and which stop reason.
+Ending = tuple[SequenceStatus, int | str | None]
+
 
 class StopConditions:
     """Decides after each token whether its sequence ends.
@@ -27,9 +30,7 @@ class StopConditions:
         """Returns all tokens that end the sequences of a request, and are held back until min_tokens."""
         return self.eos_of(group) | frozenset(group.sampling_params.stop_token_ids or ())
 
-    def after_token(
-        self, group: SequenceGroup, seq: Sequence
-    ) -> tuple[SequenceStatus, int | str | None] | None:
+    def after_token(self, group: SequenceGroup, seq: Sequence) -> Ending | None:
         """Returns the status and stop reason with which the last token of a sequence ends it, or None.
 
         An end token of the model comes first, then one of the request's stop tokens (neither before

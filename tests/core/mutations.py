@@ -340,8 +340,8 @@ MUTATIONS = [
     ),
     Mutation(
         "core/sequence_updater.py",
-        "self._note_computed(group, seq, seq.num_computed_tokens, stop)",
-        "self._note_computed(group, seq, seq.num_computed_tokens, stop + len(drafts))",
+        "self._note_computed(group, seq, seq.num_computed_tokens, len(seq) - 1)",
+        "self._note_computed(group, seq, seq.num_computed_tokens, len(seq) - 1 + len(drafts))",
         "blocks of rejected drafts cached",
     ),
     Mutation(
