@@ -80,7 +80,7 @@ class InputBatch:
         Returns:
             The sequences whose token counts have to be written before the step runs.
         """
-        for seq_id in output.released_seq_ids:
+        for seq_id in list(self._seats) if output.step_id == 0 else output.released_seq_ids:
             self._release(seq_id)
         resets = [reset for new in output.new_sequences if (reset := self._take_seat(new)) is not None]
         for row in output.scheduled:
