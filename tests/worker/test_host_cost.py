@@ -119,10 +119,12 @@ def test_decode_steps_cost_the_same_at_any_context(values: dict[str, object]) ->
     short, long = (Host(n, 1, **values) for n in (32_000, 131_200))
     for host in (short, long):
         host.step()
-    for _ in range(20):  # blocks become full on the way
-        a, b = counted(short.step), counted(long.step)
-        assert b.instructions <= 1.02 * a.instructions + 50, (a, b)
-        assert b.allocated_bytes <= 1.1 * a.allocated_bytes + 4096, (a, b)
+    works = [(counted(short.step), counted(long.step)) for _ in range(2 * BLOCK_SIZE)]
+    # Each request's blocks become full twice on the way, in other steps here and there.
+    instructions = [sum(work.instructions for work in each) for each in zip(*works, strict=True)]
+    assert instructions[1] <= 1.02 * instructions[0], instructions
+    allocated = [max(work.allocated_bytes for work in each) for each in zip(*works, strict=True)]
+    assert allocated[1] <= 1.05 * allocated[0], allocated
 
 
 @pytest.mark.parametrize("context_len", [32_000, 131_200])
