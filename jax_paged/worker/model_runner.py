@@ -269,7 +269,7 @@ class ModelRunner:
                 prompt, num_top = prompts[seat]
                 tokens = prompt_logprobs.targets_of(row, prompt)
                 if tokens:
-                    targets[i] = tokens, self.config.max_logprobs if num_top < 0 else num_top
+                    targets[i] = tokens, num_top
         return targets
 
     def _begin_prompt_logprobs(
