@@ -43,7 +43,7 @@ class OpenAIServer:
         self.engine = engine
         self.model_name = model_name
         self.metrics = Metrics(engine.engine)
-        self._config = engine.engine.runner.config
+        self._config = engine.engine.config
         self._runner = RequestRunner(engine, self.metrics)
         self._created = int(time.time())
 

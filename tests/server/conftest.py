@@ -12,8 +12,11 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from helpers.wrapped_executor import WrappedExecutor
 
 from jax_paged import AsyncLLMEngine, EngineArgs, LLMEngine
+from jax_paged.core.runner_output import ModelRunnerOutput
+from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.server.app import OpenAIServer
 
 
@@ -30,22 +33,28 @@ class Steps:
         self.delay_s = 0.0
         self.before: Callable[[], None] = lambda: None  # what it raises, the step raises
         self.spoiled: tuple[int, int] | None = None  # (seed of a sequence, its output tokens): see spoil
-        self._execute = engine.runner.execute
-        monkeypatch.setattr(engine.runner, "execute", self._run)
+        self._engine = engine
+        executor = WrappedExecutor(engine.executor, self._begin, self._end)
+        monkeypatch.setattr(engine, "executor", executor)
 
     def spoil(self, seed: int, num_output_tokens: int) -> None:
         """Makes the logits NaN of the sequences with a seed, in the step after so many output tokens."""
         self.spoiled = (seed, num_output_tokens)
 
-    def _run(self, output: Any) -> Any:
+    def _begin(self, output: SchedulerOutput) -> None:
         time.sleep(self.delay_s)
         self.before()
-        result = self._execute(output)
-        self.num_samples += sum(len(row.sampling) for row in output.scheduled)
+
+    def _end(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
+        self.num_samples += len(output.samples)
+        is_finite = list(result.is_finite)
         for i, row in enumerate(output.scheduled):
-            if (row.seq.seed, len(row.seq.output_token_ids)) == self.spoiled:
-                result.is_finite[i] = False
-        return result
+            named = self._engine.scheduler.find(row.seq_id)
+            assert named is not None, row
+            _, seq = named
+            if (seq.seed, len(seq.output_token_ids)) == self.spoiled:
+                is_finite[i] = False
+        return dataclasses.replace(result, is_finite=is_finite)
 
 
 @dataclasses.dataclass
@@ -158,15 +167,15 @@ def steps(served: Served, monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 
 @pytest.fixture
-def scripted_engine(scripted: Callable[..., EngineArgs]) -> Iterator[LLMEngine]:
-    with LLMEngine(scripted()) as engine:
+def scripted_engine(scripted: Callable[..., Any]) -> Iterator[LLMEngine]:
+    with LLMEngine(*scripted()) as engine:
         yield engine
 
 
 @pytest.fixture
-def scripted_server(scripted: Callable[..., EngineArgs]) -> Iterator[Served]:
+def scripted_server(scripted: Callable[..., Any]) -> Iterator[Served]:
     """A server that a test may break: it answers "text?" with text, and has 9 blocks of 16 tokens."""
-    with serving(AsyncLLMEngine(scripted(num_gpu_blocks_override=10)), "scripted") as served:
+    with serving(AsyncLLMEngine(*scripted(num_gpu_blocks_override=10)), "scripted") as served:
         yield served
 
 
