@@ -56,5 +56,5 @@ def _check_and_warn(owner: str, values: dict[str, Any], ignored: Ignored) -> Non
             problems.append(f"{name} is {value!r}; allowed: {choices}, as this engine can do nothing else")
     if problems:
         raise ValueError("\n".join(problems))
-    message = f"{owner} ignores {', '.join(values)}: no meaning in this engine"
+    message = f"{owner} ignores {', '.join(values)}, which have no meaning in this engine"
     warnings.warn(message, UserWarning, skip_file_prefixes=(_PACKAGE,))

@@ -138,16 +138,17 @@ def margin(logits: np.ndarray) -> float:
     return float((best[:, -1] - best[:, -2]).min())
 
 
+def largest_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
+    """Returns the largest bucket of each kind, in place of all that plan_buckets returns."""
+    decode = Bucket(True, max_num_seqs, max_num_seqs)
+    return [decode, Bucket(False, max_num_batched_tokens, max_num_seqs)]
+
+
 def make_engine(folder: Path, *, few_buckets: bool = False, **settings: Any) -> LLMEngine:
     """Returns an engine; with few_buckets, only the largest bucket of each kind is compiled."""
-
-    def largest(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
-        decode = Bucket(True, max_num_seqs, max_num_seqs)
-        return [decode, Bucket(False, max_num_batched_tokens, max_num_seqs)]
-
     with pytest.MonkeyPatch.context() as patch:
         if few_buckets:
-            patch.setattr(model_runner, "plan_buckets", largest)
+            patch.setattr(model_runner, "plan_buckets", largest_buckets)
         args = {"dtype": "float32", "attention_backend": "xla", "max_model_len": MAX_MODEL_LEN}
         return LLMEngine(EngineArgs(model=str(folder), **(args | settings)))
 
