@@ -100,7 +100,8 @@ def test_cast_to_bfloat16(folder: Path) -> None:
         np.testing.assert_array_equal(values(rounded.model)[path], value.astype(ml_dtypes.bfloat16))
     assert rounded.weight_bytes * 2 == exact.weight_bytes
     tokens = jnp.arange(32).reshape(2, 16)
-    a, b = exact.model(tokens), rounded.model(tokens)
+    call = nnx.jit(lambda model, tokens: model(tokens))
+    a, b = call(exact.model, tokens), call(rounded.model, tokens)
     assert b.dtype == jnp.float32
     # bfloat16 rounds by 2^-9; over two layers the errors stay a few per cent of the logits' spread.
     assert float(jnp.abs(a - b).max()) < 0.1 * float(a.std())
