@@ -61,7 +61,7 @@ def workload() -> list[dict[str, Any]]:
 
 
 class DeviceTimer:
-    """Stands before an engine's compiled programs and adds up the seconds that they run."""
+    """Stands before an engine's compiled steps and adds up the seconds that they run."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -94,6 +94,7 @@ def main() -> None:
 
     from jax_paged import LLM, SamplingParams
     from jax_paged.models.weights import random_model
+    from jax_paged.worker.executor import LocalExecutor
 
     loaded = None if args.model else random_model(HF_CONFIG, args.dtype)
     llm = LLM(
@@ -109,7 +110,9 @@ def main() -> None:
     warm = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     llm.generate([{"prompt_token_ids": [300] * 8}], warm, use_tqdm=False)
     startup_s = time.time() - process_start()
-    runner = llm.llm_engine.executor.runner
+    executor = llm.llm_engine.executor
+    assert isinstance(executor, LocalExecutor)
+    runner = executor.runner
     runner.wait_until_compiled()
     compiled_s = time.time() - process_start()
 
