@@ -240,7 +240,6 @@ def reschedule(
         **settings: Of the scheduler, in place of the engine's.
     """
     assert not engine.has_unfinished_requests()
-    release_seats(engine)
     config = engine.config
     if num_swap_blocks is None:
         num_swap_blocks = config.num_swap_blocks
@@ -260,14 +259,6 @@ def reschedule(
         "eos_token_ids": config.eos_token_ids,
     }
     engine.scheduler = Scheduler(block_manager=manager, **(limits | settings))
-
-
-def release_seats(engine: LLMEngine) -> None:
-    """Tells the executor that the last sequences have ended: another scheduler uses their ids again."""
-    output = engine.scheduler.schedule(0.0)
-    assert not output.scheduled
-    engine.executor.dispatch(output)
-    engine.scheduler.update(output, engine.executor.result(), 0.0)
 
 
 class Steps(list[SchedulerOutput]):
