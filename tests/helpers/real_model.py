@@ -22,6 +22,7 @@ from jax_paged.models.weights import load_model
 from jax_paged.outputs import RequestOutput
 from jax_paged.worker import model_runner
 from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.executor import LocalExecutor
 
 VOCAB_SIZE, EOS = 384, 7
 MAX_MODEL_LEN = 400
@@ -146,11 +147,17 @@ def largest_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Buck
 
 def make_engine(folder: Path, *, few_buckets: bool = False, **settings: Any) -> LLMEngine:
     """Returns an engine; with few_buckets, only the largest bucket of each kind is compiled."""
+    defaults = {"dtype": "float32", "attention_backend": "xla", "max_model_len": MAX_MODEL_LEN}
+    args = EngineArgs(model=str(folder), **(defaults | settings))
+    return LLMEngine(args, make_executor(args, few_buckets=few_buckets))
+
+
+def make_executor(args: EngineArgs, *, few_buckets: bool = True) -> LocalExecutor:
+    """Returns an executor; with few_buckets, only the largest bucket of each kind is compiled."""
     with pytest.MonkeyPatch.context() as patch:
         if few_buckets:
             patch.setattr(model_runner, "plan_buckets", largest_buckets)
-        args = {"dtype": "float32", "attention_backend": "xla", "max_model_len": MAX_MODEL_LEN}
-        return LLMEngine(EngineArgs(model=str(folder), **(args | settings)))
+        return LocalExecutor(args)
 
 
 def add(engine: LLMEngine, requests: list[Request], prefix: str = "") -> None:
