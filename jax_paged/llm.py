@@ -16,12 +16,14 @@ from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.tokenizer import Messages
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.lab.pool_map import PoolMap
-from jax_paged.models.weights import LoadedModel
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from jax_paged.models.weights import LoadedModel
+    from jax_paged.worker.executor import Executor
 
 # Whether to show a progress bar, or what makes one in tqdm's place.
 UseTqdm = bool | Callable[..., tqdm]
@@ -35,6 +37,7 @@ class LLM:
         tokenizer: Folder or hub id of the tokenizer; None takes the model's own.
         loaded: A model in memory to serve in place of the weights of `model`, such as one in training. They
             stay the caller's.
+        executor: As LLMEngine takes it; only without `loaded`.
         **engine_args: The other fields of EngineArgs.
 
     Raises:
@@ -46,10 +49,17 @@ class LLM:
         model: str = "pagelet",
         tokenizer: str | None = None,
         *,
-        loaded: LoadedModel | None = None,
+        loaded: "LoadedModel | None" = None,
+        executor: "Executor | None" = None,
         **engine_args: Any,
     ) -> None:
-        self.llm_engine = LLMEngine(EngineArgs(model=model, tokenizer=tokenizer, **engine_args), loaded)
+        args = EngineArgs(model=model, tokenizer=tokenizer, **engine_args)
+        if loaded is not None:
+            from jax_paged.worker.executor import LocalExecutor  # imports JAX
+
+            check(executor is None, "executor", executor, "None beside `loaded`")
+            executor = LocalExecutor(args, loaded)
+        self.llm_engine = LLMEngine(args, executor)
         self._request_ids = itertools.count()
 
     def generate(
@@ -170,7 +180,7 @@ class LLM:
         for request, output in zip(requests, self._run(requests, use_tqdm), strict=True):
             beams = []
             for beam in output.outputs:
-                tokens = request.prompt_token_ids + beam.token_ids
+                tokens = [*request.prompt_token_ids, *beam.token_ids]
                 text = str(engine.tokenizer.hf.decode(tokens)) if engine.tokenizer else None
                 ends = beam.finish_reason, beam.stop_reason
                 beams.append(BeamSearchSequence(tokens, beam.cumulative_logprob, text, *ends))

@@ -34,6 +34,8 @@ class Tokenizer:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        # What the tokenizer's files say, if tokenizer.json is all to load; None if transformers is needed.
+        self._settings: dict[str, Any] | None = None
         self._backend = self._load_backend()
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -52,6 +54,15 @@ class Tokenizer:
             return AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
         except Exception as error:
             raise ValueError(f"tokenizer {self.name!r} can't be loaded: {error}") from error
+
+    @functools.cached_property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text, as transformers reads it; None if the tokenizer names none."""
+        if self._settings is None:
+            return cast("int | None", self.hf.eos_token_id)
+        token = self._settings.get("eos_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        return None if content is None else self._backend.token_to_id(content)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`, with the special tokens that the tokenizer itself adds if asked for.
@@ -143,6 +154,7 @@ class Tokenizer:
             settings = json.loads(config.read_text(encoding="utf-8"))
             adds = any(key.startswith("add_") and value for key, value in settings.items())
             if settings.get("tokenizer_class") in _PLAIN_CLASSES and not adds:
+                self._settings = settings | _special_tokens(Path(self.name) / "special_tokens_map.json")
                 return tokenizers.Tokenizer.from_file(str(file))
         backend = getattr(self.hf, "backend_tokenizer", None)
         if backend is None:
@@ -161,6 +173,11 @@ class Tokenizer:
             if token_id is not None:
                 return [token_id], len(self.decode([token_id]))
         return [], 0
+
+
+def _special_tokens(file: Path) -> dict[str, Any]:
+    """Returns the special tokens of a file that older tokenizers have, and which goes before their config."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _plain_message(index: int, message: Any, *, as_parts: bool) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from helpers.real_model import (
 )
 
 from jax_paged import BeamSearchParams, LLMEngine, SamplingParams
+from jax_paged.core.stop_conditions import POOL_TOO_SMALL
 
 NAN_TOKEN = 300
 
@@ -164,8 +165,14 @@ def test_requests_that_never_fit_the_pool(small_engine: LLMEngine, expected: lis
     ]
     assert not outputs["prompt too long"].outputs[0].token_ids
     assert len(outputs["long"].outputs[0].token_ids) == 160 + 1 - 130
-    for name, count in (("prompt too long", 1), ("long", 1), ("samples", 4), ("beams", 4)):
-        assert [o.finish_reason for o in outputs[name].outputs] == ["length"] * count, name
+    for name, reasons in {
+        "prompt too long": ["error"],
+        "long": ["length"],
+        "samples": ["length"] * 4,
+        "beams": ["length"] * 4,
+    }.items():
+        assert [o.finish_reason for o in outputs[name].outputs] == reasons, name
+        assert {o.stop_reason for o in outputs[name].outputs} == {POOL_TOO_SMALL}, name
     # 33 blocks hold the prompt, the last of them copied by each sequence: 2 more for 4 of them.
     for name in ("samples", "beams"):
         assert {len(o.token_ids) for o in outputs[name].outputs} == {7}, name
@@ -203,7 +210,7 @@ def test_an_engine_that_can_not_start_leaves_others_alone(
 @contextlib.contextmanager
 def nan_embedding(engine: LLMEngine, token_ids: list[int]) -> Iterator[None]:
     """Makes the embedding of some tokens NaN for a while."""
-    weights = engine.runner._weights
+    weights = engine.executor.runner._weights
     (index,) = (i for i, w in enumerate(weights) if w.shape == (VOCAB_SIZE, 64))
     kept = weights[index]
     broken = np.array(kept)
@@ -254,7 +261,7 @@ def test_blocks_that_held_nan_are_reused(small_engine: LLMEngine, expected: list
     with nan_embedding(small_engine, list(range(VOCAB_SIZE))):
         outputs = run(small_engine, [Request([i] * 150, params) for i in range(20)])
     assert {o.outputs[0].finish_reason for o in outputs} == {"abort"}
-    held_nan = np.isnan(np.asarray(small_engine.runner._kv_cache[0])).any(axis=(1, 2, 3, 4))
+    held_nan = np.isnan(np.asarray(small_engine.executor.runner._kv_cache[0])).any(axis=(1, 2, 3, 4))
     assert held_nan.sum() >= 8
     # The blocks freed last are handed out first.
     assert held_nan[list(small_engine.scheduler.block_manager.pool._free)[:8]].all()

@@ -193,7 +193,7 @@ def test_cases_are_decided_and_as_demanding_as_they_should_be(expected: list[Fou
 def any_engine(request: pytest.FixtureRequest) -> LLMEngine:
     """An engine of either block size in which the likely end tokens end a sequence."""
     engine = request.getfixturevalue("shared_engine" if request.param == 4 else "engine")
-    assert engine.runner.config.block_size == request.param
+    assert engine.config.block_size == request.param
     reschedule(engine, eos_token_ids=EOS_TOKEN_IDS)
     return engine
 
@@ -213,7 +213,7 @@ def test_all_together_and_again_from_the_cache(any_engine: LLMEngine, expected: 
     assert_found(run(any_engine, REQUESTS), expected)
     again = run(any_engine, REQUESTS)
     assert_found(again, expected)
-    size = any_engine.runner.config.block_size
+    size = any_engine.config.block_size
     assert [o.num_cached_tokens for o in again] == [(len(c.prompt) - 1) // size * size for c in CASES]
 
 
