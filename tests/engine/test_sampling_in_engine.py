@@ -70,11 +70,13 @@ def test_tokens_are_those_of_the_dense_logits(alone: list[RequestOutput], dense:
     rows, num_bias = 40, 8
     for request, output, logits in zip(REQUESTS, alone, dense.output_logits(alone), strict=True):
         p, n = request.params, len(logits)
-        counts = np.zeros((rows, VOCAB_SIZE))
-        counts[:, request.prompt] = IN_PROMPT
+        text = np.array(request.prompt + list(output.outputs[0].token_ids))
+        total = len(request.prompt) + np.arange(rows)
+        counts = np.zeros((rows, VOCAB_SIZE), np.int32)
         ids, values = np.full((rows, num_bias), VOCAB_SIZE), np.zeros((rows, num_bias))
         for i in range(n):
-            counts[i] += np.bincount(np.array(output.outputs[0].token_ids[:i], int), minlength=VOCAB_SIZE)
+            counts[i, request.prompt] = IN_PROMPT
+            np.add.at(counts[i], text[len(request.prompt) : total[i]], 1)
             bias = _bias(request, i)
             ids[i, : len(bias)], values[i, : len(bias)] = list(bias), list(bias.values())
 
@@ -92,12 +94,12 @@ def test_tokens_are_those_of_the_dense_logits(alone: list[RequestOutput], dense:
             repetition_penalty=column(p.repetition_penalty),
             logprob_temperature=column(1.0),
             seed=jnp.tile(jnp.array([p.seed & 0xFFFFFFFF, p.seed >> 32], jnp.uint32), (rows, 1)),
-            position=len(request.prompt) + jnp.arange(rows, dtype=jnp.int32),
+            position=jnp.asarray(total, jnp.int32),
             wants_logprobs=column(False, np.bool_),
             count_seats=jnp.arange(rows, dtype=jnp.int32),
             token_counts=jnp.asarray(counts, jnp.int32),
             has_token_mask=column(False, np.bool_),
-            token_mask=jnp.zeros((rows, VOCAB_SIZE // 32), jnp.int32),
+            token_mask=jnp.zeros((rows, -(-VOCAB_SIZE // 32)), jnp.int32),
             bias_ids=jnp.asarray(ids, jnp.int32),
             bias_values=jnp.asarray(values, jnp.float32),
         )
