@@ -184,10 +184,10 @@ def throughput(hf_config: Report, tiny: bool, backend: str) -> Iterator[Report]:
         max_num_batched_tokens=32 if tiny else 2048,
         enable_prefix_caching=False,
     )
-    config = engine.runner.config
+    config = engine.config
     yield {"ready_s": since(start), "kv_cache_bytes": config.kv_cache_bytes, "backend": config.backend}
-    engine.runner.wait_until_compiled()
-    yield {"all_compiled_s": since(start), "compile_plan": engine.runner.compile_plan().splitlines()}
+    engine.executor.wait_until_compiled()
+    yield {"all_compiled_s": since(start), "compile_plan": engine.compile_plan().splitlines()}
 
     rng = random.Random(0)
     requests = [

@@ -189,15 +189,16 @@ def lower_op(check: KernelCheck, device: Any) -> tuple[Callable[[], Any], tuple[
 
 def lower_step(check: StepCheck, device: Any) -> tuple[Callable[[], Any], tuple[int, ...]]:
     import numpy as np
-    from engine_step import LLAMA_8B, abstract_runner
+    from engine_step import LLAMA_8B, abstract_context
     from jax.sharding import Mesh
 
-    from jax_paged.worker.batch import Bucket
+    from jax_paged.worker.buckets import Bucket
+    from jax_paged.worker.step import StepProgram
 
-    runner = abstract_runner(LLAMA_8B, Mesh(np.array([device]), ("tensor",)), backend=check.backend)
-    bucket = Bucket(check.is_decode, check.num_tokens, check.num_seqs)
-    pool_shape = runner._layout.pool_shape(NUM_BLOCKS, runner._block_size)
-    return lambda: runner._lower(bucket, NUM_BLOCKS), pool_shape
+    mesh = Mesh(np.array([device]), ("tensor",))
+    context = abstract_context(LLAMA_8B, mesh, num_blocks=NUM_BLOCKS, backend=check.backend)
+    program = StepProgram(Bucket(check.is_decode, check.num_tokens, check.num_seqs))
+    return lambda: program.lower(context), context.pool()[0].shape
 
 
 def read_kernels(dump: Path) -> dict[str, dict[str, Any]]:

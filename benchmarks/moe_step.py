@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_paged.models import moe
+from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.mixtral import MixtralConfig
 
 # Mixtral 8x7B has 4096 and 14336.
@@ -30,16 +31,20 @@ HF_CONFIG: dict[str, Any] = {
 }
 
 
-class FixedRouter(nnx.Module):
+class FixedRouter(Module):
     """Sends token i to the experts 2i and 2i + 1 of the active ones."""
 
     def __init__(self, num_experts: int, active: int) -> None:
         self.num_experts, self.active = num_experts, active
 
-    def logits(self, tokens: jax.Array) -> jax.Array:
-        rows = jnp.arange(tokens.shape[0])[:, None]
+    def forward(self, x: jax.Array, context: ForwardContext) -> jax.Array:
+        rows = context.positions[:, None]
         chosen = (2 * rows + jnp.arange(2)) % self.active
         return jnp.sum(jax.nn.one_hot(chosen, self.num_experts), axis=1)
+
+
+def no_attention(*args: Any, **options: Any) -> jax.Array:
+    raise AssertionError("experts do not attend")
 
 
 def milliseconds(num_experts: int, active: int, num_tokens: int, grouped: Any) -> float:
@@ -49,7 +54,12 @@ def milliseconds(num_experts: int, active: int, num_tokens: int, grouped: Any) -
     layer.gate = FixedRouter(num_experts, active)
     moe.grouped_matmul = grouped
     graph, state = nnx.split(layer)
-    call = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+
+    @jax.jit
+    def call(state: nnx.State, x: jax.Array) -> jax.Array:
+        layer = nnx.merge(graph, state)
+        return layer(x, ForwardContext(layer, jnp.arange(num_tokens), no_attention))
+
     x = jax.random.normal(jax.random.key(0), (num_tokens, config.hidden_size))
     call(state, x).block_until_ready()
     times = []

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.sampling_params import SamplingParams
@@ -45,10 +46,17 @@ def step_s(scheduler: Scheduler) -> float:
     start = time.perf_counter()
     output = scheduler.schedule(0.0)
     scheduled = time.perf_counter()
-    token_ids = [100 for row in output.scheduled for _ in row.sampling]
-    assert len(token_ids) == NUM_RUNNING, len(token_ids)
+    num_rows = len(output.scheduled)
+    assert len(output.samples) == num_rows == NUM_RUNNING, num_rows
+    result = ModelRunnerOutput(
+        output.step_id,
+        [[100] for _ in output.samples],
+        [[TokenLogprobs(-1.0, 0, [], [])] for _ in output.samples],
+        [True] * num_rows,
+        [[]] * num_rows,
+    )
     updating = time.perf_counter()
-    scheduler.update(output, token_ids, 0.0)
+    scheduler.update(output, result, 0.0)
     return scheduled - start + time.perf_counter() - updating
 
 

@@ -61,7 +61,7 @@ def workload() -> list[dict[str, Any]]:
 
 
 class DeviceTimer:
-    """Stands before an engine's compiled steps and adds up the seconds that they run."""
+    """Stands before an engine's compiled programs and adds up the seconds that they run."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -71,22 +71,15 @@ class DeviceTimer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)
 
-    def __getitem__(self, bucket: Any) -> Any:
+    def run(self, program: Any, *args: Any) -> Any:
         import jax
 
-        step = self._compiled[bucket]
-
-        class Timed:
-            @staticmethod
-            def execute(*args: Any) -> Any:
-                start = time.perf_counter()
-                out = jax.block_until_ready(step.execute(*args))
-                elapsed = time.perf_counter() - start
-                self.seconds += elapsed
-                self.steps.setdefault(str(bucket), []).append(elapsed)
-                return out
-
-        return Timed
+        start = time.perf_counter()
+        out = jax.block_until_ready(self._compiled.run(program, *args))
+        elapsed = time.perf_counter() - start
+        self.seconds += elapsed
+        self.steps.setdefault(str(program), []).append(elapsed)
+        return out
 
 
 def main() -> None:
@@ -101,6 +94,7 @@ def main() -> None:
 
     from jax_paged import LLM, SamplingParams
     from jax_paged.models.weights import random_model
+    from jax_paged.worker.executor import LocalExecutor
 
     loaded = None if args.model else random_model(HF_CONFIG, args.dtype)
     llm = LLM(
@@ -116,7 +110,9 @@ def main() -> None:
     warm = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     llm.generate([{"prompt_token_ids": [300] * 8}], warm, use_tqdm=False)
     startup_s = time.time() - process_start()
-    runner = llm.llm_engine.runner
+    executor = llm.llm_engine.executor
+    assert isinstance(executor, LocalExecutor), "the default"
+    runner = executor.runner
     runner.wait_until_compiled()
     compiled_s = time.time() - process_start()
 

@@ -4,40 +4,66 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jax_paged.config import EngineArgs
+    from jax_paged.config import AsyncEngineArgs, EngineArgs
     from jax_paged.engine.async_engine import AsyncLLMEngine
     from jax_paged.engine.llm_engine import LLMEngine
+    from jax_paged.inputs import ExplicitEncoderDecoderPrompt, PromptType, TextPrompt, TokensPrompt
     from jax_paged.llm import LLM
     from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput
-    from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+    from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLMEngine",
     "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
+    "ExplicitEncoderDecoderPrompt",
     "LLMEngine",
     "Logprob",
+    "PromptType",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 _MODULES = {
     "LLM": "llm",
+    "AsyncEngineArgs": "config",
     "AsyncLLMEngine": "engine.async_engine",
     "BeamSearchParams": "sampling_params",
     "CompletionOutput": "outputs",
     "EngineArgs": "config",
+    "ExplicitEncoderDecoderPrompt": "inputs",
     "LLMEngine": "engine.llm_engine",
     "Logprob": "outputs",
+    "PromptType": "inputs",
     "RequestOutput": "outputs",
+    "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "TextPrompt": "inputs",
+    "TokensPrompt": "inputs",
+}
+
+# vLLM's names for what is not built: the message of an ImportError reaches whoever imports one.
+_NOT_BUILT = {
+    "ClassificationRequestOutput": "pooling models",
+    "EmbeddingRequestOutput": "pooling models",
+    "PoolingOutput": "pooling models",
+    "PoolingParams": "pooling models",
+    "PoolingRequestOutput": "pooling models",
+    "ScoringRequestOutput": "pooling models",
+    "ModelRegistry": "models outside the project",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Names are imported when they are asked for: importing a kernel doesn't load the engine.
+    # Names are imported on first use, so that importing a kernel doesn't load the engine.
+    if name in _NOT_BUILT:
+        raise ImportError(f"jax_paged has no {name}: {_NOT_BUILT[name]} are not supported")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,6 +1,7 @@
 """Checks of arguments: a ValueError names the argument, its value and what is allowed."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 
@@ -11,13 +12,13 @@ def check(ok: bool, name: str, value: Any, allowed: str) -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raises ValueError unless `value` is one of `choices` (of the same type: True is not 1)."""
-    ok = any(value == c and type(value) is type(c) for c in choices)
+    """Raises ValueError unless `value` is one of `choices` (and of the same type: True is not 1)."""
+    ok = any(type(value) is type(c) and value == c for c in choices)
     check(ok, name, value, " or ".join(repr(c) for c in choices))
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raises ValueError unless `value` is an int (no bool) in [low, high]."""
+    """Raises ValueError unless `value` is an int (and no bool) in [low, high]."""
     ok = isinstance(value, int) and not isinstance(value, bool)
     ok = ok and value >= low and (high is None or value <= high)
     check(
@@ -31,3 +32,23 @@ def check_number(name: str, value: Any, low: float, high: float, *, low_open: bo
     # NaN fails every comparison; math.isfinite would overflow on a huge int.
     ok = ok and (value > low if low_open else value >= low) and value <= high and value != math.inf
     check(ok, name, value, f"a finite number in {'(' if low_open else '['}{low}, {high}]")
+
+
+class Problems:
+    """Collects what several checks find, so that a user sees every problem at once."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def note[T](self, check: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        """Calls a check and returns what it does; None if it raises ValueError, whose message is kept."""
+        try:
+            return check(*args, **kwargs)
+        except ValueError as error:
+            self._found.append(str(error))
+            return None
+
+    def raise_if_any(self) -> None:
+        """Raises one ValueError with all messages, one per line, if any check failed."""
+        if self._found:
+            raise ValueError("\n".join(self._found))

@@ -1,53 +1,149 @@
 """The engine's settings: what a user passes (EngineArgs), checked once, before anything is allocated."""
 
+import argparse
 import dataclasses
 import math
 import os
-from typing import Literal, get_args
+from typing import Any, Literal, Self, get_args
 
-from jax_paged.checks import check, check_choice, check_int, check_number
+from jax_paged.checks import Problems, check, check_choice, check_int, check_number
+from jax_paged.cli_args import add_options, values_of
+from jax_paged.core.cache_group import CacheGroup
+from jax_paged.ignored_arguments import ANY, Ignored, ignores
 
 AttentionBackend = Literal["auto", "pallas", "pallas_interpret", "xla"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 
 
+# vLLM's arguments that have no meaning here, with the values that change no result.
+_IGNORED: Ignored = {
+    # How fast something is done, or what is logged.
+    "async_scheduling": ANY,
+    "compilation_config": ANY,
+    "cuda_graph_sizes": ANY,
+    "disable_async_output_proc": ANY,
+    "disable_cascade_attn": ANY,
+    "disable_custom_all_reduce": ANY,
+    "disable_frontend_multiprocessing": ANY,
+    "disable_hybrid_kv_cache_manager": ANY,
+    "disable_log_requests": ANY,
+    "disable_log_stats": ANY,
+    "enable_log_requests": ANY,
+    "enforce_eager": ANY,
+    "guided_decoding_backend": ANY,
+    "limit_mm_per_prompt": ANY,
+    "long_prefill_token_threshold": ANY,
+    "max_cpu_loras": ANY,
+    "max_log_len": ANY,
+    "max_long_partial_prefills": ANY,
+    "max_lora_rank": ANY,
+    "max_loras": ANY,
+    "max_num_partial_prefills": ANY,
+    "max_parallel_loading_workers": ANY,
+    "max_seq_len_to_capture": ANY,
+    "multi_step_stream_outputs": ANY,
+    "num_lookahead_slots": ANY,
+    "num_scheduler_steps": ANY,
+    "prefix_caching_hash_algo": ANY,
+    "ray_workers_use_nsight": ANY,
+    "served_model_name": ANY,
+    "show_hidden_metrics_for_version": ANY,
+    "stream_interval": ANY,
+    "structured_outputs_config": ANY,
+    "tokenizer_pool_size": ANY,
+    "tokenizer_pool_type": ANY,
+    "use_tqdm_on_load": ANY,
+    "use_v2_block_manager": ANY,
+    # What is computed, or from what: these values say what happens anyway.
+    "allowed_local_media_path": ("", None),
+    "code_revision": (None,),
+    "config_format": ("auto", "hf"),
+    "convert": ("auto", "none"),
+    "cpu_offload_gb": (0, 0.0),
+    "data_parallel_size": (1,),
+    "device": ("auto",),
+    "disable_sliding_window": (False,),
+    "distributed_executor_backend": (None, "uni", "mp"),
+    "download_dir": (None,),
+    "enable_expert_parallel": (False,),
+    "enable_lora": (False,),
+    "enable_prompt_adapter": (False,),
+    "enable_sleep_mode": (False,),
+    "generation_config": ("auto",),
+    "hf_config_path": (None,),
+    "hf_overrides": (None, {}),
+    "hf_token": (None, True),
+    "kv_cache_dtype": ("auto",),
+    "kv_transfer_config": (None,),
+    "load_format": ("auto", "safetensors"),
+    "logits_processors": (None, []),
+    "mm_processor_kwargs": (None, {}),
+    "model_impl": ("auto",),
+    "num_speculative_tokens": (None,),
+    "override_generation_config": (None, {}),
+    "override_pooler_config": (None,),
+    "pipeline_parallel_size": (1,),
+    "pooler_config": (None,),
+    "quantization": (None,),
+    "revision": (None,),
+    "rope_scaling": (None, {}),
+    "rope_theta": (None,),
+    "runner": ("auto", "generate"),
+    "speculative_config": (None,),
+    "speculative_model": (None,),
+    "task": ("auto", "generate"),
+    "tokenizer_mode": ("auto",),
+    "tokenizer_revision": (None,),
+    "trust_remote_code": (False,),
+    "worker_cls": ("auto",),
+}
+
+
+@ignores(_IGNORED, none_is_default=("block_size", "enable_chunked_prefill", "enable_prefix_caching", "seed"))
 @dataclasses.dataclass(frozen=True)
 class EngineArgs:
     """What an engine is made from; the names are vLLM's.
+
+    Arguments of vLLM's that have no meaning here are accepted with one warning, if they would change no
+    result (docs/vllm-compatibility.md lists them).
 
     Args:
         model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
         tokenizer: Folder or hub id of the tokenizer; None takes the model's own.
         skip_tokenizer_init: True serves token ids only and loads no tokenizer.
         dtype: "auto" takes the checkpoint's dtype; else "float32" or "bfloat16".
-        max_model_len: Most tokens of a prompt and its output together; None takes the model's own limit.
-            Block tables, and the history that penalties read, are padded to it: a small limit is quicker.
-        block_size: Tokens a block.
+        max_model_len: Maximum tokens of a prompt and its output together, at least 2; None takes the model's
+            own limit. Block tables are padded to it: a small limit is quicker.
+        block_size: Tokens per block.
         gpu_memory_utilization: Share that weights, activations and pool may fill of the GPU memory that JAX
-            has set aside (three quarters of the GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says else).
+            has set aside (three quarters of the GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise).
         kv_cache_memory_bytes: Bytes of the pool; None takes what a GPU has left, and 256 MiB on a CPU.
-        num_gpu_blocks_override: Blocks of the pool, null block included; wins over both settings above.
-        swap_space: GiB of host memory for swapped-out blocks; taken as it is needed. 0: no swapping.
-        max_num_seqs: Most sequences in one step; None takes 64 on a CPU, 256 on a GPU. A request with n
+        num_gpu_blocks_override: Blocks of the pool, including the null block; takes precedence over the two
+            settings above.
+        swap_space: GiB of host memory for swapped-out blocks, allocated as needed. 0 means no swapping.
+        max_num_seqs: Maximum sequences in one step; None takes 64 on a CPU, 256 on a GPU. A request with n
             samples or beams counts as n.
         max_num_batched_tokens: Token budget of one step; None takes 512 on a CPU, 2048 on a GPU, and at
             least max_model_len if prompts are not chunked.
+        max_logprobs: Maximum value of a request's logprobs and prompt_logprobs, and twice the maximum
+            beam_width; -1 allows the vocabulary. Steps report that many tokens, so a large limit costs time.
         enable_prefix_caching: Whether requests share the full blocks of equal prefixes.
-        enable_chunked_prefill: Whether a prompt may be computed over several steps, beside the tokens of
-            running requests. False: whole prompts, in steps of their own that go first.
+        enable_chunked_prefill: Whether a prompt may be computed over several steps, alongside the tokens of
+            running requests. False computes whole prompts, in steps of their own that go first.
         scheduling_policy: "fcfs", first come first served; or "priority", lower values of a request's
             priority first, then first come first served.
         preemption_mode: How requests lose their blocks when these run out: "recompute", "swap" (to host
             memory), or None: requests with several sequences are swapped, others recomputed.
-        delay_factor: New requests wait until the first of them has waited this many times as long as the
-            last step with a prompt took; then more are computed together.
+        scheduler_delay_factor: New requests wait until the first of them has waited this many times as long
+            as the last step with a prompt took; then more are computed together.
         tensor_parallel_size: Devices that one model is split over; 1.
-        seed: Seed of requests that bring none.
+        seed: Determines the seeds of requests that bring none.
         attention_backend: Which kernels attend: "pallas" (GPU), "pallas_interpret" (their CPU
             interpreter), "xla", or "auto".
 
     Raises:
-        ValueError: If a value is out of range; the message names the argument, the value and the range.
+        ValueError: If a value is out of range; the message names the argument, the value and the range, for
+            every argument that is wrong.
     """
 
     model: str = "pagelet"
@@ -62,40 +158,121 @@ class EngineArgs:
     swap_space: float = 4
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_logprobs: int = 20
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     preemption_mode: Literal["recompute", "swap"] | None = None
-    delay_factor: float = 0.0
+    scheduler_delay_factor: float = 0.0
     tensor_parallel_size: int = 1
     seed: int = 0
     attention_backend: AttentionBackend = "auto"
 
     def __post_init__(self) -> None:
-        check(isinstance(self.model, str) and bool(self.model), "model", self.model, "a non-empty string")
+        problems = Problems()
+        note = problems.note
+        note(
+            check, isinstance(self.model, str) and bool(self.model), "model", self.model, "a non-empty string"
+        )
         ok = self.tokenizer is None or (isinstance(self.tokenizer, str) and bool(self.tokenizer))
-        check(ok, "tokenizer", self.tokenizer, "None or a non-empty string")
+        note(check, ok, "tokenizer", self.tokenizer, "None or a non-empty string")
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "enable_chunked_prefill"):
-            check_choice(name, getattr(self, name), (False, True))
-        check_choice("dtype", self.dtype, get_args(DTypeName))
-        check_choice("attention_backend", self.attention_backend, get_args(AttentionBackend))
-        check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        check_choice("preemption_mode", self.preemption_mode, (None, "recompute", "swap"))
-        check_choice("tensor_parallel_size", self.tensor_parallel_size, (1,))
-        check_choice("block_size", self.block_size, (1, 2, 4, 8, 16, 32, 64, 128))
+            note(check_choice, name, getattr(self, name), (False, True))
+        note(check_choice, "dtype", self.dtype, get_args(DTypeName))
+        note(check_choice, "attention_backend", self.attention_backend, get_args(AttentionBackend))
+        note(check_choice, "scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        note(check_choice, "preemption_mode", self.preemption_mode, (None, "recompute", "swap"))
+        note(check_choice, "tensor_parallel_size", self.tensor_parallel_size, (1,))
+        note(check_choice, "block_size", self.block_size, (1, 2, 4, 8, 16, 32, 64, 128))
         for name, low in (
-            ("max_model_len", 1),
+            ("max_model_len", 2),
             ("kv_cache_memory_bytes", 1),
             ("num_gpu_blocks_override", 2),
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
         ):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), low)
-        check_int("seed", self.seed, 0, 2**63 - 1)
-        check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, low_open=True)
-        check_number("swap_space", self.swap_space, 0, math.inf)
-        check_number("delay_factor", self.delay_factor, 0, math.inf)
+                note(check_int, name, getattr(self, name), low)
+        note(check_int, "max_logprobs", self.max_logprobs, -1)
+        note(check_int, "seed", self.seed, 0, 2**63 - 1)
+        note(check_number, "gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, low_open=True)
+        note(check_number, "swap_space", self.swap_space, 0, math.inf)
+        note(check_number, "scheduler_delay_factor", self.scheduler_delay_factor, 0, math.inf)
+        problems.raise_if_any()
+
+    @staticmethod
+    def add_cli_args[P: argparse.ArgumentParser](parser: P) -> P:
+        """Adds an option per field to a parser, such as --max-model-len; returns the parser."""
+        add_options(parser, EngineArgs)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Makes the arguments from those that a command line gave; others in `args` are left alone.
+
+        Raises:
+            ValueError: If a value is out of range.
+        """
+        return cls(**values_of(args, EngineArgs))
+
+
+class AsyncEngineArgs(EngineArgs):
+    """EngineArgs as vLLM's scripts call it for AsyncLLMEngine, which has no settings of its own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine has come to: every setting resolved against the model and the device.
+
+    Made once, by the executor, and never changed. Needs no JAX, so that requests can be checked, scheduled
+    and simulated where none is.
+
+    Args:
+        model_name: As EngineArgs.model.
+        architecture: The name under "architectures" in the model's config.json.
+        dtype: Of weights and activations: "float32" or "bfloat16".
+        backend: Which kernels attend.
+        vocab_size: Rows of the embedding.
+        max_model_len: Maximum tokens of a prompt and its output together.
+        block_size: Tokens per block.
+        num_blocks: Blocks of the pool, null block included.
+        num_swap_blocks: Blocks of host memory for requests that are swapped out.
+        cache_groups: What the model's layers need of a sequence's past.
+        kv_cache_bytes: Of the pool.
+        weight_bytes: Of all weights.
+        max_num_seqs: Maximum sequences in one step.
+        max_num_batched_tokens: Token budget of one step.
+        max_logprobs: Maximum most likely tokens that a request may ask for.
+        eos_token_ids: The model's end tokens.
+        sampling_defaults: What generation_config.json says of sampling, in the words of SamplingParams.
+        decoder_start_token_id: Of an encoder-decoder model; None for a decoder.
+        enable_prefix_caching: As EngineArgs; the next five as well (there it is scheduler_delay_factor).
+    """
+
+    model_name: str
+    architecture: str
+    dtype: str
+    backend: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    num_swap_blocks: int
+    cache_groups: tuple[CacheGroup, ...]
+    kv_cache_bytes: int
+    weight_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_logprobs: int
+    eos_token_ids: frozenset[int]
+    sampling_defaults: dict[str, Any]
+    decoder_start_token_id: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    preemption_mode: Literal["recompute", "swap"] | None = None
+    delay_factor: float = 0.0
+    seed: int = 0
 
 
 def compilation_cache_dir() -> str:

@@ -1,40 +1,81 @@
-"""Prompts as users pass them."""
+"""Prompts as users pass them; the names are vLLM's."""
 
-from typing import Any, TypedDict
+import numbers
+from collections.abc import Iterable
+from typing import Any, NotRequired, TypedDict
 
 from jax_paged.checks import check
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids."""
+    """A prompt as token ids.
+
+    Args:
+        prompt_token_ids: A list of integers or a NumPy array.
+        prompt: Its text, which outputs repeat; it is not tokenized.
+        cache_salt: Only requests of equal salt share cached prefixes.
+    """
 
     prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text."""
+    """A prompt as text.
+
+    Args:
+        prompt: The text.
+        cache_salt: Only requests of equal salt share cached prefixes.
+    """
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
-class EncoderDecoderPrompt(TypedDict):
-    """What an encoder reads, and what the decoder's output begins with; both as text or token ids."""
-
-    encoder_prompt: str | list[int]
-    decoder_prompt: str | list[int]
+SingletonPrompt = str | list[int] | TokensPrompt | TextPrompt
 
 
-Prompt = str | list[int] | TokensPrompt | TextPrompt | EncoderDecoderPrompt
+class ExplicitEncoderDecoderPrompt(TypedDict):
+    """What an encoder reads, and what the decoder's output begins with.
+
+    Args:
+        encoder_prompt: For the encoder.
+        decoder_prompt: For the decoder; its start token is prepended, unless the prompt begins with it. None
+            takes the start token alone.
+    """
+
+    encoder_prompt: SingletonPrompt
+    decoder_prompt: SingletonPrompt | None
+
+
+Prompt = SingletonPrompt | ExplicitEncoderDecoderPrompt
+type PromptType = Prompt  # vLLM's name
+
+
+def zip_enc_dec_prompts(
+    enc_prompts: Iterable[SingletonPrompt], dec_prompts: Iterable[SingletonPrompt | None]
+) -> list[ExplicitEncoderDecoderPrompt]:
+    """Returns one encoder-decoder prompt per pair of prompts; as many as the shorter argument has."""
+    pairs = zip(enc_prompts, dec_prompts, strict=False)
+    return [{"encoder_prompt": encoder, "decoder_prompt": decoder} for encoder, decoder in pairs]
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """Returns a list of prompts of what users pass: one prompt in any form, or a list of them.
+    """Returns a list of prompts from what users pass: one prompt in any form, or a list of them.
 
-    A list of integers is one prompt.
+    A list of integers is one prompt, and so is a NumPy array of one dimension.
     """
-    if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], int)):
+    prompts = as_list(prompts)
+    if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], numbers.Integral)):
         return list(prompts)
     is_one = isinstance(prompts, str | dict | list | tuple)
     check(is_one, "prompts", prompts, "a prompt or a list of prompts")
     one: Any = prompts
     return [one]
+
+
+def as_list(value: Any) -> Any:
+    """Returns an array of at least one dimension as a list, and any other value as it is."""
+    # Arrays of any library, without importing one.
+    return value.tolist() if getattr(value, "ndim", 0) else value

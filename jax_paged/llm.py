@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,12 +16,17 @@ from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.tokenizer import Messages
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.lab.pool_map import PoolMap
-from jax_paged.models.weights import LoadedModel
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from jax_paged.models.weights import LoadedModel
+    from jax_paged.worker.executor import Executor
+
+# Whether to show a progress bar, or what makes one in tqdm's place.
+UseTqdm = bool | Callable[..., tqdm]
 
 
 class LLM:
@@ -29,8 +34,10 @@ class LLM:
 
     Args:
         model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
+        tokenizer: Folder or hub id of the tokenizer; None takes the model's own.
         loaded: A model in memory to serve in place of the weights of `model`, such as one in training. They
             stay the caller's.
+        executor: As LLMEngine takes it; only without `loaded`.
         **engine_args: The other fields of EngineArgs.
 
     Raises:
@@ -38,9 +45,21 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = "pagelet", *, loaded: LoadedModel | None = None, **engine_args: Any
+        self,
+        model: str = "pagelet",
+        tokenizer: str | None = None,
+        *,
+        loaded: "LoadedModel | None" = None,
+        executor: "Executor | None" = None,
+        **engine_args: Any,
     ) -> None:
-        self.llm_engine = LLMEngine(EngineArgs(model=model, **engine_args), loaded)
+        args = EngineArgs(model=model, tokenizer=tokenizer, **engine_args)
+        if loaded is not None:
+            from jax_paged.worker.executor import LocalExecutor  # imports JAX
+
+            check(executor is None, "executor", executor, "None beside `loaded`")
+            executor = LocalExecutor(args, loaded)
+        self.llm_engine = LLMEngine(args, executor)
         self._request_ids = itertools.count()
 
     def generate(
@@ -48,25 +67,28 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
-        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Completes prompts, all of them together.
 
         Args:
-            prompts: A prompt or a list of them; each is text, a list of token ids, {"prompt": text} or
-                {"prompt_token_ids": ids}.
-            sampling_params: For all prompts, or a list with one for each; None takes the defaults.
-            priority: One a prompt, lower is served earlier; all 0, as None is, unless scheduling_policy is
-                "priority".
-            use_tqdm: Whether to show a progress bar.
+            prompts: A prompt or a list of them; each is text, a list or array of token ids, or one of the
+                dicts of inputs.py, such as {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: For all prompts, or a list with one per prompt; None takes the defaults.
+            use_tqdm: Whether to show a progress bar, or what makes one, called as tqdm is.
+            lora_request: None: adapters are not supported.
+            priority: One integer per prompt, where lower is served earlier. All are 0, as with None, unless
+                scheduling_policy is "priority".
 
         Returns:
-            One output a prompt, in their order.
+            One output per prompt, in their order.
 
         Raises:
             ValueError: If the engine can't run one of the prompts; then none has run.
         """
+        check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
         listed = as_prompts(prompts)
         params = self._params_of(sampling_params, len(listed))
         priorities = [0] * len(listed) if priority is None else priority
@@ -79,18 +101,33 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers a conversation, or a list of them, through the tokenizer's chat template.
 
         Args:
             messages: dicts with "role" and "content", or a list of such lists.
             sampling_params: As `generate` takes them.
-            use_tqdm: Whether to show a progress bar.
+            use_tqdm: As `generate` takes it.
+            lora_request: None: adapters are not supported.
+            chat_template: A Jinja template in place of the tokenizer's own.
+            chat_template_content_format: How the template gets "content": as a string ("auto", "string"), or
+                as a list of parts ("openai").
+            add_generation_prompt: Whether to append what an answer starts with.
+            continue_final_message: Whether the answer continues the last message instead of following it;
+                needs add_generation_prompt=False.
+            tools: JSON schemas of functions, for templates that use them.
+            chat_template_kwargs: Further variables of the template.
 
         Returns:
-            One output a conversation, in their order.
+            One output per conversation, in their order.
 
         Raises:
             ValueError: As `generate`; also if the tokenizer has no chat template.
@@ -98,36 +135,52 @@ class LLM:
         tokenizer = self.llm_engine.tokenizer
         if tokenizer is None:
             raise ValueError("chat needs a tokenizer, and skip_tokenizer_init is True")
-        check(
-            isinstance(messages, list | tuple) and bool(messages), "messages", messages, "a list of messages"
-        )
+        ok = isinstance(messages, list | tuple) and bool(messages)
+        check(ok, "messages", messages, "a list of messages")
         conversations = [messages] if isinstance(messages[0], dict) else messages
-        prompts = [tokenizer.encode_chat(m) for m in conversations]  # pyright: ignore[reportArgumentType]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        prompts = [
+            tokenizer.encode_chat(
+                conversation,  # pyright: ignore[reportArgumentType]
+                chat_template=chat_template,
+                content_format=chat_template_content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: UseTqdm = True,
     ) -> list[BeamSearchOutput]:
         """Searches the likeliest continuations of prompts, all of them together.
 
         Args:
             prompts: As `generate` takes them.
             params: What is searched.
-            use_tqdm: Whether to show a progress bar.
+            lora_request: None: adapters are not supported.
+            use_tqdm: As `generate` takes it.
 
         Returns:
-            One output a prompt, in their order; its sequences, best first, begin with the prompt.
+            One output per prompt, in their order; its sequences, best first, begin with the prompt.
 
         Raises:
             ValueError: If the engine can't run one of the prompts; then none has run.
         """
+        check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
         engine = self.llm_engine
         requests = [self._check(i, prompt, params) for i, prompt in enumerate(as_prompts(prompts))]
         outputs = []
         for request, output in zip(requests, self._run(requests, use_tqdm), strict=True):
             beams = []
             for beam in output.outputs:
-                tokens = request.prompt_token_ids + beam.token_ids
+                tokens = [*request.prompt_token_ids, *beam.token_ids]
                 text = str(engine.tokenizer.hf.decode(tokens)) if engine.tokenizer else None
                 ends = beam.finish_reason, beam.stop_reason
                 beams.append(BeamSearchSequence(tokens, beam.cumulative_logprob, text, *ends))
@@ -139,7 +192,7 @@ class LLM:
 
         Args:
             prompt: As `generate` takes it.
-            cache_salt: Only requests of this salt share it.
+            cache_salt: Only requests of this salt share the prefix.
 
         Returns:
             A name for `unpin_prefix`.
@@ -150,7 +203,7 @@ class LLM:
         return self.llm_engine.pin_prefix(prompt, cache_salt=cache_salt)
 
     def unpin_prefix(self, name: str) -> None:
-        """Lets go of a pinned prefix.
+        """Releases a pinned prefix.
 
         Raises:
             ValueError: If no prefix is pinned by this name.
@@ -163,9 +216,11 @@ class LLM:
         Raises:
             ValueError: If the engine has none.
         """
-        if self.llm_engine.tokenizer is None:
-            raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
-        return self.llm_engine.tokenizer.hf
+        return self.llm_engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns a copy of the parameters of prompts that bring none: the model's generation_config.json."""
+        return self.llm_engine.input_processor.default_params
 
     def pool_map(self) -> PoolMap:
         """Returns what each block of the pool holds, as LLMEngine.pool_map does; a notebook draws it."""
@@ -213,15 +268,16 @@ class LLM:
         except ValueError as error:
             raise ValueError(f"prompts[{index}]: {error}") from error
 
-    def _run(self, requests: list[CheckedRequest], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, requests: list[CheckedRequest], use_tqdm: UseTqdm) -> list[RequestOutput]:
         """Runs requests to their end; Ctrl-C (between two steps) or an error ends all of them."""
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
         engine = self.llm_engine
         ids = [f"generate-{next(self._request_ids)}" for _ in requests]
         outputs: dict[str, RequestOutput] = {}
         own = frozenset(ids)  # others may have been added to the engine by hand
         with (
             deferred_interrupt() as interrupted,
-            tqdm(total=len(ids), disable=not use_tqdm, unit="request", dynamic_ncols=True) as bar,
+            make_bar(total=len(ids), disable=not use_tqdm, unit="request", dynamic_ncols=True) as bar,
         ):
             num_tokens, start = 0, time.monotonic()
             try:

@@ -1,8 +1,68 @@
 """What a request returns; the names are vLLM's."""
 
 import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, overload
 
 from jax_paged.core.sequence import RequestMetrics
+
+
+class Snapshot[T](Sequence[T]):
+    """A read-only list of the items that a growing list has now; making one copies nothing.
+
+    It equals a list of the same items, and slices, sums and pickles are lists.
+
+    Args:
+        items: A list to which items may be appended later, but that changes in no other way.
+    """
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    __slots__ = ("_items", "_len")
+
+    def __init__(self, items: list[T]) -> None:
+        self._items = items
+        self._len = len(items)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._len)
+            if step > 0:
+                return self._items[start:stop:step]
+            return [self._items[i] for i in range(start, stop, step)]
+        return self._items[range(self._len)[index]]
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __iter__(self) -> Iterator[T]:
+        return itertools.islice(self._items, self._len)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, list | Snapshot):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    def __add__(self, other: Iterable[T]) -> list[T]:
+        return [*self, *other]
+
+    def __radd__(self, other: Iterable[T]) -> list[T]:
+        return [*other, *self]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+
+def snapshot[T](items: list[T], *, is_last: bool) -> list[T] | Snapshot[T]:
+    """Returns a growing list as an output may keep it: a copy for the last output, a Snapshot before."""
+    return list(items) if is_last else Snapshot(items)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,7 +80,7 @@ class Logprob:
     decoded_token: str | None
 
 
-# One dict a token: token id -> Logprob, the sampled (or prompt's) token first, then the most probable ones.
+# One dict per token: token id -> Logprob, first the sampled (or prompt's) token, then the most probable ones.
 TokenLogprobDict = dict[int, Logprob]
 
 
@@ -30,30 +90,57 @@ class CompletionOutput:
 
     Args:
         index: Which of the request's outputs it is.
-        text: Its text, before the stop string or stop token that ended it; "" without a tokenizer.
-        token_ids: Its tokens, the one that ended it included.
+        text: Its text, up to the stop string or stop token that ended it; "" without a tokenizer.
+        token_ids: Its tokens, including the one that ended it. A list once the request has finished, and a
+            Snapshot while it runs.
         cumulative_logprob: Sum of the log-probabilities of `token_ids`.
-        logprobs: One dict a token; None if not asked for.
-        finish_reason: "stop", "length" or "abort"; None while it runs.
-        stop_reason: The stop string or stop token id that ended it, or why it was aborted.
+        logprobs: One dict per token, in a list or Snapshot as token_ids; None if not asked for.
+        finish_reason: "stop", "length", "abort", or "error" for a request that could not run; None while
+            it runs.
+        stop_reason: The stop string or stop token id that ended it, or why it was aborted or could not run.
     """
 
     index: int
     text: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
     cumulative_logprob: float
-    logprobs: list[TokenLogprobDict] | None
+    logprobs: Sequence[TokenLogprobDict] | None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    def finished(self) -> bool:
+        """Returns whether it has ended."""
+        return self.finish_reason is not None
+
     def extend(self, new: "CompletionOutput") -> None:
-        """Appends what has come since."""
+        """Appends, in place, what has come since; its token_ids and logprobs must be lists.
+
+        Args:
+            new: Holds the new part only.
+        """
+        assert isinstance(self.token_ids, list), type(self.token_ids)
         self.text += new.text
-        self.token_ids = self.token_ids + new.token_ids
+        self.token_ids.extend(new.token_ids)
         self.cumulative_logprob = new.cumulative_logprob
-        if self.logprobs is not None and new.logprobs is not None:
-            self.logprobs = self.logprobs + new.logprobs
+        if new.logprobs is not None:
+            assert isinstance(self.logprobs, list), type(self.logprobs)
+            self.logprobs.extend(new.logprobs)
         self.finish_reason, self.stop_reason = new.finish_reason, new.stop_reason
+
+    def snapshot(self, *, is_last: bool) -> "CompletionOutput":
+        """Returns it as it stands; what `extend` appends later does not change that.
+
+        Args:
+            is_last: Whether nothing will be appended: the result then has lists of its own.
+        """
+        token_ids, logprobs = self.token_ids, self.logprobs
+        assert isinstance(token_ids, list), type(token_ids)
+        assert isinstance(logprobs, list | None), type(logprobs)
+        return dataclasses.replace(
+            self,
+            token_ids=snapshot(token_ids, is_last=is_last),
+            logprobs=None if logprobs is None else snapshot(logprobs, is_last=is_last),
+        )
 
     def __repr__(self) -> str:
         end = self.finish_reason and f", finish_reason={self.finish_reason!r}"
@@ -67,33 +154,41 @@ class RequestOutput:
 
     Args:
         request_id: The id it was added with.
-        prompt: Its text; None if it came as token ids.
-        prompt_token_ids: Its tokens; of an encoder-decoder model, those of the decoder.
-        prompt_logprobs: One dict a prompt token, None for the first; None if not asked for.
-        outputs: Its outputs. Which are the best of several is known at the end only: with best_of > n, and
-            of beams, there are none before.
+        prompt: The prompt's text; None if it came as token ids alone. Of an encoder-decoder model, the
+            decoder's prompt; the next one as well.
+        prompt_token_ids: The prompt's tokens, in a list that all outputs of the request share.
+        prompt_logprobs: One dict per prompt token, None for the first, in a list or Snapshot as token_ids;
+            None if not asked for.
+        outputs: Its outputs. With best_of > n, and of a beam search, there are none before the end, because
+            only then the best are known.
         finished: Whether all outputs have ended.
         metrics: When it arrived, got its first token and ended, in seconds of time.monotonic().
         num_cached_tokens: Prompt tokens that were found in the prefix cache.
-        encoder_prompt_token_ids: Tokens that an encoder has read; empty for a decoder.
+        encoder_prompt: The text that an encoder has read; None if it came as token ids, or without encoder.
+        encoder_prompt_token_ids: The tokens that an encoder has read; None without an encoder.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[TokenLogprobDict | None] | None
+    prompt_logprobs: Sequence[TokenLogprobDict | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int
-    encoder_prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
 
     def __repr__(self) -> str:
         prompt = f"{len(self.prompt_token_ids)} prompt tokens" if self.prompt is None else repr(self.prompt)
         return f"RequestOutput({self.request_id!r}, {prompt}, outputs={self.outputs})"
 
     def extend(self, delta: "RequestOutput") -> None:
-        """Appends a later part of the same request; `delta` holds only what has come since."""
+        """Appends, in place, a later part of the same request.
+
+        Args:
+            delta: Holds only what has come since.
+        """
         if self.outputs:
             for output, new in zip(self.outputs, delta.outputs, strict=True):
                 output.extend(new)
@@ -109,11 +204,11 @@ class BeamSearchSequence:
     """A hypothesis of a beam search.
 
     Args:
-        tokens: The prompt's and its own.
+        tokens: The tokens of the prompt and its own.
         cum_logprob: Sum of the log-probabilities of its own tokens.
-        text: All tokens as text; None without a tokenizer.
+        text: The text of `tokens`; None without a tokenizer.
         finish_reason: "stop" if it ends with an end token, else "length".
-        stop_reason: Why it ended short of max_tokens, if the pool had no room for more.
+        stop_reason: Why it ended before max_tokens, if the pool had no room for more.
     """
 
     tokens: list[int]

@@ -1,49 +1,110 @@
 """How one request's tokens are chosen, and when it stops: by sampling, or by beam search."""
 
+import copy
 import dataclasses
+import enum
 import hashlib
+from typing import Any, Self
 
-from jax_paged.checks import check, check_choice, check_int, check_number
+from jax_paged.checks import Problems, check, check_choice, check_int, check_number
+from jax_paged.ignored_arguments import ANY, Ignored, ignores
 
-MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 300
+# Token ids per request that the device changes the logits of: those of logit_bias and, up to min_tokens, all
+# that end the output.
+MAX_BIAS_IDS = 512
+# Per request: what stop strings cost to prepare and to keep grows with their characters.
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_LENGTH = 256
+# Sequences of tokens per request; vLLM has the same limit.
+MAX_BAD_WORDS = 128
+
+# Arguments of vLLM's SamplingParams for features that are not built. These values leave them off.
+_IGNORED: Ignored = {
+    "early_stopping": (False,),
+    "extra_args": (None, {}),
+    "flat_logprobs": (False,),
+    "guided_decoding": (None,),
+    "length_penalty": (1.0, 1),
+    "logits_processors": (None, []),
+    "logprob_token_ids": (None,),
+    "prompt_logprob_start": (None,),
+    "prompt_logprob_token_ids": (None,),
+    "repetition_detection": (None,),
+    "skip_clone": ANY,  # the engine always works on a copy
+    "spaces_between_special_tokens": ANY,  # the tokenizers library never adds them
+    "stream_interval": (None, 1),
+    "structured_outputs": (None,),
+    "thinking_token_budget": (None, -1),
+    "use_beam_search": (False,),
+}
 
 
-@dataclasses.dataclass(frozen=True)
+class RequestOutputKind(enum.Enum):
+    """What each output of a running request holds."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # what has come since the last output
+    FINAL_ONLY = 2  # everything, in one output at the end
+
+
+@ignores(_IGNORED)
+@dataclasses.dataclass
 class SamplingParams:
     """Sampling and stopping of one request; the names and defaults are vLLM's.
 
-    Logits are changed in this order: logit_bias, repetition, frequency and presence penalty,
-    temperature, min_p, top_k, top_p.
+    May be changed after construction. The engine checks it again when a request is added and works on a copy,
+    so that a change has no effect on requests that run.
+
+    Logits are changed in this order: allowed_token_ids, bad_words, logit_bias, repetition, frequency and
+    presence penalty, temperature, min_p, top_k, top_p.
 
     Args:
-        n: Outputs of one prompt.
-        best_of: Outputs drawn, of which the n with the highest cumulative log-probability are returned; at
-            least n, None is n.
+        n: Number of outputs per prompt.
+        best_of: Number of outputs that are drawn, of which the n with the highest cumulative log-probability
+            are returned; at least n. None draws n.
         temperature: Divides the logits, in [0, 1e6]; below 1e-5 the most likely token is taken (greedy).
         top_p: Keeps the fewest most likely tokens whose probabilities sum to at least this, in (0, 1];
             1 keeps all. Tokens as likely as the last one kept are kept too.
         top_k: Keeps this many most likely tokens, and those as likely as the last of them; 0 or -1
             keeps all.
-        min_p: Keeps tokens at least this times as likely as the most likely one, in [0, 1]; 0 keeps all.
+        min_p: Keeps tokens whose probability is at least this fraction of the highest one, in [0, 1]; 0 keeps
+            all.
         presence_penalty: Subtracted from the logit of each token of the output so far, in [-2, 2].
-        frequency_penalty: The same, once for each time the token is in the output so far, in [-2, 2].
+        frequency_penalty: Subtracted from the logit of each token once per time that the token occurs in the
+            output so far, in [-2, 2].
         repetition_penalty: Divides the logit of each token of prompt and output if it is positive,
             multiplies it if negative, in [1e-6, 1e6]; 1 changes nothing.
-        seed: Makes the random choices repeatable, in [0, 2**63 - 1]; None takes a seed of the engine's.
-        stop: Strings that end the output; the text returned ends before them.
-        stop_token_ids: Tokens that end the output, beside the model's end tokens.
-        ignore_eos: Whether to go on after the model's end token.
-        max_tokens: Most tokens of the output; None goes on to the engine's max_model_len.
-        min_tokens: Tokens of the output before an end token or one of stop_token_ids can be chosen.
-        logprobs: How many most likely tokens to report at each output token, in [0, 20], beside the
-            chosen one; None reports nothing.
-        prompt_logprobs: The same at each prompt token.
+        seed: Makes the random choices repeatable, in [0, 2**63 - 1]; None takes one of the engine's seeds.
+        stop: Strings that end the output; at most 64, each of at most 256 characters.
+        stop_token_ids: Tokens that end the output, in addition to the model's end tokens.
+        bad_words: Words that are not generated: the last of a word's tokens is forbidden where it would
+            complete the word. Needs a tokenizer.
+        bad_words_token_ids: Sequences of tokens that are not generated. The engine adds those of bad_words in
+            its copy.
+        include_stop_str_in_output: Whether the text includes the stop string or stop token that ended it.
+        ignore_eos: Whether to continue after the model's end token.
+        max_tokens: Maximum number of output tokens. What would exceed the engine's max_model_len is cut; None
+            generates up to it.
+        min_tokens: Number of output tokens before an end token or one of stop_token_ids can be chosen.
+        logprobs: Number of most likely tokens to report at each output token, in addition to the chosen
+            one, up to the engine's max_logprobs; -1 reports the vocabulary, None reports nothing.
+        prompt_logprobs: Number of most likely tokens to report at each prompt token, with the values of
+            logprobs.
+        detokenize: Whether outputs have text; False leaves it empty.
         logit_bias: Added to the logits, by token id, each in [-100, 100]; at most 300 entries.
+        allowed_token_ids: The tokens that can be generated; None allows all.
         skip_special_tokens: Whether to leave special tokens out of the text.
+        output_kind: What each output of AsyncLLMEngine.generate and LLMEngine.step holds. LLM.generate always
+            returns whole outputs.
+        skip_reading_prefix_cache: Whether to compute the whole prompt instead of reading cached prefixes.
+            None does so with prompt_logprobs, which cached tokens lack.
+        truncate_prompt_tokens: Number of tokens that are kept of a longer prompt, from its end; -1 keeps as
+            many as leave room for one output token, None keeps all.
 
     Raises:
-        ValueError: If a value is out of range; the message names the argument, the value and the range.
+        ValueError: If a value is out of range; the message names the argument, the value and the range, for
+            every argument that is wrong.
     """
 
     n: int = 1
@@ -58,60 +119,63 @@ class SamplingParams:
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    bad_words_token_ids: list[list[int]] | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    detokenize: bool = True
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    skip_reading_prefix_cache: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        check_int("n", self.n, 1)
-        if self.best_of is not None:
-            check_int(f"best_of (n is {self.n})", self.best_of, self.n)
-        check_number("temperature", self.temperature, 0, 1e6)
-        check_number("top_p", self.top_p, 0, 1, low_open=True)
-        check_int("top_k", self.top_k, -1, 2**31 - 1)
-        check_number("min_p", self.min_p, 0, 1)
-        check_number("presence_penalty", self.presence_penalty, -2, 2)
-        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        check_number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
-        if self.seed is not None:
-            check_int("seed", self.seed, 0, 2**63 - 1)
-        ok = self.stop is None or isinstance(self.stop, str | list | tuple)
-        ok = ok and all(isinstance(s, str) and s for s in self.stop_strings)
-        check(ok, "stop", self.stop, "None, a non-empty string or a list of them")
-        ok = self.stop_token_ids is None or isinstance(self.stop_token_ids, list | tuple)
-        check(ok, "stop_token_ids", self.stop_token_ids, "None or a list of token ids")
-        for token_id in self.stop_token_ids or ():
-            check_int("a token id of stop_token_ids", token_id, 0)
-        check_choice("ignore_eos", self.ignore_eos, (True, False))
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1)
-        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
-        ok = self.logit_bias is None or isinstance(self.logit_bias, dict)
-        check(ok, "logit_bias", self.logit_bias, "None or a dict of token id to number")
-        bias = self.logit_bias or {}
-        limit = f"at most {MAX_LOGIT_BIAS_ENTRIES} entries"
-        check(len(bias) <= MAX_LOGIT_BIAS_ENTRIES, "the length of logit_bias", len(bias), limit)
-        for token_id, value in bias.items():
-            check_int("a token id of logit_bias", token_id, 0)
-            check_number(f"logit_bias[{token_id}]", value, -100, 100)
-        check_choice("skip_special_tokens", self.skip_special_tokens, (True, False))
+        self.validate()
+
+    def validate(self) -> None:
+        """Checks all values, as construction does.
+
+        Raises:
+            ValueError: If a value is out of range; the message lists every problem.
+        """
+        problems = Problems()
+        self._note_numbers(problems)
+        self._note_stops(problems)
+        self._note_token_ids(problems)
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+            problems.note(check_choice, name, getattr(self, name), (True, False))
+        skip = self.skip_reading_prefix_cache
+        problems.note(check_choice, "skip_reading_prefix_cache", skip, (None, True, False))
+        problems.note(check_choice, "output_kind", self.output_kind, tuple(RequestOutputKind))
+        problems.raise_if_any()
+
+    def clone(self) -> Self:
+        """Returns a deep copy."""
+        return copy.deepcopy(self)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, empty if there is none."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def seed_of(self, index: int) -> int:
-        """Returns the seed of one of the request's samples: a request of its own with it draws the same.
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether the prompt may begin with cached blocks."""
+        if self.skip_reading_prefix_cache is None:
+            return self.prompt_logprobs is None
+        return not self.skip_reading_prefix_cache
 
-        Sample 0 takes the seed as it is, the others a number in [0, 2**63 - 1] made of it and the index.
+    def seed_of(self, index: int) -> int:
+        """Returns the seed of one sample, with which a request for this sample alone draws the same tokens.
+
+        Sample 0 takes the request's seed as it is, the others a number in [0, 2**63 - 1] derived from it and
+        the index.
         """
         assert self.seed is not None, "the engine gives every request a seed"
         if index == 0:
@@ -123,38 +187,142 @@ class SamplingParams:
         """Checks the token ids against a model's vocabulary.
 
         Raises:
-            ValueError: If an id of stop_token_ids or logit_bias is not in [0, vocab_size - 1].
+            ValueError: If a token id is not in [0, vocab_size - 1]; the message lists every problem.
         """
-        for name in ("stop_token_ids", "logit_bias"):
-            for token_id in getattr(self, name) or ():
-                check_int(f"a token id of {name}", token_id, 0, vocab_size - 1)
+        problems = Problems()
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            problems.note(_check_token_ids, name, getattr(self, name) or (), vocab_size)
+        for sequence in self.bad_words_token_ids or ():
+            problems.note(_check_token_ids, "bad_words_token_ids", sequence, vocab_size)
+        problems.raise_if_any()
+
+    def _note_numbers(self, problems: Problems) -> None:
+        note = problems.note
+        note(check_int, "n", self.n, 1)
+        if self.best_of is not None:
+            note(check_int, f"best_of (n is {self.n})", self.best_of, _int_or(self.n, 1))
+        note(check_number, "temperature", self.temperature, 0, 1e6)
+        note(check_number, "top_p", self.top_p, 0, 1, low_open=True)
+        note(check_int, "top_k", self.top_k, -1, 2**31 - 1)
+        note(check_number, "min_p", self.min_p, 0, 1)
+        note(check_number, "presence_penalty", self.presence_penalty, -2, 2)
+        note(check_number, "frequency_penalty", self.frequency_penalty, -2, 2)
+        note(check_number, "repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
+        if self.seed is not None:
+            note(check_int, "seed", self.seed, 0, 2**63 - 1)
+        if self.max_tokens is not None:
+            note(check_int, "max_tokens", self.max_tokens, 1)
+        note(check_int, "min_tokens", self.min_tokens, 0, _int_or(self.max_tokens, None))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                note(check_int, name, getattr(self, name), -1)
+        if self.truncate_prompt_tokens is not None:
+            ok = self.truncate_prompt_tokens != 0
+            note(check, ok, "truncate_prompt_tokens", 0, "-1 or an integer of at least 1")
+            note(check_int, "truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+
+    def _note_stops(self, problems: Problems) -> None:
+        ok = self.stop is None or isinstance(self.stop, str) or _is_list_of_texts(self.stop)
+        ok = ok and self.stop != ""
+        problems.note(check, ok, "stop", self.stop, "None, a non-empty string or a list of them")
+        if ok:
+            stops = self.stop_strings
+            problems.note(check_int, "the number of stop strings", len(stops), 0, MAX_STOP_STRINGS)
+            longest = max(map(len, stops), default=0)
+            problems.note(check_int, "the length of a stop string", longest, 0, MAX_STOP_STRING_LENGTH)
+        if ok and self.stop and not self.detokenize:
+            problems.note(check, False, "stop (detokenize is False)", self.stop, "None")
+        ok = self.bad_words is None or _is_list_of_texts(self.bad_words)
+        problems.note(check, ok, "bad_words", self.bad_words, "None or a list of non-empty strings")
+
+    def _note_token_ids(self, problems: Problems) -> None:
+        note = problems.note
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            token_ids = getattr(self, name)
+            ok = token_ids is None or isinstance(token_ids, list | tuple)
+            note(check, ok, name, token_ids, "None or a list of token ids")
+            if ok:
+                note(_check_token_ids, name, token_ids or ())
+        if self.allowed_token_ids is not None:
+            ok = self.allowed_token_ids not in ([], ())
+            note(check, ok, "allowed_token_ids", self.allowed_token_ids, "None or at least one token id")
+        bad = self.bad_words_token_ids
+        ok = bad is None or isinstance(bad, list | tuple)
+        ok = ok and all(isinstance(ids, list | tuple) and len(ids) > 0 for ids in bad or ())
+        note(check, ok, "bad_words_token_ids", bad, "None or a list of non-empty lists of token ids")
+        for token_ids in bad or () if ok else ():
+            note(_check_token_ids, "bad_words_token_ids", token_ids)
+        bias = self.logit_bias
+        ok = bias is None or isinstance(bias, dict)
+        note(check, ok, "logit_bias", bias, "None or a dict of token id to number")
+        if bias and ok:
+            limit = f"at most {MAX_LOGIT_BIAS_ENTRIES} entries"
+            ok = len(bias) <= MAX_LOGIT_BIAS_ENTRIES
+            note(check, ok, "the length of logit_bias", len(bias), limit)
+            note(_check_token_ids, "logit_bias", bias)
+            note(_check_bias, bias)
 
 
-@dataclasses.dataclass(frozen=True)
+@ignores({"include_stop_str_in_output": (False,)})
+@dataclasses.dataclass
 class BeamSearchParams:
-    """A beam search; the names are vLLM's.
+    """A beam search; the names are vLLM's. May be changed after construction, as SamplingParams.
 
     Args:
-        beam_width: Sequences kept at each step, and returned.
-        max_tokens: Most tokens of an output.
-        ignore_eos: Whether to go on after the model's end token.
-        length_penalty: A hypothesis scores its log-probability / length ** length_penalty, the prompt
-            counted and an end token not; in [-10, 10].
+        beam_width: Number of sequences that are kept at each step, and returned.
+        max_tokens: Maximum number of output tokens. What would exceed the engine's max_model_len is cut.
+        ignore_eos: Whether to continue after the model's end token.
         temperature: Divides the logits before the log-probabilities are taken; 0 leaves them as they are.
+        length_penalty: A hypothesis scores its log-probability / length ** length_penalty, where the length
+            counts the prompt and no end token; in [-10, 10].
 
     Raises:
-        ValueError: If a value is out of range; the message names the argument, the value and the range.
+        ValueError: If a value is out of range; the message names the argument, the value and the range, for
+            every argument that is wrong.
     """
 
     beam_width: int
     max_tokens: int = 16
     ignore_eos: bool = False
-    length_penalty: float = 1.0
     temperature: float = 0.0
+    length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        check_int("beam_width", self.beam_width, 1)
-        check_int("max_tokens", self.max_tokens, 1)
-        check_choice("ignore_eos", self.ignore_eos, (True, False))
-        check_number("length_penalty", self.length_penalty, -10, 10)
-        check_number("temperature", self.temperature, 0, 1e6)
+        self.validate()
+
+    def validate(self) -> None:
+        """Checks all values, as construction does.
+
+        Raises:
+            ValueError: If a value is out of range; the message lists every problem.
+        """
+        problems = Problems()
+        problems.note(check_int, "beam_width", self.beam_width, 1)
+        problems.note(check_int, "max_tokens", self.max_tokens, 1)
+        problems.note(check_choice, "ignore_eos", self.ignore_eos, (True, False))
+        problems.note(check_number, "temperature", self.temperature, 0, 1e6)
+        problems.note(check_number, "length_penalty", self.length_penalty, -10, 10)
+        problems.raise_if_any()
+
+
+def _int_or[T](value: Any, default: T) -> int | T:
+    """Returns an integer, or the default if `value` is none or less than 1 (which is reported elsewhere)."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_int and value >= 1 else default
+
+
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(text, str) and text for text in value)
+
+
+def _check_token_ids(name: str, token_ids: Any, vocab_size: int | None = None) -> None:
+    last = None if vocab_size is None else vocab_size - 1
+    for token_id in token_ids:
+        # An allow-list may have a hundred thousand of them: a call per token id would be slow.
+        if type(token_id) is not int or token_id < 0 or (last is not None and token_id > last):
+            check_int(f"a token id of {name}", token_id, 0, last)
+
+
+def _check_bias(bias: dict[int, float]) -> None:
+    for token_id, value in bias.items():
+        check_number(f"logit_bias[{token_id}]", value, -100, 100)

@@ -1,11 +1,11 @@
-"""The attention layer, and what it needs to know of a batch and of the cache.
+"""The attention of a layer, and what it needs to know of a batch and of the cache.
 
-A padded batch of T token rows holds B sequences one after the other (here T = 8, B = 4, one row unused):
+A padded batch of T token rows holds B sequences one after the other (here T = 8, B = 4, one sequence unused):
 
     token row        0   1 | 2   3   4 | 5 | 6   7
     sequence         a   a | b   b   b | c | -   -
     query_start_loc  0       2           5   6   6     (B + 1 entries; an unused sequence is empty)
-    context_lens     9       3           41  0         (tokens attended to, this step's included)
+    context_lens     9       3           41  0         (tokens attended to, including this step's)
 """
 
 import dataclasses
@@ -27,22 +27,22 @@ Backend = ops.Implementation
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionMetadata:
-    """Where the tokens of a padded batch stand, and where their keys and values lie.
+    """Where the tokens of a padded batch stand, and where their keys and values are stored.
 
-    Layers that cache the same share block tables: they are a group, and there are G of them.
+    Layers that cache the same tokens share block tables: they form a cache group, and there are G groups.
 
     Args:
-        positions: int32 [T], position of each token in its sequence; 0 in padding rows.
-        slot_mapping: int32 [G, T], block_id * block_size + offset that each token's key and value go to;
-            num_blocks * block_size or more in padding rows, which are not written.
+        positions: int32 [T], position of each token in its sequence; 0 in padding.
+        slot_mapping: int32 [G, T], block_id * block_size + offset of the slot for each token's key and value;
+            num_blocks * block_size or more in padding, which is not written.
         block_tables: int32 [G, B, M], block ids of each sequence, padded with the null block 0, which also
-            stands where a block fell out of a window.
-        context_lens: int32 [G, B], tokens of each sequence, this step's included; 0 in unused rows. In a
-            group of cross attention, tokens that the encoder has read.
+            replaces blocks that have left a window.
+        context_lens: int32 [G, B], tokens of each sequence, including this step's; 0 for unused sequences.
+            In a cache group of cross attention, tokens that the encoder has read.
         query_start_loc: int32 [B + 1], first token row of each sequence.
-        is_decode: Static; True if T == B and sequence b has just the token row b.
+        is_decode: Static; True if T == B and token row b is the only one of sequence b.
         backend: Static; which kernels attend.
-        places: Static; (pool, group) of each entry of the model's kv_cache_specs().
+        places: Static; (pool, cache group) of each entry of the model's kv_cache_specs().
     """
 
     positions: Int[Array, " t"]
@@ -60,7 +60,7 @@ class FullAttentionSpec:
     """A layer that caches the keys and values of every token of a sequence.
 
     Args:
-        num_kv_heads: Key and value heads.
+        num_kv_heads: Number of key and value heads.
         head_dim: Size of a head.
     """
 
@@ -70,12 +70,12 @@ class FullAttentionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindowSpec:
-    """A layer whose tokens attend to the last ones only: blocks before the window are given back.
+    """A layer whose tokens attend to the latest tokens only: blocks before the window are freed.
 
     Args:
-        num_kv_heads: Key and value heads.
+        num_kv_heads: Number of key and value heads.
         head_dim: Size of a head.
-        window: Tokens that a token attends to, itself included.
+        window: Tokens that a token attends to, including itself.
     """
 
     num_kv_heads: int
@@ -85,10 +85,10 @@ class SlidingWindowSpec:
 
 @dataclasses.dataclass(frozen=True)
 class CrossAttentionSpec:
-    """A layer that attends to an encoder's output: written once a request, then only read.
+    """A layer that attends to an encoder's output, which is written once per request and then only read.
 
     Args:
-        num_kv_heads: Key and value heads.
+        num_kv_heads: Number of key and value heads.
         head_dim: Size of a head.
     """
 
@@ -114,16 +114,19 @@ def dense_attention(
     soft_cap: float | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
 ) -> Float[Array, "b t h d"]:
-    """Causal attention of a dense batch without a cache: what trains, and what checks the paged path.
+    """Causal attention of a dense batch without a cache, which trains models and checks the paged path.
 
     Args:
         q: Queries.
         k: Keys.
         v: Values.
         scale: Factor of the scores.
-        window: Tokens that a token attends to, itself included; None for all.
-        soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for none.
+        window: Tokens that a token attends to, including itself; None for all.
+        soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
         distance_bias: Added to the score of query i and key j: distance_bias[head, min(i - j, n - 1)].
+
+    Returns:
+        The attention of every token.
     """
     distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
     live = distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -137,6 +140,37 @@ def dense_attention(
     scores = jnp.einsum("bihd,bjhd->bhij", q, k, preferred_element_type=jnp.float32) * scale
     scores = jnp.where(live, jnp.tanh(scores / soft_cap) * soft_cap, -jnp.inf)
     return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores).astype(v.dtype), v)
+
+
+def bidirectional_attention(
+    q: Float[Array, "b n h d"],
+    k: Float[Array, "b n k d"],
+    v: Float[Array, "b n k d"],
+    lens: Int[Array, " b"],
+    *,
+    scale: float,
+    distance_bias: Float[Array, "h r"] | None = None,
+) -> Float[Array, "b n h d"]:
+    """Attention of an encoder: every token attends to the whole text.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        lens: int32, tokens of each text; what is behind them is padding, and not attended to.
+        scale: Factor of the scores.
+        distance_bias: With 2N - 1 columns; added to the score of query i and key j:
+            distance_bias[head, i - j + N - 1].
+
+    Returns:
+        The attention of every token, arbitrary in padding.
+    """
+    bias = None
+    if distance_bias is not None:
+        n = q.shape[1]
+        distance = jnp.arange(n)[:, None] - jnp.arange(n)
+        bias = distance_bias[None, :, distance + n - 1]
+    return jax.nn.dot_product_attention(q, k, v, bias, scale=scale, key_value_seq_lengths=lens)
 
 
 def paged_attention(
@@ -155,19 +189,19 @@ def paged_attention(
     """Writes this step's keys and values to their slots, then attends over the block tables.
 
     Args:
-        layer: Index among the model's kv_cache_specs().
-        spec: Of that layer.
+        layer: Index into the model's kv_cache_specs().
+        spec: The layer's entry there.
         q: Queries.
         k: Keys.
         v: Values.
-        kv_cache: The pools, [P, 2, K, S, D] each; the layer's is replaced by the one written to.
-        metadata: Where the rows stand.
+        kv_cache: The pools, [P, 2, K, S, D] each; the layer's entry is replaced by the pool written to.
+        metadata: Where the token rows stand.
         scale: Factor of the scores.
         soft_cap: As dense_attention takes it.
         distance_bias: As dense_attention takes it.
 
     Returns:
-        The attention of every token row, 0 in padding rows.
+        The attention of every token row, 0 in padding.
     """
     pool, group = metadata.places[layer]
     backend = metadata.backend
@@ -185,19 +219,22 @@ def paged_attention(
 def cross_attention(
     layer: int, q: Float[Array, "t h d"], kv_cache: list[Array], metadata: AttentionMetadata, *, scale: float
 ) -> Float[Array, "t h d"]:
-    """Attends to all of the encoder's keys and values of each row's sequence, which lie in the pool.
+    """Attends to all of the encoder's keys and values of each token row's sequence, which are in the pool.
 
     Args:
-        layer: Index among the model's kv_cache_specs(), of a CrossAttentionSpec.
+        layer: Index into the model's kv_cache_specs(), where a CrossAttentionSpec is.
         q: Queries.
         kv_cache: The pools; not modified.
-        metadata: Where the rows stand.
+        metadata: Where the token rows stand.
         scale: Factor of the scores.
+
+    Returns:
+        The attention of every token row, 0 in padding.
     """
     pool, group = metadata.places[layer]
     tables, lens = metadata.block_tables[group], metadata.context_lens[group]
     if not metadata.is_decode:
-        # Nothing is causal here: every row is a decode of its own.
+        # Nothing is causal here, so every token row is a decode of its own.
         rows = jnp.arange(q.shape[0])[:, None]
         seq = jnp.sum(rows >= metadata.query_start_loc[1:], axis=1)
         is_padding = seq >= lens.shape[0]

@@ -1,7 +1,7 @@
-"""What all decoder families share: the dense call that trains, and the paged one that serves."""
+"""What every family offers to the engine and the loader, and what all decoder families share."""
 
 import abc
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,34 +10,19 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import (
     AttentionMetadata,
     KVCacheSpec,
+    cross_attention,
     dense_attention,
     paged_attention,
     window_of,
 )
+from jax_paged.models.forward_context import ForwardContext
 from jax_paged.models.hf_format import WeightTable
-
-
-class Attend(Protocol):
-    """How a layer's tokens attend: (layer, q, k, v) to the attention of every token.
-
-    Options are those of dense_attention; the window comes from the layer's KVCacheSpec.
-    """
-
-    def __call__(
-        self,
-        layer: int,
-        q: Array,
-        k: Array,
-        v: Array,
-        *,
-        scale: float,
-        soft_cap: float | None = None,
-        distance_bias: Array | None = None,
-    ) -> Array: ...
 
 
 class LanguageModel(nnx.Module):
     """What the engine and the loader ask of every family.
+
+    A family adds its modules and the abstract methods.
 
     Args:
         config: Of the family's config_class.
@@ -53,6 +38,25 @@ class LanguageModel(nnx.Module):
     def __init__(self, config: Any, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None: ...
 
     @abc.abstractmethod
+    def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the decoder's last hidden state of every token row.
+
+        Args:
+            tokens: int32, token ids.
+            context: Goes to every module; says where the tokens stand and how they attend.
+        """
+
+    @abc.abstractmethod
+    def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        """Returns the float32 logits of hidden states.
+
+        There is no context: the rows are those of `hidden` that somebody samples from, not the token rows.
+        """
+
+    @abc.abstractmethod
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """Returns what each layer caches."""
+
     def paged(
         self, tokens: Int[Array, " t"], kv_cache: list[Array], metadata: AttentionMetadata
     ) -> tuple[Float[Array, "t e"], list[Array]]:
@@ -61,50 +65,53 @@ class LanguageModel(nnx.Module):
         Args:
             tokens: int32 [T], token ids.
             kv_cache: The pools, [P, 2, K, S, D] each.
-            metadata: Where the rows stand, and which pool is each layer's.
+            metadata: Where the token rows stand, and which pool belongs to which layer.
         """
+        kv_cache = list(kv_cache)
+        return self.hidden(tokens, self.paged_context(kv_cache, metadata)), kv_cache
 
-    @abc.abstractmethod
-    def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
-        """Returns the float32 logits of hidden states."""
+    def paged_context(self, kv_cache: list[Array], metadata: AttentionMetadata) -> ForwardContext:
+        """Returns the context of a pass over a paged batch.
 
-    @abc.abstractmethod
-    def kv_cache_specs(self) -> list[KVCacheSpec]:
-        """Returns what each layer caches."""
+        Args:
+            kv_cache: The pools; as the pass goes on, the list gets the pools that were written to.
+            metadata: Where the token rows stand, and which pool belongs to which layer.
+        """
+        specs = self.kv_cache_specs()
+
+        def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+            return paged_attention(layer, specs[layer], q, k, v, kv_cache, metadata, **options)
+
+        def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
+            return cross_attention(layer, q, kv_cache, metadata, scale=scale)
+
+        return ForwardContext(self, metadata.positions, attend, cross_attend)
 
 
 class CausalLM(LanguageModel):
-    """A decoder; a family adds its modules and the methods that are abstract."""
-
-    @abc.abstractmethod
-    def hidden(
-        self, tokens: Int[Array, "*t"], positions: Int[Array, "*t"], attend: Attend
-    ) -> Float[Array, "*t e"]:
-        """Returns the last hidden state of every token; how tokens attend is the caller's."""
+    """A decoder; a family adds its modules and the abstract methods of LanguageModel."""
 
     def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t v"]:
-        """Returns the float32 logits of a dense causal batch, without any cache.
+        """Returns the float32 logits of a dense causal batch, without a cache.
 
         Raises:
-            ValueError: If the texts are longer than the model was made for.
+            ValueError: If the texts are longer than the model's maximum.
         """
         limit = self.config.max_position_embeddings
         if tokens.shape[1] > limit:
             raise ValueError(f"tokens holds texts of {tokens.shape[1]} tokens; allowed: at most {limit}")
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return self.logits(self.hidden(tokens, self.dense_context(tokens)))
+
+    def dense_context(self, tokens: Int[Array, "b t"]) -> ForwardContext:
+        """Returns the context of a pass over a dense batch, whose texts all start at position 0."""
         specs = self.kv_cache_specs()
 
         def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
             return dense_attention(q, k, v, window=window_of(specs[layer]), **options)
 
-        return self.logits(self.hidden(tokens, positions, attend))
+        return ForwardContext(self, dense_positions(tokens), attend)
 
-    def paged(
-        self, tokens: Int[Array, " t"], kv_cache: list[Array], metadata: AttentionMetadata
-    ) -> tuple[Float[Array, "t e"], list[Array]]:
-        kv_cache, specs = list(kv_cache), self.kv_cache_specs()
 
-        def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
-            return paged_attention(layer, specs[layer], q, k, v, kv_cache, metadata, **options)
-
-        return self.hidden(tokens, metadata.positions, attend), kv_cache
+def dense_positions(tokens: Int[Array, "b t"]) -> Int[Array, "b t"]:
+    """Returns the positions of a dense batch, whose texts all start at position 0."""
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

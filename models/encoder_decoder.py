@@ -1,60 +1,78 @@
-"""What encoder-decoder families share: the dense call, and the paged one after an encoder."""
+"""What all encoder-decoder families share: the dense call, and the paged one after an encoder."""
 
 import abc
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_paged.models.attention import (
-    AttentionMetadata,
     Backend,
     CrossAttentionSpec,
-    cross_attention,
+    bidirectional_attention,
     dense_attention,
-    paged_attention,
 )
-from jax_paged.models.causal_lm import Attend, LanguageModel
+from jax_paged.models.causal_lm import LanguageModel, dense_positions
+from jax_paged.models.forward_context import ForwardContext
 from jax_paged.pallas_kernels import ops
 
 
-class CrossAttend(Protocol):
-    """How a layer attends to the encoder's output: (layer, q) to the attention of every token."""
-
-    def __call__(self, layer: int, q: Array, *, scale: float) -> Array: ...
-
-
 class EncoderDecoderLM(LanguageModel):
-    """An encoder and a decoder; a family adds its modules and the methods that are abstract.
+    """An encoder and a decoder; a family adds its modules and the abstract methods.
 
-    A layer's number is its place in kv_cache_specs(), where self and cross attention have an entry each.
+    A layer of the decoder has two entries in kv_cache_specs(), one for its own attention and one for cross
+    attention; the indices of these entries are the layers that context.attend and context.cross_attend take.
     """
 
     @abc.abstractmethod
-    def encode(self, tokens: Int[Array, "b n"], lens: Int[Array, " b"]) -> Float[Array, "b n e"]:
-        """Returns the encoder's output; what lies past lens is padding, and never matters."""
+    def encode(self, tokens: Int[Array, "b n"], context: ForwardContext) -> Float[Array, "b n e"]:
+        """Returns the encoder's output.
+
+        Args:
+            tokens: int32, token ids.
+            context: As encoder_context returns it. Padding is never attended to; its output is arbitrary.
+        """
 
     @abc.abstractmethod
-    def cross_kv(self, encoded: Float[Array, "*n e"]) -> list[tuple[Array, Array]]:
-        """Returns keys and values [*n, K, D] of an encoder's output, one pair a CrossAttentionSpec."""
+    def cross_kv(self, encoded: Float[Array, "b n e"], context: ForwardContext) -> list[tuple[Array, Array]]:
+        """Returns the keys and values [B, N, K, D] of an encoder's output, one pair per CrossAttentionSpec.
 
-    @abc.abstractmethod
-    def hidden(
-        self,
-        tokens: Int[Array, "*t"],
-        positions: Int[Array, "*t"],
-        attend: Attend,
-        cross_attend: CrossAttend,
-    ) -> Float[Array, "*t e"]:
-        """Returns the decoder's last hidden state of every token."""
+        Args:
+            encoded: As `encode` returns it.
+            context: The one that `encode` took: the rows are the encoder's.
+        """
 
     def __call__(
         self, encoder_tokens: Int[Array, "b n"], encoder_lens: Int[Array, " b"], tokens: Int[Array, "b t"]
     ) -> Float[Array, "b t v"]:
-        """Returns the float32 logits of a dense batch, without any cache."""
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        cross = self.cross_kv(self.encode(encoder_tokens, encoder_lens))
+        """Returns the float32 logits of a dense batch, without a cache."""
+        context = self.encoder_context(encoder_tokens, encoder_lens)
+        cross = self.cross_kv(self.encode(encoder_tokens, context), context)
+        return self.logits(self.hidden(tokens, self.dense_context(tokens, cross, encoder_lens)))
+
+    def encoder_context(self, tokens: Int[Array, "b n"], lens: Int[Array, " b"]) -> ForwardContext:
+        """Returns the context of a pass of the encoder.
+
+        Args:
+            tokens: int32, token ids; padding from lens on.
+            lens: int32, tokens of each text.
+        """
+
+        def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+            return bidirectional_attention(q, k, v, lens, **options)
+
+        return ForwardContext(self, dense_positions(tokens), attend)
+
+    def dense_context(
+        self, tokens: Int[Array, "b t"], cross: list[tuple[Array, Array]], encoder_lens: Int[Array, " b"]
+    ) -> ForwardContext:
+        """Returns the context of a pass of the decoder over a dense batch.
+
+        Args:
+            tokens: int32, token ids; all texts start at position 0.
+            cross: As cross_kv returns it.
+            encoder_lens: int32, tokens that the encoder read of each text.
+        """
         by_layer = dict(zip(self._cross_layers(), cross, strict=True))
 
         def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
@@ -64,20 +82,7 @@ class EncoderDecoderLM(LanguageModel):
             k, v = by_layer[layer]
             return jax.nn.dot_product_attention(q, k, v, scale=scale, key_value_seq_lengths=encoder_lens)
 
-        return self.logits(self.hidden(tokens, positions, attend, cross_attend))
-
-    def paged(
-        self, tokens: Int[Array, " t"], kv_cache: list[Array], metadata: AttentionMetadata
-    ) -> tuple[Float[Array, "t e"], list[Array]]:
-        kv_cache, specs = list(kv_cache), self.kv_cache_specs()
-
-        def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
-            return paged_attention(layer, specs[layer], q, k, v, kv_cache, metadata, **options)
-
-        def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
-            return cross_attention(layer, q, kv_cache, metadata, scale=scale)
-
-        return self.hidden(tokens, metadata.positions, attend, cross_attend), kv_cache
+        return ForwardContext(self, dense_positions(tokens), attend, cross_attend)
 
     def write_encoded(
         self,
@@ -89,21 +94,26 @@ class EncoderDecoderLM(LanguageModel):
         places: tuple[tuple[int, int], ...],
         backend: Backend,
     ) -> list[Array]:
-        """Runs the encoder on one text and writes what the decoder attends to into the pools.
+        """Runs the encoder on one text and writes the keys and values for cross attention to the pools.
 
         Args:
             tokens: int32 [N], padded.
             length: Tokens of the text.
             kv_cache: The pools.
-            slot_mapping: int32 [G, N], where each token goes; out of range in padding.
-            places: (pool, group) of each layer.
+            slot_mapping: int32 [G, N], slot of each token in each cache group; out of range in padding.
+            places: (pool, cache group) of each layer.
             backend: Which kernels write.
+
+        Returns:
+            The pools, those of cross attention written to.
         """
         kv_cache = list(kv_cache)
-        cross = self.cross_kv(self.encode(tokens[None], length[None])[0])
+        context = self.encoder_context(tokens[None], length[None])
+        cross = self.cross_kv(self.encode(tokens[None], context), context)
         for layer, (k, v) in zip(self._cross_layers(), cross, strict=True):
             pool, group = places[layer]
-            kv_cache[pool] = ops.write_kv(kv_cache[pool], k, v, slot_mapping[group], backend=backend)
+            slots = slot_mapping[group]
+            kv_cache[pool] = ops.write_kv(kv_cache[pool], k[0], v[0], slots, backend=backend)
         return kv_cache
 
     def _cross_layers(self) -> list[int]:

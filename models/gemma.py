@@ -1,4 +1,4 @@
-"""Gemma 2 and the text models of Gemma 3: windows between full layers, soft caps, norms around each part.
+"""Gemma 2 and the text models of Gemma 3: layers with and without windows, soft caps, norms around each part.
 
 Source: Gemma 2: Improving Open Language Models at a Practical Size, 2024; Gemma 3 Technical Report, 2025;
 semantics as in Hugging Face's Gemma2ForCausalLM and Gemma3ForCausalLM.
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.layers import RMSNorm
 from jax_paged.models.llama import LlamaAttention, LlamaConfig, LlamaForCausalLM, LlamaMLP
@@ -26,9 +27,9 @@ class GemmaConfig(LlamaConfig):
 
     Args:
         window_rope: Rotary positions of the layers that have a window.
-        query_pre_attn_scalar: Attention scores are divided by its root.
-        attn_logit_softcapping: Soft cap of attention scores; None for none.
-        final_logit_softcapping: Soft cap of logits; None for none.
+        query_pre_attn_scalar: Attention scores are divided by its square root.
+        attn_logit_softcapping: Soft cap of attention scores; None for no cap.
+        final_logit_softcapping: Soft cap of logits; None for no cap.
     """
 
     window_rope: Rope
@@ -43,7 +44,7 @@ class GemmaConfig(LlamaConfig):
         fields = super().read(read)
         read.choice("use_bidirectional_attention", False, (False,))
         num_layers = fields["num_hidden_layers"]
-        # Every how many layers one attends to all.
+        # One layer in so many attends to all tokens.
         pattern = read.integer("sliding_window_pattern")
         types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
         caps = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -90,7 +91,7 @@ class Gemma3Config(GemmaConfig):
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
-        # transformers reads a soft cap of attention scores, and does not use it.
+        # transformers reads a soft cap of attention scores here but does not apply it.
         read.choice("attn_logit_softcapping", None, (None,))
         fields = super().read(read)
         head_dim, limit = fields["head_dim"], fields["max_position_embeddings"]
@@ -100,12 +101,17 @@ class Gemma3Config(GemmaConfig):
         }
 
     @classmethod
+    def read_max_positions(cls, read: ConfigReader, max_position_embeddings: int) -> int:
+        # A Gemma 3's config.json states the context after scaling.
+        return max_position_embeddings
+
+    @classmethod
     def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
         return read_rope(_rope_values(read, "full_attention"), head_dim, max_position_embeddings, 1000000.0)
 
 
 def _rope_values(read: ConfigReader, layer_type: str) -> ConfigReader:
-    """Returns a reader of the rotary values of a type of layers, whichever form they have."""
+    """Returns a reader of the rotary values for one type of layers, in whichever form they are given."""
     name, theta = "rope_parameters", "rope_local_base_freq"
     values = read.nested(name, read.table(name)).table(layer_type)
     if layer_type == "full_attention":
@@ -114,16 +120,16 @@ def _rope_values(read: ConfigReader, layer_type: str) -> ConfigReader:
 
 
 class GemmaRMSNorm(RMSNorm):
-    """A RMSNorm whose scale is 1 + weight, and which rounds last."""
+    """An RMSNorm whose scale is 1 + weight, and which rounds to the model's type at the very end."""
 
-    def __call__(self, x: Float[Array, "... e"]) -> Float[Array, "... e"]:
+    def forward(self, x: Float[Array, "... e"], context: ForwardContext) -> Float[Array, "... e"]:
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
         return (x32 * (1.0 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
 
 
 class GemmaAttention(LlamaAttention):
-    """A Llama's with other norms, another scale, a soft cap, and rotary positions by the kind of layer."""
+    """A Llama's attention with other norms, another scale, a soft cap and two kinds of rotary positions."""
 
     norm_class: ClassVar[type[RMSNorm]] = GemmaRMSNorm
 
@@ -134,8 +140,8 @@ class GemmaAttention(LlamaAttention):
         self.soft_cap = config.attn_logit_softcapping
 
 
-class GemmaDecoderLayer(nnx.Module):
-    """Attention, then the MLP, each normed before and after, then added to the stream."""
+class GemmaDecoderLayer(Module):
+    """Attention, then the MLP, each with a norm before and after it, then added to the residual stream."""
 
     def __init__(self, config: GemmaConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         norm = functools.partial(GemmaRMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
@@ -144,25 +150,24 @@ class GemmaDecoderLayer(nnx.Module):
         self.self_attn = GemmaAttention(config, layer, dtype=dtype, rngs=rngs)
         self.mlp = LlamaMLP(config, layer, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "*t e"], positions: Int[Array, "*t"], attend: Callable[..., Array]
-    ) -> Float[Array, "*t e"]:
-        attended = self.self_attn(self.input_layernorm(x), positions, attend)
-        x = x + self.post_attention_layernorm(attended)
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        attended = self.self_attn(self.input_layernorm(x, context), context)
+        x = x + self.post_attention_layernorm(attended, context)
+        out = self.mlp(self.pre_feedforward_layernorm(x, context), context)
+        return x + self.post_feedforward_layernorm(out, context)
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):
-    """A Llama with the layers above, scaled embeddings and a soft cap of the logits."""
+    """A Llama with the layers above, scaled embeddings and a soft cap on the logits."""
 
     config: GemmaConfig
     config_class: ClassVar[type[LlamaConfig]] = Gemma2Config
-    layer_class: ClassVar[Callable[..., nnx.Module]] = GemmaDecoderLayer
+    layer_class: ClassVar[Callable[..., Module]] = GemmaDecoderLayer
     norm_class: ClassVar[type[RMSNorm]] = GemmaRMSNorm
 
-    def embed(self, tokens: Int[Array, "*t"]) -> Float[Array, "*t e"]:
-        x = self.embed_tokens(tokens)
-        # Rounded to the model's type, as it was in training.
+    def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        x = self.embed_tokens(tokens, context)
+        # The factor is rounded to the model's type, as it was in training.
         return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
@@ -171,6 +176,6 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
-    """The same modules with the config of Gemma 3."""
+    """The modules of Gemma 2 with the config of Gemma 3."""
 
     config_class: ClassVar[type[LlamaConfig]] = Gemma3Config

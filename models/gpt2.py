@@ -13,7 +13,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec
-from jax_paged.models.causal_lm import Attend, CausalLM
+from jax_paged.models.causal_lm import CausalLM
+from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, LayerNorm, Linear
 
@@ -36,7 +37,7 @@ WEIGHT_TABLE = WeightTable(
 
 @dataclasses.dataclass(frozen=True)
 class GPT2Config:
-    """Shape of a GPT-2; the names are the general ones that config.json's stand for.
+    """Shape of a GPT-2; the names are those that other families use for the same values.
 
     Args:
         scales: Factor of each layer's attention scores.
@@ -56,10 +57,10 @@ class GPT2Config:
 
     @classmethod
     def from_hf(cls, hf_config: dict[str, Any]) -> Self:
-        """Reads a config.json; what it leaves out is as in transformers.
+        """Reads a config.json; what it leaves out has transformers' default.
 
         Raises:
-            ValueError: If a value is missing, out of range or not supported; names all of them.
+            ValueError: If values are missing, out of range or not supported; the message lists all of them.
         """
         read = ConfigReader(hf_config)
         hidden_size, heads = read.integer("n_embd"), read.integer("n_head")
@@ -88,24 +89,25 @@ class GPT2Config:
         return config
 
 
-class GPT2Attention(nnx.Module):
-    """Queries, keys and values from one matrix; how the tokens attend is the caller's `attend`."""
+class GPT2Attention(Module):
+    """Queries, keys and values from one matrix; the context knows how the tokens attend."""
 
     def __init__(self, config: GPT2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.num_heads, self.scale = config.num_attention_heads, config.scales[layer]
+        self.layer, self.num_heads, self.scale = layer, config.num_attention_heads, config.scales[layer]
         size = config.hidden_size
         make = functools.partial(Linear, bias=True, std=config.initializer_range, dtype=dtype, rngs=rngs)
         self.c_attn = make(size, 3 * size, split=(None, TENSOR))
         self.c_proj = make(size, size, split=(TENSOR, None))
 
-    def __call__(self, x: Float[Array, "*t e"], attend: Any) -> Float[Array, "*t e"]:
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         heads = (*x.shape[:-1], self.num_heads, -1)
-        q, k, v = (y.reshape(heads) for y in jnp.split(self.c_attn(x), 3, axis=-1))
-        return self.c_proj(attend(q, k, v, scale=self.scale).reshape(x.shape))
+        q, k, v = (y.reshape(heads) for y in jnp.split(self.c_attn(x, context), 3, axis=-1))
+        out = context.attend(self.layer, q, k, v, scale=self.scale)
+        return self.c_proj(out.reshape(x.shape), context)
 
 
-class GPT2MLP(nnx.Module):
-    """Two linear maps and an activation."""
+class GPT2MLP(Module):
+    """Two linear maps with an activation between them."""
 
     def __init__(self, config: GPT2Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.activation = ACTIVATIONS[config.activation_function]
@@ -113,12 +115,12 @@ class GPT2MLP(nnx.Module):
         self.c_fc = make(config.hidden_size, config.intermediate_size, split=(None, TENSOR))
         self.c_proj = make(config.intermediate_size, config.hidden_size, split=(TENSOR, None))
 
-    def __call__(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
-        return self.c_proj(self.activation(self.c_fc(x)))
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        return self.c_proj(self.activation(self.c_fc(x, context)), context)
 
 
-class GPT2Block(nnx.Module):
-    """Attention, then the MLP, each normed before and added to the stream."""
+class GPT2Block(Module):
+    """Attention, then the MLP, each with a norm before it and added to the residual stream."""
 
     def __init__(self, config: GPT2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         norm = functools.partial(
@@ -128,13 +130,13 @@ class GPT2Block(nnx.Module):
         self.attn = GPT2Attention(config, layer, dtype=dtype, rngs=rngs)
         self.mlp = GPT2MLP(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "*t e"], attend: Any) -> Float[Array, "*t e"]:
-        x = x + self.attn(self.ln_1(x), attend)
-        return x + self.mlp(self.ln_2(x))
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        x = x + self.attn(self.ln_1(x, context), context)
+        return x + self.mlp(self.ln_2(x, context), context)
 
 
 class GPT2LMHeadModel(CausalLM):
-    """The model that trains (dense) and serves (paged) with the same modules."""
+    """A GPT-2; the same modules train it (dense call) and serve it (paged call)."""
 
     config_class: ClassVar[type[GPT2Config]] = GPT2Config
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
@@ -152,16 +154,15 @@ class GPT2LMHeadModel(CausalLM):
         head = functools.partial(Linear, bias=False, split=(None, TENSOR), std=std, dtype=dtype, rngs=rngs)
         self.lm_head = None if config.tie_word_embeddings else head(size, config.vocab_size)
 
-    def hidden(
-        self, tokens: Int[Array, "*t"], positions: Int[Array, "*t"], attend: Attend
-    ) -> Float[Array, "*t e"]:
-        x = self.wte(tokens) + self.wpe(positions)
-        for i, block in enumerate(self.h):
-            x = block(x, functools.partial(attend, i))
-        return self.ln_f(x)
+    def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        x = self.wte(tokens, context) + self.wpe(context.positions, context)
+        for block in self.h:
+            x = block(x, context)
+        return self.ln_f(x, context)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
-        return self.wte.attend(hidden) if self.lm_head is None else self.lm_head.logits(hidden)
+        head = self.wte if self.lm_head is None else self.lm_head
+        return head.logits(hidden)
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         c = self.config

@@ -1,4 +1,4 @@
-"""What the families share of Hugging Face's checkpoint format: fields of config.json, keys of weights."""
+"""Hugging Face's checkpoint format, as far as all families share it: config.json's fields, weights' keys."""
 
 import dataclasses
 import math
@@ -12,13 +12,13 @@ _REQUIRED: Any = object()
 class ConfigReader:
     """Reads fields of a config.json and collects everything that is wrong with them.
 
-    A read whose value is bad notes a problem and returns a placeholder, so that one pass finds all of
-    them; `finish` then raises. null counts as absent, as it does in transformers.
+    Reading a bad value notes the problem and returns a placeholder, so that one pass finds all problems;
+    `finish` then raises. As in transformers, null means absent.
 
     Args:
-        config: The parsed config.json, or a dictionary inside it.
-        prefix: Put before names in messages.
-        problems: Where problems are noted, by name; a nested reader shares its parent's.
+        config: The parsed config.json, or an object inside it.
+        prefix: Put before the names in messages.
+        problems: Problems noted so far, by name; a nested reader shares its parent's.
     """
 
     def __init__(
@@ -51,26 +51,26 @@ class ConfigReader:
         return float(value) if ok else low + 1
 
     def choice(self, name: str, default: Any, choices: tuple[Any, ...]) -> Any:
-        """Returns one of `choices`."""
+        """Returns a value that is one of `choices`; False and True don't count as 0 and 1."""
         value = self.get(name, default)
         ok = any(value == c and isinstance(value, bool) == isinstance(c, bool) for c in choices)
         self.check(ok, name, value, " or ".join(map(repr, choices)))
         return value if ok else choices[0]
 
     def table(self, name: str) -> dict[str, Any]:
-        """Returns an object; an empty one if there is none."""
+        """Returns an object; an empty one if the value is absent."""
         value = self.get(name, {})
         return value if self.check(isinstance(value, dict), name, value, "an object or null") else {}
 
     def windows(
         self, num_layers: int, default_types: Sequence[str], window: int | None
     ) -> tuple[int | None, ...]:
-        """Returns the window of each layer, None where it attends to all, as `layer_types` says.
+        """Returns the window of each layer by `layer_types`, None for a layer that attends to all tokens.
 
         Args:
             num_layers: Number of layers.
-            default_types: What `layer_types` is where config.json leaves it out.
-            window: Of the layers that are "sliding_attention"; None if no layer may be.
+            default_types: Stands in for `layer_types` if config.json leaves it out.
+            window: Of layers of type "sliding_attention"; None if that type is not allowed.
         """
         types = self.get("layer_types", list(default_types))
         choices = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
@@ -81,7 +81,7 @@ class ConfigReader:
         return tuple(window if t == "sliding_attention" else None for t in types)
 
     def nested(self, name: str, values: Mapping[str, Any]) -> "ConfigReader":
-        """Returns a reader of the values that lie under `name`; problems are noted here."""
+        """Returns a reader of the values under `name`; it notes its problems in this reader."""
         return ConfigReader(values, f"{self._prefix}{name}.", self._problems)
 
     def check(
@@ -90,8 +90,12 @@ class ConfigReader:
         """Notes a problem with `name` unless `ok`, and returns `ok`.
 
         Args:
-            also_needs: Other fields that went into `ok`. While one of them has a problem of its own its
-                value is a placeholder, and nothing is noted.
+            ok: Whether the value is allowed.
+            name: Name of the field.
+            value: Its value.
+            allowed: What is allowed, for the message.
+            also_needs: Other fields that `ok` depends on. If one of them has a problem of its own, its value
+                is a placeholder, and nothing is noted.
         """
         name = self._prefix + name
         if not ok and not any(n in self._problems for n in (name, *also_needs)):
@@ -100,7 +104,7 @@ class ConfigReader:
         return ok
 
     def finish(self) -> None:
-        """Raises ValueError that names every problem noted, if there is one."""
+        """Raises a ValueError that lists all problems, if any were noted."""
         if self._problems:
             lines = "".join(f"\n  {problem}" for problem in self._problems.values())
             raise ValueError(f"config.json does not describe a supported model:{lines}")
@@ -108,15 +112,15 @@ class ConfigReader:
 
 @dataclasses.dataclass(frozen=True)
 class WeightTable:
-    """How a family's weights are called in a checkpoint.
+    """The names of a family's weights in a checkpoint.
 
     Args:
-        rows: (regular expression of a whole NNX path joined by dots, Hugging Face key that its groups are
-            put into, whether the checkpoint holds the transposed matrix). The first match counts. If the
-            key has a {}, the checkpoint holds a weight for each index of the first dimension.
-        tied: Keys of weights that a tied model shares, with the key of the weight that it keeps.
-        ignored: Regular expression of whole keys that older checkpoints hold and nobody needs.
-        prefix: Start of all keys but the tied ones; older checkpoints leave it out.
+        rows: (regular expression that matches a whole NNX path joined by dots, template of the Hugging Face
+            key, whether the checkpoint holds the transposed matrix). The first match counts. If the key
+            contains {}, the checkpoint holds one weight per index of the first dimension.
+        tied: Keys of weights that a tied model shares, each with the key of the weight that is kept.
+        ignored: Regular expression that matches whole keys which older checkpoints hold and nobody needs.
+        prefix: Start of all keys except the tied ones; older checkpoints leave it out.
     """
 
     rows: tuple[tuple[str, str, bool], ...]
@@ -125,7 +129,7 @@ class WeightTable:
     prefix: str = ""
 
     def hf_key(self, path: str) -> tuple[str, bool]:
-        """Returns the Hugging Face key of the weight at an NNX path, and whether it lies transposed."""
+        """Returns the Hugging Face key of the weight at an NNX path, and whether it is stored transposed."""
         for pattern, key, transposed in self.rows:
             if match := re.fullmatch(pattern, path):
                 return match.expand(key), transposed

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jax_paged.models.forward_context import ForwardContext, Module
+
 # Mesh axis that heads, MLP width and vocabulary are split over.
 TENSOR = "tensor"
 
@@ -30,13 +32,23 @@ def parameter(value: Array, split: tuple[str | None, ...]) -> nnx.Param:
 def normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, std: float) -> Array:
     """Draws an initial weight of standard deviation `std`.
 
-    Compiled once a shape: so nothing but the weight itself is ever allocated.
+    Compiled once per shape, so that nothing but the weight itself is ever allocated.
     """
     return (jax.random.normal(key, shape) * std).astype(dtype)
 
 
-class Linear(nnx.Module):
-    """y = x @ kernel + bias, the kernel laid out [in, out]."""
+class Linear(Module):
+    """y = x @ kernel + bias, the kernel laid out [in, out].
+
+    Args:
+        in_features: Size of x.
+        out_features: Size of y.
+        bias: Whether there is one.
+        split: Mesh axis that splits each dimension of the kernel.
+        std: Standard deviation of the initial kernel.
+        dtype: Of the weights.
+        rngs: Where random weights come from.
+    """
 
     def __init__(
         self,
@@ -52,32 +64,32 @@ class Linear(nnx.Module):
         self.kernel = parameter(normal(rngs.params(), (in_features, out_features), dtype, std), split)
         self.bias = parameter(jnp.zeros(out_features, dtype), split[1:]) if bias else None
 
-    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+    def forward(self, x: Float[Array, "... i"], context: ForwardContext) -> Float[Array, "... o"]:
         y = x @ self.kernel[...]
         return y if self.bias is None else y + self.bias[...]
 
     def logits(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        """Returns float32, whatever the weights are; a head has no bias."""
+        """Returns float32 logits, whatever the type of the weights; such a head has no bias."""
         return jnp.matmul(x, self.kernel[...], preferred_element_type=jnp.float32)
 
 
-class Embedding(nnx.Module):
-    """A table of vectors, one a token."""
+class Embedding(Module):
+    """A table with one vector per token."""
 
     def __init__(
         self, vocab_size: int, features: int, *, std: float, dtype: jnp.dtype, rngs: nnx.Rngs
     ) -> None:
         self.embedding = parameter(normal(rngs.params(), (vocab_size, features), dtype, std), (TENSOR, None))
 
-    def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... e"]:
-        return self.embedding[...][tokens]
+    def forward(self, x: Int[Array, "..."], context: ForwardContext) -> Float[Array, "... e"]:
+        return self.embedding[...][x]
 
-    def attend(self, x: Float[Array, "... e"]) -> Float[Array, "... v"]:
-        """Returns the float32 logits of a head tied to this table."""
+    def logits(self, x: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        """Returns the float32 logits of a head that is tied to this table."""
         return jnp.einsum("...e,ve->...v", x, self.embedding[...], preferred_element_type=jnp.float32)
 
 
-class RMSNorm(nnx.Module):
+class RMSNorm(Module):
     """Root mean square norm, computed in float32.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
@@ -87,14 +99,14 @@ class RMSNorm(nnx.Module):
         self.scale = parameter(jnp.ones(features, dtype), (None,))
         self.epsilon = epsilon
 
-    def __call__(self, x: Float[Array, "... e"]) -> Float[Array, "... e"]:
+    def forward(self, x: Float[Array, "... e"], context: ForwardContext) -> Float[Array, "... e"]:
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
         return x32.astype(x.dtype) * self.scale[...]
 
 
-class LayerNorm(nnx.Module):
-    """Norm of mean 0 and variance 1, computed in float32, then scaled and shifted if `affine`.
+class LayerNorm(Module):
+    """Norm to mean 0 and variance 1, computed in float32, then scaled and shifted if `affine`.
 
     Source: Ba et al., Layer Normalization, 2016.
     """
@@ -104,7 +116,7 @@ class LayerNorm(nnx.Module):
         self.bias = parameter(jnp.zeros(features, dtype), (None,)) if affine else None
         self.epsilon = epsilon
 
-    def __call__(self, x: Float[Array, "... e"]) -> Float[Array, "... e"]:
+    def forward(self, x: Float[Array, "... e"], context: ForwardContext) -> Float[Array, "... e"]:
         x32 = x.astype(jnp.float32)
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)

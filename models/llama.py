@@ -1,6 +1,6 @@
-"""The Llama family, and the modules of its twins: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""Llama, and the base of its relatives: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-A twin (mistral.py, qwen.py, phi3.py, ...) states in its config and modules what differs.
+A relative (mistral.py, qwen.py, phi3.py, ...) overrides those parts of the config and modules that differ.
 
 Source: Touvron et al., LLaMA, 2023; names and semantics of the weights as in Hugging Face's
 LlamaForCausalLM.
@@ -16,10 +16,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from jax_paged.models.causal_lm import Attend, CausalLM
+from jax_paged.models.causal_lm import CausalLM
+from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, Linear, RMSNorm
-from jax_paged.models.rope import Rope, read_rope, rope_values
+from jax_paged.models.rope import Rope, max_positions, read_rope, rope_values
 
 WEIGHT_TABLE = WeightTable(
     rows=(
@@ -38,13 +39,15 @@ WEIGHT_TABLE = WeightTable(
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """Shape of a Llama or a twin; most names are those of config.json.
+    """Shape of a Llama or a relative; most names are those of config.json.
 
     Args:
+        max_position_embeddings: Maximum tokens of a text. This is config.json's value after rope scaling; see
+            rope.max_positions.
         rope: Rotary positions.
-        windows: Window of each layer, None where it attends to all; empty if no layer has one.
+        windows: Window of each layer, None where it attends to all tokens; empty if no layer has a window.
         attention_bias: Whether the projections to queries, keys and values have biases.
-        output_bias: Whether the projection of the attention does.
+        output_bias: Whether the output projection of the attention has a bias.
         qk_norm: Whether queries and keys are normed.
     """
 
@@ -67,16 +70,16 @@ class LlamaConfig:
     qk_norm: bool = False
     initializer_range: float = 0.02
 
-    # What transformers takes for a value that config.json leaves out.
+    # What transformers assumes for values that config.json leaves out.
     defaults: ClassVar[dict[str, Any]] = {}
     activation_name: ClassVar[str] = "hidden_act"
 
     @classmethod
     def from_hf(cls, hf_config: dict[str, Any]) -> Self:
-        """Reads a config.json, of transformers 5 or older; what it leaves out is as in transformers.
+        """Reads a config.json, of transformers 5 or older; what it leaves out has transformers' default.
 
         Raises:
-            ValueError: If a value is missing, out of range or not supported; names all of them.
+            ValueError: If values are missing, out of range or not supported; the message lists all of them.
         """
         read = ConfigReader(cls.defaults | hf_config)
         fields = cls.read(read)
@@ -85,7 +88,7 @@ class LlamaConfig:
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
-        """Returns the fields; a twin changes those that it has in another way."""
+        """Returns the fields of the dataclass; a relative overrides those that it reads in another way."""
         hidden_size = read.integer("hidden_size")
         heads = read.integer("num_attention_heads")
         kv_heads = read.integer("num_key_value_heads", heads)
@@ -99,7 +102,8 @@ class LlamaConfig:
         read.check(head_dim % 2 == 0, "head_dim", head_dim, "an even integer", also_needs=derived_from)
         read.choice("quantization_config", None, (None,))
         attention_bias = read.choice("attention_bias", False, (False, True))
-        fields = {
+        trained_positions = read.integer("max_position_embeddings")
+        return {
             "hidden_size": hidden_size,
             "num_attention_heads": heads,
             "num_key_value_heads": kv_heads,
@@ -107,7 +111,8 @@ class LlamaConfig:
             "vocab_size": read.integer("vocab_size"),
             "intermediate_size": read.integer("intermediate_size"),
             "num_hidden_layers": read.integer("num_hidden_layers"),
-            "max_position_embeddings": read.integer("max_position_embeddings"),
+            "max_position_embeddings": cls.read_max_positions(read, trained_positions),
+            "rope": cls.read_rope(read, head_dim, trained_positions),
             "hidden_act": read.choice(cls.activation_name, "silu", tuple(ACTIVATIONS)),
             "rms_norm_eps": read.number("rms_norm_eps", 1e-6),
             "tie_word_embeddings": read.choice("tie_word_embeddings", False, (False, True)),
@@ -116,27 +121,32 @@ class LlamaConfig:
             "mlp_bias": read.choice("mlp_bias", False, (False, True)),
             "initializer_range": read.number("initializer_range", 0.02, low_open=False),
         }
-        return fields | {"rope": cls.read_rope(read, head_dim, fields["max_position_embeddings"])}
+
+    @classmethod
+    def read_max_positions(cls, read: ConfigReader, max_position_embeddings: int) -> int:
+        """Returns the maximum tokens of a text; max_position_embeddings is config.json's value."""
+        return max_positions(rope_values(read, max_position_embeddings), max_position_embeddings)
 
     @classmethod
     def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
+        """Returns the rotary positions; max_position_embeddings is config.json's value."""
         return read_rope(rope_values(read, max_position_embeddings), head_dim, max_position_embeddings)
 
     @staticmethod
     def one_window(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-        """Returns the windows of layers that have all the same, or none."""
+        """Returns the windows of a model in which every layer has `sliding_window`, if there is one."""
         if read.get("sliding_window", None) is None:
             return ()
         return (read.integer("sliding_window"),) * num_layers
 
 
-class LlamaAttention(nnx.Module):
-    """Projections and rotary positions; how the tokens attend is the caller's `attend`."""
+class LlamaAttention(Module):
+    """Projections and rotary positions; the context knows how the tokens attend."""
 
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.config = config
+        self.config, self.layer = config, layer
         self.rope: Rope = config.rope
         self.scale: float = config.head_dim**-0.5
         self.soft_cap: float | None = None
@@ -153,24 +163,22 @@ class LlamaAttention(nnx.Module):
         make = functools.partial(make, c.hidden_size, bias=c.attention_bias, split=(None, TENSOR))
         self.q_proj, self.k_proj, self.v_proj = make(width), make(kv_width), make(kv_width)
 
-    def project(self, x: Float[Array, "*t e"]) -> tuple[Array, Array, Array]:
+    def project(self, x: Float[Array, "*t e"], context: ForwardContext) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values, their heads joined."""
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.q_proj(x, context), self.k_proj(x, context), self.v_proj(x, context)
 
-    def __call__(
-        self, x: Float[Array, "*t e"], positions: Int[Array, "*t"], attend: Callable[..., Array]
-    ) -> Float[Array, "*t e"]:
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         heads = (*x.shape[:-1], -1, self.config.head_dim)
-        q, k, v = (y.reshape(heads) for y in self.project(x))
+        q, k, v = (y.reshape(heads) for y in self.project(x, context))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rope(q, positions), self.rope(k, positions)
-        out = attend(q, k, v, scale=self.scale, soft_cap=self.soft_cap)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1))
+            q, k = self.q_norm(q, context), self.k_norm(k, context)
+        q, k = self.rope(q, context.positions), self.rope(k, context.positions)
+        out = context.attend(self.layer, q, k, v, scale=self.scale, soft_cap=self.soft_cap)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1), context)
 
 
-class LlamaMLP(nnx.Module):
-    """SwiGLU, or the same with another activation."""
+class LlamaMLP(Module):
+    """A gated MLP: SwiGLU, unless the config names another activation."""
 
     def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.activation = ACTIVATIONS[config.hidden_act]
@@ -181,12 +189,13 @@ class LlamaMLP(nnx.Module):
         self.up_proj = make(config.hidden_size, config.intermediate_size, split=(None, TENSOR))
         self.down_proj = make(config.intermediate_size, config.hidden_size, split=(TENSOR, None))
 
-    def __call__(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        gate = self.activation(self.gate_proj(x, context))
+        return self.down_proj(gate * self.up_proj(x, context), context)
 
 
-class LlamaDecoderLayer(nnx.Module):
-    """Attention, then the MLP, each normed before and added to the stream."""
+class LlamaDecoderLayer(Module):
+    """Attention, then the MLP, each with a norm before it and added to the residual stream."""
 
     attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
 
@@ -198,22 +207,20 @@ class LlamaDecoderLayer(nnx.Module):
         self.mlp = self.mlp_class(config, layer)(config, layer, dtype=dtype, rngs=rngs)
 
     @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., nnx.Module]:
+    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
         return LlamaMLP
 
-    def __call__(
-        self, x: Float[Array, "*t e"], positions: Int[Array, "*t"], attend: Callable[..., Array]
-    ) -> Float[Array, "*t e"]:
-        x = x + self.self_attn(self.input_layernorm(x), positions, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        x = x + self.self_attn(self.input_layernorm(x, context), context)
+        return x + self.mlp(self.post_attention_layernorm(x, context), context)
 
 
 class LlamaForCausalLM(CausalLM):
-    """The model that trains (dense) and serves (paged) with the same modules."""
+    """A Llama; the same modules train it (dense call) and serve it (paged call)."""
 
     config_class: ClassVar[type[LlamaConfig]] = LlamaConfig
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
-    layer_class: ClassVar[Callable[..., nnx.Module]] = LlamaDecoderLayer
+    layer_class: ClassVar[Callable[..., Module]] = LlamaDecoderLayer
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
@@ -228,21 +235,18 @@ class LlamaForCausalLM(CausalLM):
         head = functools.partial(Linear, bias=False, split=(None, TENSOR), std=std, dtype=dtype, rngs=rngs)
         self.lm_head = None if config.tie_word_embeddings else head(hidden_size, vocab_size)
 
-    def embed(self, tokens: Int[Array, "*t"]) -> Float[Array, "*t e"]:
-        return self.embed_tokens(tokens)
+    def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        return self.embed_tokens(tokens, context)
 
-    def hidden(
-        self, tokens: Int[Array, "*t"], positions: Int[Array, "*t"], attend: Attend
-    ) -> Float[Array, "*t e"]:
-        x = self.embed(tokens)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, positions, functools.partial(attend, i))
-        return self.norm(x)
+    def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        x = self.embed(tokens, context)
+        for layer in self.layers:
+            x = layer(x, context)
+        return self.norm(x, context)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
-        if self.lm_head is None:
-            return self.embed_tokens.attend(hidden)
-        return self.lm_head.logits(hidden)
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return head.logits(hidden)
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         c = self.config

@@ -1,4 +1,4 @@
-"""Mistral: a Llama whose layers may all have a window.
+"""Mistral: a Llama in which all layers may have a window.
 
 Source: Jiang et al., Mistral 7B, 2023.
 """

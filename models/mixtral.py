@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from flax import nnx
-
+from jax_paged.models.forward_context import Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.llama import WEIGHT_TABLE, LlamaConfig, LlamaForCausalLM
 from jax_paged.models.moe import MoeConfig, MoeDecoderLayer
@@ -47,10 +46,10 @@ class MixtralConfig(MoeConfig):
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
-    """A Llama with experts."""
+    """A Llama whose MLPs are mixtures of experts."""
 
     config_class: ClassVar[type[LlamaConfig]] = MixtralConfig
-    layer_class: ClassVar[Callable[..., nnx.Module]] = MoeDecoderLayer
+    layer_class: ClassVar[Callable[..., Module]] = MoeDecoderLayer
     weight_table: ClassVar[WeightTable] = dataclasses.replace(
         WEIGHT_TABLE,
         rows=(

@@ -1,18 +1,19 @@
 """Mixtures of experts: a router chooses a few MLPs for each token, and only those are computed.
 
-Source: Shazeer et al., Outrageously Large Neural Networks, 2017; for the blocks of rows Gale et
-al., MegaBlocks, 2022.
+Source: Shazeer et al., Outrageously Large Neural Networks, 2017; Gale et al., MegaBlocks, 2022 (the blocks of
+rows in grouped_matmul).
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.layers import ACTIVATIONS, TENSOR, Linear, normal, parameter
 from jax_paged.models.llama import LlamaConfig, LlamaDecoderLayer, LlamaMLP
@@ -25,9 +26,9 @@ class MoeConfig(LlamaConfig):
     Args:
         moe_layers: Layers that have experts; the others have an MLP.
         moe_intermediate_size: Width of an expert.
-        num_experts: Experts of a layer.
-        num_experts_per_tok: Experts that a token goes to.
-        norm_topk_prob: Whether the weights of a token's experts are made to sum up to 1.
+        num_experts: Experts per layer.
+        num_experts_per_tok: Experts per token.
+        norm_topk_prob: Whether the weights of a token's experts are scaled to sum to 1.
     """
 
     moe_layers: tuple[int, ...]
@@ -38,7 +39,7 @@ class MoeConfig(LlamaConfig):
 
     @staticmethod
     def read_experts(read: ConfigReader) -> dict[str, int]:
-        """Returns how many experts there are, and to how many of them a token goes."""
+        """Returns the fields num_experts and num_experts_per_tok."""
         name = "num_experts" if read.get("num_local_experts", None) is None else "num_local_experts"
         num, chosen = read.integer(name), read.integer("num_experts_per_tok")
         allowed = f"at most {name}, which is {num}"
@@ -52,20 +53,24 @@ def grouped_matmul(
 ) -> Float[Array, "n o"]:
     """Multiplies the first group_sizes[0] rows by kernels[0], the next group_sizes[1] by kernels[1], ...
 
-    The same as jax.lax.ragged_dot, which on a CPU multiplies all rows by all kernels. This one reads the
-    kernels of groups that are not empty, and computes a row as if it were alone. Not measured on a GPU.
+    jax.lax.ragged_dot returns this too, but on a CPU it multiplies all rows by all kernels. This function
+    reads only the kernels of groups that are not empty, and a row's result does not depend on the other rows.
+    Not measured on a GPU.
 
     Args:
         x: Rows, sorted by group.
-        kernels: One a group.
-        group_sizes: Rows of each group; they sum up to n.
+        kernels: One per group.
+        group_sizes: int32, rows of each group; they sum to n.
+
+    Returns:
+        The products, in the order of x.
     """
     num_rows, num_groups = x.shape[0], kernels.shape[0]
     per_group = -(-num_rows // num_groups)
     block = min(max(1 << (per_group - 1).bit_length(), 8), 128)
     num_blocks = -(-group_sizes // block)
     ends = jnp.cumsum(num_blocks)
-    # A work list of blocks of rows; there can be no more of them.
+    # The work list: blocks of rows. There can't be more of them than this.
     items = jnp.arange(num_rows // block + min(num_groups, num_rows))
     group = jnp.minimum(jnp.sum(items[:, None] >= ends, axis=1), num_groups - 1)
     first = (jnp.cumsum(group_sizes) - group_sizes)[group] + (items - (ends - num_blocks)[group]) * block
@@ -74,7 +79,7 @@ def grouped_matmul(
     def multiply(i: Array, y: Array) -> Array:
         rows = jax.lax.dynamic_slice_in_dim(x, first[i], block)
         kernel = jax.lax.dynamic_index_in_dim(kernels, group[i], keepdims=False)
-        # Rows past the group's end are of the groups behind it, whose blocks overwrite them.
+        # Rows past the group's end belong to later groups, whose blocks overwrite them.
         return jax.lax.dynamic_update_slice_in_dim(y, rows @ kernel, first[i], 0)
 
     y = jnp.zeros((num_rows + block, kernels.shape[2]), x.dtype)
@@ -94,10 +99,26 @@ def _backward(saved: tuple[Array, Array, Array], cotangent: Array) -> tuple[Arra
 grouped_matmul.defvjp(_forward, _backward)
 
 
-class Experts(nnx.Module):
-    """The kernels of all experts of a layer, stacked."""
+class RoutedTokens(NamedTuple):
+    """The input of a layer's experts.
+
+    Args:
+        tokens: [*t, E], the token rows.
+        chosen: int32 [*t, K], the experts of each token.
+        weights: float32 [*t, K], factor of each of these experts' outputs.
+    """
+
+    tokens: Float[Array, "*t e"]
+    chosen: Int[Array, "*t k"]
+    weights: Float[Array, "*t k"]
+
+
+class Experts(Module):
+    """Gated MLPs, of which each token goes through those chosen for it; their kernels are stacked."""
 
     def __init__(self, config: MoeConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.num_experts = config.num_experts
         size, inner, std = config.hidden_size, config.moe_intermediate_size, config.initializer_range
 
         def make(shape: tuple[int, int], split: tuple[str | None, str | None]) -> nnx.Param:
@@ -108,37 +129,46 @@ class Experts(nnx.Module):
         self.up_proj = make((size, inner), (None, TENSOR))
         self.down_proj = make((inner, size), (TENSOR, None))
 
+    def forward(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
+        *leading, features = x.tokens.shape
+        tokens, top_k = x.tokens.reshape(-1, features), x.chosen.shape[-1]
+        by_expert = jnp.argsort(x.chosen.reshape(-1), stable=True)
+        sizes = jnp.bincount(x.chosen.reshape(-1), length=self.num_experts)
+        rows = tokens[by_expert // top_k]
+        gate = self.activation(grouped_matmul(rows, self.gate_proj[...], sizes))
+        inner = gate * grouped_matmul(rows, self.up_proj[...], sizes)
+        out = grouped_matmul(inner, self.down_proj[...], sizes)[jnp.argsort(by_expert)]
+        out = out.reshape(*leading, top_k, features) * x.weights[..., None]
+        return jnp.sum(out, axis=-2).astype(tokens.dtype)
 
-class MoeMLP(nnx.Module):
-    """A router, and experts that are gated MLPs."""
+
+class Router(Linear):
+    """A linear map from a token to the float32 logits of the experts."""
+
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t g"]:
+        return self.logits(x)
+
+
+class MoeMLP(Module):
+    """A router, and the experts that it chooses from."""
 
     def __init__(self, config: MoeConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
-        self.activation = ACTIVATIONS[config.hidden_act]
         options: Any = {"std": config.initializer_range, "dtype": dtype, "rngs": rngs}
-        size = config.hidden_size
-        self.gate = Linear(size, config.num_experts, bias=False, split=(None, None), **options)
+        self.gate = Router(config.hidden_size, config.num_experts, bias=False, split=(None, None), **options)
         self.experts = Experts(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
-        tokens, top_k = x.reshape(-1, x.shape[-1]), self.config.num_experts_per_tok
-        weights, chosen = jax.lax.top_k(jax.nn.softmax(self.gate.logits(tokens)), top_k)
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        probabilities = jax.nn.softmax(self.gate(x, context))
+        weights, chosen = jax.lax.top_k(probabilities, self.config.num_experts_per_tok)
         if self.config.norm_topk_prob:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-
-        by_expert = jnp.argsort(chosen.reshape(-1), stable=True)
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.config.num_experts)
-        rows, e = tokens[by_expert // top_k], self.experts
-        gate = self.activation(grouped_matmul(rows, e.gate_proj[...], sizes))
-        inner = gate * grouped_matmul(rows, e.up_proj[...], sizes)
-        out = grouped_matmul(inner, e.down_proj[...], sizes)[jnp.argsort(by_expert)]
-        out = out.reshape(-1, top_k, x.shape[-1]) * weights[..., None]
-        return jnp.sum(out, axis=1).astype(x.dtype).reshape(x.shape)
+        return self.experts(RoutedTokens(x, chosen, weights), context)
 
 
 class MoeDecoderLayer(LlamaDecoderLayer):
-    """A Llama's, with experts where the config says so."""
+    """A Llama's layer with experts, where the config says so."""
 
     @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., nnx.Module]:
+    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
         return MoeMLP if layer in config.moe_layers else LlamaMLP

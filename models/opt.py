@@ -1,4 +1,4 @@
-"""OPT: LayerNorm before or after each part, learned positions, ReLU.
+"""OPT: LayerNorm before or after attention and MLP, learned positions, ReLU.
 
 Source: Zhang et al., OPT: Open Pre-trained Transformer Language Models, 2022; names and semantics of the
 weights as in Hugging Face's OPTForCausalLM.
@@ -13,7 +13,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec
-from jax_paged.models.causal_lm import Attend, CausalLM
+from jax_paged.models.causal_lm import CausalLM
+from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, LayerNorm, Linear
 
@@ -29,7 +30,7 @@ WEIGHT_TABLE = WeightTable(
     ignored=r"model\.decoder\.version",
     prefix="model.",
 )
-# The table of positions begins with as many rows that are never read.
+# The table of positions begins with this many rows that are never read.
 POSITION_OFFSET = 2
 
 
@@ -58,10 +59,10 @@ class OPTConfig:
 
     @classmethod
     def from_hf(cls, hf_config: dict[str, Any]) -> Self:
-        """Reads a config.json; what it leaves out is as in transformers.
+        """Reads a config.json; what it leaves out has transformers' default.
 
         Raises:
-            ValueError: If a value is missing, out of range or not supported; names all of them.
+            ValueError: If values are missing, out of range or not supported; the message lists all of them.
         """
         read = ConfigReader(hf_config)
 
@@ -93,49 +94,54 @@ class OPTConfig:
         return config
 
 
-class OPTAttention(nnx.Module):
-    """Four projections; how the tokens attend is the caller's `attend`."""
+class OPTAttention(Module):
+    """Four projections; the context knows how the tokens attend."""
 
-    def __init__(self, config: OPTConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        size, self.num_heads = config.hidden_size, config.num_attention_heads
+    def __init__(self, config: OPTConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.layer, self.num_heads = layer, config.num_attention_heads
+        size = config.hidden_size
         make = functools.partial(
             Linear, size, size, bias=config.enable_bias, std=config.init_std, dtype=dtype, rngs=rngs
         )
         self.q_proj, self.k_proj, self.v_proj = (make(split=(None, TENSOR)) for _ in range(3))
         self.out_proj = make(split=(TENSOR, None))
 
-    def __call__(self, x: Float[Array, "*t e"], attend: Any) -> Float[Array, "*t e"]:
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         heads = (*x.shape[:-1], self.num_heads, -1)
-        q, k, v = (proj(x).reshape(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        return self.out_proj(attend(q, k, v, scale=q.shape[-1] ** -0.5).reshape(x.shape))
+        q, k, v = (proj(x, context).reshape(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        out = context.attend(self.layer, q, k, v, scale=q.shape[-1] ** -0.5)
+        return self.out_proj(out.reshape(x.shape), context)
 
 
-class OPTDecoderLayer(nnx.Module):
-    """Attention, then two linear maps, each added to the stream, which is normed before or after."""
+class OPTDecoderLayer(Module):
+    """Attention, then two linear maps, each added to the residual stream, with a norm before or after each.
 
-    def __init__(self, config: OPTConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    The linear maps belong to the layer itself, as in the checkpoints: there is no MLP module.
+    """
+
+    def __init__(self, config: OPTConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.norm_before = config.do_layer_norm_before
         self.activation = ACTIVATIONS[config.activation_function]
         make = functools.partial(Linear, bias=config.enable_bias, std=config.init_std, dtype=dtype, rngs=rngs)
-        self.self_attn = OPTAttention(config, dtype=dtype, rngs=rngs)
+        self.self_attn = OPTAttention(config, layer, dtype=dtype, rngs=rngs)
         self.self_attn_layer_norm = _layer_norm(config, dtype)
         self.fc1 = make(config.hidden_size, config.ffn_dim, split=(None, TENSOR))
         self.fc2 = make(config.ffn_dim, config.hidden_size, split=(TENSOR, None))
         self.final_layer_norm = _layer_norm(config, dtype)
 
-    def __call__(self, x: Float[Array, "*t e"], attend: Any) -> Float[Array, "*t e"]:
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         if self.norm_before:
-            x = x + self.self_attn(self.self_attn_layer_norm(x), attend)
-            return x + self._mlp(self.final_layer_norm(x))
-        x = self.self_attn_layer_norm(x + self.self_attn(x, attend))
-        return self.final_layer_norm(x + self._mlp(x))
+            x = x + self.self_attn(self.self_attn_layer_norm(x, context), context)
+            return x + self._mlp(self.final_layer_norm(x, context), context)
+        x = self.self_attn_layer_norm(x + self.self_attn(x, context), context)
+        return self.final_layer_norm(x + self._mlp(x, context), context)
 
-    def _mlp(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
-        return self.fc2(self.activation(self.fc1(x)))
+    def _mlp(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        return self.fc2(self.activation(self.fc1(x, context)), context)
 
 
 class OPTForCausalLM(CausalLM):
-    """The model that trains (dense) and serves (paged) with the same modules."""
+    """An OPT; the same modules train it (dense call) and serve it (paged call)."""
 
     config_class: ClassVar[type[OPTConfig]] = OPTConfig
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
@@ -152,27 +158,26 @@ class OPTForCausalLM(CausalLM):
         self.project_in = make(word_size, size, split=(None, None)) if projected else None
         self.project_out = make(size, word_size, split=(None, None)) if projected else None
         self.layers = nnx.List(
-            [OPTDecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
+            [OPTDecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_hidden_layers)]
         )
         self.final_layer_norm = _layer_norm(config, dtype) if config.final_layer_norm else None
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else make(word_size, config.vocab_size, split=(None, TENSOR))
 
-    def hidden(
-        self, tokens: Int[Array, "*t"], positions: Int[Array, "*t"], attend: Attend
-    ) -> Float[Array, "*t e"]:
-        x = self.embed_tokens(tokens)
+    def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        x = self.embed_tokens(tokens, context)
         if self.project_in is not None:
-            x = self.project_in(x)
-        x = x + self.embed_positions(positions + POSITION_OFFSET)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, functools.partial(attend, i))
-        return x if self.final_layer_norm is None else self.final_layer_norm(x)
+            x = self.project_in(x, context)
+        x = x + self.embed_positions(context.positions + POSITION_OFFSET, context)
+        for layer in self.layers:
+            x = layer(x, context)
+        return x if self.final_layer_norm is None else self.final_layer_norm(x, context)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
         if self.project_out is not None:
-            hidden = self.project_out(hidden)
-        return self.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head.logits(hidden)
+            hidden = hidden @ self.project_out.kernel[...]
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return head.logits(hidden)
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         c = self.config

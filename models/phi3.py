@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4-mini: a Llama with fused projections, and heads that may be rotated in part.
+"""Phi-3, Phi-3.5 and Phi-4-mini: a Llama with fused projections and partially rotated heads.
 
 Source: Abdin et al., Phi-3 Technical Report, 2024; Ding et al., LongRoPE, 2024.
 """
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.layers import ACTIVATIONS, TENSOR, Linear
 from jax_paged.models.llama import LlamaAttention, LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
@@ -23,8 +24,8 @@ from jax_paged.models.rope import Rope, base_frequencies, rope_values
 class Phi3Config(LlamaConfig):
     """Shape of a Phi-3.
 
-    With "longrope" max_position_embeddings is the original context, in which the short factors hold. In
-    longer texts all frequencies change, and with them keys that are cached already.
+    With "longrope", max_position_embeddings is the original context, for which the short factors were made.
+    In a longer text all frequencies change, which invalidates the keys that are cached already.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
@@ -33,12 +34,14 @@ class Phi3Config(LlamaConfig):
     def read(cls, read: ConfigReader) -> dict[str, Any]:
         fields = super().read(read)
         windows = cls.one_window(read, fields["num_hidden_layers"])
-        fields |= {"attention_bias": False, "output_bias": False, "mlp_bias": False, "windows": windows}
-        rope = rope_values(read, fields["max_position_embeddings"])
-        if rope.get("rope_type", rope.get("type", "default")) != "default":
-            original = rope.integer("original_max_position_embeddings")
-            fields["max_position_embeddings"] = min(original, fields["max_position_embeddings"])
-        return fields
+        return fields | {"attention_bias": False, "output_bias": False, "mlp_bias": False, "windows": windows}
+
+    @classmethod
+    def read_max_positions(cls, read: ConfigReader, max_position_embeddings: int) -> int:
+        rope = rope_values(read, max_position_embeddings)
+        if rope.get("rope_type", rope.get("type", "default")) == "default":
+            return max_position_embeddings
+        return min(rope.integer("original_max_position_embeddings"), max_position_embeddings)
 
     @classmethod
     def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
@@ -48,8 +51,7 @@ class Phi3Config(LlamaConfig):
         ok, allowed = dim % 2 == 0 and 0 < dim <= head_dim, "one that rotates an even number of dimensions"
         rope.check(ok, "partial_rotary_factor", part, allowed)
         base = base_frequencies(dim, rope.number("rope_theta", 10000.0))
-        # Older names of the same.
-        types = ("default", "longrope", "su", "yarn")
+        types = ("default", "longrope", "su", "yarn")  # the last two are older names of longrope
         if rope.choice("rope_type", rope.get("type", "default"), types) == "default":
             return Rope(base)
         original = rope.integer("original_max_position_embeddings")
@@ -72,12 +74,12 @@ class Phi3Attention(LlamaAttention):
         size = self.config.hidden_size
         self.qkv_proj = make(size, width + 2 * kv_width, bias=False, split=(None, TENSOR))
 
-    def project(self, x: Float[Array, "*t e"]) -> tuple[Array, Array, Array]:
-        q, k, v = jnp.split(self.qkv_proj(x), self.split_at, axis=-1)
+    def project(self, x: Float[Array, "*t e"], context: ForwardContext) -> tuple[Array, Array, Array]:
+        q, k, v = jnp.split(self.qkv_proj(x, context), self.split_at, axis=-1)
         return q, k, v
 
 
-class Phi3MLP(nnx.Module):
+class Phi3MLP(Module):
     """SwiGLU whose gate and up come from one matrix."""
 
     def __init__(self, config: Phi3Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
@@ -87,18 +89,18 @@ class Phi3MLP(nnx.Module):
         self.gate_up_proj = make(size, 2 * inner, split=(None, TENSOR))
         self.down_proj = make(inner, size, split=(TENSOR, None))
 
-    def __call__(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(self.activation(gate) * up)
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        gate, up = jnp.split(self.gate_up_proj(x, context), 2, axis=-1)
+        return self.down_proj(self.activation(gate) * up, context)
 
 
 class Phi3DecoderLayer(LlamaDecoderLayer):
-    """A Llama's, with the parts above."""
+    """A Llama's layer with the attention and the MLP above."""
 
     attention_class: ClassVar[type[LlamaAttention]] = Phi3Attention
 
     @classmethod
-    def mlp_class(cls, config: Any, layer: int) -> Callable[..., nnx.Module]:
+    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
         return Phi3MLP
 
 
@@ -106,4 +108,4 @@ class Phi3ForCausalLM(LlamaForCausalLM):
     """A Llama with the layers above."""
 
     config_class: ClassVar[type[LlamaConfig]] = Phi3Config
-    layer_class: ClassVar[Callable[..., nnx.Module]] = Phi3DecoderLayer
+    layer_class: ClassVar[Callable[..., Module]] = Phi3DecoderLayer

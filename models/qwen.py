@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 (biases of queries, keys and values), Qwen3 (normed queries and keys) and Qwen3-MoE.
+"""Qwen2 and Qwen2.5 (biases on queries, keys and values), Qwen3 (normed queries and keys) and Qwen3-MoE.
 
 Source: Qwen2 Technical Report, 2024; Qwen3 Technical Report, 2025.
 """
@@ -7,15 +7,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from flax import nnx
-
+from jax_paged.models.forward_context import Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.llama import WEIGHT_TABLE, LlamaConfig, LlamaForCausalLM
 from jax_paged.models.moe import MoeConfig, MoeDecoderLayer
 
 
 def _windows(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """Returns the windows; without `layer_types` the first max_window_layers layers attend to all."""
+    """Returns the windows; without `layer_types` the first max_window_layers layers attend to all tokens."""
     has_window = read.choice("use_sliding_window", False, (False, True))
     if not has_window or read.get("sliding_window", 4096) is None:
         return read.windows(num_layers, ["full_attention"] * num_layers, None)
@@ -97,10 +96,10 @@ class Qwen3MoeConfig(MoeConfig):
 
 
 class Qwen3MoeForCausalLM(LlamaForCausalLM):
-    """A Qwen3 with experts."""
+    """A Qwen3 in which some or all MLPs are mixtures of experts."""
 
     config_class: ClassVar[type[LlamaConfig]] = Qwen3MoeConfig
-    layer_class: ClassVar[Callable[..., nnx.Module]] = MoeDecoderLayer
+    layer_class: ClassVar[Callable[..., Module]] = MoeDecoderLayer
     weight_table: ClassVar[WeightTable] = dataclasses.replace(
         WEIGHT_TABLE,
         rows=(

@@ -1,37 +1,33 @@
-"""Which model families there are. A new one is a file beside this one, and a line below."""
+"""Which model families there are. A new one is a file beside this one, and a line below.
 
-from typing import Any
+Nothing here imports JAX until a family's class is asked for: the front of the engine checks names only.
+"""
 
-from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
-from jax_paged.models.gpt2 import GPT2LMHeadModel
-from jax_paged.models.llama import LlamaForCausalLM
-from jax_paged.models.mistral import MistralForCausalLM
-from jax_paged.models.mixtral import MixtralForCausalLM
-from jax_paged.models.opt import OPTForCausalLM
-from jax_paged.models.phi3 import Phi3ForCausalLM
-from jax_paged.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
-from jax_paged.models.t5 import T5ForConditionalGeneration
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-# By the name that stands under "architectures" in config.json.
-MODELS: dict[str, type[LanguageModel]] = {
-    "Gemma2ForCausalLM": Gemma2ForCausalLM,
-    "Gemma3ForCausalLM": Gemma3ForCausalLM,
-    "GPT2LMHeadModel": GPT2LMHeadModel,
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": MistralForCausalLM,
-    "MixtralForCausalLM": MixtralForCausalLM,
-    "OPTForCausalLM": OPTForCausalLM,
-    "Phi3ForCausalLM": Phi3ForCausalLM,
-    "Qwen2ForCausalLM": Qwen2ForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
-    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
-    "T5ForConditionalGeneration": T5ForConditionalGeneration,
+if TYPE_CHECKING:
+    from jax_paged.models.causal_lm import LanguageModel
+
+# The key is the name under "architectures" in config.json and of the class; the value is the class's file.
+MODELS: dict[str, str] = {
+    "Gemma2ForCausalLM": "gemma",
+    "Gemma3ForCausalLM": "gemma",
+    "GPT2LMHeadModel": "gpt2",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "OPTForCausalLM": "opt",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen",
+    "Qwen3ForCausalLM": "qwen",
+    "Qwen3MoeForCausalLM": "qwen",
+    "T5ForConditionalGeneration": "t5",
 }
 
 
-def get_model_class(hf_config: dict[str, Any]) -> tuple[str, type[LanguageModel]]:
-    """Returns the first supported architecture that a config.json names, and its class.
+def get_architecture(hf_config: dict[str, Any]) -> str:
+    """Returns the first supported architecture that a config.json names.
 
     Raises:
         ValueError: If it names none; the message lists the supported ones.
@@ -39,7 +35,17 @@ def get_model_class(hf_config: dict[str, Any]) -> tuple[str, type[LanguageModel]
     architectures = hf_config.get("architectures")
     for name in architectures if isinstance(architectures, list) else []:
         if name in MODELS:
-            return name, MODELS[name]
+            return name
     raise ValueError(
         f"architectures of config.json is {architectures!r}; allowed: a list with one of {', '.join(MODELS)}"
     )
+
+
+def get_model_class(hf_config: dict[str, Any]) -> "tuple[str, type[LanguageModel]]":
+    """Returns the first supported architecture that a config.json names, and its class.
+
+    Raises:
+        ValueError: If it names none; the message lists the supported ones.
+    """
+    name = get_architecture(hf_config)
+    return name, getattr(import_module(f"jax_paged.models.{MODELS[name]}"), name)

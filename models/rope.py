@@ -17,12 +17,12 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """How the pairs of a head turn.
+    """How the pairs of dimensions of a head are rotated.
 
     Args:
-        frequencies: Angle per position of each rotated pair; the dimensions of a head that are left are not
+        frequencies: Angle per position of each pair, in radians. Dimensions behind the last pair are not
             rotated.
-        magnitude: Factor of what was rotated.
+        magnitude: Factor of the rotated pairs.
     """
 
     frequencies: tuple[float, ...]
@@ -39,18 +39,24 @@ class Rope:
 
 
 def base_frequencies(dim: int, theta: float) -> tuple[float, ...]:
-    """Returns the geometric series of the dim / 2 pairs."""
+    """Returns the frequencies of dim / 2 pairs without scaling: a geometric series."""
     return tuple(theta ** (-2 * i / dim) for i in range(dim // 2))
 
 
 def rope_values(read: ConfigReader, max_position_embeddings: int) -> ConfigReader:
-    """Returns a reader of the rotary values of a config.json, whichever form they have.
+    """Returns a reader of the rotary values of a config.json, in whichever form they are given.
 
-    Reads both forms: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`.
+    There are two forms: `rope_parameters`, and the older `rope_theta` beside `rope_scaling`.
+
+    Args:
+        read: Of config.json.
+        max_position_embeddings: Of config.json; the original context, if none is given.
     """
     name = "rope_scaling" if read.get("rope_scaling", None) else "rope_parameters"
     nested = read.table(name)
-    # The order of precedence is that of transformers.
+    ok = not any(isinstance(value, dict) for value in nested.values())
+    read.check(ok, name, nested, "the same rotary values for all layers, not an object per type of layers")
+    # The precedence is transformers'.
     outer = ("rope_theta", "partial_rotary_factor")
     values: dict[str, Any] = {k: read.get(k, None) for k in outer}
     values = {k: v for k, v in values.items() if v is not None}
@@ -58,6 +64,41 @@ def rope_values(read: ConfigReader, max_position_embeddings: int) -> ConfigReade
     if (original := read.get("original_max_position_embeddings", None)) is not None:
         values["original_max_position_embeddings"] = original
     return read.nested(name, values)
+
+
+def _rope_type(read: ConfigReader) -> str:
+    return read.choice("rope_type", read.get("type", "default"), ROPE_TYPES)
+
+
+def _yarn_factor(read: ConfigReader, max_position_embeddings: int) -> float:
+    implied = max_position_embeddings / read.integer("original_max_position_embeddings")
+    return read.number("factor", implied, low=1.0, low_open=False)
+
+
+def max_positions(read: ConfigReader, max_position_embeddings: int) -> int:
+    """Returns the maximum tokens of a text, given rotary values that may extend a model's context.
+
+        rope_type         maximum
+        default, llama3   max_position_embeddings (Llama 3's value already includes the scaling)
+        linear            max_position_embeddings * factor
+        yarn              original_max_position_embeddings * factor
+        dynamic           max_position_embeddings: in a longer text the frequencies change with its length,
+                          which would invalidate the keys that are cached already
+
+    Source: vLLM's _get_and_verify_max_len, which also extends "dynamic", but with frequencies that differ
+    from transformers' in short texts.
+
+    Args:
+        read: As rope_values returns it; notes what is wrong.
+        max_position_embeddings: Of config.json.
+    """
+    rope_type = _rope_type(read)
+    if rope_type == "linear":
+        return int(max_position_embeddings * read.number("factor", low=1.0, low_open=False))
+    if rope_type == "yarn":
+        factor = _yarn_factor(read, max_position_embeddings)
+        return int(read.integer("original_max_position_embeddings") * factor)
+    return max_position_embeddings
 
 
 def read_rope(
@@ -68,30 +109,30 @@ def read_rope(
     Args:
         read: As rope_values returns it; notes what is wrong.
         head_dim: Size of a head.
-        max_position_embeddings: Of the model.
-        theta: Base where none is given.
+        max_position_embeddings: Of config.json.
+        theta: Base, if none is given.
     """
     read.choice("partial_rotary_factor", 1.0, (1.0,))
     theta = read.number("rope_theta", theta, low=1.0)
-    rope_type = read.choice("rope_type", read.get("type", "default"), ROPE_TYPES)
+    rope_type = _rope_type(read)
     base = base_frequencies(head_dim, theta)
     if rope_type in ("default", "dynamic"):
-        # "dynamic" differs only in texts longer than max_position_embeddings, which no caller may pass.
+        # "dynamic" differs only in texts that are longer than max_positions allows.
         return Rope(base)
     if rope_type == "linear":
         factor = read.number("factor", low=1.0, low_open=False)
         return Rope(tuple(f / factor for f in base))
-    original = read.integer("original_max_position_embeddings")
     if rope_type == "llama3":
-        return _llama3(read, base, original)
-    return _yarn(read, base, theta, original, max_position_embeddings)
+        return _llama3(read, base)
+    return _yarn(read, base, theta, _yarn_factor(read, max_position_embeddings))
 
 
-def _llama3(read: ConfigReader, base: tuple[float, ...], original: int) -> Rope:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended.
+def _llama3(read: ConfigReader, base: tuple[float, ...]) -> Rope:
+    """Stretches long wavelengths by `factor`, keeps short ones, and blends the two in between.
 
     Source: the Llama 3.1 release.
     """
+    original = read.integer("original_max_position_embeddings")
     factor, low = read.number("factor", low=1.0, low_open=False), read.number("low_freq_factor")
     high = read.number("high_freq_factor", low=low)
 
@@ -103,14 +144,12 @@ def _llama3(read: ConfigReader, base: tuple[float, ...], original: int) -> Rope:
     return Rope(tuple(map(stretch, base)))
 
 
-def _yarn(
-    read: ConfigReader, base: tuple[float, ...], theta: float, original: int, max_position_embeddings: int
-) -> Rope:
-    """Pairs that turn often are kept, those that turn seldom stretched, those between blended.
+def _yarn(read: ConfigReader, base: tuple[float, ...], theta: float, factor: float) -> Rope:
+    """Keeps the pairs that turn often, stretches those that turn seldom, and blends the two in between.
 
     Source: Peng et al., YaRN, 2023.
     """
-    factor = read.number("factor", max_position_embeddings / original, low=1.0, low_open=False)
+    original = read.integer("original_max_position_embeddings")
     mscale, mscale_all_dim = (read.number(n, 0.0, low_open=False) for n in ("mscale", "mscale_all_dim"))
     fast, slow = read.number("beta_fast", 32.0), read.number("beta_slow", 1.0)
     truncate = read.choice("truncate", True, (False, True))

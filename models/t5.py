@@ -1,4 +1,4 @@
-"""T5 and Flan-T5: an encoder and a decoder with RMSNorm, and biases of relative positions.
+"""T5 and Flan-T5: an encoder and a decoder with RMSNorm and biases by relative position.
 
 Source: Raffel et al., Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer,
 2020; names and semantics of the weights as in Hugging Face's T5ForConditionalGeneration.
@@ -9,15 +9,14 @@ import functools
 import math
 from typing import Any, ClassVar, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jax_paged.models.attention import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec
-from jax_paged.models.causal_lm import Attend
-from jax_paged.models.encoder_decoder import CrossAttend, EncoderDecoderLM
+from jax_paged.models.encoder_decoder import EncoderDecoderLM
+from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, Linear, RMSNorm, normal, parameter
 
@@ -55,13 +54,13 @@ WEIGHT_TABLE = WeightTable(
 
 @dataclasses.dataclass(frozen=True)
 class T5Config:
-    """Shape of a T5; the names are those of config.json, or the general ones that these stand for.
+    """Shape of a T5; names are those of config.json, or those that other families use for the same values.
 
     Args:
-        max_position_embeddings: n_positions. Nothing in the model ends there; it is what it was trained on.
+        max_position_embeddings: n_positions, the length of its training texts; the model itself has no limit.
         activation: Of the MLP.
         is_gated: Whether the MLP is gated.
-        scale_decoder_outputs: Whether the last hidden state is divided by the root of its size.
+        scale_decoder_outputs: Whether the last hidden state is divided by the square root of its size.
     """
 
     vocab_size: int
@@ -84,10 +83,10 @@ class T5Config:
 
     @classmethod
     def from_hf(cls, hf_config: dict[str, Any]) -> Self:
-        """Reads a config.json; what it leaves out is as in transformers.
+        """Reads a config.json; what it leaves out has transformers' default.
 
         Raises:
-            ValueError: If a value is missing, out of range or not supported; names all of them.
+            ValueError: If values are missing, out of range or not supported; the message lists all of them.
         """
         read = ConfigReader(hf_config)
         names = {name: (name, False) for name in ACTIVATIONS}
@@ -114,7 +113,7 @@ class T5Config:
             activation=activation,
             is_gated=is_gated,
             tie_word_embeddings=tied,
-            # Models that are not tied are of version 1.1, which does not scale.
+            # Models that are not tied are of version 1.1, which doesn't scale.
             scale_decoder_outputs=read.choice("scale_decoder_outputs", tied, (False, True)),
             decoder_start_token_id=read.integer("decoder_start_token_id", read.get("pad_token_id", 0), low=0),
             initializer_factor=read.number("initializer_factor", 1.0, low_open=False),
@@ -125,13 +124,13 @@ class T5Config:
         return config
 
     def buckets(self, relative: np.ndarray, *, bidirectional: bool) -> np.ndarray:
-        """Returns the row of the table of biases for each relative position (of the key, to the query)."""
+        """Returns the row in the table of biases for each relative position, key minus query."""
         count, first = self.relative_attention_num_buckets, np.zeros_like(relative)
         if bidirectional:
             count //= 2
             first = np.where(relative > 0, count, 0)
         distance = np.abs(relative) if bidirectional else np.maximum(-relative, 0)
-        # Half of them are for one distance each, the others grow in proportion to it.
+        # Half of the buckets hold one distance each, the others a range that grows with the distance.
         exact = count // 2
         ratio = np.log(np.maximum(distance, 1).astype(np.float32) / exact)
         far = exact + (ratio / math.log(self.relative_attention_max_distance / exact) * (count - exact))
@@ -143,11 +142,11 @@ def _linear(config: T5Config, n_in: int, n_out: int, *, split: Any, dtype: Any, 
     return Linear(n_in, n_out, bias=False, split=split, std=std, dtype=dtype, rngs=rngs)
 
 
-class T5Attention(nnx.Module):
-    """Four projections; scores are not scaled."""
+class T5Attention(Module):
+    """Self-attention: four projections, and scores that are not scaled."""
 
-    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.head_dim = config.d_kv
+    def __init__(self, config: T5Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.layer, self.head_dim = layer, config.d_kv
         size, width = config.hidden_size, config.num_heads * config.d_kv
         make = functools.partial(_linear, config, dtype=dtype, rngs=rngs)
         self.q, self.k, self.v = (make(size, width, split=(None, TENSOR)) for _ in range(3))
@@ -156,12 +155,26 @@ class T5Attention(nnx.Module):
     def heads(self, y: Float[Array, "*t w"]) -> Float[Array, "*t h d"]:
         return y.reshape(*y.shape[:-1], -1, self.head_dim)
 
-    def join(self, out: Float[Array, "*t h d"]) -> Float[Array, "*t e"]:
-        return self.o(out.reshape(*out.shape[:-2], -1))
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        q, k, v = (self.heads(project(x, context)) for project in (self.q, self.k, self.v))
+        out = context.attend(self.layer, q, k, v, scale=1.0)
+        return self.o(out.reshape(*x.shape[:-1], -1), context)
 
 
-class T5MLP(nnx.Module):
-    """Two linear maps and an activation, which a third one may gate."""
+class T5CrossAttention(T5Attention):
+    """Attention to the encoder's output, whose keys and values the same module computes in another pass."""
+
+    def key_value(self, encoded: Float[Array, "*n e"], context: ForwardContext) -> tuple[Array, Array]:
+        """Returns keys and values [*n, H, D]; the context is the encoder's."""
+        return self.heads(self.k(encoded, context)), self.heads(self.v(encoded, context))
+
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        out = context.cross_attend(self.layer, self.heads(self.q(x, context)), scale=1.0)
+        return self.o(out.reshape(*x.shape[:-1], -1), context)
+
+
+class T5MLP(Module):
+    """Two linear maps with an activation between them, which a third map may gate."""
 
     def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.activation = ACTIVATIONS[config.activation]
@@ -172,58 +185,78 @@ class T5MLP(nnx.Module):
         self.wi_1 = widen() if config.is_gated else None
         self.wo = make(config.d_ff, config.hidden_size, split=(TENSOR, None))
 
-    def __call__(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         if self.wi is not None:
-            return self.wo(self.activation(self.wi(x)))
+            return self.wo(self.activation(self.wi(x, context)), context)
         assert self.wi_0 is not None
         assert self.wi_1 is not None
-        return self.wo(self.activation(self.wi_0(x)) * self.wi_1(x))
+        gate = self.activation(self.wi_0(x, context))
+        return self.wo(gate * self.wi_1(x, context), context)
 
 
-class T5Block(nnx.Module):
-    """Attention, then the MLP, each normed before and added to the stream."""
+class T5Block(Module):
+    """Attention, then the MLP, each with a norm before it and added to the residual stream."""
 
-    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: T5Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         norm = functools.partial(RMSNorm, config.hidden_size, epsilon=config.layer_norm_epsilon, dtype=dtype)
-        self.attention, self.attention_norm = T5Attention(config, dtype=dtype, rngs=rngs), norm()
+        self.attention, self.attention_norm = T5Attention(config, layer, dtype=dtype, rngs=rngs), norm()
         self.mlp, self.mlp_norm = T5MLP(config, dtype=dtype, rngs=rngs), norm()
 
-    def attended(self, x: Float[Array, "*t e"], attend: Any) -> Float[Array, "*t e"]:
-        a, y = self.attention, self.attention_norm(x)
-        return x + a.join(attend(*(a.heads(proj(y)) for proj in (a.q, a.k, a.v)), scale=1.0))
-
-    def transformed(self, x: Float[Array, "*t e"]) -> Float[Array, "*t e"]:
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        x = x + self.attention(self.attention_norm(x, context), context)
+        return x + self.mlp(self.mlp_norm(x, context), context)
 
 
 class T5DecoderBlock(T5Block):
-    """A block that attends to the encoder's output between its two parts."""
+    """A block with cross attention between its two parts.
 
-    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        super().__init__(config, dtype=dtype, rngs=rngs)
-        self.cross_attention = T5Attention(config, dtype=dtype, rngs=rngs)
+    Its layers, in the sense of kv_cache_specs(), are `layer` and `layer + 1`.
+    """
+
+    def __init__(self, config: T5Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        self.cross_attention = T5CrossAttention(config, layer + 1, dtype=dtype, rngs=rngs)
         self.cross_attention_norm = RMSNorm(
             config.hidden_size, epsilon=config.layer_norm_epsilon, dtype=dtype
         )
 
-    def cross_attended(self, x: Float[Array, "*t e"], cross_attend: Any) -> Float[Array, "*t e"]:
-        a = self.cross_attention
-        return x + a.join(cross_attend(a.heads(a.q(self.cross_attention_norm(x))), scale=1.0))
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        x = x + self.attention(self.attention_norm(x, context), context)
+        x = x + self.cross_attention(self.cross_attention_norm(x, context), context)
+        return x + self.mlp(self.mlp_norm(x, context), context)
 
 
-class T5Stack(nnx.Module):
-    """The blocks of the encoder or of the decoder, and the biases that they share."""
+class T5Stack(Module):
+    """The blocks of the encoder or of the decoder, and the biases that they share.
+
+    Args:
+        config: Shape of the model.
+        blocks: T5Block of an encoder, T5DecoderBlock of a decoder.
+        dtype: Of the biases and the norm.
+        rngs: Where random weights come from.
+    """
 
     def __init__(self, config: T5Config, blocks: list[Any], *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.config = config
         shape = (config.relative_attention_num_buckets, config.num_heads)
         bias = normal(rngs.params(), shape, dtype, config.initializer_factor * config.hidden_size**-0.5)
         self.relative_attention_bias = parameter(bias, (None, TENSOR))
         self.block = nnx.List(blocks)
         self.final_layer_norm = RMSNorm(config.hidden_size, epsilon=config.layer_norm_epsilon, dtype=dtype)
 
+    def distance_bias(self, distances: np.ndarray, *, bidirectional: bool) -> Float[Array, "h n"]:
+        """Returns the biases by distance: query position - key position."""
+        buckets = self.config.buckets(-distances, bidirectional=bidirectional)
+        return self.relative_attention_bias[...][buckets].T
+
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        for block in self.block:
+            x = block(x, context)
+        return self.final_layer_norm(x, context)
+
 
 class T5ForConditionalGeneration(EncoderDecoderLM):
-    """The model that trains (dense) and serves (paged) with the same modules."""
+    """A T5; the same modules train it (dense call) and serve it (paged call)."""
 
     config_class: ClassVar[type[T5Config]] = T5Config
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
@@ -233,54 +266,38 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
         size, vocab_size = config.hidden_size, config.vocab_size
         options: Any = {"dtype": dtype, "rngs": rngs}
         self.shared = Embedding(vocab_size, size, std=config.initializer_factor, **options)
-        encoder = [T5Block(config, **options) for _ in range(config.num_layers)]
-        decoder = [T5DecoderBlock(config, **options) for _ in range(config.num_decoder_layers)]
+        encoder = [T5Block(config, i, **options) for i in range(config.num_layers)]
+        decoder = [T5DecoderBlock(config, 2 * i, **options) for i in range(config.num_decoder_layers)]
         self.encoder, self.decoder = (T5Stack(config, blocks, **options) for blocks in (encoder, decoder))
         head = functools.partial(_linear, config, split=(None, TENSOR), **options)
         self.lm_head = None if config.tie_word_embeddings else head(size, vocab_size)
 
-    def encode(self, tokens: Int[Array, "b n"], lens: Int[Array, " b"]) -> Float[Array, "b n e"]:
+    def encode(self, tokens: Int[Array, "b n"], context: ForwardContext) -> Float[Array, "b n e"]:
         n = tokens.shape[1]
-        buckets = self.config.buckets(np.arange(1 - n, n), bidirectional=True)
-        by_relative = self.encoder.relative_attention_bias[...][buckets]
-        relative = jnp.arange(n) - jnp.arange(n)[:, None]
-        bias = jnp.moveaxis(by_relative[relative + n - 1], -1, 0)[None]
+        bias = self.encoder.distance_bias(np.arange(1 - n, n), bidirectional=True)
+        return self.encoder(self.shared(tokens, context), _with_bias(context, bias))
 
-        def attend(q: Array, k: Array, v: Array, *, scale: float) -> Array:
-            return jax.nn.dot_product_attention(q, k, v, bias, scale=scale, key_value_seq_lengths=lens)
+    def cross_kv(self, encoded: Float[Array, "b n e"], context: ForwardContext) -> list[tuple[Array, Array]]:
+        return [block.cross_attention.key_value(encoded, context) for block in self.decoder.block]
 
-        x = self.shared(tokens)
-        for block in self.encoder.block:
-            x = block.transformed(block.attended(x, attend))
-        return self.encoder.final_layer_norm(x)
-
-    def cross_kv(self, encoded: Float[Array, "*n e"]) -> list[tuple[Array, Array]]:
-        layers = [block.cross_attention for block in self.decoder.block]
-        return [(a.heads(a.k(encoded)), a.heads(a.v(encoded))) for a in layers]
-
-    def hidden(
-        self,
-        tokens: Int[Array, "*t"],
-        positions: Int[Array, "*t"],
-        attend: Attend,
-        cross_attend: CrossAttend,
-    ) -> Float[Array, "*t e"]:
-        # From max_distance on all distances have the last bias.
+    def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        # From relative_attention_max_distance on, all distances share the last bias.
         distances = np.arange(self.config.relative_attention_max_distance + 1)
-        buckets = self.config.buckets(-distances, bidirectional=False)
-        bias = self.decoder.relative_attention_bias[...][buckets].T
-        x = self.shared(tokens)
-        for i, block in enumerate(self.decoder.block):
-            x = block.attended(x, functools.partial(attend, 2 * i, distance_bias=bias))
-            x = block.cross_attended(x, functools.partial(cross_attend, 2 * i + 1))
-            x = block.transformed(x)
-        return self.decoder.final_layer_norm(x)
+        bias = self.decoder.distance_bias(distances, bidirectional=False)
+        return self.decoder(self.shared(tokens, context), _with_bias(context, bias))
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
         if self.config.scale_decoder_outputs:
             hidden = hidden * self.config.hidden_size**-0.5
-        return self.shared.attend(hidden) if self.lm_head is None else self.lm_head.logits(hidden)
+        head = self.shared if self.lm_head is None else self.lm_head
+        return head.logits(hidden)
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         shape = (self.config.num_heads, self.config.d_kv)
         return [FullAttentionSpec(*shape), CrossAttentionSpec(*shape)] * self.config.num_decoder_layers
+
+
+def _with_bias(context: ForwardContext, bias: Float[Array, "h n"]) -> ForwardContext:
+    """Returns a context in which every layer attends with these biases."""
+    attend = functools.partial(context.attend, distance_bias=bias)
+    return dataclasses.replace(context, attend=attend)

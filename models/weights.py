@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a model on the device, and back: Hugging Face layout, safetensors only."""
+"""Loads and saves checkpoint folders: Hugging Face layout, safetensors only."""
 
 import dataclasses
 import functools
@@ -18,19 +18,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.models.checkpoint import end_token_ids, read_generation_config, read_json, sampling_defaults
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.registry import get_model_class
 
 INDEX_FILE = "model.safetensors.index.json"
-# No pickled weights and no code: nothing that is downloaded can run.
-HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 NUM_LOADING_THREADS = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model on the device, and what the engine needs to know of it.
+    """A model on the device, and what the engine needs to know about it.
 
     Args:
         model: The Flax module; owns the weights.
@@ -38,10 +37,10 @@ class LoadedModel:
         architecture: The name under "architectures" in config.json.
         dtype: Of weights and activations: float32 or bfloat16.
         weight_bytes: Bytes of all weights.
-        max_model_len: Most tokens that the model was made for.
-        vocab_size: Rows of the embedding.
+        max_model_len: Maximum tokens of a text.
+        vocab_size: Number of tokens that the embedding has vectors for.
         eos_token_ids: Tokens that end a text; may be empty.
-        sampling_defaults: What generation_config.json says of sampling, in the words of SamplingParams.
+        sampling_defaults: Sampling values of generation_config.json, named as in SamplingParams.
     """
 
     model: LanguageModel
@@ -57,7 +56,7 @@ class LoadedModel:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Weight:
-    """A weight of a model, and where a checkpoint holds it."""
+    """A weight of a model, and where it is in a checkpoint."""
 
     path: tuple[Any, ...]
     param: nnx.Param
@@ -74,14 +73,14 @@ class _Weight:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Of each key."""
+        """The shape that the checkpoint's tensor of each key has."""
         shape = self.param.shape[1:] if self.is_stack else self.param.shape
         return shape[::-1] if self.transposed else shape
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """A tensor of a checkpoint, known by its header."""
+    """A tensor of a checkpoint, as its file's header describes it."""
 
     file: Path
     key: str
@@ -90,59 +89,25 @@ class _Stored:
     dtype: str
 
 
-def resolve_model_dir(model: str) -> Path:
-    """Returns the folder of a model, downloading it if it is a hub id.
-
-    Args:
-        model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
-
-    Raises:
-        ValueError: If it is none of these, the hub cannot be reached and its cache does not hold it, or
-            the model there is of a family that is not supported.
-    """
-    if model == "pagelet":
-        return Path(__file__).parent / "pagelet"
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download  # 0.2 s, and only hub models need it
-
-    def download(patterns: list[str]) -> Path:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-
-    try:
-        config = download(["config.json"]) / "config.json"
-    except (OSError, ValueError) as e:
-        raise ValueError(
-            f"model is {model!r}; allowed: 'pagelet' (built in), a local folder with config.json and "
-            f"*.safetensors, or a Hugging Face hub id such as 'meta-llama/Llama-3.2-1B'. There is no folder "
-            f"{folder.absolute()}, and the hub gave {type(e).__name__}: {e} Check the spelling and the "
-            "network, run `hf auth login` for a gated model, or download it elsewhere and pass its folder."
-        ) from e
-    get_model_class(_read_json(config))  # refuses a model of another family before its weights are fetched
-    return download(HUB_FILES)
-
-
 def load_model(folder: Path, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> LoadedModel:
     """Loads a checkpoint folder onto the default device.
 
-    Names and shapes of all tensors are checked from the headers before any weight is read. A few tensors at
-    a time are then moved out of the mapped files, so that the host never holds two copies of the model.
+    Names and shapes of all tensors are checked by the headers before any weight is read. A few tensors at a
+    time are then moved out of the mapped files, so that the host never holds two copies of the model.
 
     Args:
         folder: Holds config.json and model.safetensors, or shards and model.safetensors.index.json.
         dtype: "auto" takes the checkpoint's own.
 
     Raises:
-        ValueError: If the folder holds no supported model; every problem with the config, or else every
-            missing, unexpected or misshapen weight, is in the one message.
+        ValueError: If the folder holds no supported model. The message lists every problem with the config,
+            or else every weight that is missing, unexpected or of another shape.
     """
-    hf_config = _read_json(folder / "config.json")
+    hf_config = read_json(folder / "config.json")
     architecture, model_class = get_model_class(hf_config)
     config = model_class.config_class.from_hf(hf_config)
-    generation_config = folder / "generation_config.json"
-    defaults = _read_json(generation_config) if generation_config.exists() else {}
-    eos_token_ids = _eos_token_ids(defaults, hf_config, config.vocab_size)
+    generation_config = read_generation_config(folder)
+    eos_token_ids = end_token_ids(generation_config, hf_config, config.vocab_size)
 
     stored = _with_prefix(_read_headers(folder), model_class.weight_table)
     chosen = _choose_dtype(dtype, hf_config, stored)
@@ -156,13 +121,13 @@ def load_model(folder: Path, dtype: Literal["auto", "float32", "bfloat16"] = "au
         values = pool.map(lambda w: _load_weight(w, stored, chosen).block_until_ready(), weights)
         flat = [(w.path, w.param.replace(value)) for w, value in zip(weights, values, strict=True)]
     nnx.update(model, nnx.from_flat_state(flat))
-    return _loaded(model, architecture, chosen, eos_token_ids, _sampling_defaults(defaults))
+    return _loaded(model, architecture, chosen, eos_token_ids, sampling_defaults(generation_config))
 
 
 def random_model(
     hf_config: dict[str, Any], dtype: Literal["float32", "bfloat16"], seed: int = 0
 ) -> LoadedModel:
-    """Makes a model of random weights (standard deviation initializer_range) directly on the device.
+    """Makes a model with random weights (standard deviation initializer_range) directly on the device.
 
     Args:
         hf_config: As in config.json.
@@ -170,22 +135,22 @@ def random_model(
         seed: The same seed gives the same weights on the same kind of device.
 
     Raises:
-        ValueError: If the config is not of a supported model.
+        ValueError: If the config does not describe a supported model.
     """
     architecture, model_class = get_model_class(hf_config)
     config = model_class.config_class.from_hf(hf_config)
     chosen = _choose_dtype(dtype, hf_config, {})
     model = model_class(config, dtype=chosen, rngs=nnx.Rngs(seed))
-    return _loaded(model, architecture, chosen, _eos_token_ids({}, hf_config, config.vocab_size), {})
+    return _loaded(model, architecture, chosen, end_token_ids({}, hf_config, config.vocab_size), {})
 
 
 def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) -> None:
-    """Writes config.json and model.safetensors, such that `load_model` and transformers read them.
+    """Writes config.json and model.safetensors, which `load_model` and transformers can read.
 
     Args:
-        model: Is not modified.
-        folder: Made if it does not exist.
-        hf_config: The config.json that the model's config was read from; "dtype" is set in the copy.
+        model: Not modified.
+        folder: Created if it does not exist.
+        hf_config: The config.json that the model's config was read from; the copy gets the right "dtype".
 
     Raises:
         ValueError: If `hf_config` describes another model.
@@ -242,8 +207,8 @@ def _load_weight(weight: _Weight, stored: dict[str, _Stored], dtype: jnp.dtype) 
 
 def _place(value: np.ndarray, transposed: bool, dtype: jnp.dtype) -> Array:
     if transposed and jax.default_backend() == "cpu":
-        value, transposed = value.T, False  # transposed as it is copied: many times faster than later
-    # Never an alias: the pages of a mapped file count as memory, and the file may change.
+        value, transposed = value.T, False  # transposing during the copy is many times faster than later
+    # Never an alias: pages of a mapped file count as memory, and the file may change.
     placed = jax.device_put(value, may_alias=False)
     return _convert(placed, transposed, dtype) if transposed or placed.dtype != dtype else placed
 
@@ -251,39 +216,6 @@ def _place(value: np.ndarray, transposed: bool, dtype: jnp.dtype) -> Array:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _convert(value: Array, transposed: bool, dtype: jnp.dtype) -> Array:
     return (value.T if transposed else value).astype(dtype)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as e:
-        raise ValueError(f"{file} does not exist; a model folder holds config.json and *.safetensors") from e
-    except ValueError as e:
-        raise ValueError(f"{file} is not JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} holds a {type(value).__name__}; allowed: an object")
-    return value
-
-
-def _eos_token_ids(
-    generation_config: dict[str, Any], hf_config: dict[str, Any], vocab_size: int
-) -> frozenset[int]:
-    value = generation_config.get("eos_token_id")
-    value = hf_config.get("eos_token_id") if value is None else value
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
-        raise ValueError(
-            f"eos_token_id is {value!r}; allowed: null, an id in [0, {vocab_size - 1}], or a list of them"
-        )
-    return frozenset(ids)
-
-
-def _sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the sampling values that a checkpoint asks for; do_sample false is temperature 0."""
-    if generation_config.get("do_sample") is False:
-        return {"temperature": 0.0}
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return {name: generation_config[name] for name in names if generation_config.get(name) is not None}
 
 
 def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, _Stored]) -> jnp.dtype:
@@ -303,7 +235,7 @@ def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, _Stor
 
 
 def _read_headers(folder: Path) -> dict[str, _Stored]:
-    """Returns what the shards of a folder hold, by key, without reading a weight."""
+    """Returns the tensors of all shards of a folder by key, without reading a weight."""
     names = ["model.safetensors"]
     if not (folder / names[0]).exists():
         if not (folder / INDEX_FILE).exists():
@@ -312,7 +244,7 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
                 f"{folder} holds neither {names[0]} nor {INDEX_FILE}, but {others}; weights in other formats "
                 "are not read: convert them to safetensors"
             )
-        weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
+        weight_map = read_json(folder / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
             raise ValueError(
                 f"weight_map of {folder / INDEX_FILE} is {weight_map!r}; allowed: an object of file names"
@@ -335,7 +267,7 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
             header = json.loads(f.read(header_len))
         for key in keys:
             if key in stored:
-                raise ValueError(f"{key} lies in {stored[key].file} and again in {file}")
+                raise ValueError(f"{key} is in {stored[key].file} and again in {file}")
             part = header[key]
             offset = 8 + header_len + part["data_offsets"][0]
             stored[key] = _Stored(file, key, offset, tuple(part["shape"]), part["dtype"])
@@ -349,14 +281,14 @@ def _with_prefix(stored: dict[str, _Stored], table: WeightTable) -> dict[str, _S
 
 
 def _read_tensor(stored: _Stored) -> np.ndarray:
-    # Mapped anew for each tensor: pages of a mapped file that were read count as memory until it closes.
+    # Mapped anew for each tensor: the pages that were read count as memory until the mapping is closed.
     return np.memmap(stored.file, STORED_DTYPES[stored.dtype], "r", stored.offset, stored.shape)
 
 
 def _check_stored(
     folder: Path, stored: dict[str, _Stored], weights: list[_Weight], table: WeightTable
 ) -> None:
-    """Raises ValueError that names every weight that is missing, unexpected, or of another shape or type."""
+    """Raises a ValueError that lists all weights that are missing, unexpected or of another shape or type."""
     expected = {key: weight.stored_shape for weight in weights for key in weight.keys}
     problems = []
     for key, shape in expected.items():

@@ -1,6 +1,5 @@
 """Fixtures around one real engine (compiling it is most of what these tests cost) and a scripted one."""
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,11 +7,10 @@ from pathlib import Path
 import pytest
 import tokenizers
 from helpers.real_model import DenseModel, make_engine, reschedule, reset, write_checkpoint
-from helpers.scripted_engine import TEMPLATE, ScriptedRunner
+from helpers.scripted_engine import TEMPLATE, ScriptedExecutor
 from tokenizers import decoders, models, pre_tokenizers
 
 from jax_paged import LLM, EngineArgs, LLMEngine
-from jax_paged.engine import llm_engine
 
 pytest_plugins = ["helpers.compilation_cache", "ptx_emulator.pytest_plugin"]
 
@@ -34,7 +32,7 @@ def session_engine(checkpoint: Path) -> Iterator[LLMEngine]:
     with make_engine(
         checkpoint, max_num_seqs=16, max_num_batched_tokens=128, num_gpu_blocks_override=16000
     ) as engine:
-        engine.runner.wait_until_compiled()
+        engine.executor.wait_until_compiled()
         yield engine
 
 
@@ -86,14 +84,29 @@ def folder(tmp_path_factory):
     return str(folder)
 
 
-@pytest.fixture
-def scripted(monkeypatch, folder):
-    """Makes EngineArgs of engines that run ScriptedRunner."""
-    monkeypatch.setattr(llm_engine, "ModelRunner", ScriptedRunner)
-    return lambda **settings: EngineArgs(**{"model": folder, **settings})
+@pytest.fixture(scope="session")
+def scripted(folder):
+    """Makes what an engine of scripted tokens is made from: EngineArgs and a ScriptedExecutor."""
+
+    def make(**settings):
+        args = EngineArgs(**{"model": folder, **settings})
+        return args, ScriptedExecutor(args)
+
+    return make
 
 
 @pytest.fixture
-def llm(scripted):
-    with LLM(**dataclasses.asdict(scripted())) as llm:
+def make_llm(scripted):
+    """Makes an LLM of scripted tokens."""
+
+    def make(**settings):
+        args, executor = scripted(**settings)
+        return LLM(args.model, executor=executor, **settings)
+
+    return make
+
+
+@pytest.fixture
+def llm(make_llm):
+    with make_llm() as llm:
         yield llm

@@ -12,7 +12,7 @@ class Candidate(NamedTuple):
 
     parent: Sequence
     token_id: int
-    cum_logprob: float
+    cumulative_logprob: float
 
 
 def select(
@@ -33,14 +33,14 @@ def select(
     """
     assert group.beam_params is not None, "a beam search"
     every = [
-        Candidate(seq, token_id, seq.cum_logprob + logprob)
+        Candidate(seq, token_id, seq.cumulative_logprob + logprob)
         for seq, token_ids, logprobs in beams
         for token_id, logprob in zip(token_ids, logprobs, strict=True)
     ]
     complete = [c for c in every if c.token_id in eos_token_ids]
     others = [c for c in every if c.token_id not in eos_token_ids]
     # All are of one length: the penalty changes nothing. Stable, so that ties go to the earlier beam.
-    best = heapq.nsmallest(group.beam_params.beam_width, others, key=lambda c: -c.cum_logprob)
+    best = heapq.nsmallest(group.beam_params.beam_width, others, key=lambda c: -c.cumulative_logprob)
     return best, complete
 
 
@@ -48,7 +48,7 @@ def score(group: SequenceGroup, seq: Sequence, eos_token_ids: frozenset[int]) ->
     """Returns what the hypotheses of a request are ranked by; see BeamSearchParams.length_penalty."""
     assert group.beam_params is not None, "a beam search"
     ends = bool(seq.output_token_ids) and seq.output_token_ids[-1] in eos_token_ids
-    return seq.cum_logprob / (len(seq) - ends) ** group.beam_params.length_penalty
+    return seq.cumulative_logprob / (len(seq) - ends) ** group.beam_params.length_penalty
 
 
 def complete(group: SequenceGroup, seqs: list[Sequence], eos_token_ids: frozenset[int]) -> None:
@@ -67,7 +67,7 @@ def is_decided(group: SequenceGroup, max_len: int, eos_token_ids: frozenset[int]
 
     Args:
         group: Its sequences are the beams that go on.
-        max_len: Most tokens that a hypothesis can have.
+        max_len: Maximum tokens of a hypothesis, its prompt included.
         eos_token_ids: Tokens that end a hypothesis.
     """
     params = group.beam_params
@@ -75,5 +75,5 @@ def is_decided(group: SequenceGroup, max_len: int, eos_token_ids: frozenset[int]
     if len(group.completed) < params.beam_width:
         return False
     worst = score(group, group.completed[-1], eos_token_ids)
-    lengths = [(b.cum_logprob, n) for b in group.sequences for n in (len(b), max_len)]
-    return all(cum_logprob / n**params.length_penalty < worst for cum_logprob, n in lengths)
+    lengths = [(b.cumulative_logprob, n) for b in group.sequences for n in (len(b), max_len)]
+    return all(logprob / n**params.length_penalty < worst for logprob, n in lengths)

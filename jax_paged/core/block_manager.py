@@ -1,30 +1,14 @@
 """Who holds which block of the KV pool: block tables, sharing, copy-on-write, swap. No arrays."""
 
-import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 
 from jax_paged.checks import check_int
-from jax_paged.core.block_pool import NO_PARENT, NULL_BLOCK, BlockContent, BlockPool, block_hash
+from jax_paged.core.block_pool import NULL_BLOCK, BlockPool
+from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.prefix_cache import CachedPrefix, PrefixCache
+from jax_paged.core.scheduler_output import BlockTables, Copies
 from jax_paged.core.sequence import Sequence
-
-# (from, to) block ids.
-Copies = list[tuple[int, int]]
-# One list of block ids a cache group, in order of position.
-BlockTables = list[list[int]]
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheGroup:
-    """Layers that share block tables, as they need the same of a sequence's past.
-
-    Args:
-        window: Tokens that a token attends to, itself included; None for all. Blocks that fall out of the
-            window are given back while the sequence runs; the null block takes their place in the table.
-        is_cross: Whether it holds an encoder's tokens: a fixed number of blocks from the start.
-    """
-
-    window: int | None = None
-    is_cross: bool = False
 
 
 class BlockManager:
@@ -36,7 +20,7 @@ class BlockManager:
 
     Args:
         num_blocks: Blocks of the pool, the null block included.
-        block_size: Tokens a block.
+        block_size: Tokens per block.
         enable_prefix_caching: Whether sequences share the full blocks of equal prefixes.
         groups: What the model's layers need; all take their blocks from the one pool.
         num_swap_blocks: Blocks of host memory for sequences that are swapped out.
@@ -65,6 +49,10 @@ class BlockManager:
         self.block_tables: dict[Sequence, BlockTables] = {}
         self.swapped_tables: dict[Sequence, BlockTables] = {}
         self.pinned: dict[str, BlockTables] = {}
+        self.prefixes = PrefixCache(self.pool, groups, block_size)
+        # Sequences whose tables have changed since the executor was told last, and of entries that were
+        # replaced the (cache group, index, block id). Whoever tells it takes them out.
+        self.changed: dict[Sequence, list[tuple[int, int, int]]] = {}
         self._windows = [(i, g.window) for i, g in enumerate(groups) if g.window is not None]
 
     @property
@@ -74,8 +62,16 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody references, cached ones included."""
+        """Blocks that can be handed out, cached ones included."""
         return self.pool.num_free
+
+    def begin_step(self, step_id: int) -> None:
+        """Holds back blocks that are released from now on, until the step has returned."""
+        self.pool.begin_step(step_id)
+
+    def end_step(self, step_id: int) -> None:
+        """Frees the blocks that waited for this step; steps end in the order in which they began."""
+        self.pool.end_step(step_id)
 
     def num_blocks_of(self, num_tokens: int) -> int:
         """Blocks of one group that hold `num_tokens` tokens of one sequence."""
@@ -107,29 +103,38 @@ class BlockManager:
         Returns:
             Whether it has them; if not, no block has changed hands.
         """
-        num_available = self.pool.num_free - num_reserved
-        if num_available < 1:
+        if self.pool.num_free - num_reserved < 1:
             return False  # at least one block is new; saves the walk along a long prefix
-        tables: BlockTables = [[] for _ in self.groups]
-        num_shared = 0
-        if use_cache and self.enable_prefix_caching:
-            num_shared, tables = self._cached_prefix(seq, salt)
-        num_own = self.num_blocks_of(len(seq)) - num_shared
-        num_new = [
-            self.num_blocks_of(num_encoder_tokens) if g.is_cross else num_own if g.window is None else 0
-            for g in self.groups
-        ]
-        num_needed = sum(num_new) + len(self._windows)
-        shared = [block for table in tables for block in table if block != NULL_BLOCK]
-        if num_needed + sum(not self.pool.ref_counts[b] for b in shared) > num_available:
+        prefix = self._shared_prefix(seq, salt, use_cache)
+        num_new = self._num_new(seq, prefix.num_blocks, num_encoder_tokens)
+        if self._num_taken(num_new, prefix.blocks) > self.pool.num_free - num_reserved:
             return False
-        for block in shared:  # before any new block is taken, which could evict them
+        for block in prefix.blocks:  # before any new block is taken, which could evict them
             self.pool.share(block)
-        for table, n in zip(tables, num_new, strict=True):
+        self.block_tables[seq] = [list(table) for table in prefix.tables]
+        self.prefixes.forget_walk()
+        for table, n in zip(self.block_tables[seq], num_new, strict=True):
             table.extend(self.pool.take() for _ in range(n))
-        self.block_tables[seq] = tables
-        seq.num_computed_tokens = num_shared * self.block_size
+        seq.num_computed_tokens = prefix.num_blocks * self.block_size
         return True
+
+    def needed_by(
+        self, seq: Sequence, salt: str, *, use_cache: bool, num_encoder_tokens: int
+    ) -> tuple[int, list[int]]:
+        """Returns what `allocate` needs: how many free blocks, and which cached ones it would share."""
+        prefix = self._shared_prefix(seq, salt, use_cache)
+        num_new = self._num_new(seq, prefix.num_blocks, num_encoder_tokens)
+        return self._num_taken(num_new, prefix.blocks), prefix.blocks
+
+    def num_swapped_blocks(self, seqs: list[Sequence]) -> int:
+        """Returns how many free blocks `swap_in` needs."""
+        return len(_distinct(self.swapped_tables[seq] for seq in seqs if seq in self.swapped_tables))
+
+    def released_by(self, seqs: Iterable[Sequence]) -> set[int]:
+        """Returns the blocks that nobody would reference if certain sequences lost theirs."""
+        held = (self.block_tables[seq] for seq in seqs if seq in self.block_tables)
+        counts = Counter(block for tables in held for table in tables for block in table)
+        return {b for b, n in counts.items() if b != NULL_BLOCK and self.pool.ref_counts[b] == n}
 
     def within_windows(self, seq: Sequence, num_tokens: int) -> int:
         """Returns how many of a sequence's next tokens find free blocks in windows; at least 1."""
@@ -155,39 +160,41 @@ class BlockManager:
         size, pool = self.block_size, self.pool
         if self._windows:
             self._free_out_of_window(rows)
-        missing: list[tuple[list[int], int]] = []
-        writes: list[tuple[list[int], int]] = []
+        missing: list[tuple[Sequence, list[int], int]] = []
+        writes: list[tuple[Sequence, int, list[int], int]] = []
         for seq, num_tokens in rows:
             start = seq.num_computed_tokens
             first, num_blocks = start // size, -(-(start + num_tokens) // size)
-            for group, table in zip(self.groups, self.block_tables[seq], strict=True):
-                if group.is_cross:
+            for g, table in enumerate(self.block_tables[seq]):
+                if self.groups[g].is_cross:
                     continue
                 if num_blocks > len(table):
-                    missing.append((table, num_blocks - len(table)))
+                    missing.append((seq, table, num_blocks - len(table)))
                 # Shared, or (of a sequence that was forked in its middle) still to be found in the cache.
                 if first < len(table) and (
                     pool.ref_counts[table[first]] > 1 or pool.contents[table[first]] is not None
                 ):
-                    writes.append((table, first))
+                    writes.append((seq, g, table, first))
         if not missing and not writes:
             return []
         # Of those that write to a block, the last one that references it needs no copy.
-        writers = Counter(table[i] for table, i in writes)
+        writers = Counter(table[i] for _, _, table, i in writes)
         num_copies = sum(n - (pool.ref_counts[block] == n) for block, n in writers.items())
-        if sum(n for _, n in missing) + num_copies > pool.num_free:
+        if sum(n for _, _, n in missing) + num_copies > pool.num_free:
             return None
         copies: Copies = []
-        for table, i in writes:
+        for seq, g, table, i in writes:
             block = table[i]
             if pool.ref_counts[block] > 1:
                 table[i] = pool.take()
                 pool.release(block)
                 copies.append((block, table[i]))
+                self._note_replaced(seq, g, i)
             else:
                 pool.forget(block)
-        for table, n in missing:
+        for seq, table, n in missing:
             table.extend(pool.take() for _ in range(n))
+            self.changed.setdefault(seq, [])
         return copies
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> bool:
@@ -205,7 +212,7 @@ class BlockManager:
         num_blocks = self.num_blocks_of(num_tokens)
         tables = self.block_tables[parent]
         for i, window in self._windows:
-            if NULL_BLOCK in tables[i][self._first_in_window(window, num_tokens) : num_blocks]:
+            if NULL_BLOCK in tables[i][self.prefixes.first_in_window(window, num_tokens) : num_blocks]:
                 return False
         self.block_tables[child] = [
             list(table) if group.is_cross else table[:num_blocks]
@@ -218,17 +225,12 @@ class BlockManager:
 
     def cache_full_blocks(self, seq: Sequence, salt: str, start: int, stop: int) -> None:
         """Offers the blocks that became full when tokens [start, stop) were computed to later sequences."""
-        if not self.enable_prefix_caching:
-            return
-        tables = self.block_tables[seq]
-        for i in range(start // self.block_size, stop // self.block_size):
-            content = self._content(seq, i, salt)
-            for g, table in enumerate(tables):
-                if not self.groups[g].is_cross and table[i] != NULL_BLOCK:
-                    self.pool.remember(table[i], content._replace(group=g))
+        if self.enable_prefix_caching:
+            self.prefixes.remember(seq, salt, self.block_tables[seq], start, stop)
 
     def free(self, seq: Sequence) -> None:
         """Takes away a sequence's blocks, on the device or in host memory. The lists stay as they are."""
+        self.changed.pop(seq, None)
         if seq in self.block_tables:
             _release(self.pool, self.block_tables.pop(seq))
         else:
@@ -243,7 +245,11 @@ class BlockManager:
         """
         # What fell out of a window must not be freed after coming back, in the step of a swap in.
         self._free_out_of_window([(seq, 0) for seq in seqs if seq in self.block_tables])
-        return self._move(seqs, self.pool, self.block_tables, self.swap_pool, self.swapped_tables, 0)
+        copies = self._move(seqs, self.pool, self.block_tables, self.swap_pool, self.swapped_tables, 0)
+        if copies is not None:
+            for seq in seqs:
+                self.changed.pop(seq, None)
+        return copies
 
     def swap_in(self, seqs: list[Sequence], *, num_reserved: int) -> Copies | None:
         """Moves the block tables of one group back to the device.
@@ -267,12 +273,12 @@ class BlockManager:
         if not self.enable_prefix_caching:
             raise ValueError("enable_prefix_caching is False; allowed for pinned prefixes: True")
         # A token more: the cache leaves the last one out.
-        num_shared, tables = self._cached_prefix(Sequence([*token_ids, 0]), salt)
-        for table in tables:
-            for block in table:
-                self.pool.share(block)
-        self.pinned[name] = tables
-        return num_shared * self.block_size
+        prefix = self.prefixes.longest(Sequence([*token_ids, 0]), salt)
+        self.prefixes.forget_walk()
+        for block in prefix.blocks:
+            self.pool.share(block)
+        self.pinned[name] = prefix.tables
+        return prefix.num_blocks * self.block_size
 
     def unpin(self, name: str) -> None:
         """Lets go of a pinned prefix; its blocks stay cached as long as no one needs them.
@@ -312,8 +318,7 @@ class BlockManager:
         num_reserved: int,
     ) -> Copies | None:
         held = {seq: source_tables[seq] for seq in seqs if seq in source_tables}
-        every = (b for tables in held.values() for table in tables for b in table if b != NULL_BLOCK)
-        blocks = list(dict.fromkeys(every))
+        blocks = _distinct(held.values())
         if len(blocks) > target.num_free - num_reserved:
             return None
         moved = {block: target.take() for block in blocks} | {NULL_BLOCK: NULL_BLOCK}
@@ -327,9 +332,25 @@ class BlockManager:
             target.release(moved[block])
         return [(block, moved[block]) for block in blocks]
 
-    def _first_in_window(self, window: int, position: int) -> int:
-        """Returns the first block that the token at a position attends to."""
-        return max(0, position - window + 1) // self.block_size
+    def _shared_prefix(self, seq: Sequence, salt: str, use_cache: bool) -> CachedPrefix:
+        if use_cache and self.enable_prefix_caching:
+            return self.prefixes.longest(seq, salt)
+        return CachedPrefix(0, [[] for _ in self.groups], [])
+
+    def _num_new(self, seq: Sequence, num_shared: int, num_encoder_tokens: int) -> list[int]:
+        """Returns how many new blocks a sequence gets at once, per cache group."""
+        num_own = self.num_blocks_of(len(seq)) - num_shared
+        num_cross = self.num_blocks_of(num_encoder_tokens)
+        return [num_cross if g.is_cross else num_own if g.window is None else 0 for g in self.groups]
+
+    def _num_taken(self, num_new: list[int], shared: list[int]) -> int:
+        """Returns how many free blocks new ones and shared ones take, with one for each window."""
+        # Shared blocks that nobody references are free, and would be no more.
+        counts = list(map(self.pool.ref_counts.__getitem__, shared))
+        return sum(num_new) + len(self._windows) + counts.count(0)
+
+    def _note_replaced(self, seq: Sequence, g: int, i: int) -> None:
+        self.changed.setdefault(seq, []).append((g, i, self.block_tables[seq][g][i]))
 
     def _free_out_of_window(self, rows: list[tuple[Sequence, int]]) -> None:
         for seq, _ in rows:
@@ -337,46 +358,18 @@ class BlockManager:
             for i, window in self._windows:
                 table = tables[i]
                 # From the last one back: before it all are given back already.
-                j = min(self._first_in_window(window, seq.num_computed_tokens), len(table)) - 1
+                j = min(self.prefixes.first_in_window(window, seq.num_computed_tokens), len(table)) - 1
                 while j >= 0 and table[j] != NULL_BLOCK:
                     self.pool.release(table[j])
                     table[j] = NULL_BLOCK
+                    self._note_replaced(seq, i, j)
                     j -= 1
 
-    def _cached_prefix(self, seq: Sequence, salt: str) -> tuple[int, BlockTables]:
-        """Returns the longest cached prefix without the block of the last token: its blocks, and tables.
 
-        Of a group with a window, the blocks that the token after the prefix attends to are enough.
-        """
-        found: BlockTables = [[] for _ in self.groups]
-        own = [g for g, group in enumerate(self.groups) if not group.is_cross]
-        run = [0] * len(self.groups)  # cached blocks in a row, up to the last one looked up
-        longest = 0
-        for i in range((len(seq) - 1) // self.block_size):
-            content = self._content(seq, i, salt)
-            for g in own:
-                block = self.pool.find(content if g == 0 else content._replace(group=g))
-                found[g].append(NULL_BLOCK if block is None else block)
-                run[g] = 0 if block is None else run[g] + 1
-            if any(not run[g] and self.groups[g].window is None for g in own):
-                break
-            position = (i + 1) * self.block_size
-            if all(run[g] >= i + 1 - self._first_in_window(w, position) for g, w in self._windows):
-                longest = i + 1
-        tables = [table[:longest] for table in found]
-        for g, window in self._windows:
-            dead = min(self._first_in_window(window, longest * self.block_size), longest)
-            tables[g][:dead] = [NULL_BLOCK] * dead
-        return longest, tables
-
-    def _content(self, seq: Sequence, i: int, salt: str) -> BlockContent:
-        """Returns the content of a sequence's i-th block; extends its `block_hashes` up to it."""
-        hashes, size = seq.block_hashes, self.block_size
-        for j in range(len(hashes), i + 1):
-            parent = hashes[j - 1] if j else NO_PARENT
-            hashes.append(block_hash(parent, seq.tokens(j * size, (j + 1) * size), salt))
-        parent = hashes[i - 1] if i else NO_PARENT
-        return BlockContent(hashes[i], parent, seq.tokens(i * size, (i + 1) * size), salt, 0)
+def _distinct(tables_of: Iterable[BlockTables]) -> list[int]:
+    """Returns the blocks of several sequences, each once."""
+    every = (b for tables in tables_of for table in tables for b in table if b != NULL_BLOCK)
+    return list(dict.fromkeys(every))
 
 
 def _release(pool: BlockPool, tables: BlockTables) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 NULL_BLOCK = 0  # pads block tables on the device; never handed out
@@ -33,9 +34,10 @@ def block_hash(parent: bytes, tokens: list[int], salt: str) -> bytes:
 class BlockPool:
     """Owns the state of every block of a memory.
 
-    Each block is exactly one of: the null block, free, or referenced. A free block that is still cached
-    keeps its content until it is handed out again: the free list is in the order of eviction, blocks
-    without cached content first, then the least recently freed.
+    Each block is exactly one of: the null block, referenced, held back, or free. A block that nobody
+    references any more is held back while a step that may write to it is in flight; then it is free. A free
+    block that is still cached keeps its content until it is handed out again: the free list is in the order
+    of eviction, blocks without cached content first, then the least recently freed.
 
     Args:
         num_blocks: The null block included.
@@ -47,6 +49,10 @@ class BlockPool:
         self.contents: list[BlockContent | None] = [None] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._cached: dict[tuple[bytes, int], int] = {}
+        self._held: OrderedDict[int, int] = OrderedDict()  # block -> the step that it waits for
+        self._last_step: int | None = None  # the latest step in flight
+        # Called with the key of a content that enters or leaves the cache.
+        self.on_cache_change: Callable[[tuple[bytes, int]], None] = lambda key: None
 
     @property
     def num_usable(self) -> int:
@@ -55,8 +61,25 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody references, cached ones included."""
+        """Blocks that can be handed out, cached ones included."""
         return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that nobody references, but that a step in flight may still write to."""
+        return len(self._held)
+
+    def begin_step(self, step_id: int) -> None:
+        """Holds back all blocks that are released from now on, until the step has returned."""
+        self._last_step = step_id
+
+    def end_step(self, step_id: int) -> None:
+        """Frees the blocks that only this step and earlier ones may have written to. Steps end in order."""
+        if self._last_step == step_id:
+            self._last_step = None
+        while self._held and next(iter(self._held.values())) <= step_id:
+            block, _ = self._held.popitem(last=False)
+            self._add_free(block)
 
     def take(self) -> int:
         """Hands out the first free block in the order of eviction, and forgets what it held."""
@@ -69,26 +92,38 @@ class BlockPool:
         """Takes what a block holds out of the cache."""
         content = self.contents[block]
         if content is not None:
-            del self._cached[content.hash, content.group]
+            key = content.hash, content.group
+            del self._cached[key]
             self.contents[block] = None
+            self.on_cache_change(key)
 
     def share(self, block: int) -> None:
-        """Adds a reference to a block, which may be free and cached."""
+        """Adds a reference to a block, which may be free (or held back) and cached."""
         if block == NULL_BLOCK:
             return
         if not self.ref_counts[block]:
-            del self._free[block]
+            if block in self._held:
+                del self._held[block]
+            else:
+                del self._free[block]
         self.ref_counts[block] += 1
 
     def release(self, block: int) -> None:
-        """Takes back a reference; a block without any is free."""
+        """Takes back a reference; a block without any is free, or held back while a step is in flight."""
         if block == NULL_BLOCK:
             return
         self.ref_counts[block] -= 1
-        if not self.ref_counts[block]:
-            self._free[block] = None
-            if self.contents[block] is None:
-                self._free.move_to_end(block, last=False)
+        if self.ref_counts[block]:
+            return
+        if self._last_step is None:
+            self._add_free(block)
+        else:
+            self._held[block] = self._last_step
+
+    def _add_free(self, block: int) -> None:
+        self._free[block] = None
+        if self.contents[block] is None:
+            self._free.move_to_end(block, last=False)
 
     def remember(self, block: int, content: BlockContent) -> None:
         """Notes what a full block holds, unless an equal block (or a collision) was there first."""
@@ -96,6 +131,7 @@ class BlockPool:
         if key not in self._cached:
             self._cached[key] = block
             self.contents[block] = content
+            self.on_cache_change(key)
 
     def find(self, content: BlockContent) -> int | None:
         """Returns the block of a content, if one is cached; an equal hash alone is not trusted."""
@@ -107,14 +143,18 @@ class BlockPool:
 
         Args:
             counts: References to each block, counted by whoever holds them.
-            block_size: Tokens a block.
+            block_size: Tokens per block.
         """
         assert counts == self.ref_counts, f"counted {counts}, kept {self.ref_counts}"
         assert not counts[NULL_BLOCK], "the null block is referenced"
         assert NULL_BLOCK not in self._free, "the null block is in the free list"
         assert self.contents[NULL_BLOCK] is None, "the null block is cached"
+        assert not self._held.keys() & self._free.keys(), "a block is free and held back"
         unreferenced = {b for b in range(1, self.num_blocks) if not counts[b]}
-        assert set(self._free) == unreferenced, f"free {set(self._free)}, unreferenced {unreferenced}"
+        not_used = self._free.keys() | self._held.keys()
+        assert not_used == unreferenced, f"free or held {not_used}, unreferenced {unreferenced}"
+        assert list(self._held.values()) == sorted(self._held.values()), "steps end out of order"
+        assert self._last_step is not None or not self._held, "blocks wait for no step"
         by_key = {(c.hash, c.group): block for block, c in enumerate(self.contents) if c is not None}
         assert by_key == self._cached, "prefix cache and contents of the blocks disagree"
         assert len(by_key) == sum(c is not None for c in self.contents), "two blocks of one hash"

@@ -10,15 +10,17 @@ class RequestQueues:
     """Owns which unfinished request is where.
 
     `running` and `swapped` stand in the order of requests; of `waiting`, only the first is looked up, so that
-    the cost of a step doesn't grow with the number waiting. All are by request id.
+    the cost of a step does not grow with the number of waiting requests. All are keyed by request id.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[str, SequenceGroup] = {}
         self.running: dict[str, SequenceGroup] = {}
         self.swapped: dict[str, SequenceGroup] = {}
-        self.num_seats_taken = 0  # sequences that the running requests may come to have
+        self.num_seats_taken = 0  # sequences that the running requests may come to have at a time
+        self._seats: dict[str, int] = {}
         self._heap: list[tuple[tuple[int, int], SequenceGroup]] = []
+        self._in_heap: set[SequenceGroup] = set()
         self._arrivals = itertools.count()
 
     def __len__(self) -> int:
@@ -39,14 +41,17 @@ class RequestQueues:
         """Moves a request to the waiting ones."""
         self.remove(group)
         self.waiting[group.request_id] = group
-        heapq.heappush(self._heap, (group.order, group))
+        if group not in self._in_heap:
+            self._in_heap.add(group)
+            heapq.heappush(self._heap, (group.order, group))
 
     def run(self, group: SequenceGroup) -> None:
         """Moves a request to the running ones."""
         self.remove(group)
         last = self.last_running()
         self.running[group.request_id] = group
-        self.num_seats_taken += group.max_num_seqs
+        self._seats[group.request_id] = group.num_seats
+        self.num_seats_taken += group.num_seats
         if last is not None and group.order < last.order:
             self.running = _in_order(self.running)
 
@@ -59,9 +64,17 @@ class RequestQueues:
     def remove(self, group: SequenceGroup) -> None:
         """Takes a request out of the queue that it is in, if any."""
         if self.running.pop(group.request_id, None) is not None:
-            self.num_seats_taken -= group.max_num_seqs
-        elif self.waiting.pop(group.request_id, None) is None:
+            self.num_seats_taken -= self._seats.pop(group.request_id)
+        elif self.waiting.pop(group.request_id, None) is not None:
+            self._forget_stale_entries()
+        else:
             self.swapped.pop(group.request_id, None)
+
+    def give_up_seats(self, group: SequenceGroup) -> None:
+        """Takes back the seats of sequences that have ended, if their request still runs."""
+        if group.request_id in self.running:
+            self.num_seats_taken += group.num_seats - self._seats[group.request_id]
+            self._seats[group.request_id] = group.num_seats
 
     def last_running(self) -> SequenceGroup | None:
         """Returns the last of the running requests, the first to lose its blocks."""
@@ -74,10 +87,16 @@ class RequestQueues:
     def first_waiting(self) -> SequenceGroup | None:
         """Returns the waiting request that is next in order."""
         heap = self._heap
-        # Entries of requests that have left, or have come back since with an entry of their own.
         while heap and self.waiting.get(heap[0][1].request_id) is not heap[0][1]:
-            heapq.heappop(heap)
+            self._in_heap.remove(heapq.heappop(heap)[1])
         return heap[0][1] if heap else None
+
+    def _forget_stale_entries(self) -> None:
+        """Drops the heap's entries of requests that don't wait any more, once they are the larger part."""
+        if len(self._heap) > 2 * len(self.waiting) + 16:
+            self._heap = [(group.order, group) for group in self.waiting.values()]
+            self._in_heap = set(self.waiting.values())
+            heapq.heapify(self._heap)
 
 
 def _in_order(groups: dict[str, SequenceGroup]) -> dict[str, SequenceGroup]:

@@ -1,14 +1,18 @@
-"""What the runner hands back of a step."""
+"""What the device hands back of a step, as values: it can be pickled, and holds no array."""
 
 import dataclasses
 
-import numpy as np
-from jaxtyping import Array
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probability and rank of a token, and the most likely tokens in its place."""
+    """Log-probability and rank of a token, and the most likely tokens in its place.
+
+    Args:
+        logprob: Natural logarithm of the token's probability.
+        rank: 1 for the most likely token; 0 if the request does not want log-probabilities.
+        top_token_ids: The most likely tokens, best first; empty unless wanted.
+        top_logprobs: Their log-probabilities.
+    """
 
     logprob: float
     rank: int
@@ -16,33 +20,23 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
-@dataclasses.dataclass(frozen=True)
-class StepOutput:
-    """What a step computed.
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """The result of one SchedulerOutput.
 
     Args:
-        token_ids: One a sampling sequence, in the order of SchedulerOutput.scheduled.
-        logprobs: Of these; the top lists are empty, and rank 0, unless the request wants them.
-        is_finite: One a row; False where the logits held NaN or infinity: the request has to end.
-        prompt_logprobs: One list a row: of the prompt tokens at positions start + 1 and on, if wanted.
+        step_id: That of the SchedulerOutput.
+        token_ids: One list per entry of SchedulerOutput.samples: a token per row of logits, in order of
+            position.
+        logprobs: Of these tokens, in the same nesting.
+        is_finite: One per entry of SchedulerOutput.scheduled; False where the logits that were looked at
+            held NaN or infinity: the request has to end.
+        prompt_logprobs: One list per entry of SchedulerOutput.scheduled: those of the prompt tokens at
+            positions start + 1 and on; empty unless the request wants them.
     """
 
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
+    step_id: int
+    token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprobs]]
     is_finite: list[bool]
     prompt_logprobs: list[list[TokenLogprobs]]
-
-
-Details = tuple[list[int], list[list[int]], list[list[float]]]
-
-
-def read_details(details: Array | np.ndarray) -> Details:
-    """Returns rank, most likely ids and their log-probabilities, a list entry a row.
-
-    Args:
-        details: int32 [B, 1 + 2N]: rank, ids, bits of the log-probabilities.
-    """
-    array = np.ascontiguousarray(details)
-    n = (array.shape[1] - 1) // 2
-    top_logprobs = np.ascontiguousarray(array[:, 1 + n :]).view(np.float32)
-    return array[:, 0].tolist(), array[:, 1 : 1 + n].tolist(), top_logprobs.tolist()

@@ -1,95 +1,142 @@
-"""What the scheduler hands to the runner: one step, as values."""
+"""What the scheduler hands to the executor: one step, as values. It can be pickled, sent and replayed.
+
+The executor keeps a seat for every sequence that holds blocks on the device. A step names sequences by their
+ids, and says only what has changed since the step before: who sits down (NewSequence), whose block table has
+grown (ScheduledSequence), who leaves (released_seq_ids).
+"""
 
 import dataclasses
 from typing import NamedTuple
 
-from jax_paged.core.block_manager import BlockTables, Copies
-from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.sampling_params import SamplingParams
+
+# (from, to) block ids.
+Copies = list[tuple[int, int]]
+# One list of block ids per cache group, in order of position.
+BlockTables = list[list[int]]
+
+
+class NewSequence(NamedTuple):
+    """A sequence that takes a seat: new, forked, or back after it had lost its blocks.
+
+    Args:
+        seq_id: Unique in the life of a scheduler.
+        request_id: Its request.
+        prompt_token_ids: Its prompt. Read-only.
+        output_token_ids: What it has generated so far.
+        sampling_params: Of its request. Read-only.
+        seed: Of its random choices; with a position it is the key of one draw.
+        end_token_ids: Tokens that end it: the model's, unless ignored, and its stop_token_ids. Held back
+            until min_tokens.
+        num_top_logprobs: How many most likely tokens to report with each token; None reports neither them
+            nor the rank.
+        logprob_temperature: Divides the logits before anything else; 1 but for beam searches.
+        num_encoder_tokens: Tokens that its groups of cross attention hold.
+        block_tables: All of its blocks, at the time that this step computes. Read-only.
+    """
+
+    seq_id: int
+    request_id: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int
+    end_token_ids: frozenset[int]
+    num_top_logprobs: int | None
+    logprob_temperature: float
+    num_encoder_tokens: int
+    block_tables: BlockTables
 
 
 class ScheduledSequence(NamedTuple):
-    """What one sequence computes in a step (a tuple: a step makes hundreds, and they are cheap to make).
+    """A row: what one sequence computes in a step (a tuple: a step makes hundreds, and they are cheap).
 
     Args:
-        group: Its request.
-        seq: The sequence.
+        seq_id: The sequence; it has a seat, or takes one in this step.
         start: Position of the first token that the step computes.
-        num_tokens: Tokens that the step computes.
-        block_tables: A list of block ids a cache group, that hold start + num_tokens tokens, no block more.
-            Read-only; valid until the next schedule().
-        sampling: The sequences that get a token, each drawn from the logits of the last token computed: none
-            before the end of the prompt, all samples of the request there, later the sequence alone.
+        token_ids: The tokens that the step computes, at positions start and on.
+        new_blocks: Per cache group, the blocks appended to its table since its last row (none in the step
+            of its NewSequence, which holds them all). Read-only.
+        replaced_blocks: (cache group, index, block id) of entries of its table that have changed since its
+            last row: copied before a write, or fallen out of a window (the null block).
     """
 
-    group: SequenceGroup
-    seq: Sequence
+    seq_id: int
     start: int
-    num_tokens: int
-    block_tables: BlockTables
-    sampling: tuple[Sequence, ...]
+    token_ids: list[int]
+    new_blocks: BlockTables
+    replaced_blocks: list[tuple[int, int, int]]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return len(self.token_ids)
 
 
-@dataclasses.dataclass(frozen=True)
-class SchedulerOutput:
-    """One step. The runner swaps out, swaps in, copies blocks, runs encoders, then computes the rows.
+class Sample(NamedTuple):
+    """Tokens to draw in a step, for one sequence.
 
     Args:
+        row: Index in SchedulerOutput.scheduled of the row whose logits they are drawn from.
+        seq_id: The sequence that gets the tokens: the row's own, or one that was just forked from it.
+        num_logits: How many of the row's last tokens are drawn after, each from its own row of logits.
+    """
+
+    row: int
+    seq_id: int
+    num_logits: int = 1
+
+
+class EncoderInput(NamedTuple):
+    """A text for the encoder, and where its output goes.
+
+    Args:
+        request_id: Its request.
+        token_ids: The text. Read-only.
+        block_tables: Of the request's sequence; only those of cross attention are written to.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    block_tables: BlockTables
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step.
+
+    The executor lets the released sequences go and seats the new ones, then swaps out, swaps in, copies
+    blocks and runs encoders in this order, then computes the rows, then draws the samples.
+
+    Args:
+        step_id: Counts the steps of a scheduler, from 0: with step 0 all seats are empty, as another
+            scheduler may have gone before.
         scheduled: Rows of one token first, then the longer ones; each part in the order of requests.
+        samples: What is drawn, in the order of the rows.
+        new_sequences: Sequences that take a seat.
+        released_seq_ids: Sequences that have lost their seat since the step before: they ended, or were
+            preempted. One that comes back in the same step is in new_sequences too.
         blocks_to_swap_out: (device block, host block) ids.
         blocks_to_swap_in: (host block, device block) ids.
         blocks_to_copy: (from, to) device block ids; no block is both.
-        to_encode: Requests whose encoder runs before the rows are computed, and their block tables.
+        to_encode: Texts whose encoder runs before the rows are computed.
         preempted: Ids of the requests that lost their blocks on the device.
-        ended: Requests that ended as they can never run (on).
-        num_batched_tokens: Sum of num_tokens.
-        num_logits_rows: Sampling sequences, and rows without any: of these too the logits are looked at, so
-            that NaN is noticed before a block that holds it is cached.
+        ended: Ids of the requests that ended because they can never run (on).
+        num_batched_tokens: Tokens that the rows compute together.
+        num_logits_rows: Rows of logits: those of the samples, and one for each row without any: of these
+            too the logits are looked at, so that NaN is noticed before a block that holds it is cached.
     """
 
+    step_id: int
     scheduled: tuple[ScheduledSequence, ...]
+    samples: tuple[Sample, ...]
+    new_sequences: tuple[NewSequence, ...]
+    released_seq_ids: tuple[int, ...]
     blocks_to_swap_out: tuple[tuple[int, int], ...]
     blocks_to_swap_in: tuple[tuple[int, int], ...]
     blocks_to_copy: tuple[tuple[int, int], ...]
-    to_encode: tuple[tuple[SequenceGroup, BlockTables], ...]
+    to_encode: tuple[EncoderInput, ...]
     preempted: tuple[str, ...]
-    ended: tuple[SequenceGroup, ...]
+    ended: tuple[str, ...]
     num_batched_tokens: int
     num_logits_rows: int
-
-
-class StepBuilder:
-    """Collects a step while it is scheduled.
-
-    Args:
-        budget: Tokens that it may still compute.
-    """
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.is_closed = False  # to requests that don't run yet
-        self.rows: list[ScheduledSequence] = []
-        self.swap_out: Copies = []
-        self.swap_in: Copies = []
-        self.copies: Copies = []
-        self.to_encode: list[tuple[SequenceGroup, BlockTables]] = []
-        self.preempted: list[str] = []
-        self.ended: list[SequenceGroup] = []
-
-    def build(self) -> SchedulerOutput:
-        """Returns the step."""
-        rows = sorted(self.rows, key=_is_longer)
-        return SchedulerOutput(
-            scheduled=tuple(rows),
-            blocks_to_swap_out=tuple(self.swap_out),
-            blocks_to_swap_in=tuple(self.swap_in),
-            blocks_to_copy=tuple(self.copies),
-            to_encode=tuple(self.to_encode),
-            preempted=tuple(self.preempted),
-            ended=tuple(self.ended),
-            num_batched_tokens=sum([row.num_tokens for row in rows]),
-            num_logits_rows=sum([len(row.sampling) or 1 for row in rows]),
-        )
-
-
-def _is_longer(row: ScheduledSequence) -> bool:
-    return row.num_tokens > 1

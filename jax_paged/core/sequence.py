@@ -24,12 +24,12 @@ class SequenceStatus(enum.Enum):
 
     @property
     def finish_reason(self) -> str | None:
-        """The OpenAI word for a finished status: "stop", "length", "abort"; None while unfinished."""
+        """The word for a finished status: "stop", "length", "abort", "error"; None while unfinished."""
         return {
             SequenceStatus.FINISHED_STOPPED: "stop",
             SequenceStatus.FINISHED_LENGTH_CAPPED: "length",
             SequenceStatus.FINISHED_ABORTED: "abort",
-            SequenceStatus.FINISHED_IGNORED: "length",
+            SequenceStatus.FINISHED_IGNORED: "error",
         }.get(self)
 
 
@@ -48,7 +48,8 @@ class Sequence:
         num_computed_tokens: Tokens whose keys and values lie in the pool.
         stop_reason: The stop token id or stop string that ended it; None for the end token or no stop.
         block_hashes: Hashes of its first full blocks, as far as the block manager needed them.
-        cum_logprob: Sum of the log-probabilities of its output tokens, if it is a beam.
+        cumulative_logprobs: For each output token, the sum of the log-probabilities up to it.
+        seq_id: Names it outside of the scheduler, which sets it; 0 before it has run.
     """
 
     prompt_token_ids: list[int]
@@ -59,7 +60,29 @@ class Sequence:
     num_computed_tokens: int = 0
     stop_reason: int | str | None = None
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
-    cum_logprob: float = 0.0
+    cumulative_logprobs: list[float] = dataclasses.field(default_factory=list)
+    seq_id: int = 0
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Sum of the log-probabilities of its output tokens."""
+        return self.cumulative_logprobs[-1] if self.cumulative_logprobs else 0.0
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens that are still to be computed."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) - self.num_computed_tokens
+
+    def append(self, token_id: int, logprob: float) -> None:
+        """Appends a token to the output."""
+        sums = self.cumulative_logprobs
+        self.output_token_ids.append(token_id)
+        sums.append(sums[-1] + logprob if sums else logprob)
+
+    def truncate(self, num_output_tokens: int) -> None:
+        """Drops the output tokens from a certain one on."""
+        del self.output_token_ids[num_output_tokens:]
+        del self.cumulative_logprobs[num_output_tokens:]
 
     def fork(self, index: int, seed: int) -> "Sequence":
         """Returns a sequence with the same tokens, computed as far."""
@@ -69,6 +92,8 @@ class Sequence:
             seed=seed,
             output_token_ids=list(self.output_token_ids),
             block_hashes=list(self.block_hashes),
+            cumulative_logprobs=list(self.cumulative_logprobs),
+            seq_id=0,
         )
 
     def num_common_tokens(self, other: "Sequence") -> int:
@@ -129,8 +154,15 @@ class SequenceGroup:
 
     def __post_init__(self) -> None:
         beams, params = self.beam_params, self.sampling_params
-        # Most sequences that run at a time.
+        # Maximum sequences that run at a time.
         self.max_num_seqs = beams.beam_width if beams else params.best_of or params.n
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that it may still come to have at a time."""
+        if self.max_num_seqs == 1 or self.beam_params or len(self.sequences) < self.max_num_seqs:
+            return self.max_num_seqs
+        return len(self.unfinished)
 
     @property
     def order(self) -> tuple[int, int]:

@@ -1,17 +1,40 @@
 """What the tokens of a step do to sequences: they grow, fork, end, and give back their blocks."""
 
-from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from jax_paged.core import beam_search
 from jax_paged.core.beam_search import Candidate
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.request_queues import RequestQueues
+from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.seats import Seats
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from jax_paged.core.stop_conditions import NON_FINITE, Ending, StopConditions
 
-if TYPE_CHECKING:
-    from jax_paged.core.runner_output import TokenLogprobs
+
+class NewTokens(NamedTuple):
+    """The tokens that a sequence got in a step and accepted, in order, and their log-probabilities."""
+
+    group: SequenceGroup
+    seq: Sequence
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+class StepUpdate(NamedTuple):
+    """What a step has changed.
+
+    Args:
+        new_tokens: In the order of SchedulerOutput.samples; beams are not in it.
+        changed: The requests that got a token or ended, each once.
+        prompt_logprobs: (request, first position of the row, log-probabilities of the prompt tokens at the
+            positions after it).
+    """
+
+    new_tokens: list[NewTokens]
+    changed: list[SequenceGroup]
+    prompt_logprobs: list[tuple[SequenceGroup, int, list[TokenLogprobs]]]
 
 
 class SequenceUpdater:
@@ -20,83 +43,120 @@ class SequenceUpdater:
     Args:
         block_manager: Owner of the blocks.
         queues: Owner of the requests; those that end are taken out.
-        max_model_len: Most tokens of a prompt and its output together.
-        eos_token_ids: Tokens that end a sequence, unless its request ignores them.
+        seats: Says which sequence an id names.
+        stop_conditions: Say when a sequence ends.
     """
 
     def __init__(
         self,
         block_manager: BlockManager,
         queues: RequestQueues,
-        max_model_len: int,
-        eos_token_ids: frozenset[int],
+        seats: Seats,
+        stop_conditions: StopConditions,
     ) -> None:
         self.block_manager = block_manager
         self.queues = queues
-        self.max_model_len = max_model_len
-        self.eos_token_ids = eos_token_ids
+        self.seats = seats
+        self.stop_conditions = stop_conditions
+        self._no_drafts: list[int] = []
+        self._block_size = block_manager.block_size
 
-    def update(
-        self,
-        output: SchedulerOutput,
-        token_ids: list[int],
-        now: float,
-        logprobs: "Items[TokenLogprobs]" = (),
-    ) -> list[SequenceGroup]:
+    def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
         """See Scheduler.update."""
-        manager = self.block_manager
-        size = manager.block_size
+        assert result.step_id == output.step_id, (result.step_id, output.step_id)
+        assert len(result.token_ids) == len(output.samples), "a list of tokens per sample"
+        self.block_manager.end_step(output.step_id)
+        find, seats, scheduled = self.seats.find, self.seats.by_id, output.scheduled
         changed: dict[SequenceGroup, None] = {}
+        if not all(result.is_finite):
+            for row, is_finite in zip(scheduled, result.is_finite, strict=True):
+                found = None if is_finite else find(row.seq_id)
+                if found is not None and not found[0].is_finished:
+                    self.end_group(found[0], SequenceStatus.FINISHED_ABORTED, now, NON_FINITE)
+                    changed[found[0]] = None
+        prompt_logprobs: list[tuple[SequenceGroup, int, list[TokenLogprobs]]] = []
+        if any(result.prompt_logprobs):
+            for row, entries in zip(scheduled, result.prompt_logprobs, strict=True):
+                found = find(row.seq_id) if entries else None
+                if found is not None:
+                    prompt_logprobs.append((found[0], row.start, entries))
+        # Tokens of a sequence that samples count once it has accepted what it got.
+        sampled = {sample.row for sample in output.samples}
+        if len(sampled) < len(scheduled):
+            for i, row in enumerate(scheduled):
+                found = None if i in sampled else find(row.seq_id)
+                if found is not None and found[1].status is SequenceStatus.RUNNING:
+                    self._note_computed(*found, row.start, row.start + row.num_tokens)
+        new_tokens: list[NewTokens] = []
         beams: dict[SequenceGroup, list[tuple[Sequence, list[int], list[float]]]] = {}
-        i = 0
-        for group, seq, start, num_tokens, _, sampling in output.scheduled:
-            stop = start + num_tokens
-            if seq.status is SequenceStatus.RUNNING:
-                seq.num_computed_tokens = stop
-                if start // size != stop // size:
-                    manager.cache_full_blocks(seq, group.cache_salt, start, stop)
-            for sample in sampling:
-                token_id = token_ids[i]
-                i += 1
-                if sample.status is not SequenceStatus.RUNNING:
-                    continue
-                changed[group] = None
-                if group.metrics.first_token_time is None:
-                    group.metrics.first_token_time = now
-                if group.beam_params:
-                    top = logprobs[i - 1]
-                    beams.setdefault(group, []).append((sample, top.top_token_ids, top.top_logprobs))
-                    continue
-                sample.num_computed_tokens = stop
-                sample.output_token_ids.append(token_id)
-                self._end_if_done(group, sample, token_id, now)
-        assert i == len(token_ids), f"{len(token_ids)} tokens for {i} samples"
+        for (i, seq_id, num_logits), token_ids, logprobs in zip(
+            output.samples, result.token_ids, result.logprobs, strict=True
+        ):
+            seat = seats.get(seq_id)
+            if seat is None or seat.seq.status is not SequenceStatus.RUNNING:
+                continue
+            group, seq, row = seat.group, seat.seq, scheduled[i]
+            changed[group] = None
+            if group.metrics.first_token_time is None:
+                group.metrics.first_token_time = now
+            if group.beam_params:
+                (top,) = logprobs
+                self._note_computed(group, seq, row.start, row.start + row.num_tokens)
+                beams.setdefault(group, []).append((seq, top.top_token_ids, top.top_logprobs))
+                continue
+            drafts = row.token_ids[1 - num_logits :] if num_logits > 1 else self._no_drafts
+            num_accepted, ending = self._accept(group, seq, token_ids, logprobs, drafts)
+            if seq_id == row.seq_id:
+                self._note_computed(group, seq, seq.num_computed_tokens, len(seq) - 1)
+            else:  # a fork, whose blocks are those of the row's own sequence
+                seq.num_computed_tokens = len(seq) - 1
+            if ending is not None:
+                self.end(group, seq, ending[0], now, ending[1])
+            if num_accepted < len(token_ids):
+                token_ids, logprobs = token_ids[:num_accepted], logprobs[:num_accepted]
+            new_tokens.append(NewTokens(group, seq, token_ids, logprobs))
         for group, candidates in beams.items():
             self._advance_beams(group, candidates, now)
-        return list(changed)
+        return StepUpdate(new_tokens, list(changed), prompt_logprobs)
 
-    def _end_if_done(self, group: SequenceGroup, seq: Sequence, token_id: int, now: float) -> None:
-        params = group.sampling_params
-        num_output_tokens = len(seq.output_token_ids)
-        if num_output_tokens >= params.min_tokens:
-            if token_id in self._eos_token_ids(group):
-                self.end(group, seq, SequenceStatus.FINISHED_STOPPED, now)
-                return
-            if params.stop_token_ids and token_id in params.stop_token_ids:
-                self.end(group, seq, SequenceStatus.FINISHED_STOPPED, now, token_id)
-                return
-        if num_output_tokens == params.max_tokens or len(seq) >= self.max_model_len:
-            self.end(group, seq, SequenceStatus.FINISHED_LENGTH_CAPPED, now)
+    def _accept(
+        self,
+        group: SequenceGroup,
+        seq: Sequence,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
+        drafts: list[int],
+    ) -> tuple[int, Ending | None]:
+        """Appends the tokens of a step to a sequence, up to one that ends it or was not drafted so.
 
-    def _eos_token_ids(self, group: SequenceGroup) -> frozenset[int]:
-        return frozenset() if group.sampling_params.ignore_eos else self.eos_token_ids
+        A token that was drawn after a draft counts only if that draft was drawn in its place: so the output
+        is what it would be without drafts.
+
+        Returns:
+            How many tokens the sequence has accepted, and how the last of them ends it.
+        """
+        ending, n = None, 0
+        for token_id in token_ids:
+            seq.append(token_id, logprobs[n].logprob)
+            n += 1
+            ending = self.stop_conditions.after_token(group, seq)
+            if ending is not None or (n <= len(drafts) and drafts[n - 1] != token_id):
+                break
+        return n, ending
+
+    def _note_computed(self, group: SequenceGroup, seq: Sequence, start: int, stop: int) -> None:
+        """Notes that keys and values of tokens [start, stop) are in the pool, and caches full blocks."""
+        seq.num_computed_tokens = stop
+        size = self._block_size
+        if start // size != stop // size:
+            self.block_manager.cache_full_blocks(seq, group.cache_salt, start, stop)
 
     def _advance_beams(
         self, group: SequenceGroup, beams: list[tuple[Sequence, list[int], list[float]]], now: float
     ) -> None:
         """Replaces the beams of a search by the best continuations: forks some beams, frees others."""
         assert group.beam_params is not None, "a beam search"
-        eos_token_ids = self._eos_token_ids(group)
+        eos_token_ids = self.stop_conditions.eos_of(group)
         going, complete = beam_search.select(group, beams, eos_token_ids)
         ended = [_extended(c.parent.fork(0, 0), c, SequenceStatus.FINISHED_STOPPED) for c in complete]
         beam_search.complete(group, ended, eos_token_ids)
@@ -113,7 +173,10 @@ class SequenceUpdater:
             if seq not in parents:
                 self.block_manager.free(seq)
         group.sequences = [_extended(seq, c, SequenceStatus.RUNNING) for seq, c in continued]
-        max_len = min(self.max_model_len, len(beams[0][0].prompt_token_ids) + group.beam_params.max_tokens)
+        max_len = min(
+            self.stop_conditions.max_model_len,
+            len(beams[0][0].prompt_token_ids) + group.beam_params.max_tokens,
+        )
         is_done = not going or len(group.sequences[0]) >= max_len
         if is_done or beam_search.is_decided(group, max_len, eos_token_ids):
             self.end_group(group, SequenceStatus.FINISHED_LENGTH_CAPPED, now)
@@ -134,6 +197,8 @@ class SequenceUpdater:
         if group.is_finished:
             self.queues.remove(group)
             group.metrics.finished_time = now
+        else:
+            self.queues.give_up_seats(group)
 
     def end_group(
         self,
@@ -150,12 +215,13 @@ class SequenceUpdater:
             self.queues.remove(group)
             group.metrics.finished_time = now
         if group.beam_params and status is SequenceStatus.FINISHED_LENGTH_CAPPED:
-            beam_search.complete(group, seqs, self._eos_token_ids(group))
+            beam_search.complete(group, seqs, self.stop_conditions.eos_of(group))
             group.sequences = group.completed
 
 
 def _extended(seq: Sequence, candidate: Candidate, status: SequenceStatus) -> Sequence:
     """Appends a candidate's token to a sequence with its parent's tokens; returns the sequence."""
     seq.output_token_ids.append(candidate.token_id)
-    seq.cum_logprob, seq.status = candidate.cum_logprob, status
+    seq.cumulative_logprobs.append(candidate.cumulative_logprob)
+    seq.status = status
     return seq

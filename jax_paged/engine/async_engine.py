@@ -6,15 +6,19 @@ import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable
-from typing import Self
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
+from typing import TYPE_CHECKING, Self
 
+from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.inputs import Prompt
-from jax_paged.outputs import RequestOutput
-from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.outputs import CompletionOutput, RequestOutput
+from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from jax_paged.worker.executor import Executor
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -23,9 +27,14 @@ class RequestStream:
     """The outputs of one request as an asynchronous iterator.
 
     Each output holds only what has come since the one before: text, token ids and logprobs. What comes
-    while the consumer is busy is joined; if `whole`, all of it is, and there is one output at the end. Of
-    beams, and with best_of > n, the texts come with the last output. Must be iterated to the end or
-    aborted; used in the event loop that made it.
+    while the consumer is busy is joined into one output. The outputs of beam searches, and of requests with
+    best_of > n, come with the last output. A stream must be iterated to the end or aborted, in the event
+    loop that made it.
+
+    Args:
+        request_id: Of its request.
+        whole: Whether to give a single output, at the end.
+        abort: Ends the request of a stream.
     """
 
     def __init__(self, request_id: str, whole: bool, abort: Callable[["RequestStream"], None]) -> None:
@@ -62,7 +71,11 @@ class RequestStream:
             self._abort(self)
 
     def put(self, item: RequestOutput | Exception) -> None:
-        """Hands over an output, or the error that ended the request; called in the event loop."""
+        """Hands over an output, or the error that ended the request; called in the event loop.
+
+        Args:
+            item: Owned by the stream from now on.
+        """
         if isinstance(item, Exception):
             self._error = item
         elif self._output is None:
@@ -72,19 +85,41 @@ class RequestStream:
         self._ready.set()
 
 
+class CumulativeOutputs:
+    """Turns the parts of a request into outputs that each hold all of it so far.
+
+    Apart from the text, which is copied, an output costs as much as its part is long: its lists are
+    snapshots of lists that grow here, until the last output, whose lists are its own.
+    """
+
+    def __init__(self) -> None:
+        self._outputs: list[CompletionOutput] = []
+
+    def add(self, part: RequestOutput) -> RequestOutput:
+        """Takes the next part, which belongs to this from now on; returns all so far."""
+        if self._outputs:
+            for output, new in zip(self._outputs, part.outputs, strict=True):
+                output.extend(new)
+        else:
+            self._outputs = part.outputs
+        outputs = [output.snapshot(is_last=part.finished) for output in self._outputs]
+        return dataclasses.replace(part, outputs=outputs)
+
+
 class AsyncLLMEngine:
     """An LLMEngine that a thread of its own steps; it sleeps while there is nothing to do.
 
     Args:
         args: Model and limits.
+        executor: As LLMEngine takes it.
 
     Raises:
         ValueError: If the model or a setting can't be used.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
-        self.engine = LLMEngine(args)
-        self.error: Exception | None = None  # what has stopped the engine, if anything
+    def __init__(self, args: EngineArgs, executor: "Executor | None" = None) -> None:
+        self.engine = LLMEngine(args, executor)
+        self.error: BaseException | None = None  # what has stopped the engine, if anything
         self._streams: dict[str, RequestStream] = {}  # changed by the engine's thread alone
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -113,8 +148,8 @@ class AsyncLLMEngine:
             sampling_params: As LLMEngine.check_request takes it.
             request_id: No unfinished request may have the same.
             cache_salt: As LLMEngine.check_request takes it.
-            priority: The same.
-            whole: Whether to give one output at the end, which costs nothing a token.
+            priority: As LLMEngine.check_request takes it.
+            whole: Whether to give a single output, at the end; tokens then cost nothing on their way.
 
         Returns:
             The stream of its outputs. If the id is taken, it raises ValueError when iterated.
@@ -138,42 +173,54 @@ class AsyncLLMEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | BeamSearchParams | None,
         request_id: str,
+        lora_request: None = None,
         *,
         cache_salt: str = "",
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
-        """Runs a request; each output holds all that there is so far. Leaving the loop early aborts it.
+        """Runs a request; what each output holds is output_kind's choice. Leaving the loop early aborts it.
 
         Args:
             prompt: As LLMEngine.check_request takes it.
-            sampling_params: The same.
+            sampling_params: As LLMEngine.check_request takes it.
             request_id: No unfinished request may have the same.
+            lora_request: None: adapters are not supported.
             cache_salt: As LLMEngine.check_request takes it.
-            priority: The same.
+            priority: As LLMEngine.check_request takes it.
 
         Raises:
             ValueError: If the engine can't run it.
             RuntimeError: If the engine has failed or is closed.
         """
+        check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
+        kind = sampling_params.output_kind if isinstance(sampling_params, SamplingParams) else None
         stream = await self.submit(
-            prompt, sampling_params, request_id, cache_salt=cache_salt, priority=priority
+            prompt,
+            sampling_params,
+            request_id,
+            cache_salt=cache_salt,
+            priority=priority,
+            whole=kind is RequestOutputKind.FINAL_ONLY,
         )
-        total: RequestOutput | None = None
+        outputs = CumulativeOutputs()
         try:
-            async for delta in stream:
-                if total is None:
-                    total = delta
-                else:
-                    outputs = [dataclasses.replace(output) for output in total.outputs]
-                    total = dataclasses.replace(total, outputs=outputs)
-                    total.extend(delta)
-                yield total
+            async for part in stream:
+                yield part if kind is RequestOutputKind.DELTA else outputs.add(part)
         finally:
             stream.abort()
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request; its stream ends with what it has, as aborted."""
-        self._calls.put(lambda: self._end(request_id))
+    def abort(self, request_id: str | Iterable[str]) -> Awaitable[None]:
+        """Ends a request, or several; their streams end with what they have, as aborted.
+
+        The call alone does it. vLLM's scripts await the result.
+        """
+        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+            self._calls.put(lambda one=one: self._end(one))
+        return _Done()
+
+    def shutdown(self) -> None:
+        """Does what `close` does; the name that vLLM's scripts use."""
+        self.close()
 
     def close(self) -> None:
         """Ends the thread after its step, then all requests, and frees weights and pool."""
@@ -217,7 +264,7 @@ class AsyncLLMEngine:
                 if self.engine.has_unfinished_requests():
                     self._step()
             self.error = RuntimeError("it was closed")
-        except Exception as error:
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             self.error = error
             _LOGGER.exception("the engine has failed")
         self._deliver([(stream, self._stopped()) for stream in self._streams.values()])
@@ -251,13 +298,21 @@ class AsyncLLMEngine:
         self._deliver(outputs)
 
     def _deliver(self, items: list[tuple[RequestStream, RequestOutput | Exception]]) -> None:
-        """Hands over the outputs of a step in one call an event loop: waking a loop is what costs."""
+        """Hands over the outputs of a step in one call per event loop: waking a loop is what costs."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestOutput | Exception]]] = {}
         for stream, item in items:
             by_loop.setdefault(stream.loop, []).append((stream, item))
         for loop, part in by_loop.items():
             with contextlib.suppress(RuntimeError):  # a loop that is closed has no consumers
                 loop.call_soon_threadsafe(_put_all, part)
+
+
+class _Done:
+    """An awaitable that is done, and that nobody has to await."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        return
+        yield
 
 
 def _put_all(items: list[tuple[RequestStream, RequestOutput | Exception]]) -> None:

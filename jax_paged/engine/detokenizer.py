@@ -2,25 +2,29 @@
 
 from collections.abc import Sequence
 
+from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-_MAX_CONTEXT = 5  # tokens that a token is decoded after, unless the last piece of text had more
-_MAX_INCOMPLETE = 3  # tokens of an incomplete character: UTF-8 has at most four bytes
+# Tokens that a token is decoded after, unless the last piece of text had more.
+_MAX_CONTEXT = 5
+# Tokens of an incomplete character: UTF-8 has at most four bytes.
+_MAX_INCOMPLETE = 3
 
 
 class Detokenizer:
-    """The text of one output, a token at a time at constant cost.
+    """The text of one output, one token at a time; the cost of a token does not grow with the text.
 
-    `text` is what has been decoded. Its end may be the start of a stop string; `num_visible` characters of
-    it can't be, and may be shown.
+    `text` is what has been decoded. Its end may be the start of a stop string; the first `num_visible`
+    characters are certain, and may be shown.
 
     Args:
         tokenizer: The tokenizer of the model.
         prompt_token_ids: The prompt, which the output's first token may depend on (leading spaces).
-        stop: Strings that end the output; they and what follows are cut off.
+        stop: Strings that end the output; they and what follows are cut off. None for none.
         skip_special_tokens: Whether special tokens add nothing to the text.
         min_tokens: Output tokens before which no stop string counts.
+        include_stop: Whether a stop string stays in the text.
     """
 
     def __init__(
@@ -28,15 +32,18 @@ class Detokenizer:
         tokenizer: Tokenizer,
         prompt_token_ids: Sequence[int],
         *,
-        stop: Sequence[str] = (),
+        stop: StopStrings | None = None,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         self.text = ""
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self._stop = stop
+        self._stop_state = stop.start if stop else 0
         self._skip_special_tokens = skip_special_tokens
         self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self._num_tokens = 0
         self._finished = False
         # `text` ends with the decoded `_context`; `_pending` tokens have not (wholly) been added to it.
@@ -47,9 +54,9 @@ class Detokenizer:
     @property
     def num_visible(self) -> int:
         """Characters of `text` that no later token can take back."""
-        if self._finished or not self._stop:
+        if self._finished or self._stop is None:
             return len(self.text)
-        return min(_partial_match(self.text, stop) for stop in self._stop)
+        return len(self.text) - self._stop.num_open(self._stop_state)
 
     def append(self, token_id: int) -> str | None:
         """Adds a token; returns the stop string that the text now holds (and was cut before), or None."""
@@ -68,9 +75,19 @@ class Detokenizer:
         return self._add(self._new_text(text)[:-1], self._pending[-_MAX_INCOMPLETE:], keep=1)
 
     def finish(self) -> str | None:
-        """Adds what was held back; returns the stop string as `append` does."""
-        stop = self._add(self._new_text(self._decode([*self._context, *self._pending])), [])
+        """Adds what was held back; returns the stop string as `append` does.
+
+        The U+FFFD that stands for an incomplete last character is shown, but no stop string can match it:
+        the model has not said it.
+        """
+        if self._finished:
+            return None
+        new = self._new_text(self._decode([*self._context, *self._pending]))
+        complete = new.rstrip(_REPLACEMENT)
+        stop = self._add(complete, [])
         self._finished = True
+        if stop is None:
+            self.text += new[len(complete) :]
         return stop
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -87,26 +104,12 @@ class Detokenizer:
         text = self._decode(context)
         self._context_text = text[: len(text) - keep]
         self.text += new
-        return self._cut_at_stop(len(new)) if self._num_tokens > self._min_tokens else None
-
-    def _cut_at_stop(self, num_new: int) -> str | None:
-        """Cuts the text before the stop string that starts first."""
-        first, found = len(self.text), None
-        for stop in self._stop:
-            position = self.text.find(stop, max(0, len(self.text) - num_new - len(stop) + 1))
-            if position >= 0 and (position < first or found is None):
-                first, found = position, stop
-        if found is not None:
-            self.text = self.text[:first]
-            self._finished = True
-        return found
-
-
-def _partial_match(text: str, stop: str) -> int:
-    """Returns where the longest end of `text` that `stop` could start with begins; len(text) for none."""
-    position = max(0, len(text) - len(stop) + 1)
-    while (position := text.find(stop[0], position)) >= 0:
-        if stop.startswith(text[position:]):
-            return position
-        position += 1
-    return len(text)
+        if self._stop is None:
+            return None
+        self._stop_state, match = self._stop.feed(self._stop_state, new)
+        if match is None or self._num_tokens <= self._min_tokens:
+            return None
+        end = match.start + len(match.stop) if self._include_stop else match.start
+        self.text = self.text[: len(self.text) - len(new) + end]
+        self._finished = True
+        return match.stop

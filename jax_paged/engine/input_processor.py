@@ -1,14 +1,14 @@
-"""Prompts and parameters as users pass them -> requests that the engine can run."""
+"""Prompts and parameters as users pass them -> requests that the engine can run. Needs no JAX."""
 
 import dataclasses
+import numbers
 from typing import Any
 
-from jax_paged.checks import check, check_int
+from jax_paged.checks import Problems, check, check_int
+from jax_paged.config import EngineConfig
 from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.inputs import Prompt
-from jax_paged.sampling_params import BeamSearchParams, SamplingParams
-from jax_paged.worker.batch import MAX_BIAS_IDS
-from jax_paged.worker.model_runner import RunnerConfig
+from jax_paged.inputs import Prompt, as_list
+from jax_paged.sampling_params import MAX_BAD_WORDS, MAX_BIAS_IDS, BeamSearchParams, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,17 +16,20 @@ class CheckedRequest:
     """A prompt and parameters that the engine can run.
 
     Args:
-        prompt: The text; None if it came as token ids.
-        prompt_token_ids: Its tokens; of an encoder-decoder model, those of the decoder.
+        prompt: The text of prompt_token_ids; None if they came without one.
+        prompt_token_ids: The prompt's tokens; of an encoder-decoder model, those of the decoder.
+        encoder_prompt: The text for the encoder; None if there is none.
         encoder_token_ids: Tokens for the encoder; empty for a decoder.
-        params: With max_tokens filled in.
-        beam_params: What is searched, if it is a beam search.
+        params: The engine's own copy: max_tokens is filled in and fits max_model_len, -1 is resolved, and
+            bad_words_token_ids holds the tokens of bad_words.
+        beam_params: A copy too, if the request is a beam search.
         cache_salt: Only requests of equal salt share cached prefixes.
-        priority: Lower is served earlier.
+        priority: Requests of a lower value are served earlier.
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
+    encoder_prompt: str | None
     encoder_token_ids: list[int]
     params: SamplingParams
     beam_params: BeamSearchParams | None = None
@@ -34,28 +37,39 @@ class CheckedRequest:
     priority: int = 0
 
 
-class RequestChecker:
-    """Tokenizes and checks; changes nothing, and may be called from any thread.
+@dataclasses.dataclass
+class _Tokenized:
+    """A prompt's text, its token ids, and the cache_salt that it brings."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None = None
+
+
+class InputProcessor:
+    """Tokenizes and checks requests. It changes nothing, and may be called from any thread.
 
     Args:
         config: Limits of the model and of the pool.
         tokenizer: None if prompts come as token ids only.
-        default_params: For requests that bring none.
-        scheduling_policy: Under "fcfs" no request may bring a priority.
+
+    Raises:
+        ValueError: If the model's defaults for sampling (its generation_config.json) can't be used.
     """
 
-    def __init__(
-        self,
-        config: RunnerConfig,
-        tokenizer: Tokenizer | None,
-        default_params: SamplingParams,
-        scheduling_policy: str,
-    ) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._default_params = default_params
-        self._scheduling_policy = scheduling_policy
-        self._most_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        try:
+            self._default_params = SamplingParams(**config.sampling_defaults)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"generation_config.json of {config.model_name!r}: {error}") from error
+        self._max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """A copy of the sampling parameters of requests that bring none."""
+        return self._default_params.clone()
 
     def check(
         self,
@@ -64,90 +78,231 @@ class RequestChecker:
         cache_salt: str = "",
         priority: int = 0,
     ) -> CheckedRequest:
-        """See LLMEngine.check_request."""
-        check(isinstance(cache_salt, str), "cache_salt", cache_salt, "a string")
-        check_int("priority", priority, -(2**63), 2**63 - 1)
-        if priority and self._scheduling_policy != "priority":
-            raise ValueError(f"priority is {priority}; allowed with scheduling_policy 'fcfs': 0")
-        params = self._default_params if params is None else params
-        beam_params = params if isinstance(params, BeamSearchParams) else None
-        if isinstance(params, BeamSearchParams):
-            params = self._params_of_beams(params)
-        ok = isinstance(params, SamplingParams)
-        check(ok, "sampling_params", params, "SamplingParams or BeamSearchParams")
-        text, encoder_ids, token_ids = self._split(prompt)
-        num_seqs = beam_params.beam_width if beam_params else params.best_of or params.n
-        self._check_params(params)
-        self._check_length(encoder_ids, token_ids, params, num_seqs)
-        if params.max_tokens is None:
-            rest = self._config.max_model_len - len(token_ids)
-            params = dataclasses.replace(params, max_tokens=rest)
-        return CheckedRequest(text, token_ids, encoder_ids, params, beam_params, cache_salt, priority)
+        """Tokenizes a prompt and checks all of a request, as LLMEngine.check_request says.
 
-    def _split(self, prompt: Any) -> tuple[str | None, list[int], list[int]]:
-        """Returns a prompt's text, the tokens for the encoder, and those for the decoder."""
+        Raises:
+            ValueError: If the engine can't run the request; the message lists the problems of the prompt, of
+                the parameters and of the other arguments together.
+        """
+        problems = Problems()
+        problems.note(check, isinstance(cache_salt, str), "cache_salt", cache_salt, "a string")
+        problems.note(self._check_priority, priority)
+        own_params = problems.note(self._own_params, params)
+        prompts = problems.note(self._split, prompt)
+        problems.raise_if_any()
+        assert own_params is not None, "there was no problem"
+        assert prompts is not None, "there was no problem"
+        (own, beams), (encoder, decoder) = own_params, prompts
+        self._truncate(encoder or decoder, own.truncate_prompt_tokens)
+        encoder_ids = encoder.token_ids if encoder else []
+        num_seqs = beams.beam_width if beams else own.best_of or own.n
+        self._fit_max_tokens(len(decoder.token_ids), own, beams)
+        self._check_length(encoder_ids, decoder.token_ids, own, num_seqs)
+        return CheckedRequest(
+            decoder.text,
+            decoder.token_ids,
+            encoder.text if encoder else None,
+            encoder_ids,
+            own,
+            beams,
+            _one_salt(cache_salt, encoder, decoder),
+            priority,
+        )
+
+    def _check_priority(self, priority: int) -> None:
+        check_int("priority", priority, -(2**63), 2**63 - 1)
+        if priority and self._config.scheduling_policy != "priority":
+            raise ValueError(f"priority is {priority}; allowed with scheduling_policy 'fcfs': 0")
+
+    # The prompt.
+
+    def _split(self, prompt: Any) -> tuple[_Tokenized | None, _Tokenized]:
+        """Returns what an encoder reads, None without one, and the decoder's prompt."""
         start = self._config.decoder_start_token_id
         names = {"encoder_prompt", "decoder_prompt"}
         if isinstance(prompt, dict) and prompt.keys() & names:
+            if prompt.get("mm_processor_kwargs", 0) in (None, {}):  # vLLM's helpers add it
+                prompt = {name: value for name, value in prompt.items() if name != "mm_processor_kwargs"}
             check(prompt.keys() == names, "prompt", prompt, f"a dict with both of {sorted(names)}")
             if start is None:
                 raise ValueError(f"prompt is {prompt!r}; allowed: a prompt without an encoder's part")
-            text, encoder_ids = self._tokenize(prompt["encoder_prompt"])
-            return text, encoder_ids, self._tokenize(prompt["decoder_prompt"])[1]
-        text, token_ids = self._tokenize(prompt)
-        return (text, [], token_ids) if start is None else (text, token_ids, [start])
+            encoder = self._tokenize(prompt["encoder_prompt"])
+            if prompt["decoder_prompt"] is None:
+                return encoder, _Tokenized(None, [start])
+            decoder = self._tokenize(prompt["decoder_prompt"])
+            if decoder.token_ids[0] != start:
+                decoder.token_ids.insert(0, start)
+            return encoder, decoder
+        if start is None:
+            return None, self._tokenize(prompt)
+        return self._tokenize(prompt), _Tokenized(None, [start])
 
-    def _tokenize(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """Returns text (None if there is none) and checked token ids of a prompt in any form."""
-        if isinstance(prompt, dict):
-            check(
-                prompt.keys() in ({"prompt"}, {"prompt_token_ids"}),
-                "prompt",
-                prompt,
-                'a dict with just one of the keys "prompt" and "prompt_token_ids"',
+    def _tokenize(self, prompt: Any) -> _Tokenized:
+        """Returns the text, the checked token ids and the salt of a prompt in any form."""
+        if not isinstance(prompt, dict):
+            if isinstance(prompt, str):
+                return _Tokenized(prompt, self._encode(prompt))
+            return _Tokenized(None, self._checked_ids("prompt", prompt))
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        names = {"prompt", "prompt_token_ids", "cache_salt"}
+        # What vLLM's prompts may have and a text model does not take.
+        empty = {
+            name for name in ("multi_modal_data", "mm_processor_kwargs") if prompt.get(name) in (None, {})
+        }
+        ok = prompt.keys() <= names | empty and (text is not None or token_ids is not None)
+        allowed = (
+            'a dict with one of the keys "prompt" and "prompt_token_ids", or both, and maybe "cache_salt"'
+        )
+        check(ok, "prompt", prompt, allowed)
+        check(text is None or isinstance(text, str), "prompt", text, "text")
+        salt = prompt.get("cache_salt")
+        check(salt is None or isinstance(salt, str), "cache_salt", salt, "a string")
+        if token_ids is not None:
+            return _Tokenized(text, self._checked_ids("prompt_token_ids", token_ids), salt)
+        assert isinstance(text, str), "checked above"
+        return _Tokenized(text, self._encode(text), salt)
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise ValueError("prompt is text, and the engine has no tokenizer; allowed: token ids")
+        check(bool(text), "prompt", text, "text that is not empty")
+        token_ids = self._tokenizer.encode(text)
+        check(bool(token_ids), "prompt", text, "text of at least one token")
+        highest, allowed = max(token_ids), self._config.vocab_size - 1
+        if highest > allowed:
+            raise ValueError(
+                f"prompt has the token id {highest}; allowed: the model's vocabulary, [0, {allowed}]. "
+                f"The tokenizer {self._tokenizer.name!r} does not fit the model"
             )
-            name, prompt = next(iter(prompt.items()))
-            kind = str if name == "prompt" else list | tuple
-            check(isinstance(prompt, kind), name, prompt, "text" if kind is str else "a list of token ids")
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise ValueError("prompt is text, and the engine has no tokenizer; allowed: token ids")
-            check(bool(prompt), "prompt", prompt, "text that is not empty")
-            token_ids = self._tokenizer.encode(prompt)
-            check(bool(token_ids), "prompt", prompt, "text of at least one token")
-            highest, allowed = max(token_ids), self._config.vocab_size - 1
-            if highest > allowed:
-                raise ValueError(
-                    f"prompt has the token id {highest}; allowed: the model's vocabulary, [0, {allowed}]. "
-                    f"The tokenizer {self._tokenizer.name!r} does not fit the model"
-                )
-            return prompt, token_ids
-        ok = isinstance(prompt, list | tuple)
-        check(ok, "prompt", prompt, "text, a list of token ids, or a dict with one of these")
-        check(bool(prompt), "prompt_token_ids", prompt, "at least one token id")
-        vocab_size = self._config.vocab_size
-        for i, token_id in enumerate(prompt):
+        return token_ids
+
+    def _checked_ids(self, name: str, value: Any) -> list[int]:
+        token_ids = as_list(value)
+        allowed = (
+            "a list of token ids"
+            if name == "prompt_token_ids"
+            else ("text, a list of token ids, or a dict with one of these")
+        )
+        check(isinstance(token_ids, list | tuple), name, value, allowed)
+        check(bool(token_ids), "prompt_token_ids", token_ids, "at least one token id")
+        vocab_size, checked = self._config.vocab_size, []
+        for i, token_id in enumerate(token_ids):
+            # A long prompt has a hundred thousand of them: a call per token id would be slow.
             if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                if isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool):
+                    token_id = int(token_id)  # NumPy's
                 check_int(f"prompt_token_ids[{i}]", token_id, 0, vocab_size - 1)
-        return None, list(prompt)
+            checked.append(token_id)
+        return checked
+
+    def _truncate(self, prompt: _Tokenized, num_tokens: int | None) -> None:
+        if num_tokens is not None:
+            keep = self._config.max_model_len - 1 if num_tokens == -1 else num_tokens
+            del prompt.token_ids[:-keep]
+
+    # The parameters.
+
+    def _own_params(
+        self, given: SamplingParams | BeamSearchParams | None
+    ) -> tuple[SamplingParams, BeamSearchParams | None]:
+        """Returns checked copies of a request's parameters; a beam search has both kinds."""
+        if isinstance(given, BeamSearchParams):
+            beams = dataclasses.replace(given)
+            beams.validate()
+            return self._params_of_beams(beams), beams
+        params = self._default_params if given is None else given
+        ok = isinstance(params, SamplingParams)
+        check(ok, "sampling_params", params, "SamplingParams or BeamSearchParams")
+        params = params.clone()
+        params.validate()
+        self._resolve(params)
+        self._check_limits(params)
+        return params, None
+
+    def _params_of_beams(self, beams: BeamSearchParams) -> SamplingParams:
+        """Returns the sampling parameters under which a beam search runs."""
+        high = min(self._config.max_logprobs // 2, self._max_seqs)
+        check_int("beam_width", beams.beam_width, 1, high)
+        return SamplingParams(
+            temperature=0,
+            max_tokens=beams.max_tokens,
+            ignore_eos=beams.ignore_eos,
+            logprobs=2 * beams.beam_width,
+            seed=0,
+        )
+
+    def _resolve(self, params: SamplingParams) -> None:
+        """Replaces what stands for something else: -1 for the vocabulary, and words for their tokens."""
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(params, name) == -1:
+                setattr(params, name, self._config.vocab_size)
+        params.skip_reading_prefix_cache = not params.reads_prefix_cache
+        if params.bad_words:
+            if self._tokenizer is None:
+                given = f"bad_words is {params.bad_words!r}"
+                raise ValueError(f"{given}; allowed: None, as the engine has no tokenizer")
+            words = [ids for word in params.bad_words for ids in self._tokens_of_word(word, self._tokenizer)]
+            params.bad_words_token_ids = [*(params.bad_words_token_ids or ()), *words]
+
+    @staticmethod
+    def _tokens_of_word(word: str, tokenizer: Tokenizer) -> list[list[int]]:
+        """Returns the tokens of a word at the start of a text, and inside one if these differ."""
+        first = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        check(bool(first), "bad_words", word, "words of at least one token")
+        inside = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        # As vLLM: a space that is a token of its own is no other word.
+        differs = bool(inside) and inside[0] != first[0] and len(inside) == len(first)
+        return [first, inside] if differs else [first]
+
+    def _check_limits(self, params: SamplingParams) -> None:
+        """Checks what depends on the model and the engine."""
+        config, problems = self._config, Problems()
+        problems.note(params.validate_for_vocab, config.vocab_size)
+        num_samples, high = params.best_of or params.n, self._max_seqs
+        name = f"the larger of n and best_of (max_num_seqs is {high})"
+        problems.note(check_int, name, num_samples, 1, high)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(params, name) is not None:
+                problems.note(check_int, name, getattr(params, name), 0, config.max_logprobs)
+        if params.min_tokens:
+            num_bias = len(params.logit_bias or ()) + len(config.eos_token_ids)
+            num_stop = len(params.stop_token_ids or ())
+            problems.note(check_int, "the length of stop_token_ids", num_stop, 0, MAX_BIAS_IDS - num_bias)
+        num_words = len(params.bad_words_token_ids or ())
+        problems.note(check_int, "the number of bad words", num_words, 0, MAX_BAD_WORDS)
+        if params.stop_strings and self._tokenizer is None:
+            ok, allowed = False, "None, as the engine has no tokenizer"
+            problems.note(check, ok, "stop", params.stop, allowed)
+        problems.raise_if_any()
+
+    # Both together.
+
+    def _fit_max_tokens(
+        self, num_tokens: int, params: SamplingParams, beams: BeamSearchParams | None
+    ) -> None:
+        """Cuts max_tokens to what max_model_len has room for, and checks that there is room."""
+        room = self._config.max_model_len - num_tokens
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens and needs room for one more; allowed: max_model_len, "
+                f"{self._config.max_model_len}"
+            )
+        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        params.min_tokens = min(params.min_tokens, params.max_tokens)
+        if beams is not None:
+            beams.max_tokens = params.max_tokens
 
     def _check_length(
         self, encoder_ids: list[int], token_ids: list[int], params: SamplingParams, num_seqs: int
     ) -> None:
         config, n = self._config, len(token_ids)
-        total = n + (1 if params.max_tokens is None else params.max_tokens)
-        if total > config.max_model_len:
-            raise ValueError(
-                f"the prompt has {n} tokens and max_tokens is {params.max_tokens}: {total} tokens in all; "
-                f"allowed: max_model_len, {config.max_model_len}"
-            )
         if len(encoder_ids) > config.max_model_len:
             raise ValueError(
                 f"the prompt has {len(encoder_ids)} tokens for the encoder; allowed: max_model_len, "
                 f"{config.max_model_len}"
             )
         needed, usable, size = 0, config.num_blocks - 1, config.block_size
-        for group in config.layout.groups:
+        for group in config.cache_groups:
             if group.is_cross:
                 needed += -(-len(encoder_ids) // size)
                 continue
@@ -162,30 +317,10 @@ class RequestChecker:
                 f"{usable} blocks of the pool"
             )
 
-    def _params_of_beams(self, params: BeamSearchParams) -> SamplingParams:
-        """Returns the sampling parameters under which a beam search runs."""
-        most = min(self._config.max_logprobs // 2, self._most_seqs)
-        check_int("beam_width", params.beam_width, 1, most)
-        num_top = 2 * params.beam_width
-        return SamplingParams(
-            temperature=0,
-            max_tokens=params.max_tokens,
-            ignore_eos=params.ignore_eos,
-            logprobs=num_top,
-            seed=0,
-        )
 
-    def _check_params(self, params: SamplingParams) -> None:
-        config = self._config
-        params.validate_for_vocab(config.vocab_size)
-        num_samples, most = params.best_of or params.n, self._most_seqs
-        check_int(f"the larger of n and best_of (max_num_seqs is {most})", num_samples, 1, most)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(params, name) is not None:
-                check_int(name, getattr(params, name), 0, config.max_logprobs)
-        num_bias = len(params.logit_bias or ()) + len(config.eos_token_ids)
-        num_stop = len(params.stop_token_ids or ())
-        if params.min_tokens:
-            check_int("the length of stop_token_ids", num_stop, 0, MAX_BIAS_IDS - num_bias)
-        if params.stop_strings and self._tokenizer is None:
-            raise ValueError(f"stop is {params.stop!r}; allowed: None, as the engine has no tokenizer")
+def _one_salt(argument: str, encoder: _Tokenized | None, decoder: _Tokenized) -> str:
+    """Returns the salt of a request, which may come as an argument and with its prompts."""
+    given = [argument or None, encoder and encoder.cache_salt, decoder.cache_salt]
+    salts = {salt for salt in given if salt is not None}
+    check(len(salts) <= 1, "cache_salt", sorted(salts), "one and the same for all of a request")
+    return salts.pop() if salts else ""

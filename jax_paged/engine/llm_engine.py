@@ -1,4 +1,7 @@
-"""The engine: checks requests, and runs them step by step from prompt to RequestOutput."""
+"""The engine: checks requests, and runs them step by step from prompt to RequestOutput.
+
+Nothing here imports JAX: only the executor that LLMEngine makes, if it is given none, does.
+"""
 
 import dataclasses
 import hashlib
@@ -7,30 +10,27 @@ import random
 import sys
 import time
 from array import array
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
-from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.runner_output import TokenLogprobs
-from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
-from jax_paged.engine.input_processor import CheckedRequest, RequestChecker
+from jax_paged.engine.assembly import make_local_executor, make_scheduler, make_tokenizer, with_end_token
+from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.output_processor import RequestState
-from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt
 from jax_paged.lab.pool_map import PoolMap, pool_map
 from jax_paged.lab.recording import RecordedScheduler
-from jax_paged.models.weights import LoadedModel, resolve_model_dir
 from jax_paged.outputs import RequestOutput
-from jax_paged.sampling_params import BeamSearchParams, SamplingParams
-from jax_paged.worker.model_runner import ModelRunner
+from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
-NON_FINITE = "non-finite logits"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from jax_paged.worker.executor import Executor
 
 
 class LLMEngine:
@@ -40,54 +40,43 @@ class LLMEngine:
 
     Args:
         args: Model and limits.
-        loaded: A model in memory to serve in place of args.model's weights, such as one in training. They
-            stay the caller's.
+        executor: Runs the steps; the engine closes it. None runs them in this process.
 
     Raises:
         ValueError: If the model, its tokenizer or a setting can't be used.
     """
 
-    def __init__(self, args: EngineArgs, loaded: LoadedModel | None = None) -> None:
+    def __init__(self, args: EngineArgs, executor: "Executor | None" = None) -> None:
         self.args = args
-        self.tokenizer: Tokenizer | None = None
-        if not args.skip_tokenizer_init:
-            self.tokenizer = Tokenizer(_tokenizer_name(args))
-        self.runner = ModelRunner(args, loaded)
-        config = self.runner.config
+        self.tokenizer = make_tokenizer(args)
+        self.executor = make_local_executor(args) if executor is None else executor
+        self.config = with_end_token(self.executor.config, self.tokenizer)
         try:
-            default_params = SamplingParams(**config.sampling_defaults)
-        except (TypeError, ValueError) as error:
-            self.runner.close()
-            raise ValueError(f"generation_config.json of {args.model!r}: {error}") from error
-        self._checker = RequestChecker(config, self.tokenizer, default_params, args.scheduling_policy)
-        manager = BlockManager(
-            config.num_blocks,
-            config.block_size,
-            args.enable_prefix_caching,
-            groups=config.layout.groups,
-            num_swap_blocks=config.num_swap_blocks,
-        )
-        self.scheduler = Scheduler(
-            block_manager=manager,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            eos_token_ids=config.eos_token_ids,
-            policy=args.scheduling_policy,
-            preemption_mode=args.preemption_mode,
-            enable_chunked_prefill=args.enable_chunked_prefill,
-            delay_factor=args.delay_factor,
-        )
+            self.input_processor = InputProcessor(self.config, self.tokenizer)
+        except ValueError:
+            self.executor.close()
+            raise
+        self.scheduler = make_scheduler(self.config)
         self._requests: dict[str, RequestState] = {}
         self._pins = itertools.count()
-        self._seeds = random.Random(args.seed)
+        self._seeds = random.Random(self.config.seed)
         self._closed = False
-        self._failure: BaseException | None = None  # what has ended a step half-way
+        self._failure: BaseException | None = None  # what has stopped a step half-way
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """Makes an engine; the name that vLLM's scripts use."""
         return cls(engine_args)
+
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Returns the tokenizer as transformers loads it.
+
+        Raises:
+            ValueError: If the engine has none.
+        """
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
+        return self.tokenizer.hf
 
     def check_request(
         self,
@@ -113,15 +102,16 @@ class LLMEngine:
                 allowed.
         """
         self._check_open()
-        return self._checker.check(prompt, sampling_params, cache_salt, priority)
+        return self.input_processor.check(prompt, sampling_params, cache_salt, priority)
 
     def add_request(
         self,
         request_id: str,
         prompt: Prompt | CheckedRequest,
-        sampling_params: SamplingParams | BeamSearchParams | None = None,
-        *,
+        params: SamplingParams | BeamSearchParams | None = None,
         arrival_time: float | None = None,
+        lora_request: None = None,
+        *,
         cache_salt: str = "",
         priority: int = 0,
     ) -> None:
@@ -129,13 +119,14 @@ class LLMEngine:
 
         Args:
             request_id: No unfinished request may have the same.
-            prompt: As `check_request` takes it, with sampling_params, cache_salt and priority; or what that
-                has returned, which holds all of them.
-            sampling_params: Without a seed they get one that depends on the engine's seed and how many
-                requests came before.
+            prompt: As `check_request` takes it, with params, cache_salt and priority; or what that has
+                returned, which holds all of them.
+            params: Without a seed they get one that depends on the engine's seed and how many requests came
+                before.
             arrival_time: In seconds of time.monotonic(); None takes now.
+            lora_request: None: adapters are not supported.
             cache_salt: As `check_request` takes it.
-            priority: The same.
+            priority: As `check_request` takes it.
 
         Raises:
             ValueError: If the engine can't run it; nothing has changed then.
@@ -146,8 +137,9 @@ class LLMEngine:
         is_number = isinstance(arrival_time, int | float) and not isinstance(arrival_time, bool)
         ok = arrival_time is None or (is_number and abs(arrival_time) <= sys.float_info.max)
         check(ok, "arrival_time", arrival_time, "a finite number or None")
+        check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
         if not isinstance(prompt, CheckedRequest):
-            prompt = self.check_request(prompt, sampling_params, cache_salt=cache_salt, priority=priority)
+            prompt = self.check_request(prompt, params, cache_salt=cache_salt, priority=priority)
         params, cache_salt = prompt.params, prompt.cache_salt
         if params.seed is None:
             params = dataclasses.replace(params, seed=self._seeds.getrandbits(63))
@@ -165,18 +157,27 @@ class LLMEngine:
             prompt.beam_params,
             prompt.encoder_token_ids,
         )
-        self._requests[request_id] = RequestState(group, prompt.prompt, self.tokenizer)
+        tokenizer = self.tokenizer if params.detokenize else None
+        state = RequestState(group, prompt.prompt, tokenizer, prompt.encoder_prompt)
         self.scheduler.add(group)
+        self._requests[request_id] = state
 
-    def abort_request(self, request_id: str) -> RequestState | None:
-        """Ends a request now and frees its blocks; returns its state, None if it runs no more."""
+    def abort_request(self, request_id: str | Iterable[str]) -> RequestState | None:
+        """Ends a request, or several, now and frees the blocks; an id of none that runs does nothing.
+
+        Returns:
+            The state of a single request that ran, else None.
+        """
         self._check_not_closed()
-        state = self._requests.pop(request_id, None)
-        if state is None:
+        if not isinstance(request_id, str):
+            for one in request_id:
+                self.abort_request(one)
             return None
-        self.scheduler.abort(request_id)
-        state.group.metrics.finished_time = time.monotonic()
-        state.finish()
+        state = self._requests.get(request_id)
+        if state is not None:
+            self.scheduler.abort(request_id)
+            state.group.metrics.finished_time = now = time.monotonic()
+            self._finish_ended(state, now)
         return state
 
     def has_unfinished_requests(self) -> bool:
@@ -184,54 +185,48 @@ class LLMEngine:
         return self.scheduler.has_unfinished
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; returns the requests that got a token or ended, each with all it has so far."""
-        return [state.output() for state in self.advance()]
+        """Runs one step; returns the requests that got a token or ended, as their output_kind says."""
+        return [_output(s) for s in self.advance() if s.is_finished or not _is_final_only(s)]
 
     def advance(self) -> list[RequestState]:
-        """Runs one step as `step` does; returns the states of the requests, of which outputs can be made."""
+        """Runs one step as `step` does; returns the states of the requests, of which outputs can be made.
+
+        An error leaves the step half done and the engine unusable, but for aborting and closing.
+        """
         self._check_open()
         with deferred_interrupt():
-            output = self.scheduler.schedule(time.monotonic())
-            changed = {self._end(group): None for group in output.ended}
             try:
-                result = self.runner.execute(output)
+                return self._advance()
             except BaseException as error:
-                self._failure = error  # the pool, updated in place, may be gone
+                self._failure = error
                 raise
-            now = time.monotonic()
-            samples = [(row.group, seq) for row in output.scheduled for seq in row.sampling]
-            for row, is_finite in zip(output.scheduled, result.is_finite, strict=True):
-                if not is_finite and not row.group.is_finished:
-                    for seq in row.group.unfinished:
-                        self.scheduler.finish(
-                            row.group, seq, SequenceStatus.FINISHED_ABORTED, now, NON_FINITE
-                        )
-                    changed[self._end(row.group)] = None
-            self.scheduler.update(output, result.token_ids, now, result.logprobs)
-            for row, prompt_logprobs in zip(output.scheduled, result.prompt_logprobs, strict=True):
-                state = self._requests.get(row.group.request_id)
-                if prompt_logprobs and state is not None:
-                    state.add_prompt_logprobs(row.start, prompt_logprobs)
-            for (group, seq), token_id, logprob in zip(
-                samples, result.token_ids, result.logprobs, strict=True
-            ):
-                state = self._requests.get(group.request_id)
-                if state is None:
-                    continue
-                changed[state] = None
-                if group.beam_params is None:
-                    self._add_token(state, seq, token_id, logprob, now)
-            for state in changed:
-                if state.group.is_finished and not state.is_finished:
-                    self._end(state.group)
-            return list(changed)
+
+    def _advance(self) -> list[RequestState]:
+        output = self.scheduler.schedule(time.monotonic())
+        self.executor.dispatch(output)
+        result = self.executor.result()
+        now = time.monotonic()
+        update = self.scheduler.update(output, result, now)
+        for group, start, logprobs in update.prompt_logprobs:
+            self._requests[group.request_id].add_prompt_logprobs(start, logprobs)
+        for group, seq, token_ids, logprobs in update.new_tokens:
+            found = self._requests[group.request_id].add_tokens(seq, token_ids, logprobs)
+            if found is not None:
+                stop, num_output_tokens = found
+                status = SequenceStatus.FINISHED_STOPPED
+                self.scheduler.finish(group, seq, status, now, stop, num_output_tokens=num_output_tokens)
+        request_ids = [*output.ended, *(group.request_id for group in update.changed)]
+        changed = [self._requests[request_id] for request_id in request_ids]
+        for state in changed:
+            self._finish_ended(state, now)
+        return changed
 
     def pin_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> str:
         """Computes a prefix and keeps its full blocks in the pool until it is unpinned.
 
         Args:
             prompt: As `check_request` takes it.
-            cache_salt: Of the requests that will share it.
+            cache_salt: That of the requests that will share it.
 
         Returns:
             The name to unpin it by.
@@ -246,7 +241,7 @@ class LLMEngine:
         manager = self.scheduler.block_manager
         if not manager.enable_prefix_caching:
             raise ValueError("enable_prefix_caching is False; allowed for pinned prefixes: True")
-        if self.runner.config.decoder_start_token_id is not None:
+        if self.config.decoder_start_token_id is not None:
             raise ValueError(
                 "an encoder-decoder model has no prefixes to pin: each encoder output is one request's"
             )
@@ -286,7 +281,8 @@ class LLMEngine:
     def record(self, sink: Callable[[str], object]) -> None:
         """Writes down every decision from now on as lines of JSON; `recording.replay` checks them.
 
-        The engine starts again with an empty pool, without cached prefixes.
+        The engine starts again with an empty pool, without cached prefixes. `scheduler` is another one
+        afterwards.
 
         Args:
             sink: Takes each line, such as an open file's `write` or a list's `append`.
@@ -297,6 +293,7 @@ class LLMEngine:
         self._check_open()
         if self.has_unfinished_requests() or self.scheduler.block_manager.pinned:
             raise RuntimeError("requests are running or prefixes pinned; record before them")
+        self.advance()  # the executor lets go of the last requests
         self.scheduler = RecordedScheduler(self.scheduler, sink)
 
     def pool_map(self) -> PoolMap:
@@ -307,14 +304,14 @@ class LLMEngine:
     def compile_plan(self) -> str:
         """Returns a table of the buckets: shapes, seconds and bytes of what is compiled."""
         self._check_not_closed()
-        return self.runner.compile_plan()
+        return self.executor.compile_plan()
 
     def close(self) -> None:
         """Frees weights and pool and forgets all requests; a second call does nothing."""
         if not self._closed:
             self._closed = True
             self._requests.clear()
-            self.runner.close()
+            self.executor.close()
 
     def __enter__(self) -> Self:
         return self
@@ -325,7 +322,7 @@ class LLMEngine:
         self.close()
 
     def __repr__(self) -> str:
-        c = self.runner.config
+        c = self.config
         if self._closed:
             return f"<{c.model_name}, closed>"
         if self._failure is not None:
@@ -333,23 +330,16 @@ class LLMEngine:
         pool = f"{c.num_blocks} blocks of {c.block_size} tokens, {_size(c.kv_cache_bytes)}"
         return (
             f"<{c.model_name} ({c.architecture}, {_size(c.weight_bytes)}), {c.dtype}, backend {c.backend}, "
-            f"pool {pool}, buckets {_grouped(self.runner.buckets)}>"
+            f"pool {pool}, buckets {_grouped(self.executor.buckets)}>"
         )
 
-    def _add_token(
-        self, state: RequestState, seq: Sequence, token_id: int, logprob: TokenLogprobs, now: float
-    ) -> None:
-        is_stop_token = seq.status is SequenceStatus.FINISHED_STOPPED
-        stop = state.add_token(seq, token_id, logprob, is_stop_token=is_stop_token)
-        if stop is not None:
-            self.scheduler.finish(state.group, seq, SequenceStatus.FINISHED_STOPPED, now, stop)
-        if seq.status.is_finished:
-            state.finish_sample(seq)
-
-    def _end(self, group: SequenceGroup) -> RequestState:
-        state = self._requests.pop(group.request_id)
-        state.finish()
-        return state
+    def _finish_ended(self, state: RequestState, now: float) -> None:
+        """Finishes the outputs whose sequences have ended; forgets a request that has ended as a whole."""
+        for seq, stop in state.finish():
+            if seq.status is not SequenceStatus.FINISHED_ABORTED:
+                self.scheduler.finish(state.group, seq, SequenceStatus.FINISHED_STOPPED, now, stop)
+        if state.is_finished:
+            del self._requests[state.group.request_id]
 
     def _check_open(self) -> None:
         self._check_not_closed()
@@ -362,12 +352,13 @@ class LLMEngine:
             raise RuntimeError("this engine is closed; make a new one")
 
 
-def _tokenizer_name(args: EngineArgs) -> str:
-    """Returns the tokenizer's folder, or its own hub id, of which transformers loads no weights."""
-    name = args.tokenizer
-    if name is None or name == "pagelet" or Path(name).expanduser().is_dir():
-        return str(resolve_model_dir(name or args.model))
-    return name
+def _is_final_only(state: RequestState) -> bool:
+    return state.group.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
+
+
+def _output(state: RequestState) -> RequestOutput:
+    is_delta = state.group.sampling_params.output_kind is RequestOutputKind.DELTA
+    return state.take_delta() if is_delta else state.output()
 
 
 def _size(num_bytes: int) -> str:

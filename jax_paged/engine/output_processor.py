@@ -4,83 +4,105 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
-from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.engine.detokenizer import Detokenizer
+from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobDict
+from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobDict, snapshot
 
 if TYPE_CHECKING:
     from jax_paged.core.runner_output import TokenLogprobs
 
 
 class SampleState:
-    """One output of a request: takes in a token at constant cost.
+    """Text and log-probabilities of one output of a request; the cost of a token does not grow.
 
     Args:
-        seq: Its tokens; only read.
+        seq: Its tokens, and why it ended; only read.
         group: Its request; only read.
         tokenizer: None leaves the text empty.
+        stop: The request's stop strings; None for none.
     """
 
-    def __init__(self, seq: Sequence, group: SequenceGroup, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, seq: Sequence, group: SequenceGroup, tokenizer: Tokenizer | None, stop: StopStrings | None
+    ) -> None:
         params = group.sampling_params
         self.seq = seq
-        self.cumulative_logprob = 0.0
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
+        self.is_finished = False
         self._logprobs: list[TokenLogprobDict] | None = None if params.logprobs is None else []
         self._num_logprobs = params.logprobs or 0
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer and Detokenizer(
             tokenizer,
             seq.prompt_token_ids,
-            stop=params.stop_strings,
+            stop=stop,
             skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
         )
+        self._shows_stop_token = params.include_stop_str_in_output
         self._num_tokens_taken = 0
         self._num_chars_taken = 0
 
-    def add_token(self, token_id: int, logprob: "TokenLogprobs", *, is_stop_token: bool) -> str | None:
-        """Takes a sampled token; one that ends the sequence adds nothing to the text.
+    def add_tokens(self, token_ids: list[int], logprobs: "list[TokenLogprobs]") -> tuple[str, int] | None:
+        """Takes the tokens that the sequence has just got, as if they had come one at a time.
+
+        Args:
+            token_ids: The last tokens of the sequence. One that ended it adds nothing to the text.
+            logprobs: One per token.
 
         Returns:
-            The stop string that the text now holds, or None.
+            The stop string that the text now holds, and how many output tokens there are up to its end; the
+            tokens after them were not taken. None if there is none.
         """
-        self.cumulative_logprob += logprob.logprob
-        if self._logprobs is not None:
-            entry = logprob_dict(token_id, logprob, self._num_logprobs, self._tokenizer)
-            self._logprobs.append(entry)
-        if self._detokenizer is None or is_stop_token:
-            return None
-        return self._detokenizer.append(token_id)
+        hides_last = self.seq.status is SequenceStatus.FINISHED_STOPPED and not self._shows_stop_token
+        num_before = len(self.seq.output_token_ids) - len(token_ids)
+        for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
+            if self._logprobs is not None:
+                entry = logprob_dict(token_id, logprob, self._num_logprobs, self._tokenizer)
+                self._logprobs.append(entry)
+            if self._detokenizer is None or (hides_last and i == len(token_ids)):
+                continue
+            stop = self._detokenizer.append(token_id)
+            if stop is not None:
+                return stop, num_before + i
+        return None
 
-    def finish(self) -> None:
-        """Ends it as its sequence ended; a stop string in the text that was held back counts."""
-        if self.finish_reason is not None:
-            return
-        self.finish_reason, self.stop_reason = self.seq.status.finish_reason, self.seq.stop_reason
-        stop = self._detokenizer and self._detokenizer.finish()
-        if stop and self.finish_reason != "abort":
-            self.finish_reason, self.stop_reason = "stop", stop
+    def finish(self) -> str | None:
+        """Adds the text that was held back; returns the stop string that it holds, or None."""
+        self.is_finished = True
+        return self._detokenizer.finish() if self._detokenizer else None
 
-    def output(self, index: int, *, only_new: bool) -> CompletionOutput:
-        """Returns it as it stands, or only what has come since this was last asked."""
-        first_token, first_char = (self._num_tokens_taken, self._num_chars_taken) if only_new else (0, 0)
-        detokenizer = self._detokenizer
-        output = CompletionOutput(
+    def output(self, index: int, *, is_last: bool) -> CompletionOutput:
+        """Returns all of it as it stands, in lists if it `is_last`, else in snapshots."""
+        detokenizer, logprobs = self._detokenizer, self._logprobs
+        return CompletionOutput(
+            index=index,
+            text=detokenizer.text[: detokenizer.num_visible] if detokenizer else "",
+            token_ids=snapshot(self.seq.output_token_ids, is_last=is_last),
+            cumulative_logprob=self.seq.cumulative_logprob,
+            logprobs=None if logprobs is None else snapshot(logprobs, is_last=is_last),
+            finish_reason=self.seq.status.finish_reason,
+            stop_reason=self.seq.stop_reason,
+        )
+
+    def take_delta(self, index: int) -> CompletionOutput:
+        """Returns what has come since this was last called."""
+        first_token, first_char = self._num_tokens_taken, self._num_chars_taken
+        detokenizer, logprobs = self._detokenizer, self._logprobs
+        delta = CompletionOutput(
             index=index,
             text=detokenizer.text[first_char : detokenizer.num_visible] if detokenizer else "",
             token_ids=self.seq.output_token_ids[first_token:],
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self._logprobs is None else self._logprobs[first_token:],
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            cumulative_logprob=self.seq.cumulative_logprob,
+            logprobs=None if logprobs is None else logprobs[first_token:],
+            finish_reason=self.seq.status.finish_reason,
+            stop_reason=self.seq.stop_reason,
         )
-        if only_new:
-            self._num_tokens_taken += len(output.token_ids)
-            self._num_chars_taken += len(output.text)
-        return output
+        self._num_tokens_taken += len(delta.token_ids)
+        self._num_chars_taken += len(delta.text)
+        return delta
 
 
 class RequestState:
@@ -90,16 +112,26 @@ class RequestState:
         group: The request; only read.
         prompt: Its text; None if it came as token ids.
         tokenizer: None leaves all texts empty.
+        encoder_prompt: The text that an encoder reads; None if there is none.
     """
 
-    def __init__(self, group: SequenceGroup, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        group: SequenceGroup,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        encoder_prompt: str | None = None,
+    ) -> None:
         self.group = group
         self.prompt = prompt
+        self._encoder_prompt = encoder_prompt
         self.is_finished = False
         self._tokenizer = tokenizer
+        stops = group.sampling_params.stop_strings
+        self._stop = StopStrings(stops) if stops else None
         # By the sequence's index. The others are forked from the first when the prompt is computed; until
         # then its state stands for all.
-        self._samples = [SampleState(group.sequences[0], group, tokenizer)]
+        self._samples = [SampleState(group.sequences[0], group, tokenizer, self._stop)]
         self._prompt_logprobs: list[TokenLogprobDict | None] | None = (
             None if group.sampling_params.prompt_logprobs is None else [None]
         )
@@ -117,74 +149,85 @@ class RequestState:
                 token_id = self._prompt_token_ids[position]
                 kept.append(logprob_dict(token_id, entry, k, self._tokenizer))
 
-    def add_token(
-        self, seq: Sequence, token_id: int, logprob: "TokenLogprobs", *, is_stop_token: bool
-    ) -> str | None:
-        """Takes a sampled token of one of its sequences; see SampleState.add_token."""
+    def add_tokens(
+        self, seq: Sequence, token_ids: list[int], logprobs: "list[TokenLogprobs]"
+    ) -> tuple[str, int] | None:
+        """Takes the tokens that one of its sequences has just got; see SampleState.add_tokens."""
         samples = self._samples
         if seq.index == len(samples):  # samples come in the order of their index
-            samples.append(SampleState(seq, self.group, self._tokenizer))
-        return samples[seq.index].add_token(token_id, logprob, is_stop_token=is_stop_token)
+            samples.append(SampleState(seq, self.group, self._tokenizer, self._stop))
+        return samples[seq.index].add_tokens(token_ids, logprobs)
 
-    def finish_sample(self, seq: Sequence) -> None:
-        """Ends the output of one sequence, as that has ended."""
-        self._samples[seq.index].finish()
+    def finish(self) -> list[tuple[Sequence, str]]:
+        """Finishes the text of every sequence that has ended, and itself once all have.
 
-    def finish(self) -> None:
-        """Ends the request as its sequences ended."""
-        self.is_finished = True
-        if self.group.beam_params is None:
-            for sample in self._samples:
-                sample.finish()
+        Returns:
+            The sequences whose text turned out to hold a stop string in what was held back, with the string.
+        """
+        self.is_finished = self.group.is_finished
+        found: list[tuple[Sequence, str]] = []
+        for sample in self._samples if self.group.beam_params is None else ():
+            if sample.seq.status.is_finished and not sample.is_finished:
+                stop = sample.finish()
+                if stop is not None:
+                    found.append((sample.seq, stop))
+        return found
 
     def output(self) -> RequestOutput:
-        """Returns the request as it stands; all outputs of a request share the lists of its prompt."""
-        return self._output(only_new=False)
+        """Returns the request with all that it has so far."""
+        return self._request_output(self._completions(only_new=False))
 
     def take_delta(self) -> RequestOutput:
         """Returns what has come since the last call: text, token ids and logprobs hold only the new part."""
-        return self._output(only_new=True)
+        return self._request_output(self._completions(only_new=True))
 
     @functools.cached_property
     def _prompt_token_ids(self) -> list[int]:
         """The prompt for outputs: what a user does to it must not reach the running request."""
         return list(self.group.sequences[0].prompt_token_ids)
 
-    def _output(self, *, only_new: bool) -> RequestOutput:
-        group = self.group
+    @functools.cached_property
+    def _encoder_token_ids(self) -> list[int]:
+        return list(self.group.encoder_token_ids)
+
+    def _request_output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        group, logprobs = self.group, self._prompt_logprobs
         return RequestOutput(
             request_id=group.request_id,
             prompt=self.prompt,
             prompt_token_ids=self._prompt_token_ids,
-            prompt_logprobs=self._prompt_logprobs,
-            outputs=self._completions(only_new=only_new),
+            prompt_logprobs=None if logprobs is None else snapshot(logprobs, is_last=self.is_finished),
+            outputs=outputs,
             finished=self.is_finished,
             metrics=group.metrics,
             num_cached_tokens=group.metrics.num_cached_tokens,
-            encoder_prompt_token_ids=list(group.encoder_token_ids),
+            encoder_prompt=self._encoder_prompt,
+            encoder_prompt_token_ids=self._encoder_token_ids or None,
         )
 
     def _completions(self, *, only_new: bool) -> list[CompletionOutput]:
-        group = self.group
+        group, samples = self.group, self._samples
         params, n = group.sampling_params, group.sampling_params.n
-        samples = list(self._samples)
         if group.beam_params is not None:
             beams = group.sequences if self.is_finished else []
             return [self._beam_output(i, seq) for i, seq in enumerate(beams)]
         if (params.best_of or n) > n:
             if not self.is_finished:
                 return []
-            samples = sorted(samples, key=lambda s: s.cumulative_logprob, reverse=True)[:n]
-        outputs = [s.output(i, only_new=only_new) for i, s in enumerate(samples)]
+            samples = sorted(samples, key=lambda s: s.seq.cumulative_logprob, reverse=True)[:n]
+        if only_new:
+            outputs = [s.take_delta(i) for i, s in enumerate(samples)]
+        else:
+            outputs = [s.output(i, is_last=self.is_finished) for i, s in enumerate(samples)]
         # Before its prompt is computed, all samples are as the first: empty.
-        return outputs + [dataclasses.replace(outputs[0], index=i) for i in range(len(outputs), n)]
+        return outputs + [_empty_like(outputs[0], i) for i in range(len(outputs), n)]
 
     def _beam_output(self, index: int, seq: Sequence) -> CompletionOutput:
         return CompletionOutput(
             index=index,
             text=self._tokenizer.decode(seq.output_token_ids) if self._tokenizer else "",
-            token_ids=seq.output_token_ids,
-            cumulative_logprob=seq.cum_logprob,
+            token_ids=list(seq.output_token_ids),
+            cumulative_logprob=seq.cumulative_logprob,
             logprobs=None,
             finish_reason=seq.status.finish_reason,
             stop_reason=seq.stop_reason,
@@ -201,3 +244,8 @@ def logprob_dict(
     for rank, (top_id, top_logprob) in enumerate(top, 1):
         result.setdefault(top_id, Logprob(top_logprob, rank, text(top_id)))
     return result
+
+
+def _empty_like(output: CompletionOutput, index: int) -> CompletionOutput:
+    logprobs = None if output.logprobs is None else []
+    return dataclasses.replace(output, index=index, token_ids=[], logprobs=logprobs)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Messages = Sequence[dict[str, Any]]
 
-# Classes of transformers that are tokenizer.json and nothing else.
+# Classes of transformers that need no other file than tokenizer.json.
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
@@ -34,6 +34,8 @@ class Tokenizer:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        # What the tokenizer's files say, if tokenizer.json is all to load; None if transformers is needed.
+        self._settings: dict[str, Any] | None = None
         self._backend = self._load_backend()
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -53,8 +55,17 @@ class Tokenizer:
         except Exception as error:
             raise ValueError(f"tokenizer {self.name!r} can't be loaded: {error}") from error
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`, with the special tokens that the tokenizer itself adds.
+    @functools.cached_property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text, as transformers reads it; None if the tokenizer names none."""
+        if self._settings is None:
+            return cast("int | None", self.hf.eos_token_id)
+        token = self._settings.get("eos_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        return None if content is None else self._backend.token_to_id(content)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the ids of `text`, with the special tokens that the tokenizer itself adds if asked for.
 
         Raises:
             ValueError: If `text` is not valid Unicode.
@@ -63,19 +74,19 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the prompt is not valid Unicode: {error}") from error
-        return self._backend.encode(text).ids
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of `token_ids`; ids that the tokenizer does not know are nothing."""
+        """Returns the text of `token_ids`; ids that the tokenizer does not know add nothing."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def adds_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
-        """Whether `decode` heeds a token: it knows it, and does not skip it."""
+        """Returns whether `decode` turns a token into text: the tokenizer knows it, and does not skip it."""
         skipped = skip_special_tokens and token_id in self._special_ids
         return not skipped and self._backend.id_to_token(token_id) is not None
 
     def token_text(self, token_id: int) -> str:
-        """Returns what a token adds to a text, leading space included; U+FFFD for part of a character."""
+        """Returns what a token adds to a text, with its leading space; U+FFFD for part of a character."""
         text = self._token_texts.get(token_id)
         if text is None:
             anchor, start = self._anchor
@@ -83,35 +94,67 @@ class Tokenizer:
             self._token_texts[token_id] = text
         return text
 
-    def encode_chat(self, messages: Messages) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Messages,
+        *,
+        chat_template: str | None = None,
+        content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
         """Returns the ids of a conversation up to where the assistant's answer starts.
 
         Args:
             messages: dicts with "role", and with "content": a string, or a list of
-                {"type": "text", "text": ...}.
+                {"type": "text", "text": ...}. An assistant's message with "tool_calls" may have no content.
+            chat_template: A Jinja template in place of the tokenizer's own.
+            content_format: How the template gets "content": as a string ("auto", "string"), or as a list of
+                parts ("openai").
+            add_generation_prompt: Whether to append what an answer starts with.
+            continue_final_message: Whether the answer continues the last message instead of following it;
+                needs add_generation_prompt=False.
+            tools: JSON schemas of functions, for templates that use them.
+            template_kwargs: Further variables of the template.
 
         Raises:
             ValueError: If the tokenizer has no chat template, or if it does not take the messages.
         """
-        plain = [_plain_message(i, message) for i, message in enumerate(messages)]
+        formats = ("auto", "string", "openai")
+        check(content_format in formats, "chat_template_content_format", content_format, f"one of {formats}")
+        as_parts = content_format == "openai"
+        plain = [_plain_message(i, message, as_parts=as_parts) for i, message in enumerate(messages)]
         check(bool(plain), "messages", plain, "at least one message")
-        if not self.hf.chat_template:
+        template = chat_template or self.hf.chat_template
+        if not template:
             raise ValueError(f"tokenizer {self.name!r} has no chat template: use completions instead")
+        if tools and isinstance(template, str) and "tools" not in template:
+            raise ValueError(f"tools is {tools!r}; allowed: None, as the chat template does not use them")
         try:
             ids = self.hf.apply_chat_template(
-                plain, tokenize=True, add_generation_prompt=True, return_dict=False
+                plain,
+                chat_template=chat_template,
+                tools=tools,  # pyright: ignore[reportArgumentType]
+                tokenize=True,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                return_dict=False,
+                **(template_kwargs or {}),
             )
         except Exception as error:  # templates raise what they like
             raise ValueError(f"the chat template does not take these messages: {error}") from error
         return cast(list[int], ids)
 
     def _load_backend(self) -> tokenizers.Tokenizer:
-        """Reads tokenizer.json alone where that is all there is: a hundredth of the time."""
+        """Reads tokenizer.json alone if there is nothing else to read: it takes a hundredth of the time."""
         config, file = Path(self.name) / "tokenizer_config.json", Path(self.name) / "tokenizer.json"
         if config.is_file() and file.is_file():
             settings = json.loads(config.read_text(encoding="utf-8"))
             adds = any(key.startswith("add_") and value for key, value in settings.items())
             if settings.get("tokenizer_class") in _PLAIN_CLASSES and not adds:
+                self._settings = settings | _special_tokens(Path(self.name) / "special_tokens_map.json")
                 return tokenizers.Tokenizer.from_file(str(file))
         backend = getattr(self.hf, "backend_tokenizer", None)
         if backend is None:
@@ -124,7 +167,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _anchor(self) -> tuple[list[int], int]:
-        """A token to stand before another one (some decoders strip the first space), and its length."""
+        """A token to decode others after (some decoders strip the first space), and its text's length."""
         for piece in ("a", "▁a"):
             token_id = self._backend.token_to_id(piece)
             if token_id is not None:
@@ -132,19 +175,27 @@ class Tokenizer:
         return [], 0
 
 
-def _plain_message(index: int, message: Any) -> dict[str, Any]:
+def _special_tokens(file: Path) -> dict[str, Any]:
+    """Returns the special tokens of a file that older tokenizers have, and which goes before their config."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _plain_message(index: int, message: Any, *, as_parts: bool) -> dict[str, Any]:
+    """Returns a checked message whose content is one string, or a list of parts."""
     name = f"messages[{index}]"
-    check(
-        isinstance(message, dict) and isinstance(message.get("role"), str),
-        name,
-        message,
-        "a dict with a role",
-    )
+    ok = isinstance(message, dict) and isinstance(message.get("role"), str)
+    check(ok, name, message, "a dict with a role")
     content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""
     if isinstance(content, list):
         for part in content:
             ok = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
             check(ok, f"{name}.content", part, '{"type": "text", "text": ...}')
-        content = "".join(part["text"] for part in content)
-    check(isinstance(content, str), f"{name}.content", content, "a string or a list of text parts")
+        if not as_parts:
+            content = "".join(part["text"] for part in content)
+    elif as_parts and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    ok = isinstance(content, list if as_parts else str)
+    check(ok, f"{name}.content", content, "a string or a list of text parts")
     return {**message, "content": content}

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax_paged.checks import check
-from jax_paged.core.block_manager import BlockManager, CacheGroup
-from jax_paged.core.runner_output import TokenLogprobs
-from jax_paged.core.scheduler import Items, Scheduler
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
+from jax_paged.core.sequence_updater import StepUpdate
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 Note = Callable[..., None]
@@ -35,13 +37,14 @@ class RecordedScheduler(Scheduler):
         self._note = note
 
     def add(self, group: SequenceGroup) -> None:
-        # How logits change is no matter of the scheduler, and token ids can't be keys in JSON.
-        params = dataclasses.replace(group.sampling_params, logit_bias=None)
+        params = dataclasses.asdict(group.sampling_params)
+        for name in ("logit_bias", "output_kind"):  # JSON can't hold them, and the scheduler reads neither
+            del params[name]
         self._note(
             "add",
             request_id=group.request_id,
             prompt_token_ids=group.sequences[0].prompt_token_ids,
-            sampling_params=dataclasses.asdict(params),
+            sampling_params=params,
             beam_params=group.beam_params and dataclasses.asdict(group.beam_params),
             arrival_time=group.metrics.arrival_time,
             cache_salt=group.cache_salt,
@@ -61,28 +64,35 @@ class RecordedScheduler(Scheduler):
         status: SequenceStatus,
         now: float,
         stop_reason: int | str | None = None,
+        *,
+        num_output_tokens: int | None = None,
     ) -> None:
         place = group.sequences.index(seq)
-        values = {"status": status.name, "now": now, "stop_reason": stop_reason}
-        self._note("finish", request_id=group.request_id, seq=place, **values)
-        super().finish(group, seq, status, now, stop_reason)
+        values = {"now": now, "stop_reason": stop_reason, "num_output_tokens": num_output_tokens}
+        self._note("finish", request_id=group.request_id, seq=place, status=status.name, **values)
+        super().finish(group, seq, status, now, stop_reason, num_output_tokens=num_output_tokens)
 
     def schedule(self, now: float) -> SchedulerOutput:
         output = super().schedule(now)
         self._note("schedule", now=now, **decisions(output))
         return output
 
-    def update(
-        self, output: SchedulerOutput, token_ids: list[int], now: float, logprobs: Items[TokenLogprobs] = ()
-    ) -> list[SequenceGroup]:
-        of_beams = [row.group.beam_params for row in output.scheduled for _ in row.sampling]
+    def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
         top = [
-            [i, logprobs[i].top_token_ids, logprobs[i].top_logprobs]
-            for i, beams in enumerate(of_beams)
-            if beams
+            [i, entry.top_token_ids, entry.top_logprobs]
+            for i, (entry, *_) in enumerate(result.logprobs)
+            if entry.top_token_ids
         ]
-        self._note("update", token_ids=token_ids, now=now, top=top)
-        return super().update(output, token_ids, now, logprobs)
+        self._note(
+            "update",
+            step_id=output.step_id,
+            now=now,
+            token_ids=result.token_ids,
+            logprobs=[[entry.logprob for entry in entries] for entries in result.logprobs],
+            top=top,
+            not_finite=[i for i, is_finite in enumerate(result.is_finite) if not is_finite],
+        )
+        return super().update(output, result, now)
 
 
 class _RecordedBlockManager(BlockManager):
@@ -99,33 +109,16 @@ class _RecordedBlockManager(BlockManager):
         super().unpin(name)
 
 
-def decisions(output: SchedulerOutput) -> dict[str, list[Any]]:
-    """Returns a step as plain values.
+def decisions(output: SchedulerOutput) -> dict[str, Any]:
+    """Returns a step as values that JSON can hold.
 
     Returns:
-        The fields of SchedulerOutput. Requests are given by their ids, sequences by their place in the
-        request, at the time of the step.
+        The fields of SchedulerOutput, named tuples as lists; of a new sequence its ids, seed and blocks, as
+        the rest was told when its request was added.
     """
-    place = [row.group.sequences.index for row in output.scheduled]
-    return {
-        "scheduled": [
-            [
-                row.group.request_id,
-                at(row.seq),
-                row.start,
-                row.num_tokens,
-                row.block_tables,
-                [*map(at, row.sampling)],
-            ]
-            for row, at in zip(output.scheduled, place, strict=True)
-        ],
-        "blocks_to_swap_out": [[*pair] for pair in output.blocks_to_swap_out],
-        "blocks_to_swap_in": [[*pair] for pair in output.blocks_to_swap_in],
-        "blocks_to_copy": [[*pair] for pair in output.blocks_to_copy],
-        "to_encode": [[group.request_id, tables] for group, tables in output.to_encode],
-        "preempted": [*output.preempted],
-        "ended": [group.request_id for group in output.ended],
-    }
+    new = [[s.seq_id, s.request_id, s.seed, s.output_token_ids, s.block_tables] for s in output.new_sequences]
+    fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    return json.loads(json.dumps(fields | {"new_sequences": new}))
 
 
 def replay(lines: Iterable[str]) -> int:
@@ -141,7 +134,8 @@ def replay(lines: Iterable[str]) -> int:
         ValueError: If a decision differs; the message names the first step that does, and what differs. Or
             if the first line begins no recording.
     """
-    scheduler, output, num_steps = None, None, 0
+    scheduler, num_steps = None, 0
+    outputs: dict[int, SchedulerOutput] = {}  # that have not been taken in yet
     groups: dict[str, SequenceGroup] = {}
     for event in map(json.loads, lines):
         kind = event.pop("event")
@@ -160,26 +154,41 @@ def replay(lines: Iterable[str]) -> int:
             seq, status = group.sequences[event.pop("seq")], SequenceStatus[event.pop("status")]
             scheduler.finish(group, seq, status, **event)
         elif kind == "schedule":
-            output = scheduler.schedule(event.pop("now"))
+            output = outputs[event["step_id"]] = scheduler.schedule(event.pop("now"))
             _check_equal(f"step {num_steps}", decisions(output), event)
             num_steps += 1
         elif kind == "update":
-            assert output is not None, "an update follows a step"
-            logprobs = [TokenLogprobs(0.0, 0, [], [])] * len(event["token_ids"])
-            for i, *top in event.pop("top"):
-                logprobs[i] = TokenLogprobs(0.0, 0, *top)
-            scheduler.update(output, **event, logprobs=logprobs)
+            output = outputs.pop(event["step_id"])
+            scheduler.update(output, _result(output, event), event["now"])
         else:
             manager = scheduler.block_manager
             (manager.pin if kind == "pin" else manager.unpin)(**event)
     return num_steps
 
 
-def _check_equal(step: str, decided: dict[str, list[Any]], recorded: dict[str, list[Any]]) -> None:
-    for name, values in decided.items():
-        for i, (value, other) in enumerate(itertools.zip_longest(values, recorded[name])):
-            if value != other:
-                raise ValueError(f"{step}: {name}[{i}] is {value}; recorded: {other}")
+def _result(output: SchedulerOutput, event: dict[str, Any]) -> ModelRunnerOutput:
+    """Returns the result of a step as it was recorded, as far as it has an effect on the scheduler."""
+    logprobs = [[TokenLogprobs(x, 0, [], []) for x in entries] for entries in event["logprobs"]]
+    for i, top_token_ids, top_logprobs in event["top"]:
+        logprobs[i][0] = dataclasses.replace(
+            logprobs[i][0], top_token_ids=top_token_ids, top_logprobs=top_logprobs
+        )
+    is_finite = [i not in event["not_finite"] for i in range(len(output.scheduled))]
+    return ModelRunnerOutput(
+        output.step_id, event["token_ids"], logprobs, is_finite, [[]] * len(output.scheduled)
+    )
+
+
+def _check_equal(step: str, decided: dict[str, Any], recorded: dict[str, Any]) -> None:
+    for name, value in decided.items():
+        other = recorded[name]
+        if value == other:
+            continue
+        if isinstance(value, list):
+            pairs = enumerate(itertools.zip_longest(value, other))
+            i, (value, other) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+            name = f"{name}[{i}]"
+        raise ValueError(f"{step}: {name} is {value}; recorded: {other}")
 
 
 def _settings(scheduler: Scheduler) -> dict[str, dict[str, Any]]:

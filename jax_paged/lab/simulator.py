@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jax_paged.checks import check, check_int, check_number
-from jax_paged.core.runner_output import TokenLogprobs
+from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
@@ -38,6 +38,7 @@ STEP = np.dtype(
         ("num_blocks_copied", np.int32),
     ]
 )
+_NO_LOGPROBS = TokenLogprobs(0.0, 0, [], [])
 # RequestMetrics; NaN for what never happened.
 TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_time")
 COUNTS = ("num_cached_tokens", "num_preemptions")
@@ -194,6 +195,7 @@ def simulate(requests: Iterable[Request], scheduler: Scheduler, step_time: StepT
         output = scheduler.schedule(clock)
         if not output.scheduled:
             assert output.ended, "a scheduler with requests advances"
+            scheduler.update(output, ModelRunnerOutput(output.step_id, [], [], [], []), clock)
             continue
         row = _step_row(clock, output, scheduler, step_time)
         rows.append(row)
@@ -201,8 +203,7 @@ def simulate(requests: Iterable[Request], scheduler: Scheduler, step_time: StepT
             steps.append(np.array(rows, STEP))
             rows.clear()
         clock += row[1]
-        logprobs = _beam_logprobs(output, rng) if has_beams else ()
-        scheduler.update(output, [0 for r in output.scheduled for _ in r.sampling], clock, logprobs)
+        scheduler.update(output, _result(output, scheduler, rng if has_beams else None), clock)
     served = map(operator.attrgetter(*TIMES, *COUNTS), metrics)
     all_steps = np.concatenate([*steps, np.array(rows, STEP)])
     return SimulationResult(all_steps, np.array(list(served), REQUEST), manager.block_size)
@@ -246,7 +247,7 @@ def _step_row(
     return (
         clock,
         step_time.step_s(num_prefill_tokens, num_decode_seqs, num_context_tokens, num_blocks_swapped),
-        len({row.group for row in rows}),
+        len({_found(scheduler, row.seq_id)[0] for row in rows}),
         len(queues.running),
         len(queues.waiting),
         len(queues.swapped),
@@ -273,7 +274,10 @@ def _sharing(output: SchedulerOutput, scheduler: Scheduler, num_blocks_used: int
         return 0, num_blocks * size - num_tokens
     lens = {seq: seq.num_computed_tokens for seq in tables}
     for row in output.scheduled:
-        lens |= dict.fromkeys((row.seq, *row.sampling), row.start + row.num_tokens)
+        lens[_found(scheduler, row.seq_id)[1]] = row.start + row.num_tokens
+    for sample in output.samples:
+        row = output.scheduled[sample.row]
+        lens[_found(scheduler, sample.seq_id)[1]] = row.start + row.num_tokens
     filled: dict[int, int] = {}  # of the blocks that are not full
     for seq, (table,) in tables.items():
         first = lens[seq] // size
@@ -282,12 +286,30 @@ def _sharing(output: SchedulerOutput, scheduler: Scheduler, num_blocks_used: int
     return num_blocks - num_blocks_used, len(filled) * size - sum(filled.values())
 
 
-def _beam_logprobs(output: SchedulerOutput, rng: random.Random) -> list[TokenLogprobs]:
-    """Returns a step's log-probabilities: of beams, each candidate is less likely than the one before."""
-    logprobs = []
-    for row in output.scheduled:
-        width = row.group.beam_params.beam_width if row.group.beam_params else 0
-        for _ in row.sampling:
-            top = list(itertools.accumulate(-rng.expovariate(1.0) for _ in range(2 * width)))
-            logprobs.append(TokenLogprobs(0.0, 0, list(range(2 * width)), top))
-    return logprobs
+def _found(scheduler: Scheduler, seq_id: int) -> tuple[SequenceGroup, Sequence]:
+    found = scheduler.find(seq_id)
+    assert found is not None, "a step that was just scheduled names sequences with seats"
+    return found
+
+
+def _result(output: SchedulerOutput, scheduler: Scheduler, rng: random.Random | None) -> ModelRunnerOutput:
+    """Returns what a device would: dummy tokens.
+
+    Args:
+        output: The step.
+        scheduler: Knows its sequences.
+        rng: Draws the log-probabilities of beams: each candidate is less likely than the one before. None
+            if there are no beams.
+    """
+    logprobs = [[_NO_LOGPROBS]] * len(output.samples)
+    if rng is not None:
+        for i, sample in enumerate(output.samples):
+            beams = _found(scheduler, sample.seq_id)[0].beam_params
+            if beams:
+                num_top = 2 * beams.beam_width
+                top = list(itertools.accumulate(-rng.expovariate(1.0) for _ in range(num_top)))
+                logprobs[i] = [TokenLogprobs(0.0, 0, list(range(num_top)), top)]
+    num_rows = len(output.scheduled)
+    return ModelRunnerOutput(
+        output.step_id, [[0]] * len(output.samples), logprobs, [True] * num_rows, [[]] * num_rows
+    )

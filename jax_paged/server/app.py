@@ -1,59 +1,51 @@
-"""The OpenAI API over HTTP."""
+"""The routes of the OpenAI API."""
 
 import asyncio
 import contextlib
-import signal
-import socket
-import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from types import FrameType
+from collections.abc import Iterator
 from typing import Any
 
-import orjson
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from jax_paged.engine.async_engine import AsyncLLMEngine, RequestStream
+from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.inputs import Prompt, as_prompts
-from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
-from jax_paged.server.cli import engine_args, make_parser
 from jax_paged.server.metrics import Metrics
-from jax_paged.server.protocol import (
+from jax_paged.server.protocol import ChatRequest, CompletionRequest
+from jax_paged.server.responses import (
     ApiError,
-    ChatRequest,
-    CompletionRequest,
-    chat_logprobs,
-    completion_logprobs,
-    prompt_logprobs,
+    chat_deltas,
+    chat_messages,
+    chat_roles,
+    completion_choices,
+    json_response,
     shortened,
-    usage,
     validation_error,
 )
-
-_SHUTDOWN_S = 5
-_DONE = b"data: [DONE]\n\n"
+from jax_paged.server.streaming import Call, EventStream, RequestRunner, unless_gone
 
 
 class OpenAIServer:
     """The handlers of one model's routes.
 
     Args:
-        engine: Runs the requests; stays the caller's.
-        model_name: The model as clients call it.
+        engine: Runs the requests. The caller closes it.
+        model_name: The model's name for clients.
     """
 
     def __init__(self, engine: AsyncLLMEngine, model_name: str) -> None:
         self.engine = engine
         self.model_name = model_name
         self.metrics = Metrics(engine.engine)
-        self.created = int(time.time())
+        self._config = engine.engine.config
+        self._runner = RequestRunner(engine, self.metrics)
+        self._created = int(time.time())
 
     def app(self) -> FastAPI:
         """Returns the application."""
@@ -70,158 +62,65 @@ class OpenAIServer:
         return app
 
     async def models(self) -> Response:
-        """GET /v1/models."""
-        card = {"id": self.model_name, "object": "model", "created": self.created, "owned_by": "jax-paged"}
-        limit = self.engine.engine.runner.config.max_model_len
-        return _json({"object": "list", "data": [{**card, "max_model_len": limit}]})
+        """GET /v1/models: the one model."""
+        card = {
+            "id": self.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "jax-paged",
+            "max_model_len": self._config.max_model_len,
+        }
+        return json_response({"object": "list", "data": [card]})
 
     async def health(self) -> Response:
-        """GET /health: 200 while the engine runs."""
-        self._check_ready(None)
-        return _json({"status": "ok"})
+        """GET /health: 200 while the engine runs, 503 once it has stopped."""
+        self._check_running()
+        return json_response({"status": "ok"})
 
     async def prometheus(self) -> Response:
-        """GET /metrics."""
+        """GET /metrics: counters and gauges in Prometheus' text format."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        """POST /v1/completions."""
-        self._check_ready(body.model)
-        head = self._head("cmpl", "text_completion")
+        """POST /v1/completions: continues one or more prompts."""
+        self._check_running()
+        self._check_model(body.model)
         with _bad_input(body):
-            params = body.sampling_params(self.engine.engine.runner.config.sampling_defaults)
+            params = body.sampling_params(self._config.sampling_defaults)
             prompts = as_prompts(body.prompt)
             if not prompts:
                 raise ValueError("prompt is []; allowed: at least one prompt")
             checked = await asyncio.to_thread(self._check_all, prompts, params, body)
-        offsets = [0] * len(checked) * body.num_outputs
-
-        def choice(index: int, completion: CompletionOutput) -> dict[str, Any]:
-            logprobs = completion_logprobs(completion, offsets[index])
-            if logprobs is not None:
-                offsets[index] += sum(map(len, logprobs["tokens"]))
-            return {
-                "index": index,
-                "text": completion.text,
-                "logprobs": logprobs,
-                "finish_reason": completion.finish_reason,
-                "stop_reason": completion.stop_reason,
-            }
-
-        if not body.stream:
-            return await _unless_gone(request, self._answer(checked, body.num_outputs, head, choice))
-        return _event_stream(self._chunks(checked, body.num_outputs, head, choice, body.include_usage))
+        n = body.num_outputs
+        call = Call(checked, n, self._head("cmpl", "text_completion"), completion_choices(len(checked) * n))
+        return await unless_gone(request, self._stream(call, body) if body.stream else self._whole(call))
 
     async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        self._check_ready(body.model)
+        """POST /v1/chat/completions: answers a conversation."""
+        self._check_running()
+        self._check_model(body.model)
         tokenizer = self.engine.engine.tokenizer
         with _bad_input(body):
             if tokenizer is None:
                 raise ValueError("chat needs a tokenizer, and the server runs without one")
-            params = body.sampling_params(self.engine.engine.runner.config.sampling_defaults)
+            params = body.sampling_params(self._config.sampling_defaults)
             prompt = await asyncio.to_thread(tokenizer.encode_chat, body.messages)
             checked = self._check_all([prompt], params, body)
-        num_top = body.top_logprobs or 0
+        n, num_top = body.num_outputs, body.top_logprobs or 0
+        if body.stream:
+            call = Call(checked, n, self._head("chatcmpl", "chat.completion.chunk"), chat_deltas(num_top))
+            return await unless_gone(request, self._stream(call, body, chat_roles(n)))
+        call = Call(checked, n, self._head("chatcmpl", "chat.completion"), chat_messages(num_top))
+        return await unless_gone(request, self._whole(call))
 
-        def end(completion: CompletionOutput) -> dict[str, Any]:
-            return {
-                "logprobs": chat_logprobs(completion, num_top),
-                "finish_reason": completion.finish_reason,
-                "stop_reason": completion.stop_reason,
-            }
+    async def _whole(self, call: Call) -> Response:
+        return json_response(await self._runner.answer(call))
 
-        def message(index: int, completion: CompletionOutput) -> dict[str, Any]:
-            content = {"role": "assistant", "content": completion.text}
-            return {"index": index, "message": content, **end(completion)}
-
-        def delta(index: int, completion: CompletionOutput) -> dict[str, Any]:
-            content = {"content": completion.text} if completion.text else {}
-            return {"index": index, "delta": content, **end(completion)}
-
-        if not body.stream:
-            head = self._head("chatcmpl", "chat.completion")
-            return await _unless_gone(request, self._answer(checked, body.num_outputs, head, message))
-        head = self._head("chatcmpl", "chat.completion.chunk")
-        role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-        first = [{"index": i, **role} for i in range(body.num_outputs)]
-        return _event_stream(self._chunks(checked, body.num_outputs, head, delta, body.include_usage, first))
-
-    async def _answer(
-        self,
-        requests: list[CheckedRequest],
-        n: int,
-        head: dict[str, Any],
-        choice: Callable[[int, CompletionOutput], dict[str, Any]],
+    async def _stream(
+        self, call: Call, body: CompletionRequest | ChatRequest, first: list[dict[str, Any]] | None = None
     ) -> Response:
-        """Runs requests to their end; returns the whole answer, of the first n outputs of each."""
-        async with self._running(requests, head["id"], whole=True) as streams:
-            outputs = [await anext(stream) for stream in streams]
-        choices, counts = [], []
-        for i, output in enumerate(outputs):
-            completions = output.outputs[:n]
-            counts += (own_counts := [len(completion.token_ids) for completion in completions])
-            self.metrics.observe(output, own_counts)
-            _check_ended_well(output)
-            own = [choice(i * n + completion.index, completion) for completion in completions]
-            if output.prompt_logprobs is not None:
-                own = [{**c, "prompt_logprobs": prompt_logprobs(output)} for c in own]
-            choices += own
-        return _json({**head, "choices": choices, "usage": _usage_of(outputs, counts)})
-
-    async def _chunks(
-        self,
-        requests: list[CheckedRequest],
-        n: int,
-        head: dict[str, Any],
-        choice: Callable[[int, CompletionOutput], dict[str, Any]],
-        include_usage: bool,
-        first: Sequence[dict[str, Any]] = (),
-    ) -> AsyncGenerator[bytes]:
-        """Yields server-sent events: a chunk for each part of an output, usage if asked for, and the end."""
-        last: dict[int, RequestOutput] = {}
-        counts = [0] * len(requests) * n
-        ended: set[int] = set()
-        no_usage = {"usage": None} if include_usage else {}
-        try:
-            for start in first:
-                yield _event({**head, "choices": [start], **no_usage})
-            async with self._running(requests, head["id"]) as streams:
-                async for i, part in _merged(streams):
-                    last[i] = part
-                    for completion in part.outputs:
-                        counts[i * n + completion.index] += len(completion.token_ids)
-                    if part.finished:
-                        self.metrics.observe(part, counts[i * n : i * n + n])
-                        _check_ended_well(part)
-                    for completion in part.outputs:
-                        index = i * n + completion.index
-                        if index not in ended and (completion.token_ids or completion.finish_reason):
-                            yield _event({**head, "choices": [choice(index, completion)], **no_usage})
-                        if completion.finish_reason:
-                            ended.add(index)
-            if include_usage:
-                outputs = [last[i] for i in range(len(requests))]
-                yield _event({**head, "choices": [], "usage": _usage_of(outputs, counts)})
-        except ApiError as error:  # the answer has begun: its status is sent already
-            yield _event(error.body())
-        yield _DONE
-
-    @contextlib.asynccontextmanager
-    async def _running(
-        self, requests: list[CheckedRequest], request_id: str, *, whole: bool = False
-    ) -> AsyncIterator[list[RequestStream]]:
-        """Starts requests, and aborts at the end those that still run."""
-        streams: list[RequestStream] = []
-        try:
-            for i, checked in enumerate(requests):
-                streams.append(await self.engine.submit(checked, None, f"{request_id}-{i}", whole=whole))
-            yield streams
-        except RuntimeError as error:
-            raise ApiError(str(error), status=500) from error
-        finally:
-            for stream in streams:
-                stream.abort()
+        events = self._runner.events(call, first=first or (), include_usage=body.include_usage)
+        return await EventStream.begin(events)
 
     def _check_all(
         self,
@@ -231,14 +130,25 @@ class OpenAIServer:
     ) -> list[CheckedRequest]:
         salt, priority = body.cache_salt or "", body.priority or 0
         check = self.engine.engine.check_request
-        return [check(prompt, params, cache_salt=salt, priority=priority) for prompt in prompts]
+        requests = [check(prompt, params, cache_salt=salt, priority=priority) for prompt in prompts]
+        for request in requests:
+            if params.max_tokens not in (None, request.params.max_tokens):  # the engine has cut it
+                n, limit = len(request.prompt_token_ids), self._config.max_model_len
+                raise ValueError(
+                    f"the prompt has {n} tokens and max_tokens is {params.max_tokens}: "
+                    f"{n + params.max_tokens} tokens in all; allowed: max_model_len, {limit}"
+                )
+        return requests
 
-    def _check_ready(self, model: str | None) -> None:
-        if self.engine.error is not None:
-            raise ApiError(f"the engine has stopped: {self.engine.error}", status=503)
-        if model not in (None, self.model_name):
+    def _check_running(self) -> None:
+        error = self.engine.error
+        if error is not None:
+            raise ApiError(f"the engine has stopped: {str(error) or repr(error)}", status=503)
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.model_name):
             raise ApiError(
-                f"model is {model!r}; allowed: {self.model_name!r}",
+                f"model is {name!r}; allowed: {self.model_name!r}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -255,7 +165,10 @@ class OpenAIServer:
 
 @contextlib.contextmanager
 def _bad_input(body: CompletionRequest | ChatRequest) -> Iterator[None]:
-    """Makes a ValueError of what a client sent the client's error; its first word may name a field."""
+    """Turns a ValueError about what the client sent into an answer with status 400.
+
+    By convention the message begins with the name of the argument, which may be one of the body's fields.
+    """
     try:
         yield
     except ValueError as error:
@@ -265,142 +178,19 @@ def _bad_input(body: CompletionRequest | ChatRequest) -> Iterator[None]:
         ) from error
 
 
-async def _merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Yields (index, part) of several streams as the parts come."""
-    if len(streams) == 1:
-        async for part in streams[0]:
-            yield 0, part
-        return
-    waiting = {asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(streams)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                i = waiting.pop(task)
-                part = task.result()
-                if not part.finished:
-                    waiting[asyncio.ensure_future(anext(streams[i]))] = i
-                yield i, part
-    finally:
-        for task in waiting:
-            task.cancel()
-
-
-async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """Awaits an answer, and cancels it when the client leaves."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.create_task(answer), asyncio.create_task(gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else Response(status_code=499)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def _check_ended_well(output: RequestOutput) -> None:
-    for completion in output.outputs:
-        if completion.finish_reason == "abort":
-            raise ApiError(f"the request was aborted: {completion.stop_reason}", status=500)
-
-
-def _usage_of(outputs: list[RequestOutput], num_output_tokens: list[int]) -> dict[str, Any]:
-    # Of an encoder-decoder model, the encoder's: the decoder's is one token that nobody sent.
-    num_prompt_tokens = sum(len(o.encoder_prompt_token_ids or o.prompt_token_ids) for o in outputs)
-    num_cached_tokens = sum(output.num_cached_tokens for output in outputs)
-    return usage(num_prompt_tokens, sum(num_output_tokens), num_cached_tokens)
-
-
-def _json(body: dict[str, Any], status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(body) + b"\n\n"
-
-
-def _event_stream(chunks: AsyncGenerator[bytes]) -> Response:
-    return StreamingResponse(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-
 async def _on_api_error(_: Request, error: Any) -> Response:
-    return _json(error.body(), error.status)
+    return error.response()
 
 
 async def _on_validation_error(_: Request, error: Any) -> Response:
-    return _json(validation_error(error.errors()).body(), 400)
+    return validation_error(error.errors()).response()
 
 
 async def _on_http_error(request: Request, error: Any) -> Response:
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return _json(ApiError(message, status=error.status_code).body(), error.status_code)
+    return ApiError(
+        f"{request.method} {request.url.path}: {error.detail}", status=error.status_code
+    ).response()
 
 
 async def _on_any_error(_: Request, error: Exception) -> Response:
-    return _json(ApiError(str(error), status=500).body(), 500)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Serves a model until SIGINT or SIGTERM; the command line is `--help`'s.
-
-    Raises:
-        SystemExit: If an argument is wrong, or if Ctrl-C is pressed before the server listens (130).
-    """
-    args = make_parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _exit)
-    # uvicorn's own logging would close the handlers that others have made.
-    config = uvicorn.Config(
-        "",
-        args.host,
-        args.port,
-        log_config=None,
-        log_level="warning",
-        timeout_graceful_shutdown=_SHUTDOWN_S,
-    )
-    name = args.served_model_name or args.model
-    with config.bind_socket() as listener:  # a port that is taken is found before the model is loaded
-        try:
-            engine = AsyncLLMEngine(engine_args(args))
-            if engine.engine.tokenizer is not None:
-                _ = engine.engine.tokenizer.hf  # chat needs it: loaded now, not in the first request
-        except ValueError as error:
-            sys.exit(f"jax-paged: {error}")
-        except KeyboardInterrupt:
-            sys.exit(130)
-        config.app = OpenAIServer(engine, name).app()
-        try:
-            with contextlib.suppress(KeyboardInterrupt):
-                _Server(config, engine, name).run([listener])
-        finally:
-            engine.close()
-
-
-class _Server(uvicorn.Server):
-    """Says that it is ready once it listens."""
-
-    def __init__(self, config: uvicorn.Config, engine: AsyncLLMEngine, model_name: str) -> None:
-        super().__init__(config)
-        self._engine = engine
-        self._model_name = model_name
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        question = {"role": "user", "content": "What is a block table?"}
-        body = {"model": self._model_name, "messages": [question], "temperature": 0}
-        print(
-            f"{self._engine.engine!r}\n"
-            f"Serving the OpenAI API at {url}/v1. Ctrl-C ends it. Try:\n\n"
-            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-            f"    -d '{orjson.dumps(body).decode()}'\n",
-            flush=True,
-        )
-
-
-def _exit(_: int, __: FrameType | None) -> None:
-    sys.exit(0)
+    return ApiError(str(error) or repr(error), status=500).response()

@@ -1,30 +1,94 @@
-"""The server's command line, made from the fields of EngineArgs."""
+"""The command line: `jax-paged serve MODEL`, with an option for every field of EngineArgs.
+
+Nothing here imports JAX, transformers or the HTTP server: help and complaints about arguments are immediate.
+"""
 
 import argparse
 import dataclasses
 import re
+import signal
+import sys
 import types
 import typing
+from collections.abc import Sequence
+from types import FrameType
 from typing import Any, Literal
 
 from jax_paged.config import EngineArgs
 
+_USAGE = "jax-paged serve [MODEL] [options]\n       jax-paged [--model MODEL] [options]"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serves a model until SIGINT or SIGTERM.
+
+    Args:
+        argv: The command line without the program's name; None takes the process's.
+
+    Raises:
+        SystemExit: If an argument is wrong or the model can't be served, after SIGTERM (0), or if Ctrl-C is
+            pressed before the server listens (130).
+    """
+    signal.signal(signal.SIGTERM, _exit)
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        settings = engine_args(args)
+    except ValueError as error:
+        sys.exit(f"jax-paged: {error}")
+    try:
+        from jax_paged.server.launch import serve  # only now: JAX and the HTTP server take seconds to import
+
+        serve(settings, args.host, args.port, args.served_model_name or settings.model)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns a parser of the server's own arguments and of every field of EngineArgs."""
+    """Returns a parser of the server's own options and one for every field of EngineArgs."""
     parser = argparse.ArgumentParser(
-        prog="jax-paged", description="Serves a model with the OpenAI API.", allow_abbrev=False
+        prog="jax-paged", usage=_USAGE, description="Serves a model with the OpenAI API.", allow_abbrev=False
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on (8000); 0 takes a free one")
-    parser.add_argument("--served-model-name", help="the model as clients call it (as --model)")
+    parser.add_argument("model_after_serve", metavar="MODEL", nargs="?", help="the same as --model MODEL")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)"
+    )
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="the model's name for clients (default: as --model)"
+    )
     group = parser.add_argument_group("engine")
     texts, hints = _field_texts(), typing.get_type_hints(EngineArgs)
     for field in dataclasses.fields(EngineArgs):
         text = f"{texts[field.name]} (default: {field.default})".replace("%", "%%")
         option = "--" + field.name.replace("_", "-")
-        group.add_argument(option, default=field.default, help=text, **_kind(hints[field.name]))
+        # SUPPRESS leaves out what is not given, so that "not given" is told from "given as the default".
+        group.add_argument(option, default=argparse.SUPPRESS, help=text, **_kind(hints[field.name]))
     return parser
+
+
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
+    """Parses a command line, without the program's name.
+
+    Returns:
+        The server's options, and of the engine's options those that were given.
+
+    Raises:
+        SystemExit: If the command line is wrong, or asks for help.
+    """
+    parser = make_parser()
+    has_command = list(argv[:1]) == ["serve"]
+    args = parser.parse_args(argv[1:] if has_command else argv)
+    model = vars(args).pop("model_after_serve")
+    if model is None:
+        return args
+    if not has_command:
+        parser.error(f"the command is {model!r}; allowed: serve, or no command and --model MODEL")
+    if getattr(args, "model", model) != model:
+        parser.error(
+            f"MODEL is {model!r} and --model is {args.model!r}; allowed: one of them, or equal values"
+        )
+    args.model = model
+    return args
 
 
 def engine_args(args: argparse.Namespace) -> EngineArgs:
@@ -33,11 +97,12 @@ def engine_args(args: argparse.Namespace) -> EngineArgs:
     Raises:
         ValueError: If a value is out of range.
     """
-    return EngineArgs(**{field.name: getattr(args, field.name) for field in dataclasses.fields(EngineArgs)})
+    names = {field.name for field in dataclasses.fields(EngineArgs)}
+    return EngineArgs(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def _kind(hint: Any) -> dict[str, Any]:
-    """Returns what argparse needs to read a value of a field's type."""
+    """Returns the arguments with which argparse reads a value of a field's type."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):  # X | None
         hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)
     if typing.get_origin(hint) is Literal:
@@ -46,7 +111,11 @@ def _kind(hint: Any) -> dict[str, Any]:
 
 
 def _field_texts() -> dict[str, str]:
-    """Returns what the docstring of EngineArgs says about each field."""
+    """Returns the docstring of EngineArgs by field."""
     section = (EngineArgs.__doc__ or "").split("Args:\n")[1].split("\n\n")[0]
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text) for name, text in entries}
+
+
+def _exit(_: int, __: FrameType | None) -> None:
+    sys.exit(0)

@@ -1,5 +1,6 @@
 """Blocks on the move: copy-on-write inside the pool, and swapping between the pool and host memory."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,27 +10,79 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_paged.models.attention import Backend
 from jax_paged.pallas_kernels import ops
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
+from jax_paged.worker.programs import Program, TraceContext
 
 # Blocks that one call moves; the last call of a step is padded.
 SWAP_BLOCKS = 32
 FEW_COPIES = 8
 
 
+@dataclasses.dataclass(frozen=True)
+class CopyProgram(Program):
+    """Copies up to num_copies blocks inside the pool, which is donated."""
+
+    num_copies: int
+
+    def __str__(self) -> str:
+        return f"copy {self.num_copies}"
+
+    def trace(self, context: TraceContext) -> jax.stages.Traced:
+        def copy(pool: list[Array], src: Array, dst: Array) -> list[Array]:
+            return [ops.copy_blocks(x, src, dst, backend=context.backend) for x in pool]
+
+        pool, ids = context.pool(), context.shape((self.num_copies,), jnp.int32)
+        jitted = jax.jit(copy, donate_argnums=0, out_shardings=[context.pool_sharding] * len(pool))
+        return jitted.trace(pool, ids, ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class SwapOutProgram(Program):
+    """Gathers SWAP_BLOCKS blocks of the pool, on a GPU into host memory."""
+
+    def __str__(self) -> str:
+        return "swap out"
+
+    def trace(self, context: TraceContext) -> jax.stages.Traced:
+        on_host = context.pool_sharding
+        if on_host is not None and jax.default_backend() != "cpu":
+            on_host = on_host.with_memory_kind("pinned_host")
+
+        def gather(pool: list[Array], src: Array) -> list[Array]:
+            return [x.at[src].get(mode="clip") for x in pool]
+
+        pool, ids = context.pool(), context.shape((SWAP_BLOCKS,), jnp.int32)
+        return jax.jit(gather, out_shardings=[on_host] * len(pool)).trace(pool, ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class SwapInProgram(Program):
+    """Scatters SWAP_BLOCKS blocks into the pool, which is donated."""
+
+    def __str__(self) -> str:
+        return "swap in"
+
+    def trace(self, context: TraceContext) -> jax.stages.Traced:
+        def scatter(pool: list[Array], blocks: list[Array], dst: Array) -> list[Array]:
+            return [x.at[dst].set(b, mode="drop") for x, b in zip(pool, blocks, strict=True)]
+
+        pool, ids = context.pool(), context.shape((SWAP_BLOCKS,), jnp.int32)
+        jitted = jax.jit(scatter, donate_argnums=0, out_shardings=[context.pool_sharding] * len(pool))
+        return jitted.trace(pool, context.pool(SWAP_BLOCKS), ids)
+
+
 class BlockMover:
-    """Owns the host memory of swapped blocks; gathers and scatters many blocks a call, in place.
+    """Owns the host memory of swapped blocks; moves many blocks per call.
 
     Args:
         layout: Of the pool.
         num_blocks: Of the pool.
         num_swap_blocks: Of host memory.
-        block_size: Tokens a block.
+        block_size: Tokens per block.
         dtype: Of the pool.
-        max_copies: Copies that one call makes at most.
+        max_copies: Maximum copies that one call makes.
         mesh: Where the pool lies.
-        backend: Which kernels copy.
     """
 
     def __init__(
@@ -42,57 +95,19 @@ class BlockMover:
         dtype: jnp.dtype,
         max_copies: int,
         mesh: Mesh,
-        backend: Backend,
     ) -> None:
-        self._layout, self._num_blocks, self._block_size = layout, num_blocks, block_size
-        self._dtype = dtype
-        self._backend: Backend = backend
+        self._num_blocks = num_blocks
         self._sharding, self._replicated = kv_cache_sharding(mesh), NamedSharding(mesh, PartitionSpec())
-        self._copy_sizes = sorted({FEW_COPIES, max_copies})
+        self._copies = [CopyProgram(n) for n in sorted({FEW_COPIES, max_copies})]
         # One more than can be swapped: block 0 stays unused. Memory is taken as it is written to.
         shape = layout.pool_shape(num_swap_blocks + 1, block_size)
         self._host = [np.empty(shape, dtype) for _ in range(layout.num_pools if num_swap_blocks else 0)]
 
     @property
-    def programs(self) -> list[str]:
-        """Names of the programs that `lower` makes and the methods below take."""
-        swaps = ["swap out", "swap in"] if self._host else []
-        return [f"copy {n}" for n in self._copy_sizes] + swaps
-
-    def lower(self, program: str) -> jax.stages.Lowered:
-        """Traces and lowers one of the programs."""
-        shape = self._layout.pool_shape(self._num_blocks, self._block_size)
-        pool_shape = jax.ShapeDtypeStruct(shape, self._dtype, sharding=self._sharding)
-        pool = [pool_shape] * self._layout.num_pools
-
-        def ids(n: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((n,), jnp.int32, sharding=self._replicated)
-
-        if program == "swap out":
-            on_host = self._sharding
-            if jax.default_backend() != "cpu":
-                on_host = self._sharding.with_memory_kind("pinned_host")
-
-            def gather(pool: list[Array], src: Array) -> list[Array]:
-                return [x.at[src].get(mode="clip") for x in pool]
-
-            return jax.jit(gather, out_shardings=[on_host] * len(pool)).trace(pool, ids(SWAP_BLOCKS)).lower()
-        if program == "swap in":
-
-            def scatter(pool: list[Array], blocks: list[Array], dst: Array) -> list[Array]:
-                return [x.at[dst].set(b, mode="drop") for x, b in zip(pool, blocks, strict=True)]
-
-            shape = self._layout.pool_shape(SWAP_BLOCKS, self._block_size)
-            blocks = [jax.ShapeDtypeStruct(shape, self._dtype, sharding=self._sharding)] * len(pool)
-            jitted = jax.jit(scatter, donate_argnums=0, out_shardings=[self._sharding] * len(pool))
-            return jitted.trace(pool, blocks, ids(SWAP_BLOCKS)).lower()
-
-        def copy(pool: list[Array], src: Array, dst: Array) -> list[Array]:
-            return [ops.copy_blocks(x, src, dst, backend=self._backend) for x in pool]
-
-        n = int(program.removeprefix("copy "))
-        jitted = jax.jit(copy, donate_argnums=0, out_shardings=[self._sharding] * len(pool))
-        return jitted.trace(pool, ids(n), ids(n)).lower()
+    def programs(self) -> list[Program]:
+        """The programs that the methods below run."""
+        swaps = [SwapOutProgram(), SwapInProgram()] if self._host else []
+        return [*self._copies, *swaps]
 
     def copy(
         self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]
@@ -100,23 +115,24 @@ class BlockMover:
         """Copies (from, to) blocks inside the pool; returns the pool.
 
         Args:
-            run: Runs a program, by its name and arguments.
+            run: Runs a program on arguments.
             pool: Donated.
             pairs: No block is read and written.
         """
         while pairs:
-            size = next((n for n in self._copy_sizes if n >= len(pairs)), self._copy_sizes[-1])
+            program = next((p for p in self._copies if p.num_copies >= len(pairs)), self._copies[-1])
+            size = program.num_copies
             src, dst = self._columns(pairs[:size], size, self._num_blocks, self._num_blocks)
-            pool = run(f"copy {size}", pool, src, dst)
+            pool = run(program, pool, src, dst)
             pairs = pairs[size:]
         return pool
 
     def swap_out(
         self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]
     ) -> None:
-        """Copies (device block, host block) pairs to host memory."""
+        """Copies (device block, host block) pairs to host memory; waits until they are there."""
         chunks = [pairs[i : i + SWAP_BLOCKS] for i in range(0, len(pairs), SWAP_BLOCKS)]
-        gathered = [run("swap out", pool, self._columns(c, SWAP_BLOCKS, 0, 0)[0]) for c in chunks]
+        gathered = [run(SwapOutProgram(), pool, self._columns(c, SWAP_BLOCKS, 0, 0)[0]) for c in chunks]
         for chunk, blocks in zip(chunks, gathered, strict=True):
             to = [host for _, host in chunk]
             for memory, moved in zip(self._host, blocks, strict=True):
@@ -130,7 +146,8 @@ class BlockMover:
             chunk = pairs[i : i + SWAP_BLOCKS]
             src = [host for host, _ in chunk] + [0] * (SWAP_BLOCKS - len(chunk))
             blocks = jax.device_put([memory[src] for memory in self._host], self._sharding)
-            pool = run("swap in", pool, blocks, self._columns(chunk, SWAP_BLOCKS, 0, self._num_blocks)[1])
+            dst = self._columns(chunk, SWAP_BLOCKS, 0, self._num_blocks)[1]
+            pool = run(SwapInProgram(), pool, blocks, dst)
         return pool
 
     def _columns(

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of all programs, in parallel; all but the largest buckets in the background."""
+"""Ahead-of-time compilation of all programs, in parallel; all but the largest steps in the background."""
 
 import collections
 import concurrent.futures
@@ -8,11 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jax_paged.config import compilation_cache_dir
-from jax_paged.worker.batch import Bucket
+from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.programs import Program
+from jax_paged.worker.step import StepProgram
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -27,20 +30,25 @@ NUM_COMPILE_THREADS = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class CompiledStep:
-    """One compiled bucket and what it cost.
+class CompiledProgram:
+    """One compiled program and what it cost.
 
     Args:
         execute: The compiled program.
         trace_s: Seconds of tracing and lowering (Python).
         compile_s: Seconds of XLA's compilation, or of reading it from the cache.
-        temp_bytes: Memory beside arguments and results while it runs.
+        memory: What XLA says of its arguments, results and temporaries; None on devices that do not tell.
     """
 
     execute: jax.stages.Compiled
     trace_s: float
     compile_s: float
-    temp_bytes: int
+    memory: Any
+
+    @property
+    def temp_bytes(self) -> int:
+        """Memory beside arguments and results while it runs."""
+        return 0 if self.memory is None else self.memory.temp_size_in_bytes
 
 
 def use_persistent_cache() -> None:
@@ -63,63 +71,89 @@ def use_persistent_cache() -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-class CompiledBuckets:
-    """The compiled step of every planned bucket, and the small programs beside them.
+class CompiledPrograms:
+    """The compiled step of every planned bucket, and all other programs.
 
     The constructor returns when the largest bucket of each kind is there: any step fits one of them. The
     others follow in background threads; until one is there, steps use the next larger.
 
     Args:
-        buckets: What to compile, each kind in ascending order.
-        programs: Names of the others.
-        lower: Traces and lowers the step of one bucket, or another program; called from several threads.
+        buckets: Whose steps are compiled, each kind in ascending order.
+        others: Programs beside the steps.
+        lower: Traces and lowers a program; called from several threads.
         options: Of the compiler.
+
+    Raises:
+        Exception: Whatever the compilation of one of the largest buckets has failed with.
     """
 
     def __init__(
         self,
         buckets: list[Bucket],
-        programs: list[str],
-        lower: Callable[[Bucket | str], jax.stages.Lowered],
+        others: list[Program],
+        lower: Callable[[Program], jax.stages.Lowered],
         options: dict[str, str | bool] | None = None,
     ) -> None:
         self._options = options
         self.buckets = buckets
-        self._programs = programs
         self._lower = lower
-        self._futures: dict[Bucket | str, concurrent.futures.Future[CompiledStep]] = {
-            key: concurrent.futures.Future() for key in (*buckets, *programs)
+        self._programs: list[Program] = [*map(StepProgram, buckets), *others]
+        self._futures: dict[Program, concurrent.futures.Future[CompiledProgram]] = {
+            program: concurrent.futures.Future() for program in self._programs
         }
-        # After the largest come the small ones: they make a lone user's steps quick.
+        # After the largest come the small programs, then the small buckets: they make a lone user's steps
+        # quick.
         kinds = ([b for b in buckets if b.is_decode is kind] for kind in (False, True))
-        largest = [max(kind) for kind in kinds if kind]
-        rest = (b for b in buckets if b not in largest)
-        self._queue: collections.deque[Bucket | str] = collections.deque([*largest, *programs, *rest])
+        largest = [StepProgram(max(kind)) for kind in kinds if kind]
+        rest = (p for p in self._programs if p not in largest and p not in others)
+        self._queue: collections.deque[Program] = collections.deque([*largest, *others, *rest])
         self._lock = threading.Lock()
         self._stopped = False
+        self._num_traces = 0
         self._threads = [threading.Thread(target=self._work) for _ in range(NUM_COMPILE_THREADS)]
         for thread in self._threads:
             thread.start()
         try:
-            for bucket in largest:
-                self._futures[bucket].result()
+            for program in largest:
+                self._futures[program].result()
         except BaseException:
             self.stop()
             raise
 
+    @property
+    def num_traces(self) -> int:
+        """How many programs were traced so far."""
+        return self._num_traces
+
+    @property
+    def programs(self) -> list[Program]:
+        """What is compiled: the steps, then the others."""
+        return list(self._programs)
+
     def smallest_ready(self, *, is_decode: bool, num_tokens: int, num_seqs: int) -> Bucket:
-        """Returns the smallest compiled bucket that a step fits in."""
+        """Returns the smallest compiled bucket that a step fits in.
+
+        Args:
+            is_decode: Whether each row has one token, and the bucket may serve such steps only.
+            num_tokens: Of all rows together.
+            num_seqs: Rows, or rows of logits if these are more.
+        """
         for bucket in self.buckets:
             fits = bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
-            if bucket.is_decode is is_decode and fits and self._is_compiled(bucket):
+            if bucket.is_decode is is_decode and fits and self._is_compiled(StepProgram(bucket)):
                 return bucket
         raise AssertionError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")
 
-    def __getitem__(self, key: Bucket | str) -> CompiledStep:
-        return self._futures[key].result()
+    def __getitem__(self, program: Program) -> CompiledProgram:
+        """Returns a program, when it is compiled."""
+        return self._futures[program].result()
+
+    def run(self, program: Program, *args: Any) -> Any:
+        """Runs a program, when it is compiled, and returns its results."""
+        return self._futures[program].result().execute(*args)
 
     def wait(self) -> None:
-        """Returns when all buckets are compiled; raises what has failed one, CancelledError after `stop`."""
+        """Returns when everything is compiled; raises what has failed, CancelledError after `stop`."""
         for future in self._futures.values():
             future.result()
 
@@ -128,24 +162,25 @@ class CompiledBuckets:
         self._stopped = True
         for thread in self._threads:
             thread.join()
-        for bucket in self._queue:
-            self._futures[bucket].cancel()
+        for program in self._queue:
+            self._futures[program].cancel()
 
     def plan(self) -> str:
-        """Returns a table of the buckets: what is compiled, and what it cost."""
-        lines = [f"{'bucket':<16}{'trace s':>9}{'compile s':>11}{'temp MiB':>10}"]
-        for bucket in (*self.buckets, *self._programs):
-            if self._is_compiled(bucket):
-                step = self[bucket]
-                mib = step.temp_bytes / 2**20
-                lines.append(f"{bucket!s:<16}{step.trace_s:>9.2f}{step.compile_s:>11.2f}{mib:>10.1f}")
+        """Returns a table of the programs: what is compiled, and what it cost."""
+        width = max(16, *(len(str(program)) + 1 for program in self._programs))
+        lines = [f"{'program':<{width}}{'trace s':>9}{'compile s':>11}{'temp MiB':>10}"]
+        for program in self._programs:
+            if self._is_compiled(program):
+                compiled = self[program]
+                costs = f"{compiled.trace_s:>9.2f}{compiled.compile_s:>11.2f}"
+                lines.append(f"{program!s:<{width}}{costs}{compiled.temp_bytes / 2**20:>10.1f}")
             else:
-                state = "failed" if self._futures[bucket].done() else "to be compiled"
-                lines.append(f"{bucket!s:<16}{state:>30}")
+                state = "failed" if self._futures[program].done() else "to be compiled"
+                lines.append(f"{program!s:<{width}}{state:>30}")
         return "\n".join(lines)
 
-    def _is_compiled(self, bucket: Bucket | str) -> bool:
-        future = self._futures[bucket]
+    def _is_compiled(self, program: Program) -> bool:
+        future = self._futures[program]
         return future.done() and not future.cancelled() and future.exception() is None
 
     def _work(self) -> None:
@@ -155,18 +190,18 @@ class CompiledBuckets:
             with self._lock:
                 if not self._queue:
                     return
-                bucket = self._queue.popleft()
+                program = self._queue.popleft()
+                self._num_traces += 1
             try:
-                self._futures[bucket].set_result(self._compile(bucket))
+                self._futures[program].set_result(self._compile(program))
             except BaseException as error:
-                _LOGGER.error("%s was not compiled (of a bucket, steps use a larger one): %r", bucket, error)
-                self._futures[bucket].set_exception(error)
+                _LOGGER.error("%s was not compiled (of a step, a larger one is used): %r", program, error)
+                self._futures[program].set_exception(error)
 
-    def _compile(self, bucket: Bucket | str) -> CompiledStep:
+    def _compile(self, program: Program) -> CompiledProgram:
         start = time.perf_counter()
-        lowered = self._lower(bucket)
+        lowered = self._lower(program)
         traced = time.perf_counter()
         compiled = lowered.compile(compiler_options=self._options)
-        memory = compiled.memory_analysis()
-        temp_bytes = 0 if memory is None else memory.temp_size_in_bytes
-        return CompiledStep(compiled, traced - start, time.perf_counter() - traced, temp_bytes)
+        compile_s = time.perf_counter() - traced
+        return CompiledProgram(compiled, traced - start, compile_s, compiled.memory_analysis())

@@ -1,8 +1,8 @@
 """The pool: which layers share blocks, how many blocks fit, and the arrays.
 
-Layers that cache the same are split into groups of one size; the i-th layers of all groups share the i-th
-array, [blocks, 2, kv_heads, block_size, head_dim]. A block belongs to one group at a time, so all groups take
-theirs from one pool. Four layers, every second one with a window, and two arrays:
+Layers that cache the same are split into cache groups of one size; the i-th layers of all groups share the
+i-th array, [blocks, 2, kv_heads, block_size, head_dim]. A block belongs to one group at a time, so all groups
+take theirs from one pool. Four layers, every second one with a window, and two arrays:
 
     layer            0        1        2        3
     window           -       128       -       128
@@ -12,16 +12,32 @@ theirs from one pool. Four layers, every second one with a window, and two array
 
 import dataclasses
 import math
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_paged.core.block_manager import CacheGroup
+from jax_paged.core.cache_group import CacheGroup
 from jax_paged.models.attention import CrossAttentionSpec, KVCacheSpec, window_of
 from jax_paged.models.layers import TENSOR
 
-CPU_KV_CACHE_BYTES = 256 * 2**20
+
+class DeviceMemory(NamedTuple):
+    """The kind of a device, and what its allocator says.
+
+    Args:
+        platform: "cpu", "gpu" or another of JAX's names.
+        stats: Bytes in use, and what JAX has set aside in all; None if the allocator does not tell.
+    """
+
+    platform: str
+    stats: dict[str, int] | None
+
+
+def device_memory(device: Any) -> DeviceMemory:
+    """Returns the kind of a device, and what its allocator says now."""
+    return DeviceMemory(device.platform, device.memory_stats())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +45,7 @@ class KVCacheLayout:
     """How the layers of a model lie in the pool.
 
     Args:
-        groups: What the layers of each group need.
+        groups: What the layers of each cache group need.
         places: (array, group) of each layer, in the order of the model's kv_cache_specs().
         num_pools: Arrays.
         num_kv_heads: Of every layer.
@@ -52,13 +68,13 @@ class KVCacheLayout:
 
 
 def plan_layout(specs: list[KVCacheSpec]) -> KVCacheLayout:
-    """Groups the layers of a model.
+    """Splits the layers of a model into cache groups.
 
     The kind with the fewest layers sets the size of a group, so that no array is used by few groups only;
     where the kinds have nearly the same number of layers, the larger does.
 
     Args:
-        specs: One a layer.
+        specs: One per layer.
 
     Raises:
         ValueError: If the layers differ in heads.
@@ -83,7 +99,7 @@ def plan_layout(specs: list[KVCacheSpec]) -> KVCacheLayout:
     return KVCacheLayout(tuple(groups), tuple(places), size, *shapes.pop())
 
 
-def kv_cache_sharding(mesh: Mesh) -> NamedSharding:
+def kv_cache_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Returns how a mesh splits an array of the pool: along the kv heads."""
     return NamedSharding(mesh, PartitionSpec(None, None, TENSOR))
 
@@ -91,29 +107,34 @@ def kv_cache_sharding(mesh: Mesh) -> NamedSharding:
 def allocate_kv_cache(
     layout: KVCacheLayout, num_blocks: int, block_size: int, dtype: jnp.dtype, mesh: Mesh
 ) -> list[Array]:
-    """Makes the arrays of the pool, zeros."""
+    """Makes the arrays of the pool, filled with zeros."""
     shape, sharding = layout.pool_shape(num_blocks, block_size), kv_cache_sharding(mesh)
     return [jnp.zeros(shape, dtype, device=sharding) for _ in range(layout.num_pools)]
 
 
-def gpu_kv_cache_bytes(memory_stats: dict[str, int], step_bytes: int, gpu_memory_utilization: float) -> int:
-    """Returns the bytes that are left for the pool.
+def free_kv_cache_bytes(memory: DeviceMemory, step_bytes: int, gpu_memory_utilization: float) -> int:
+    """Returns the bytes that a device has left for the pool.
 
     Args:
-        memory_stats: Of a GPU on which the weights lie.
-        step_bytes: What the largest step needs beside weights and pool.
+        memory: Of a device on which the weights lie.
+        step_bytes: What the engine needs beside weights and pool.
         gpu_memory_utilization: Share of the memory that all may fill together.
 
     Raises:
-        ValueError: If nothing is left.
+        ValueError: If nothing is left, or the device does not tell how much is.
     """
+    if memory.stats is None:
+        raise ValueError(
+            "kv_cache_memory_bytes is None, and this device's allocator does not tell how much memory is "
+            "left; allowed: a number of bytes"
+        )
     # bytes_limit is what JAX has set aside, its own share of the whole GPU.
-    used, limit = memory_stats["bytes_in_use"] + step_bytes, memory_stats["bytes_limit"]
+    used, limit = memory.stats["bytes_in_use"] + step_bytes, memory.stats["bytes_limit"]
     left = int(limit * gpu_memory_utilization) - used
     if left <= 0:
         raise ValueError(
             f"gpu_memory_utilization is {gpu_memory_utilization}, which leaves no memory for the pool: "
             f"{used / 2**30:.1f} of {limit / 2**30:.1f} GiB are taken; allowed: a larger share, a smaller "
-            "model, or fewer max_num_batched_tokens"
+            "model, fewer max_num_batched_tokens or fewer max_num_seqs"
         )
     return left

@@ -1,93 +1,117 @@
 """Log-probabilities of prompt tokens, computed from the hidden states of a step."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from jax_paged.core.runner_output import TokenLogprobs, read_details
+from jax_paged.core.runner_output import TokenLogprobs
 from jax_paged.core.scheduler_output import ScheduledSequence
+from jax_paged.worker.programs import Program, TraceContext, bits
 from jax_paged.worker.sampler import token_logprobs
 
 # Prompt positions whose log-probabilities are computed at a time.
 NUM_ROWS = 64
 
 
-class PromptLogprobs:
-    """The program that computes them, and the loop around it.
+@dataclasses.dataclass(frozen=True)
+class PromptLogprobsProgram(Program):
+    """Log-probabilities of NUM_ROWS given tokens.
+
+    Its arguments are weights, the hidden states of a mixed step, and int32 [2, NUM_ROWS]: token rows of the
+    step, and the tokens that follow them. It returns int32 [NUM_ROWS, 2 + 2N]: bits of the log-probability,
+    rank, most likely token ids, bits of their log-probabilities.
 
     Args:
-        weights: Of the model.
-        logits: (weights, hidden states [N, E]) to logits [N, V].
-        hidden: Shape of a step's hidden states, padded to the largest step.
-        max_logprobs: Most likely tokens to report.
-        replicated: Where inputs are placed.
+        hidden_size: Columns of the hidden states.
     """
 
-    def __init__(
-        self,
-        weights: list[Array],
-        logits: Callable[[list[Array], Array], Array],
-        hidden: jax.ShapeDtypeStruct,
-        max_logprobs: int,
-        replicated: NamedSharding,
-    ) -> None:
-        def compute(weights: list[Array], hidden: Array, rows: Array, targets: Array) -> Array:
-            logprob, rank, top_ids, top_logprobs = token_logprobs(
-                logits(weights, hidden[rows]), targets, jnp.ones(rows.shape, bool), max_logprobs=max_logprobs
+    hidden_size: int
+
+    def __str__(self) -> str:
+        return "prompt logprobs"
+
+    def trace(self, context: TraceContext) -> jax.stages.Traced:
+        def compute(weights: list[Array], hidden: Array, packed: Array) -> Array:
+            rows, targets = packed
+            logits = context.merge(weights).logits(hidden[rows])
+            wanted = jnp.ones(NUM_ROWS, bool)
+            logprob, rank, top_ids, top = token_logprobs(
+                logits, targets, wanted, max_logprobs=context.max_logprobs
             )
-            columns = [rank[:, None], top_ids, _bits(top_logprobs), _bits(logprob)[:, None]]
+            columns = [bits(logprob)[:, None], rank[:, None], top_ids, bits(top)]
             return jnp.concatenate(columns, axis=1)
 
-        index = jax.ShapeDtypeStruct((NUM_ROWS,), jnp.int32, sharding=replicated)
-        self._compiled: Any = jax.jit(compute).trace(weights, hidden, index, index).lower().compile()
-        self._max_tokens = hidden.shape[0]
-        self._replicated = replicated
-
-    def of_step(
-        self, rows: Sequence[ScheduledSequence], weights: list[Array], hidden: Array
-    ) -> list[list[TokenLogprobs]]:
-        """Returns those of the prompt tokens that follow the rows of a step; empty where not wanted."""
-        out: list[list[TokenLogprobs]] = []
-        first = 0
-        for row in rows:
-            wants = row.group.sampling_params.prompt_logprobs is not None
-            prompt = row.seq.prompt_token_ids
-            last = min(row.start + row.num_tokens, len(prompt) - 1) if wants else row.start
-            targets = prompt[row.start + 1 : last + 1]
-            out.append(self._run(weights, hidden, first, targets) if targets else [])
-            first += row.num_tokens
-        return out
-
-    def _run(
-        self, weights: list[Array], hidden: Array, first: int, targets: list[int]
-    ) -> list[TokenLogprobs]:
-        out: list[TokenLogprobs] = []
-        if hidden.shape[0] != self._max_tokens:
-            # A one-token chunk of a prompt in a decode step: its few rows are brought to the usual shape.
-            padded = np.zeros((self._max_tokens, hidden.shape[1]), hidden.dtype)
-            padded[: hidden.shape[0]] = np.asarray(hidden)
-            hidden = jax.device_put(padded, self._replicated)
-        for i in range(0, len(targets), NUM_ROWS):
-            chunk = targets[i : i + NUM_ROWS]
-            rows, ids = np.zeros((2, NUM_ROWS), np.int32)
-            rows[: len(chunk)] = np.arange(first + i, first + i + len(chunk))
-            ids[: len(chunk)] = chunk
-            placed = jax.device_put((rows, ids), self._replicated)
-            result = np.asarray(self._compiled(weights, hidden, *placed))
-            ranks, top_ids, top_logprobs = read_details(result[:, :-1])
-            logprobs = result[:, -1].view(np.float32)
-            out += [
-                TokenLogprobs(float(logprobs[j]), ranks[j], top_ids[j], top_logprobs[j])
-                for j in range(len(chunk))
-            ]
-        return out
+        hidden = context.shape((context.max_num_batched_tokens, self.hidden_size), context.dtype)
+        packed = context.shape((2, NUM_ROWS), jnp.int32)
+        jitted = jax.jit(compute, out_shardings=context.replicated)
+        return jitted.trace(context.weights, hidden, packed)
 
 
-def _bits(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.int32)
+@dataclasses.dataclass(frozen=True, eq=False)
+class PendingPromptLogprobs:
+    """Log-probabilities that the device computes for one row of a step.
+
+    Args:
+        row: Index in SchedulerOutput.scheduled.
+        num_tokens: Prompt tokens.
+        num_top: How many most likely tokens to report.
+        results: Of PromptLogprobsProgram, one per NUM_ROWS tokens.
+    """
+
+    row: int
+    num_tokens: int
+    num_top: int
+    results: list[Array]
+
+    def read(self) -> list[TokenLogprobs]:
+        """Waits for them and returns them."""
+        table = np.concatenate([np.asarray(x) for x in self.results])[: self.num_tokens]
+        max_logprobs = table.shape[1] // 2 - 1
+        logprobs = np.ascontiguousarray(table[:, 0]).view(np.float32).tolist()
+        ids = table[:, 2 : 2 + self.num_top].tolist()
+        top = np.ascontiguousarray(table[:, 2 + max_logprobs :]).view(np.float32)[:, : self.num_top].tolist()
+        columns = zip(logprobs, table[:, 1].tolist(), ids, top, strict=True)
+        return [TokenLogprobs(*values) for values in columns]
+
+
+def targets_of(row: ScheduledSequence, prompt_token_ids: list[int]) -> list[int]:
+    """Returns the prompt tokens that follow the tokens of a row."""
+    return prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1]
+
+
+def begin(
+    run: Callable[..., Any],
+    program: PromptLogprobsProgram,
+    weights: list[Array],
+    hidden: Array,
+    first: int,
+    targets: list[int],
+    place: Callable[[np.ndarray], Array],
+) -> list[Array]:
+    """Starts computing the log-probabilities of tokens that follow neighbouring token rows.
+
+    Args:
+        run: Runs a program on arguments.
+        program: The program.
+        weights: Of the model.
+        hidden: Of a mixed step.
+        first: The first of the token rows.
+        targets: The tokens.
+        place: Moves an array to the device.
+
+    Returns:
+        The results of the program, one per NUM_ROWS tokens.
+    """
+    results = []
+    for i in range(0, len(targets), NUM_ROWS):
+        chunk = targets[i : i + NUM_ROWS]
+        packed = np.zeros((2, NUM_ROWS), np.int32)
+        packed[0, : len(chunk)] = np.arange(first + i, first + i + len(chunk))
+        packed[1, : len(chunk)] = chunk
+        results.append(run(program, weights, hidden, place(packed)))
+    return results

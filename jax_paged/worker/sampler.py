@@ -8,8 +8,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 GREEDY_BELOW = 1e-5
+# The bit of a token count that says whether the token stands in the prompt; those below count the output.
+IN_PROMPT = 1 << 30
 
-# Tokens a group in the two-stage draw.
+# Tokens per group in the two-stage draw.
 _GROUP = 128
 # The bits of float32 infinity, read as an integer.
 _INF_BITS = 0x7F800000
@@ -18,7 +20,7 @@ _INF_BITS = 0x7F800000
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingBatch:
-    """What the sampler needs of each of B rows; a padding row has temperature 0 and no effects.
+    """What the sampler needs of each of B rows of logits; a padding row has temperature 0 and no effects.
 
     Args:
         temperature: [B] float32; below 1e-5 is greedy.
@@ -28,15 +30,17 @@ class SamplingBatch:
         presence_penalty: [B] float32; 0 is off.
         frequency_penalty: [B] float32; 0 is off.
         repetition_penalty: [B] float32, positive; 1 is off.
-        logprob_temperature: [B] float32, positive; divides the logits before anything else. For beams, that
-            are ranked by log-probabilities at a temperature; 1 for others.
+        logprob_temperature: [B] float32, positive; divides the logits before anything else. Beams are ranked
+            by log-probabilities at a temperature; 1 for all others.
         seed: [B, 2] uint32, the sequence's seed in two words.
         position: [B] int32, where in its sequence the token to choose will stand.
-        prompt_len: [B] int32, tokens of the prompt.
-        total_len: [B] int32, tokens of prompt and output so far.
         wants_logprobs: [B] bool, whether rank and most likely tokens are asked for.
-        history: [B, L] int32, prompt then output tokens; ids of vocab_size and above are skipped, and so
-            is what lies past total_len. None may be negative.
+        count_seats: [B] int32, the row of token_counts that belongs to a row with penalties; S for others.
+        token_counts: [S, V] int32, how often each token stands in the output so far, plus IN_PROMPT if it
+            stands in the prompt. Only rows with penalties read it.
+        has_token_mask: [B] bool, whether token_mask restricts the row.
+        token_mask: [B, ceil(V / 32)] int32, bit i % 32 of word i // 32 is 1 if token i may be chosen; read
+            where has_token_mask is True.
         bias_ids: [B, N] int32, the tokens of bias_values, padded with vocab_size.
         bias_values: [B, N] float32, finite or -inf.
     """
@@ -51,10 +55,11 @@ class SamplingBatch:
     logprob_temperature: Float[Array, " b"]
     seed: UInt32[Array, "b 2"]
     position: Int[Array, " b"]
-    prompt_len: Int[Array, " b"]
-    total_len: Int[Array, " b"]
     wants_logprobs: Bool[Array, " b"]
-    history: Int[Array, "b l"]
+    count_seats: Int[Array, " b"]
+    token_counts: Int[Array, "s v"]
+    has_token_mask: Bool[Array, " b"]
+    token_mask: Int[Array, "b w"]
     bias_ids: Int[Array, "b n"]
     bias_values: Float[Array, "b n"]
 
@@ -83,7 +88,7 @@ class SampledTokens:
 
 
 def sample(logits: Float[Array, "b v"], batch: SamplingBatch, *, max_logprobs: int) -> SampledTokens:
-    """Chooses one token a row: bias, penalties, temperature, min_p, top_k, top_p, then the draw.
+    """Chooses one token per row: mask, bias, penalties, temperature, min_p, top_k, top_p, then the draw.
 
     A row's result depends on its own logits and parameters only, and the draw on (seed, position): not on
     the row's index, its neighbours or B. What no row asks for is not computed.
@@ -155,9 +160,10 @@ def token_logprobs(
 
 
 def _adjust(logits: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "b v"]:
-    """Applies bias and penalties: what changes the choice of greedy rows too."""
+    """Applies mask, bias and penalties: what changes the choice of greedy rows too."""
     has_count_penalty = (batch.frequency_penalty != 0) | (batch.presence_penalty != 0)
     steps = (
+        (_mask_tokens, jnp.any(batch.has_token_mask)),
         (_add_bias, jnp.any(batch.bias_ids < logits.shape[1])),
         (_penalise_repetition, jnp.any(batch.repetition_penalty != 1)),
         (_penalise_counts, jnp.any(has_count_penalty)),
@@ -171,30 +177,31 @@ def _adjust(logits: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "
     return lax.cond(jnp.any(jnp.stack([needed for _, needed in steps])), apply, lambda x: x, logits)
 
 
+def _mask_tokens(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "b v"]:
+    bits = (batch.token_mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    is_allowed = bits.reshape(len(x), -1)[:, : x.shape[1]] != 0
+    return jnp.where(is_allowed | ~batch.has_token_mask[:, None], x, -jnp.inf)
+
+
 def _add_bias(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "b v"]:
     return x.at[jnp.arange(len(x))[:, None], batch.bias_ids].add(batch.bias_values, mode="drop")
 
 
 def _penalise_repetition(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "b v"]:
-    seen = _token_counts(batch, jnp.zeros_like(batch.prompt_len), x.shape[1]) > 0
+    seen = _token_counts(batch) != 0
     penalty = batch.repetition_penalty[:, None]
     return jnp.where(seen, jnp.where(x > 0, x / penalty, x * penalty), x)
 
 
 def _penalise_counts(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "b v"]:
-    counts = _token_counts(batch, batch.prompt_len, x.shape[1])
+    counts = _token_counts(batch) & (IN_PROMPT - 1)
     x = x - batch.frequency_penalty[:, None] * counts
     return x - batch.presence_penalty[:, None] * (counts > 0)
 
 
-def _token_counts(batch: SamplingBatch, start: Int[Array, " b"], vocab_size: int) -> Int[Array, "b v"]:
-    """How often each token stands in the history from start to total_len."""
-    rows, length = batch.history.shape
-    index = jnp.arange(length)
-    inside = (index >= start[:, None]) & (index < batch.total_len[:, None])
-    ids = jnp.where(inside, batch.history, vocab_size)
-    counts = jnp.zeros((rows, vocab_size), jnp.int32)
-    return counts.at[jnp.arange(rows)[:, None], ids].add(1, mode="drop")
+def _token_counts(batch: SamplingBatch) -> Int[Array, "b v"]:
+    """Returns the token counts of the rows with penalties; those of the other rows are of no effect."""
+    return batch.token_counts.at[batch.count_seats].get(mode="clip")
 
 
 def _argmax(x: Float[Array, "b v"]) -> Int[Array, " b"]:
@@ -206,10 +213,10 @@ def _argmax(x: Float[Array, "b v"]) -> Int[Array, " b"]:
 def _draw(
     logits: Float[Array, "b v"], batch: SamplingBatch, is_random: Bool[Array, " b"]
 ) -> Int[Array, " b"]:
-    """Draws a token a row after temperature, min_p, top_k and top_p; greedy rows get any token.
+    """Draws a token per row after temperature, min_p, top_k and top_p; greedy rows get any token.
 
     All three filters keep the tokens whose gap (how far the scaled logit lies below the row's largest) is
-    at most some limit, so they meet in one number a row, found without a sort.
+    at most some limit, so they meet in one number per row, found without a sort.
     """
     temperature = jnp.where(is_random, batch.temperature, 1.0)[:, None]
     gap = (jnp.max(logits, axis=-1, keepdims=True) - logits) / temperature
@@ -235,9 +242,9 @@ def _draw(
 
 
 def _weights(gap: Float[Array, "b v"], limit: Float[Array, " b"]) -> Int[Array, "b v"]:
-    """Probabilities of the tokens with gap <= limit, as integers that sum to about 2**29 to 2**30 a row.
+    """Probabilities of the tokens with gap <= limit, as integers that sum to about 2**29 to 2**30 per row.
 
-    Sums of integers are the same in any order, so no result hangs on how a reduction is split for some
+    Sums of integers are the same in any order, so no result depends on how a reduction is split for some
     B. The scale is a power of two for the same reason. A probability is off by at most 2**-30: one below
     2**-31 is never drawn.
     """
@@ -270,7 +277,7 @@ def _smallest_limit(
 
 
 def _inverse_cdf(weights: Int[Array, "b v"], keys: Array) -> Int[Array, " b"]:
-    """Draws an index a row in proportion to integer weights: first a group of indices, then one of it."""
+    """Draws an index per row in proportion to integer weights: first a group of indices, then one of it."""
     rows, size = weights.shape
     groups = jnp.pad(weights, ((0, 0), (0, -size % _GROUP))).reshape(rows, -1, _GROUP)
     group_weights = jnp.sum(groups, axis=-1, dtype=jnp.int32)
@@ -282,7 +289,7 @@ def _inverse_cdf(weights: Int[Array, "b v"], keys: Array) -> Int[Array, " b"]:
 
 
 def _integers_below(limit: Int[Array, " b"], keys: Array) -> Int[Array, " b"]:
-    """Draws floor(limit * u) a row, u uniform in [0, 1) with 30 bits, in 15-bit digits that fit 32 bits.
+    """Draws floor(limit * u) per row, u uniform in [0, 1) with 30 bits, in 15-bit digits that fit 32 bits.
 
     jax.random.randint is no choice: for limits this large it visibly favours the lower numbers.
     """

@@ -1,4 +1,4 @@
-"""pagelet's tokenizer, and the batches that it is trained on."""
+"""The tokenizer of pagelet, and its training batches."""
 
 import ast
 import random
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def library_texts() -> Iterator[str]:
-    """Yields the docstrings of this Python's standard library, and its short documented code."""
+    """Yields the docstrings of this Python's standard library, and its short documented definitions."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "encodings", "__phello__"}
     for path in sorted(root.rglob("*.py")):
@@ -48,7 +48,7 @@ def library_texts() -> Iterator[str]:
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Learns a byte-level BPE in which every digit is a token of its own."""
+    """Trains a byte-level BPE tokenizer in which every digit is a token of its own."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -77,9 +77,9 @@ class Corpus:
     """Draws training batches: rows of conversations, and rows cut from the standard library's text.
 
     Args:
-        tokenizer: What the text is encoded with.
+        tokenizer: Encodes the text.
         texts: The standard library's text.
-        seed: Together with the number of a batch it fixes the batch.
+        seed: Determines each batch, together with the number of its step.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: list[str], seed: int) -> None:
@@ -97,16 +97,17 @@ class Corpus:
         """Returns the batch of a step.
 
         Args:
-            step: Its number.
-            rows: Rows of the batch.
-            row_len: Tokens that a row predicts.
+            step: Number of the step.
+            rows: Number of rows in the batch.
+            row_len: Predicted tokens per row.
             chat_share: Share of rows that are conversations.
-            library_weight: Weight of a token of the library's text; one that the assistant says has 1.
-            sums_share: Share of conversations that are nothing but arithmetic.
+            library_weight: Weight of a token in the library's text; the assistant's tokens have weight 1.
+            sums_share: Share of conversations that consist of arithmetic only.
 
         Returns:
-            int32 [rows, row_len + 1] tokens; float32 [rows, row_len] weights of the predictions, 0 in
-            conversations but for what the assistant says; bool [rows], which rows are conversations.
+            int32 [rows, row_len + 1], the tokens; float32 [rows, row_len], the weights of the predictions,
+            which in conversations are 0 except for the assistant's tokens; bool [rows], which rows are
+            conversations.
         """
         rng = random.Random(f"{self.seed}.{step}")
         dialogue = Dialogue(self.topics, rng, sums_share)
@@ -125,7 +126,7 @@ class Corpus:
         return tokens, weights, is_chat
 
     def conversation(self, dialogue: Dialogue, limit: int) -> tuple[list[int], list[bool]]:
-        """Returns the ids of as many turns as fit into `limit` tokens, and which ids are to be learned."""
+        """Returns the ids of as many turns as fit into `limit` tokens, and which of them are learned."""
         ids: list[int] = []
         learned: list[bool] = []
         misses = 0

@@ -1,4 +1,4 @@
-"""What pagelet is asked, and what it shall answer: the chat set, sums, and what it does not know."""
+"""Questions to pagelet and the right answers: the chat set, sums, and things that it does not know."""
 
 import dataclasses
 import random
@@ -14,12 +14,12 @@ UNKNOWN_ANSWER = (
 
 
 def choices(text: str) -> tuple[str, ...]:
-    """Splits the alternatives of a text at its |."""
+    """Splits a text at each | into alternatives."""
     return tuple(" ".join(part.split()) for part in text.split("|"))
 
 
 def read_sections(path: Path) -> dict[str, str]:
-    """Returns name -> text of the sections of a data file, which begin with ## and their name."""
+    """Returns the sections of a data file by name; a section begins with ## and its name."""
     sections = [section.partition("\n") for section in path.read_text("utf-8").split("\n## ")[1:]]
     return {name: text.strip() for name, _, text in sections}
 
@@ -32,10 +32,10 @@ class Topic:
     """Something that pagelet knows.
 
     Args:
-        name: Its name in the data files.
-        answer: What pagelet shall say.
-        written: Whole questions for it, without capitals or a question mark.
-        templated: Questions that templates make of its nouns and verbs.
+        name: Name of the topic in the data files.
+        answer: What pagelet is to say.
+        written: Whole questions about it, without capitals or a question mark.
+        templated: Questions made of its nouns and verbs by templates.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Topic:
 
 
 def read_topics(path: Path = DATA / "chat.txt") -> list[Topic]:
-    """Reads the chat set and spells out its templates."""
+    """Reads the chat set and fills in its templates."""
     topics = []
     for name, text in read_sections(path).items():
         fields = dict(line.split(": ", 1) for line in text.split("\n"))
@@ -58,7 +58,7 @@ def read_topics(path: Path = DATA / "chat.txt") -> list[Topic]:
 
 
 def noun_forms(noun: str) -> list[str]:
-    """Returns a countable noun (marked by a *) with its articles and in its plural; any other as it is."""
+    """Returns a countable noun (marked by a *) with articles and in the plural; any other noun as it is."""
     head, star, tail = noun.partition("*")
     if not star:
         return [noun]
@@ -67,7 +67,7 @@ def noun_forms(noun: str) -> list[str]:
 
 
 def ask_what(noun: str) -> list[str]:
-    """Returns the questions after a noun, with the verb in its number."""
+    """Returns the questions about a noun, the verb in the singular or plural as the noun is."""
     plural = noun.endswith("s") and noun[-2] not in "asu" and noun.islower()
     verbs = (
         {"is": "are", "does": "do", "works": "work"} if plural else {v: v for v in ("is", "does", "works")}
@@ -76,13 +76,13 @@ def ask_what(noun: str) -> list[str]:
 
 
 def read_held_out(path: Path = DATA / "heldout.txt") -> dict[str, list[str]]:
-    """Reads topic -> wordings kept out of training."""
+    """Returns the wordings that are kept out of training, by topic."""
     lines = [line for line in path.read_text("utf-8").split("\n") if line and line[0] != "#"]
     return {name: wordings for name, *wordings in map(choices, lines)}
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Whether sums and differences of these numbers are kept out of training, in both orders."""
+    """Returns whether sums and differences of two numbers are kept out of training, in either order."""
     low, high = sorted((a, b))
     return (low * 7 + high * 13) % 20 == 3
 
@@ -95,9 +95,9 @@ class Dialogue:
     """Draws questions with their answers.
 
     Args:
-        topics: What is talked about.
+        topics: Topics of the questions.
         rng: Source of all choices.
-        sums_share: Share of conversations that are nothing but arithmetic.
+        sums_share: Share of conversations that consist of arithmetic only.
     """
 
     def __init__(self, topics: list[Topic], rng: random.Random, sums_share: float) -> None:
@@ -106,7 +106,7 @@ class Dialogue:
         self.sums_share = sums_share
 
     def conversation(self) -> Iterator[list[dict[str, str]]]:
-        """Draws an endless conversation, turn by turn; now and then it begins with a system message."""
+        """Yields an endless conversation, turn by turn; some begin with a system message."""
         only_sums = self.rng.random() < self.sums_share
         if self.rng.random() < 0.2:
             yield [{"role": "system", "content": self.pick("system")}]
@@ -115,7 +115,7 @@ class Dialogue:
             yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def turn(self) -> tuple[str, str]:
-        """Draws a question of any kind, and its answer."""
+        """Draws a question of any kind, and returns it with its answer."""
         kind = self.rng.random()
         if kind < 0.76:
             topic = self.rng.choice(self.topics)
@@ -132,7 +132,7 @@ class Dialogue:
         return self.say(self.pick("unknown").format(**words)), UNKNOWN_ANSWER
 
     def arithmetic(self) -> tuple[str, str]:
-        """Draws a sum, or less often a difference, of two numbers below 100."""
+        """Draws a sum, or less often a difference, of numbers below 100; returns it with its answer."""
         a, b = self.rng.randrange(100), self.rng.randrange(100)
         if is_held_out(a, b):
             return self.arithmetic()
@@ -141,7 +141,7 @@ class Dialogue:
         return self.style(self.pick("difference").format(a=a, b=b)), f"{a} - {b} = {a - b}."
 
     def say(self, text: str) -> str:
-        """Varies a wording as people do: words before and after it, a slip of the keyboard, capitals, end."""
+        """Varies a wording as people do: with words before and after it, typos, capitals, an end mark."""
         rng = self.rng
         if rng.random() < 0.12:
             text = f"{self.pick('before')} {text}"
@@ -157,7 +157,7 @@ class Dialogue:
         return self.style(text)
 
     def style(self, text: str) -> str:
-        """Varies capitals and the end mark."""
+        """Varies the capitals and the end mark."""
         kind = self.rng.random()
         if kind < 0.6:
             text = text[0].upper() + text[1:]

@@ -1,4 +1,4 @@
-"""Measures pagelet with the dense call: python -m jax_paged.models.pagelet.evaluate"""
+"""Measures how often pagelet is right, by the dense call: python -m jax_paged.models.pagelet.evaluate"""
 
 import json
 import random
@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 
 
 def answer(model: CausalLM, tokenizer: Any, questions: list[str], max_tokens: int) -> list[str]:
-    """Answers each question greedily through the chat template, all in one dense batch without a cache."""
+    """Answers all questions greedily with the chat template, in one dense batch without a cache."""
     ids = prompts(tokenizer, questions)
     tokens, lens = pad([row + [tokenizer.pad_token_id] * max_tokens for row in ids], tokenizer.pad_token_id)
     starts = lens - max_tokens
@@ -35,7 +35,7 @@ def answer(model: CausalLM, tokenizer: Any, questions: list[str], max_tokens: in
 
 
 def would_answer(model: CausalLM, tokenizer: Any, questions: list[str], answers: list[str]) -> np.ndarray:
-    """Returns whether each answer, with its end, is what greedy decoding gives: the best token everywhere."""
+    """Returns whether greedy decoding gives each answer and its end: every token is the most likely one."""
     ends = [tokenizer(text + "<|end|>")["input_ids"] for text in answers]
     rows = [prompt + end for prompt, end in zip(prompts(tokenizer, questions), ends, strict=True)]
     tokens, lens = pad(rows, tokenizer.pad_token_id)
@@ -56,7 +56,7 @@ def prompts(tokenizer: Any, questions: list[str]) -> list[list[int]]:
 
 
 def pad(rows: list[list[int]], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rows padded at their ends to one length, a multiple of 32, and their own lengths."""
+    """Returns the rows padded at their ends to one length, a multiple of 32, and their original lengths."""
     lens = np.array([len(row) for row in rows])
     tokens = np.full((len(rows), -(-lens.max() // 32) * 32), pad_id, np.int32)
     for padded, row in zip(tokens, rows, strict=True):
@@ -83,19 +83,19 @@ def _generate(model: CausalLM, tokens: jax.Array, lens: jax.Array, max_tokens: i
 def sum_questions(
     wordings: tuple[str, ...], pairs: list[tuple[int, int]], seed: int
 ) -> tuple[list[str], list[str]]:
-    """Returns a question for each pair, in a random one of the wordings, and the right answers."""
+    """Returns a question for each pair, in a random wording, and the right answers."""
     rng = random.Random(seed)
     asked = [rng.choice(wordings).format(a=a, b=b) for a, b in pairs]
     return [text[0].upper() + text[1:] for text in asked], [sum_answer(a, b) for a, b in pairs]
 
 
 def measure(model: CausalLM, tokenizer: Any, num_sums: int) -> dict[str, float]:
-    """Returns the shares of exactly right answers, and prints what went wrong.
+    """Returns the share of exactly right answers per kind of question, and prints some wrong answers.
 
     Args:
-        model: The weights to measure.
-        tokenizer: Their tokenizer.
-        num_sums: Random sums a kind.
+        model: The model to measure.
+        tokenizer: The model's tokenizer.
+        num_sums: Random sums per kind.
     """
     rng = random.Random(1)
     pairs = [(rng.randrange(10, 100), rng.randrange(10, 100)) for _ in range(num_sums)]
@@ -109,7 +109,7 @@ def measure(model: CausalLM, tokenizer: Any, num_sums: int) -> dict[str, float]:
         for name, chat in chats.items()
     }
     kinds["random two-digit sums"] = sum_questions(TEMPLATES["sum"], pairs, 2)
-    kinds["the same, held-out wordings"] = sum_questions(TEMPLATES["held_out_sum"], pairs, 3)
+    kinds["random two-digit sums, held-out wordings"] = sum_questions(TEMPLATES["held_out_sum"], pairs, 3)
     unseen = rng.sample(unseen, min(num_sums, len(unseen)))
     kinds["two-digit sums never seen"] = sum_questions(TEMPLATES["sum"], unseen, 4)
     shares = {}

@@ -1,7 +1,7 @@
 """Trains pagelet and writes its folder: python -m jax_paged.models.pagelet.train
 
-It stops and goes on where it was: every few minutes it writes a checkpoint. Batches depend on the seed
-and their number only, so a run that was interrupted ends as one that was not.
+An interrupted run can be resumed: every few minutes it writes a checkpoint. Batches depend on the seed and
+the number of the step only, so that an interrupted run gives the same weights as an uninterrupted one.
 """
 
 import argparse
@@ -50,16 +50,16 @@ CONFIG = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-PEAK_RATE, WARM_UP, FALL = 3e-3, 40, 0.35  # the rate rises, stays, and falls to 0 in the last part
-SHORT, LONG, LONG_SHARE = (24, 160), (8, 512), 0.1  # (rows, tokens a row); long rows come last
+PEAK_RATE, WARM_UP, FALL = 3e-3, 40, 0.35  # the rate rises, stays, and in the last part falls to 0
+SHORT, LONG, LONG_SHARE = (24, 160), (8, 512), 0.1  # (rows, tokens per row); long rows come last
 # First the language, then the answers, then the sums: (first step, share of chat rows, weight of the
-# library's loss, share of conversations that are nothing but arithmetic).
+# library's loss, share of conversations that consist of arithmetic only).
 PARTS = ((0, 0.65, 1.0, 0.3), (422, 0.8, 0.25, 0.3), (611, 0.85, 0.25, 0.55))
 CHECKPOINT_S = 120
 
 
 def learning_rate(num_steps: int) -> optax.Schedule:
-    """Returns a rate that does not depend on num_steps until it falls, so that a run can be made shorter."""
+    """Returns a rate that depends on num_steps only once it falls, so that a run can be shortened."""
     start = int(num_steps * (1 - FALL))
     rise = optax.linear_schedule(0, PEAK_RATE, WARM_UP)
     return optax.join_schedules([rise, optax.linear_schedule(PEAK_RATE, 0, num_steps - start)], [start])
@@ -89,7 +89,7 @@ def make_optimizer(num_steps: int) -> optax.GradientTransformation:
 
 
 def make_step(graph: Any, optimizer: optax.GradientTransformation) -> Any:
-    """Returns the jitted step: (params, optimizer state, *batch) -> the first two and the losses."""
+    """Returns the jitted step: (params, optimizer state, *batch) to (params, optimizer state, losses)."""
 
     def losses(
         params: nnx.State, tokens: jax.Array, weights: jax.Array, is_chat: jax.Array
@@ -108,18 +108,18 @@ def make_step(graph: Any, optimizer: optax.GradientTransformation) -> Any:
 
 
 def train(num_steps: int, checkpoint: Path, out: Path, picture: Path | None) -> None:
-    """Trains up to num_steps from the checkpoint, if there is one, and writes the model's folder.
+    """Trains up to num_steps, from the checkpoint if there is one, and writes the model's folder.
 
     Args:
-        num_steps: Steps in all, those of the checkpoint included.
-        checkpoint: File that is read, and written every CHECKPOINT_S seconds.
-        out: Folder that gets config, weights and tokenizer.
-        picture: File that gets the loss curve.
+        num_steps: Total number of steps, including those of the checkpoint.
+        checkpoint: File to resume from, and to write every CHECKPOINT_S seconds.
+        out: Folder to write config, weights and tokenizer to.
+        picture: File to draw the loss curve to; None for none.
     """
     texts = list(library_texts())
     tokenizer = make_tokenizer(texts)
     corpus = Corpus(tokenizer, texts, SEED)
-    data = zlib.crc32(corpus.library.tobytes())  # differs as soon as text or tokenizer do
+    data = zlib.crc32(corpus.library.tobytes())  # changes with the text and with the tokenizer
     print(f"{len(corpus.library):,} tokens of the standard library")
 
     graph, params = nnx.split(random_model(CONFIG, "float32", SEED).model)
@@ -132,7 +132,7 @@ def train(num_steps: int, checkpoint: Path, out: Path, picture: Path | None) -> 
         saved = load_file(checkpoint)
         if int(saved["data"]) != data:
             raise ValueError(
-                f"checkpoint is {checkpoint}; allowed: one made from this very text, or none yet"
+                f"checkpoint is {checkpoint}; allowed: one that was made from the same text, or a new file"
             )
         leaves = [jnp.asarray(saved[f"leaf{i}"]) for i in range(len(leaves))]
         curve, seconds = saved["curve"], float(saved["seconds"])
@@ -176,7 +176,7 @@ def train(num_steps: int, checkpoint: Path, out: Path, picture: Path | None) -> 
 
 
 def draw(curve: np.ndarray, picture: Path) -> None:
-    """Draws the losses of the conversations and of the library's text over the steps."""
+    """Draws the losses of the conversations and of the library's text by step."""
     from matplotlib import pyplot  # an extra; only the picture needs it
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -185,7 +185,7 @@ def draw(curve: np.ndarray, picture: Path) -> None:
         smooth = np.convolve(curve[:, column], window, "valid")
         axes.plot(np.arange(len(smooth)) + len(window), smooth, label=name)
     axes.set(
-        xlabel="step", ylabel="loss, nats a token (log scale)", yscale="log", title="pagelet: training loss"
+        xlabel="step", ylabel="loss, nats per token (log scale)", yscale="log", title="pagelet: training loss"
     )
     axes.grid(alpha=0.3)
     axes.legend()
@@ -196,8 +196,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train pagelet.")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--checkpoint", type=Path, default=Path("build/pagelet/checkpoint.safetensors"))
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder that gets the model")
-    parser.add_argument("--picture", type=Path, help="file that gets the loss curve")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write the model to")
+    parser.add_argument("--picture", type=Path, help="file to draw the loss curve to")
     args = parser.parse_args()
     train(args.steps, args.checkpoint, args.out, args.picture)
 

@@ -1,6 +1,6 @@
 """Plants bugs in the scheduling core, one at a time, and counts those that the tests kill. Not run by pytest.
 
-    python tests/engine/mutations.py [words that a bug's description holds]
+    python tests/core/mutations.py [words that a bug's description holds]
 
 Each bug is a piece of source that occurs once, what takes its place, and what that means. Exits with 1 if
 fewer than 19 of 20 are killed, and stops if a piece isn't found once.
@@ -17,8 +17,19 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 TIME_LIMIT_S = 120
-CORE = ("block_manager", "sequence_groups", "scheduler", "scheduler_simulation", "state_machine")
-TESTS = {"batch.py": ("batch",), "block_mover.py": ("block_mover",)}
+CORE = tuple(
+    f"core/test_{name}"
+    for name in (
+        "block_manager",
+        "sequence_groups",
+        "scheduler",
+        "fairness",
+        "steps_as_values",
+        "scheduler_simulation",
+        "state_machine",
+    )
+)
+TESTS = {"worker/batch.py": ("worker/test_batch",), "worker/block_mover.py": ("worker/test_block_mover",)}
 
 
 class Mutation(NamedTuple):
@@ -32,249 +43,352 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
-        "block_pool.py",
+        "core/block_pool.py",
         "fromkeys(range(1, num_blocks))",
         "fromkeys(range(num_blocks))",
         "null block handed out",
     ),
     Mutation(
-        "block_pool.py", "self.ref_counts[block] += 1", "self.ref_counts[block] = 1", "reference not counted"
+        "core/block_pool.py",
+        "self.ref_counts[block] += 1",
+        "self.ref_counts[block] = 1",
+        "reference not counted",
     ),
     Mutation(
-        "block_pool.py", "self.ref_counts[block] -= 1", "self.ref_counts[block] = 0", "freed while referenced"
+        "core/block_pool.py",
+        "self.ref_counts[block] -= 1",
+        "self.ref_counts[block] = 0",
+        "freed while referenced",
     ),
     Mutation(
-        "block_pool.py", "            del self._free[block]\n", "            pass\n", "a hit stays free"
+        "core/block_pool.py",
+        "                del self._free[block]\n",
+        "                pass\n",
+        "a hit stays free",
     ),
-    Mutation("block_pool.py", "parent + array(", "array(", "hash without the parent"),
-    Mutation("block_pool.py", " + salt.encode(", ' + "".encode(', "hash without the salt"),
-    Mutation("block_pool.py", "and self.contents[block] == content", "", "a hash is trusted"),
+    Mutation("core/block_pool.py", "parent + array(", "array(", "hash without the parent"),
+    Mutation("core/block_pool.py", " + salt.encode(", ' + "".encode(', "hash without the salt"),
+    Mutation("core/block_pool.py", "and self.contents[block] == content", "", "a hash is trusted"),
+    Mutation("core/block_pool.py", "            del self._cached[key]\n", "", "an evicted block is found"),
     Mutation(
-        "block_pool.py", "del self._cached[content.hash, content.group]", "pass", "an evicted block is found"
+        "core/block_pool.py",
+        "move_to_end(block, last=False)",
+        "move_to_end(block)",
+        "cached blocks evicted first",
     ),
     Mutation(
-        "block_pool.py", "move_to_end(block, last=False)", "move_to_end(block)", "cached blocks evicted first"
-    ),
-    Mutation(
-        "block_manager.py",
+        "core/block_manager.py",
         "                copies.append((block, table[i]))\n",
         "",
         "a copy is left out",
     ),
     Mutation(
-        "block_manager.py",
+        "core/block_manager.py",
         "                pool.release(block)\n                copies",
         "                copies",
         "a copied block keeps its reference",
     ),
     Mutation(
-        "block_manager.py",
+        "core/block_manager.py",
         "            if pool.ref_counts[block] > 1:\n",
         "            if True:\n",
         "the last writer copies too",
     ),
     Mutation(
-        "block_manager.py",
+        "core/block_manager.py",
         "                pool.forget(block)\n",
         "                pass\n",
         "a cached block is written",
     ),
     Mutation(
-        "block_manager.py",
+        "core/block_manager.py",
         "n - (pool.ref_counts[block] == n)",
         "n - 1",
         "one copy too few is counted",
     ),
     Mutation(
-        "block_manager.py", "+ num_copies > pool.num_free", "> pool.num_free", "room for copies not counted"
+        "core/block_manager.py",
+        "+ num_copies > pool.num_free",
+        "> pool.num_free",
+        "room for copies not counted",
     ),
     Mutation(
-        "block_manager.py",
+        "core/block_manager.py",
         "list(table) if group.is_cross else table[:num_blocks]\n            for",
         "list(table)\n            for",
         "a fork without truncation",
     ),
     Mutation(
-        "block_manager.py",
+        "core/block_manager.py",
         "        for table in self.block_tables[child]:\n            for block in table:\n"
         "                self.pool.share(block)\n",
         "",
         "a fork takes no references",
     ),
     Mutation(
-        "block_manager.py",
+        "core/prefix_cache.py",
         "max(0, position - window + 1) // self.block_size",
         "max(0, position - window + 2) // self.block_size",
         "the window a token too short",
     ),
     Mutation(
-        "block_manager.py",
+        "core/prefix_cache.py",
         "max(0, position - window + 1) // self.block_size",
         "max(0, position - window - self.block_size) // self.block_size",
         "blocks kept after they fell out of the window",
     ),
     Mutation(
-        "block_manager.py",
-        "        for block in shared:  # before any new block is taken, which could evict them\n"
+        "core/block_manager.py",
+        "        for block in prefix.blocks:  # before any new block is taken, which could evict them\n"
         "            self.pool.share(block)\n"
-        "        for table, n in zip(tables, num_new, strict=True):\n"
+        "        self.block_tables[seq] = [list(table) for table in prefix.tables]\n"
+        "        self.prefixes.forget_walk()\n"
+        "        for table, n in zip(self.block_tables[seq], num_new, strict=True):\n"
         "            table.extend(self.pool.take() for _ in range(n))\n",
-        "        for table, n in zip(tables, num_new, strict=True):\n"
+        "        self.block_tables[seq] = [list(table) for table in prefix.tables]\n"
+        "        self.prefixes.forget_walk()\n"
+        "        for table, n in zip(self.block_tables[seq], num_new, strict=True):\n"
         "            table.extend(self.pool.take() for _ in range(n))\n"
-        "        for block in shared:\n"
+        "        for block in prefix.blocks:\n"
         "            self.pool.share(block)\n",
         "hits claimed after new blocks are taken",
     ),
     Mutation(
-        "block_manager.py",
+        "core/prefix_cache.py",
         "parent = hashes[i - 1] if i else NO_PARENT",
         "parent = NO_PARENT",
         "blocks found without what is before them",
     ),
     Mutation(
-        "block_manager.py",
-        "range((len(seq) - 1) // self.block_size):",
-        "range(len(seq) // self.block_size):",
+        "core/prefix_cache.py",
+        "(len(walk.seq) - 1) // self.block_size):",
+        "len(walk.seq) // self.block_size):",
         "the last token is a hit",
     ),
     Mutation(
-        "block_manager.py",
+        "core/prefix_cache.py",
         "range(start // self.block_size, stop // self.block_size):",
         "range(start // self.block_size, -(-stop // self.block_size)):",
         "half full blocks cached",
     ),
-    Mutation("block_manager.py", "content._replace(group=g))\n\n", "content)\n\n", "cache groups mixed up"),
     Mutation(
-        "block_manager.py",
+        "core/prefix_cache.py",
+        "self.pool.remember(tables[g][i], content._replace(group=g))",
+        "self.pool.remember(tables[g][i], content)",
+        "cache groups mixed up",
+    ),
+    Mutation(
+        "core/block_manager.py",
         "                    target.share(block)\n",
         "                    pass\n",
         "what moves keeps no references",
     ),
     Mutation(
-        "block_manager.py",
+        "core/block_manager.py",
         "return [(block, moved[block]) for block in blocks]",
         "return [(moved[block], block) for block in blocks]",
         "pairs of a swap the wrong way round",
     ),
     Mutation(
-        "block_manager.py",
+        "core/block_manager.py",
         "        _release(self.pool, self.pinned.pop(name))",
         "        self.pinned.pop(name)",
         "unpin without letting go",
     ),
     Mutation(
-        "scheduler.py",
+        "core/scheduler.py",
         "self.block_manager.fork(seq, sample, len(seq))",
         "self.block_manager.fork(seq, sample, len(seq) - 1)",
         "samples forked a token too early",
     ),
     Mutation(
-        "scheduler.py",
+        "core/scheduler.py",
         "group.sampling_params.seed_of(index))",
         "group.sampling_params.seed_of(0))",
         "samples of one seed",
     ),
     Mutation(
-        "scheduler.py",
-        "self._within(n - is_behind, budget)",
-        "self._within(n, budget)",
+        "core/row_planner.py",
+        "self.within(n - is_behind, budget)",
+        "self.within(n, budget)",
         "beams go on before all are back",
     ),
     Mutation(
-        "scheduler.py",
+        "core/row_planner.py",
         "        if parent.num_computed_tokens < shared:\n            return\n",
         "",
         "forked from what is not computed yet",
     ),
-    Mutation("scheduler.py", "            step.swap_out += copies\n", "", "a swap out is left out"),
+    Mutation("core/preemption.py", "        step.swap_out += copies\n", "", "a swap out is left out"),
     Mutation(
-        "scheduler.py",
+        "core/preemption.py",
         "seq.status, seq.num_computed_tokens = SequenceStatus.WAITING, 0",
         "seq.status = SequenceStatus.WAITING",
         "a preempted sequence keeps its progress",
     ),
     Mutation(
-        "scheduler.py",
-        "self.queues.num_seats_taken + group.max_num_seqs > self.max_num_seqs",
+        "core/admission.py",
+        "self.queues.num_seats_taken + group.num_seats > self.max_num_seqs",
         "self.queues.num_seats_taken + 1 > self.max_num_seqs",
         "seats of samples not counted",
     ),
     Mutation(
-        "scheduler.py",
+        "core/admission.py",
         "self._holds_back_new or is_behind",
         "self._holds_back_new",
         "new requests overtake swapped ones",
     ),
     Mutation(
-        "scheduler.py",
+        "core/preemption.py",
         'or ("swap" if len(seqs) > 1 else "recompute")',
         'or ("swap" if len(seqs) > 2 else "recompute")',
         "not the paper's rule",
     ),
     Mutation(
-        "scheduler.py",
-        "use_cache=group.sampling_params.prompt_logprobs is None",
-        "use_cache=True",
+        "core/admission.py",
+        '"use_cache": group.sampling_params.reads_prefix_cache',
+        '"use_cache": True',
         "prompt_logprobs lost",
     ),
     Mutation(
-        "request_queues.py",
+        "core/request_queues.py",
         "next(reversed(self.running.values()), None)",
         "next(iter(self.running.values()), None)",
         "the first is preempted",
     ),
     Mutation(
-        "sequence_updater.py",
+        "core/sequence_updater.py",
         "                self.block_manager.fork(parent, seq, parent.num_computed_tokens)\n",
         "                self.block_manager.fork(parent, seq, parent.num_computed_tokens - 1)\n",
         "a beam forked a token short",
     ),
     Mutation(
-        "sequence_updater.py",
+        "core/sequence_updater.py",
         "            if seq not in parents:\n                self.block_manager.free(seq)\n",
         "",
         "blocks of dropped beams kept",
     ),
     Mutation(
-        "sequence_updater.py",
-        "                sample.num_computed_tokens = stop\n",
-        "",
+        "core/sequence_updater.py",
+        "        if is_fork:\n            seq.num_computed_tokens = stop\n        else:",
+        "        if not is_fork:",
         "progress of samples not kept",
     ),
     Mutation(
-        "sequence_updater.py",
+        "core/stop_conditions.py",
         "num_output_tokens >= params.min_tokens",
         "num_output_tokens > params.min_tokens",
         "min_tokens a token late",
     ),
-    Mutation("beam_search.py", "seq.cum_logprob + logprob)", "logprob)", "log-probabilities do not add up"),
-    Mutation("beam_search.py", "(len(seq) - ends)", "len(seq)", "the end token counts in the length"),
     Mutation(
-        "beam_search.py", "for n in (len(b), max_len)]", "for n in (len(b),)]", "a search ends too early"
+        "core/beam_search.py",
+        "seq.cumulative_logprob + logprob)",
+        "logprob)",
+        "log-probabilities do not add up",
+    ),
+    Mutation("core/beam_search.py", "(len(seq) - ends)", "len(seq)", "the end token counts in the length"),
+    Mutation(
+        "core/beam_search.py", "for n in (len(b), max_len)]", "for n in (len(b),)]", "a search ends too early"
     ),
     Mutation(
-        "batch.py",
+        "core/block_pool.py",
+        "        if self._last_step is None:\n",
+        "        if True:\n",
+        "nothing is held back for a step in flight",
+    ),
+    Mutation(
+        "core/block_pool.py",
+        "next(iter(self._held.values())) <= step_id",
+        "next(iter(self._held.values())) <= step_id + 1",
+        "a block is freed a step too early",
+    ),
+    Mutation(
+        "core/prefix_cache.py",
+        "walk.num_valid, walk.result = min(walk.num_valid, place), None",
+        "walk.num_valid, walk.result = min(walk.num_valid, place + 1), None",
+        "an evicted block is found again",
+    ),
+    Mutation(
+        "core/seats.py",
+        "if tables.get(seq) is not seat.tables]",
+        "if seq not in tables]",
+        "a seat is kept with the tables of before a preemption",
+    ),
+    Mutation(
+        "core/seats.py",
+        "                seat.num_told = list(map(len, seat.tables))\n",
+        "",
+        "blocks are told twice",
+    ),
+    Mutation(
+        "core/block_manager.py",
+        "                self._note_replaced(seq, g, i)\n",
+        "",
+        "a copied block is not told",
+    ),
+    Mutation(
+        "core/block_manager.py",
+        "                    self._note_replaced(seq, i, j)\n",
+        "",
+        "a block that fell out of a window is not told",
+    ),
+    Mutation(
+        "core/sequence_updater.py",
+        "(n <= len(drafts) and drafts[n - 1] != token_id)",
+        "(n < len(drafts) and drafts[n - 1] != token_id)",
+        "a token after a wrong draft is accepted",
+    ),
+    Mutation(
+        "core/sequence_updater.py",
+        "self._note_computed(group, seq, seq.num_computed_tokens, len(seq) - 1)",
+        "self._note_computed(group, seq, seq.num_computed_tokens, len(seq) - 1 + len(drafts))",
+        "blocks of rejected drafts cached",
+    ),
+    Mutation(
+        "core/request_queues.py",
+        "            self.num_seats_taken += group.num_seats - self._seats[group.request_id]\n",
+        "            pass\n",
+        "samples that ended keep their seats",
+    ),
+    Mutation(
+        "core/row_planner.py",
+        "step.budget - self._num_decode_tokens(behind)",
+        "step.budget",
+        "a long prompt starves those that decode",
+    ),
+    Mutation(
+        "core/admission.py",
+        "len(released.difference(shared)) >= num_missing",
+        "len(released) >= 0",
+        "preempted for one that does not fit",
+    ),
+    Mutation(
+        "worker/batch.py",
         "slots[:total] = blocks * self.block_size + positions % self.block_size",
         "slots[:total] = blocks * self.block_size + (positions + 1) % self.block_size",
         "slots shifted",
     ),
-    Mutation("batch.py", "end_loc[row_of_sample] - 1", "end_loc[row_of_sample]", "logits of the next row"),
     Mutation(
-        "batch.py",
+        "worker/batch.py", "end_loc[row_of_sample] - 1", "end_loc[row_of_sample]", "logits of the next row"
+    ),
+    Mutation(
+        "worker/batch.py",
         "lens[: len(rows)] = start + num_tokens",
         "lens[: len(rows)] = start",
         "own tokens not attended to",
     ),
     Mutation(
-        "batch.py",
+        "worker/batch.py",
         "(group.beam_params.temperature if group.beam_params else 0) or 1.0",
         "1.0",
         "temperature of beams forgotten",
     ),
-    Mutation("batch.py", "            slots[:] = out_of_range\n", "", "padding is written to block 0"),
-    Mutation("block_mover.py", "pairs = pairs[size:]", "pairs = ()", "copies beyond the first call left out"),
+    Mutation("worker/batch.py", "            slots[:] = out_of_range\n", "", "padding is written to block 0"),
     Mutation(
-        "block_mover.py",
+        "worker/block_mover.py", "pairs = pairs[size:]", "pairs = ()", "copies beyond the first call left out"
+    ),
+    Mutation(
+        "worker/block_mover.py",
         "            to = [host for _, host in chunk]\n",
         "            to = [device for device, _ in chunk]\n",
         "swapped out to the wrong block",
@@ -283,23 +397,22 @@ MUTATIONS = [
 
 
 def lay_out(folder: Path) -> Path:
-    """Copies package and tests as they are installed; returns where the package is."""
+    """Copies package and tests; returns where the package is."""
     ignore = shutil.ignore_patterns("__pycache__", "*.safetensors")
-    package = folder / "site" / "jax_paged"
-    shutil.copytree(ROOT / "jax_paged", package, ignore=ignore)
-    for name in ("models", "pallas_kernels"):
-        shutil.copytree(ROOT / name, package / name, ignore=ignore)
-    shutil.copytree(ROOT / "tests" / "engine", folder / "tests" / "engine", ignore=ignore)
+    shutil.copytree(ROOT / "jax_paged", folder / "jax_paged", ignore=ignore)  # links are followed
+    for name in ("core", "worker", "helpers"):
+        shutil.copytree(ROOT / "tests" / name, folder / "tests" / name, ignore=ignore)
+    shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")
     shutil.copy(ROOT / "pyproject.toml", folder)
-    return package
+    return folder / "jax_paged"
 
 
 def is_killed(folder: Path, tests: tuple[str, ...]) -> bool:
     """Whether any of the tests fails, or they take too long."""
-    names = [f"tests/engine/test_{name}.py" for name in tests]
+    names = [f"tests/{name}.py" for name in tests]
     options = ["-x", "-q", "--timeout=60", "-p", "no:cacheprovider"]
-    options += [] if "block_mover" in tests else ["--noconftest"]
-    environment = os.environ | {"PYTHONPATH": str(folder / "site"), "PYTHONDONTWRITEBYTECODE": "1"}
+    options += [] if "worker/test_block_mover" in tests else ["--noconftest"]
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", *options, *names]
     try:
         done = subprocess.run(

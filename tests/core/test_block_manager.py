@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from jax_paged.core import block_manager, block_pool
-from jax_paged.core.block_manager import BlockManager, CacheGroup
+from jax_paged.core import block_pool, prefix_cache
+from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.block_pool import NO_PARENT, NULL_BLOCK, block_hash
+from jax_paged.core.cache_group import CacheGroup
 from jax_paged.core.sequence import Sequence
 
 FULL, CROSS = CacheGroup(), CacheGroup(is_cross=True)
@@ -189,7 +190,7 @@ def test_hits_on_free_blocks_count_as_needed():
 
 
 def test_collision_is_not_trusted(monkeypatch):
-    for module in (block_manager, block_pool):
+    for module in (prefix_cache, block_pool):
         monkeypatch.setattr(module, "block_hash", lambda parent, tokens, salt: b"h" * 32)
     manager = BlockManager(32, 2, True)
     tokens = [1, 2, 1, 2, 1]

@@ -1,61 +1,20 @@
 """The scheduler's decisions, step by step, by example."""
 
-from typing import Any
-
 import pytest
+from helpers.scheduling import (
+    EOS,
+    make_group,
+    make_scheduler,
+    rows,
+    samples_per_row,
+    step,
+    take_in,
+)
 
-from jax_paged.core.block_manager import BlockManager, CacheGroup
+from jax_paged.core.cache_group import CacheGroup
 from jax_paged.core.scheduler import Scheduler
-from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
 from jax_paged.sampling_params import SamplingParams
-
-EOS = 2
-
-
-def make_group(
-    index: int, prompt: list[int], *, salt: str = "", priority: int = 0, arrival: float = 0.0, **values
-) -> SequenceGroup:
-    params = SamplingParams(**{"max_tokens": 8, "seed": 0, **values})
-    metrics = RequestMetrics(arrival)
-    return SequenceGroup(f"r{index}", [Sequence(prompt)], params, metrics, salt, priority)
-
-
-def make_scheduler(
-    num_blocks=64,
-    block_size=4,
-    caching=True,
-    max_num_seqs=8,
-    budget=64,
-    max_model_len=256,
-    watermark=0.0,
-    num_swap_blocks=0,
-    groups: tuple[CacheGroup, ...] = (CacheGroup(),),
-    **settings: Any,
-) -> Scheduler:
-    return Scheduler(
-        block_manager=BlockManager(
-            num_blocks, block_size, caching, groups=groups, num_swap_blocks=num_swap_blocks
-        ),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_model_len=max_model_len,
-        eos_token_ids=frozenset({EOS}),
-        watermark=watermark,
-        **settings,
-    )
-
-
-def step(sched: Scheduler, token_id: int = 5, now: float = 0.0) -> SchedulerOutput:
-    """One step in which every sequence that samples gets the same token."""
-    output = sched.schedule(now)
-    sched.update(output, [token_id for row in output.scheduled for _ in row.sampling], now)
-    sched.block_manager.check_integrity()
-    return output
-
-
-def rows(output: SchedulerOutput) -> list[tuple[str, int, int]]:
-    return [(row.group.request_id, row.start, row.num_tokens) for row in output.scheduled]
 
 
 def drain(sched: Scheduler) -> int:
@@ -68,23 +27,37 @@ def drain(sched: Scheduler) -> int:
     return num_steps
 
 
+def rows_of(sched: Scheduler, **values) -> list[tuple[str, int, int]]:
+    """Runs a step and returns its rows."""
+    output = sched.schedule(**{"now": 0.0, **values})
+    out = rows(sched, output)
+    take_in(sched, output, 5)
+    sched.block_manager.check_integrity()
+    return out
+
+
 def test_chunks_fill_the_budget_and_decodes_come_first():
     sched = make_scheduler(budget=10)
     for index, prompt_len in enumerate([3, 14, 2, 9]):
         sched.add(make_group(index, [index] * prompt_len))
-    outputs = [step(sched)]
-    assert [len(row.block_tables[0]) for row in outputs[0].scheduled] == [
-        1,
-        2,
-    ]  # not all four blocks of r1 yet
-    outputs += [step(sched) for _ in range(3)]
-    assert [rows(output) for output in outputs] == [
+    output = sched.schedule(0.0)
+    assert [len(new.block_tables[0]) for new in output.new_sequences] == [1, 4]  # all of r1's blocks at once
+    first = rows(sched, output)
+    take_in(sched, output, 5)
+    outputs = []
+    seen = [first]
+    for _ in range(3):
+        output = sched.schedule(0.0)
+        outputs.append(output)
+        seen.append(rows(sched, output))
+        take_in(sched, output, 5)
+    assert seen == [
         [("r0", 0, 3), ("r1", 0, 7)],
         [("r0", 3, 1), ("r1", 7, 7), ("r2", 0, 2)],
         [("r0", 4, 1), ("r1", 14, 1), ("r2", 2, 1), ("r3", 0, 7)],
         [("r0", 5, 1), ("r1", 15, 1), ("r2", 3, 1), ("r3", 7, 2)],
     ]
-    assert [output.num_batched_tokens for output in outputs] == [10, 10, 10, 5]
+    assert [output.num_batched_tokens for output in outputs] == [10, 10, 5]
     drain(sched)
 
 
@@ -93,7 +66,7 @@ def test_rows_of_one_token_come_first_whatever_they_are():
     sched.add(make_group(0, [0] * 3))
     sched.add(make_group(1, [1] * 2))
     sched.add(make_group(2, [2] * 9))
-    assert rows(step(sched)) == [("r2", 0, 1), ("r0", 0, 3), ("r1", 0, 2)]
+    assert rows_of(sched) == [("r2", 0, 1), ("r0", 0, 3), ("r1", 0, 2)]
 
 
 def test_max_num_seqs():
@@ -101,7 +74,7 @@ def test_max_num_seqs():
     groups = [make_group(index, [index], max_tokens=2 + index) for index in range(4)]
     for group in groups:
         sched.add(group)
-    assert [[r[0] for r in rows(step(sched))] for _ in range(5)] == [
+    assert [[r[0] for r in rows_of(sched)] for _ in range(5)] == [
         ["r0", "r1"],
         ["r0", "r1"],
         ["r1", "r2"],
@@ -115,18 +88,18 @@ def test_preemption_takes_the_latest_and_resumes_in_order():
     groups = [make_group(index, [index] * 3, max_tokens=4) for index in range(3)]
     for group in groups:
         sched.add(group)
-    assert rows(step(sched)) == [("r0", 0, 3), ("r1", 0, 3), ("r2", 0, 3)]
-    assert rows(step(sched)) == [("r0", 3, 1), ("r1", 3, 1), ("r2", 3, 1)]
+    assert rows_of(sched) == [("r0", 0, 3), ("r1", 0, 3), ("r2", 0, 3)]
+    assert rows_of(sched) == [("r0", 3, 1), ("r1", 3, 1), ("r2", 3, 1)]
     output = step(sched)  # r0 and r1 need a third block each: r2 gives its two
     assert output.preempted == ("r2",)
-    assert rows(output) == [("r0", 4, 1), ("r1", 4, 1)]
+    assert rows(sched, output) == [("r0", 4, 1), ("r1", 4, 1)]
     seq = groups[2].sequences[0]
     assert (seq.status, seq.num_computed_tokens, seq.output_token_ids) == (SequenceStatus.WAITING, 0, [5, 5])
     sched.add(make_group(3, [3]))
     assert set(sched.queues.waiting) == {"r2", "r3"}
     assert sched.queues.first_waiting() is groups[2]
-    assert rows(step(sched)) == [("r0", 5, 1), ("r1", 5, 1)]
-    assert rows(step(sched)) == [("r3", 0, 1), ("r2", 0, 5)]  # prompt and output again
+    assert rows_of(sched) == [("r0", 5, 1), ("r1", 5, 1)]
+    assert rows_of(sched) == [("r3", 0, 1), ("r2", 0, 5)]  # prompt and output again
     drain(sched)
     assert [group.sequences[0].output_token_ids for group in groups] == [[5] * 4] * 3
     assert [group.metrics.num_preemptions for group in groups] == [0, 0, 1]
@@ -139,9 +112,9 @@ def test_a_step_that_preempts_admits_nobody():
     step(sched)
     output = step(sched)  # r0 takes the free block; r1, the latest, needs one too and gives up its own
     assert output.preempted == ("r1",)
-    assert rows(output) == [("r0", 2, 1)]
+    assert rows(sched, output) == [("r0", 2, 1)]
     assert sched.block_manager.num_free_blocks == 1
-    assert rows(step(sched)) == [("r0", 3, 1)]  # r1 needs two blocks; r2 would fit, but is not first
+    assert rows_of(sched) == [("r0", 3, 1)]  # r1 needs two blocks; r2 would fit, but is not first
     drain(sched)
 
 
@@ -150,9 +123,9 @@ def test_a_preempted_request_hits_its_own_blocks():
     groups = [make_group(index, [10 + index] * 5, max_tokens=4) for index in range(2)]
     for group in groups:
         sched.add(group)
-    outputs = [step(sched) for _ in range(5)]
+    outputs = [step(sched) for _ in range(4)]
     assert outputs[2].preempted == ("r1",)
-    assert rows(outputs[4]) == [("r1", 4, 3)]  # of its three full blocks the last was evicted
+    assert rows_of(sched) == [("r1", 4, 3)]  # of its three full blocks the last was evicted
     assert groups[1].metrics.num_cached_tokens == 0  # at its first admission
     drain(sched)
 
@@ -160,12 +133,12 @@ def test_a_preempted_request_hits_its_own_blocks():
 def test_watermark_holds_only_beside_running_requests():
     sched = make_scheduler(num_blocks=11, block_size=1, watermark=0.2)
     sched.add(make_group(0, [0] * 9, max_tokens=1))  # leaves one block, fewer than the watermark's two
-    assert rows(step(sched)) == [("r0", 0, 9)]
+    assert rows_of(sched) == [("r0", 0, 9)]
     sched.add(make_group(1, [1] * 5, max_tokens=3))
     sched.add(make_group(2, [2] * 4, max_tokens=1))  # would leave one
     sched.add(make_group(3, [3] * 1, max_tokens=1))  # would leave enough, but does not overtake
-    assert rows(step(sched)) == [("r1", 0, 5)]
-    assert rows(step(sched)) == [("r1", 5, 1)]
+    assert rows_of(sched) == [("r1", 0, 5)]
+    assert rows_of(sched) == [("r1", 5, 1)]
     drain(sched)
 
 
@@ -175,14 +148,14 @@ def test_a_prompt_over_the_pool_is_ignored_and_nothing_is_lost():
     for group in groups:
         sched.add(group)
     output = sched.schedule(7.0)
-    assert rows(output) == [("r0", 0, 3)]
-    sched.update(output, [5], 8.0)
+    assert rows(sched, output) == [("r0", 0, 3)]
+    take_in(sched, output, 5, 8.0)
     ended = []
     while not groups[1].is_finished:
         output = sched.schedule(9.0)
         ended += output.ended
-        sched.update(output, [5] * len(output.scheduled), 9.0)
-    assert ended == [groups[1]]
+        take_in(sched, output, 5, 9.0)
+    assert ended == ["r1"]
     assert groups[1].sequences[0].status is SequenceStatus.FINISHED_IGNORED
     assert groups[1].metrics.finished_time == 9.0
     drain(sched)
@@ -225,7 +198,7 @@ def test_stop_conditions(params, sampled, num_output, status, reason):
     for num, token_id in enumerate(sampled[:num_output], 1):
         assert not group.is_finished
         output = sched.schedule(float(num))
-        assert sched.update(output, [token_id], num + 0.5) == [group]
+        assert take_in(sched, output, token_id, num + 0.5).changed == [group]
     (seq,) = group.sequences
     assert (len(seq.output_token_ids), seq.status.name, seq.stop_reason) == (
         num_output,
@@ -255,7 +228,7 @@ def test_prefix_hits_are_counted_and_computed_tokens_are_not_computed_again():
     step(sched)
     for group in groups[1:]:
         sched.add(group)
-    assert rows(step(sched)) == [("r2", 8, 1), ("r1", 8, 4), ("r3", 0, 12), ("r4", 0, 12)]
+    assert rows_of(sched) == [("r2", 8, 1), ("r1", 8, 4), ("r3", 0, 12), ("r4", 0, 12)]
     assert [group.metrics.num_cached_tokens for group in groups] == [0, 8, 8, 0, 0]
     assert drain(sched) == 0
 
@@ -281,7 +254,7 @@ def test_abort_in_every_state(when):
     if when == "scheduled":
         output = sched.schedule(0.0)
         assert sched.abort("r1") is group
-        assert sched.update(output, [5], 0.0) == [other]
+        assert take_in(sched, output, 5).changed == [other]
         assert group.sequences[0].num_computed_tokens == 0
     else:
         assert sched.abort("r1") is (None if when == "finished" else group)
@@ -301,7 +274,7 @@ def test_finish_ends_now_and_a_second_reason_replaces_the_first():
     sched.add(other)
     output = sched.schedule(1.0)
     sched.finish(group, group.sequences[0], SequenceStatus.FINISHED_ABORTED, 2.0)
-    assert sched.update(output, [5, 5], 3.0) == [other]
+    assert take_in(sched, output, 5, 3.0).changed == [other]
     assert group.sequences[0].output_token_ids == []
     assert group.metrics.finished_time == 2.0
     sched.finish(other, other.sequences[0], SequenceStatus.FINISHED_STOPPED, 4.0, "text")
@@ -353,10 +326,10 @@ def test_prompts_first_without_chunks():
     sched = make_scheduler(budget=20, max_model_len=20, enable_chunked_prefill=False)
     for index, prompt_len in enumerate([4, 9, 8, 3]):
         sched.add(make_group(index, [index] * prompt_len))
-    outputs = [step(sched) for _ in range(2)]
+    outputs = [rows_of(sched) for _ in range(2)]
     sched.add(make_group(4, [4] * 2))
-    outputs += [step(sched) for _ in range(2)]
-    assert [rows(output) for output in outputs] == [
+    outputs += [rows_of(sched) for _ in range(2)]
+    assert outputs == [
         [("r0", 0, 4), ("r1", 0, 9)],  # r2 would be cut; r3, though short, is not first
         [("r2", 0, 8), ("r3", 0, 3)],
         [("r4", 0, 2)],  # prompts and single tokens do not share a step
@@ -370,11 +343,11 @@ def test_seats_are_those_of_all_samples_to_come():
     for index, (n, best_of) in enumerate([(2, None), (1, 3), (1, None)]):
         sched.add(make_group(index, [index] * 3, n=n, best_of=best_of, max_tokens=3))
     output = step(sched)
-    assert [len(row.sampling) for row in output.scheduled] == [2, 3]
-    assert rows(output) == [("r0", 0, 3), ("r1", 0, 3)]
-    assert rows(step(sched)) == [("r0", 3, 1)] * 2 + [("r1", 3, 1)] * 3
+    assert samples_per_row(output) == [2, 3]
+    assert rows(sched, output) == [("r0", 0, 3), ("r1", 0, 3)]
+    assert rows_of(sched) == [("r0", 3, 1)] * 2 + [("r1", 3, 1)] * 3
     step(sched)
-    assert rows(step(sched)) == [("r2", 0, 3)]
+    assert rows_of(sched) == [("r2", 0, 3)]
     with pytest.raises(AssertionError, match="6 sequences"):
         sched.add(make_group(3, [3], n=6))
     drain(sched)
@@ -383,9 +356,9 @@ def test_seats_are_those_of_all_samples_to_come():
 def test_new_requests_are_collected_as_long_as_the_delay_factor_says():
     sched = make_scheduler(delay_factor=0.5)
     sched.add(make_group(0, [0] * 3, arrival=0.0))
-    assert rows(step(sched, now=0.0)) == [("r0", 0, 3)]  # nobody runs: no reason to wait
+    assert rows_of(sched, now=0.0) == [("r0", 0, 3)]  # nobody runs: no reason to wait
     sched.add(make_group(1, [1] * 3, arrival=2.0))
-    assert rows(step(sched, now=4.0)) == [("r0", 3, 1), ("r1", 0, 3)]  # waited 2 >= 0.5 * 4
+    assert rows_of(sched, now=4.0) == [("r0", 3, 1), ("r1", 0, 3)]  # waited 2 >= 0.5 * 4
     sched.add(make_group(2, [2] * 3, arrival=6.0))
     assert [len(step(sched, now=t).scheduled) for t in (7.0, 7.4, 7.5)] == [2, 2, 3]  # 1.5 >= 0.5 * 3
     drain(sched)
@@ -429,11 +402,12 @@ def test_no_new_request_while_one_is_swapped_out():
     while not step(sched).preempted:
         pass
     sched.add(make_group(2, [2], max_tokens=1))  # would fit
-    outputs = []
+    outputs, names = [], []
     while groups[1].sequences[0].status is SequenceStatus.SWAPPED:
         outputs.append(step(sched))
+        names.append([r[0] for r in rows(sched, outputs[-1])])
     assert len(outputs) > 1
-    assert all("r2" not in [r[0] for r in rows(output)] for output in outputs[:-1])
+    assert all("r2" not in each for each in names[:-1])
     assert outputs[-1].blocks_to_swap_in
     assert groups[1].sequences[0].status is SequenceStatus.RUNNING
     drain(sched)
@@ -444,13 +418,13 @@ def test_lower_priority_values_go_first_and_take_blocks_and_seats():
     groups = [make_group(index, [index] * 3, priority=p) for index, p in enumerate([3, 1, 2, 2, 0])]
     for group in groups[:3]:
         sched.add(group)
-    assert rows(step(sched)) == [("r1", 0, 3), ("r2", 0, 3)]  # two seats
+    assert rows_of(sched) == [("r1", 0, 3), ("r2", 0, 3)]  # two seats
     sched.add(groups[3])  # no better than r2: it came later
-    assert rows(step(sched)) == [("r1", 3, 1), ("r2", 3, 1)]
+    assert rows_of(sched) == [("r1", 3, 1), ("r2", 3, 1)]
     sched.add(groups[4])
     output = step(sched)
     assert output.preempted == ("r2",)
-    assert sorted(rows(output)) == [("r1", 4, 1), ("r4", 0, 3)]
+    assert sorted(rows(sched, output)) == [("r1", 4, 1), ("r4", 0, 3)]
     now = 0.0
     while sched.has_unfinished:
         step(sched, now=(now := now + 1))
@@ -472,9 +446,9 @@ def test_a_lack_of_token_budget_preempts_nobody():
     sched.add(make_group(1, [1] * 12, priority=0))
     sched.add(make_group(2, [2] * 12, priority=0))  # there are blocks and seats, but no tokens in this step
     output = step(sched)
-    assert rows(output) == [("r1", 0, 12)]
+    assert rows(sched, output) == [("r1", 0, 12)]
     assert output.preempted == ()
-    assert rows(step(sched)) == [("r2", 0, 12)]
+    assert rows_of(sched) == [("r2", 0, 12)]
     drain(sched)
 
 

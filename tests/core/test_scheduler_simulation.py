@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import pytest
+from helpers.scheduling import found, result_of, samples_per_row
 from helpers.toy_device import (
     EOS,
     ToyDevice,
@@ -15,8 +16,9 @@ from helpers.toy_device import (
     top_logprobs,
 )
 
-from jax_paged.core import block_manager, block_pool
-from jax_paged.core.block_manager import BlockManager, CacheGroup
+from jax_paged.core import block_pool, prefix_cache
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.cache_group import CacheGroup
 from jax_paged.core.runner_output import TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
@@ -158,11 +160,11 @@ class Simulation:
         output = self.sched.schedule(self.now)
         self.manager.check_integrity()
         self.check_output(output, before, is_new)
-        self.device.execute(output)
+        self.device.execute(output, self.sched)
         token_ids, logprobs = self.sample(output)
         self.end_early()
         had_first_token = {g for g in self.groups if g.metrics.first_token_time is not None}
-        self.sched.update(output, token_ids, self.now, logprobs)
+        self.sched.update(output, result_of(output, token_ids, logprobs), self.now)
         self.manager.check_integrity()
         self.device.wipe()
         self.check_first_tokens(had_first_token)
@@ -171,39 +173,46 @@ class Simulation:
         counts["tokens"] += len(token_ids)
         counts["preemptions"] += len(output.preempted)
         counts["swaps"] += bool(output.blocks_to_swap_out)
-        counts["chunks"] += sum(not row.sampling for row in output.scheduled)
+        counts["chunks"] += samples_per_row(output).count(0)
         counts["copies"] += len(output.blocks_to_copy)
         counts["ended"] += len(output.ended)
         return output
 
     def sample(self, output: SchedulerOutput) -> tuple[list[int], list[TokenLogprobs]]:
         token_ids, logprobs = [], []
-        for row in output.scheduled:
-            stop = row.start + row.num_tokens
-            assert bool(row.sampling) == (stop == len(row.seq))
-            for seq in row.sampling:
-                assert seq.status is SequenceStatus.RUNNING
-                chain = self.device.chain(root_of(row.group), row.seq, stop - 1)
-                token_ids.append(next_token(chain, seq.seed))
-                beams = row.group.beam_params
-                tops = top_logprobs(chain, 2 * beams.beam_width) if beams else ([], [])
-                logprobs.append(TokenLogprobs(0.0, 0, *tops))
+        for row, num_samples in zip(output.scheduled, samples_per_row(output), strict=True):
+            stop, (_, seq) = row.start + row.num_tokens, found(self.sched, row.seq_id)
+            assert bool(num_samples) == (stop == len(seq))
+        for sample in output.samples:
+            row = output.scheduled[sample.row]
+            stop, (group, computed) = row.start + row.num_tokens, found(self.sched, row.seq_id)
+            _, seq = found(self.sched, sample.seq_id)
+            assert seq in group.sequences
+            assert seq.status is SequenceStatus.RUNNING
+            chain = self.device.chain(root_of(group), computed, stop - 1)
+            token_ids.append(next_token(chain, seq.seed))
+            beams = group.beam_params
+            tops = top_logprobs(chain, 2 * beams.beam_width) if beams else ([], [])
+            logprobs.append(TokenLogprobs(0.0, 0, *tops))
         return token_ids, logprobs
 
     def check_output(self, output: SchedulerOutput, before: dict[str, Any], is_new: set[str]) -> None:
         sched, manager, rows = self.sched, self.manager, output.scheduled
+        pairs = [found(sched, row.seq_id) for row in rows]
         queues = sched.queues
         assert rows or output.ended or not sched.has_unfinished, "no progress"
         assert all(row.num_tokens > 0 for row in rows)
         assert sum(row.num_tokens for row in rows) == output.num_batched_tokens <= self.setup.budget
-        assert sum(len(row.sampling) or 1 for row in rows) <= self.setup.max_num_seqs, "seats"
+        assert (
+            output.num_logits_rows == sum(n or 1 for n in samples_per_row(output)) <= self.setup.max_num_seqs
+        )
         assert sum(len(g.unfinished) for g in queues.running.values()) <= self.setup.max_num_seqs, "seats"
-        assert len({row.seq for row in rows}) == len(rows), "a sequence has two rows"
+        assert len({seq for _, seq in pairs}) == len(rows), "a sequence has two rows"
         is_long = [row.num_tokens > 1 for row in rows]
         assert is_long == sorted(is_long), "rows of one token come first"
-        for row in rows:
-            assert row.group.request_id in queues.running, "a row of a request that does not run"
-            assert row.start == row.seq.num_computed_tokens
+        for row, (group, seq) in zip(rows, pairs, strict=True):
+            assert group.request_id in queues.running, "a row of a request that does not run"
+            assert row.start == seq.num_computed_tokens
         self.check_queues()
         self.check_beams(output)
 
@@ -230,9 +239,9 @@ class Simulation:
             # that gets the blocks of its sequences back may wait for those of the last.
             is_held_up = group.request_id not in before["running"] or left < len(group.unfinished)
             is_held_up |= any(seq not in manager.block_tables for seq in group.unfinished)
-            assert is_held_up or any(row.group is group for row in rows), "a running request does not advance"
+            assert is_held_up or any(g is group for g, _ in pairs), "a running request does not advance"
 
-        for group in output.ended:
+        for group in (g for g in self.groups if g.request_id in output.ended):
             self.ended.add(group.request_id)
             demand = sum(
                 manager.num_blocks_of(len(group.encoder_token_ids) if g.is_cross else num_tokens)
@@ -246,7 +255,7 @@ class Simulation:
         for name in ("running", "swapped"):
             orders = [g.order for g in getattr(queues, name).values()]
             assert orders == sorted(orders), f"{name} are not in order"
-        assert queues.num_seats_taken == sum(g.max_num_seqs for g in queues.running.values())
+        assert queues.num_seats_taken == sum(g.num_seats for g in queues.running.values())
         assert queues.num_seats_taken <= self.sched.max_num_seqs
         ids = [*queues.running, *queues.waiting, *queues.swapped]
         assert len(set(ids)) == len(ids)
@@ -266,8 +275,10 @@ class Simulation:
 
     def check_beams(self, output: SchedulerOutput) -> None:
         """Beams sample together."""
-        for group in {row.group for row in output.scheduled if row.group.beam_params}:
-            sampling = {seq for row in output.scheduled if row.group is group for seq in row.sampling}
+        computing = {found(self.sched, row.seq_id)[0] for row in output.scheduled}
+        samples = [found(self.sched, sample.seq_id) for sample in output.samples]
+        for group in (group for group in computing if group.beam_params):
+            sampling = {seq for g, seq in samples if g is group}
             assert not sampling or sampling == set(group.unfinished), "a beam is left behind"
 
     def check_first_tokens(self, had: set[SequenceGroup]) -> None:
@@ -319,7 +330,7 @@ class Simulation:
         if group.beam_params:
             expected = reference_beams(root_of(group), prompt, group.beam_params, MAX_MODEL_LEN)
             if not was_cut:
-                assert [(s.output_token_ids, s.cum_logprob) for s in group.sequences] == expected
+                assert [(s.output_token_ids, s.cumulative_logprob) for s in group.sequences] == expected
             return
         if not was_cut:
             assert len(group.sequences) == (params.best_of or params.n)
@@ -374,7 +385,7 @@ def test_many_more_random_requests_in_a_tiny_pool() -> None:
 
 
 def test_random_requests_when_every_hash_collides(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (block_manager, block_pool):
+    for module in (prefix_cache, block_pool):
         monkeypatch.setattr(module, "block_hash", lambda parent, tokens, salt: b"h" * 32)
     for seed in range(20):
         Simulation(seed, caching=True).run()

@@ -4,6 +4,8 @@ import math
 import random
 
 import pytest
+from helpers import scheduling
+from helpers.scheduling import TableMirror, found, samples_per_row, take_in
 from helpers.toy_device import EOS, VOCAB_SIZE, ToyDevice, reference_beams, root, top_logprobs
 
 from jax_paged.core import beam_search
@@ -11,25 +13,23 @@ from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.runner_output import TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
-from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from jax_paged.sampling_params import BeamSearchParams
 
 NO_EOS: frozenset[int] = frozenset()
 
 
 def make_group(prompt: list[int], beams: BeamSearchParams | None = None, **values) -> SequenceGroup:
-    params = SamplingParams(**{"seed": 0, "max_tokens": 8, **values})
-    return SequenceGroup("r", [Sequence(prompt)], params, RequestMetrics(0.0), beam_params=beams)
+    return scheduling.make_group(0, prompt, beams=beams, **values)
 
 
 def make_scheduler(num_blocks: int, block_size: int = 4, max_num_seqs: int = 4, **settings) -> Scheduler:
-    return Scheduler(
-        block_manager=BlockManager(num_blocks, block_size, True, num_swap_blocks=50),
+    return scheduling.make_scheduler(
+        num_blocks,
+        block_size,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=64,
         max_model_len=64,
-        eos_token_ids=frozenset({EOS}),
-        watermark=0.0,
+        num_swap_blocks=50,
         **settings,
     )
 
@@ -45,7 +45,7 @@ def counts_of(sched: Scheduler, blocks: list[int]) -> list[int]:
 def update(sched: Scheduler, output: SchedulerOutput, *tops: list[tuple[int, float]]) -> None:
     """Hands back a step: the most likely tokens of each row, of which the first is drawn."""
     logprobs = [TokenLogprobs(top[0][1], 1, [t for t, _ in top], [x for _, x in top]) for top in tops]
-    sched.update(output, [top[0][0] for top in tops], 0.0, logprobs)
+    take_in(sched, output, [top[0][0] for top in tops], 0.0, logprobs)
     sched.block_manager.check_integrity()
 
 
@@ -57,7 +57,9 @@ def test_figure_8_parallel_sampling():
     output = sched.schedule(0.0)
     ((full, last),) = {tuple(table) for table in tables_of(sched, group)}
     assert counts_of(sched, [full, last]) == [2, 2]
-    assert [len(row.sampling) for row in output.scheduled] == [2]  # one prefill for both
+    mirror = TableMirror()
+    mirror.update(output)
+    assert samples_per_row(output) == [2]  # one prefill for both
     update(sched, output, [(30, -1.0)], [(31, -1.0)])
     assert [seq.output_token_ids for seq in group.sequences] == [[30], [31]]
     assert [seq.seed for seq in group.sequences] == [group.sampling_params.seed_of(i) for i in (0, 1)]
@@ -67,10 +69,8 @@ def test_figure_8_parallel_sampling():
     assert output.blocks_to_copy == ((last, new),)
     assert tables_of(sched, group) == [[full, new], [full, last]]
     assert counts_of(sched, [full, last, new]) == [2, 1, 1]
-    assert [[list(t) for t in row.block_tables] for row in output.scheduled] == [
-        [[full, new]],
-        [[full, last]],
-    ]
+    mirror.update(output)
+    assert [mirror.tables[row.seq_id] for row in output.scheduled] == [[[full, new]], [[full, last]]]
     update(sched, output, [(32, -1.0)], [(33, -1.0)])
 
     output = sched.schedule(0.0)  # the ninth begins a block: nothing to copy
@@ -78,7 +78,9 @@ def test_figure_8_parallel_sampling():
     (_, _, a), (_, _, b) = tables_of(sched, group)
     assert len({full, last, new, a, b}) == 5
     assert counts_of(sched, [full, last, new, a, b]) == [2, 1, 1, 1, 1]
-    sched.abort("r")
+    sched.abort("r0")
+    assert sched.block_manager.num_free_blocks == 14  # the step in flight may still write to its blocks
+    update(sched, output, [(34, -1.0)], [(35, -1.0)])
     assert sched.block_manager.num_free_blocks == 19
 
 
@@ -187,7 +189,7 @@ def test_beams_are_forked_copied_and_freed_by_the_scheduler():
     first = [(10 + i, -1.0 - i) for i in range(8)]
     update(sched, sched.schedule(0.0), first)
     assert [seq.output_token_ids for seq in group.sequences] == [[10], [11], [12], [13]]
-    assert [seq.cum_logprob for seq in group.sequences] == [-1.0, -2.0, -3.0, -4.0]
+    assert [seq.cumulative_logprob for seq in group.sequences] == [-1.0, -2.0, -3.0, -4.0]
     (prompt_block,) = {block for table in tables_of(sched, group) for block in table}
     assert counts_of(sched, [prompt_block]) == [4]
 
@@ -220,7 +222,7 @@ def test_beams_are_forked_copied_and_freed_by_the_scheduler():
     assert len(set(after)) == 4
     assert counts_of(sched, [prompt_block, *after]) == [4, 1, 1, 1, 1]
     update(sched, output, *go_on)
-    sched.abort("r")
+    sched.abort("r0")
     assert sched.block_manager.num_free_blocks == 29
     assert {seq.status for seq in group.sequences} == {SequenceStatus.FINISHED_ABORTED}
 
@@ -240,7 +242,7 @@ def test_beams_that_end_hold_no_blocks_and_are_ranked():
         [(EOS, -0.1), (7, -0.2), (8, -5.0), (9, -6.0)],
         [(7, -0.3), (8, -1.0), (9, -2.0), (10, -3.0)],
     )
-    assert [seq.cum_logprob for seq in group.completed] == [-1.0, -2.1]
+    assert [seq.cumulative_logprob for seq in group.completed] == [-1.0, -2.1]
     assert not group.is_finished
     while sched.has_unfinished:
         output = sched.schedule(0.0)
@@ -270,34 +272,35 @@ def test_beam_search_finds_what_a_plain_one_finds(width):
         num_steps = 0
         while sched.has_unfinished:
             output = sched.schedule(0.0)
-            device.execute(output)
-            chains = [device.chain(root(""), row.seq, len(row.seq) - 1) for row in output.scheduled]
+            device.execute(output, sched)
+            seqs = [found(sched, row.seq_id)[1] for row in output.scheduled]
+            chains = [device.chain(root(""), seq, len(seq) - 1) for seq in seqs]
             update(sched, output, *[list(zip(*top_logprobs(c, 2 * width), strict=True)) for c in chains])
             num_steps += 1
         expected = reference_beams(root(""), prompt, params, 64)
-        assert [(seq.output_token_ids, seq.cum_logprob) for seq in group.sequences] == expected
+        assert [(seq.output_token_ids, seq.cumulative_logprob) for seq in group.sequences] == expected
         num_early += num_steps < params.max_tokens
     assert num_early > 5
 
 
 def test_scores_by_hand():
     group = make_group([1, 1], BeamSearchParams(beam_width=2, length_penalty=2.0))
-    seq = Sequence([1, 1], output_token_ids=[5, EOS], cum_logprob=-9.0)
+    seq = Sequence([1, 1], output_token_ids=[5, EOS], cumulative_logprobs=[-9.0])
     assert beam_search.score(group, seq, frozenset({EOS})) == -1.0  # the end token is not counted
     assert beam_search.score(group, seq, NO_EOS) == -9.0 / 16
-    parent = Sequence([1, 1], cum_logprob=-1.0)
+    parent = Sequence([1, 1], cumulative_logprobs=[-1.0])
     going, complete = beam_search.select(
         group, [(parent, [EOS, 5, 6, 7], [-0.5, -1.0, -2.0, -3.0])], frozenset({EOS})
     )
-    assert [(c.token_id, c.cum_logprob) for c in going] == [(5, -2.0), (6, -3.0)]
-    assert [(c.token_id, c.cum_logprob) for c in complete] == [(EOS, -1.5)]
+    assert [(c.token_id, c.cumulative_logprob) for c in going] == [(5, -2.0), (6, -3.0)]
+    assert [(c.token_id, c.cumulative_logprob) for c in complete] == [(EOS, -1.5)]
 
 
 def test_a_search_is_decided_only_when_nothing_can_come():
     group = make_group([1] * 4, BeamSearchParams(beam_width=1, length_penalty=1.0))
-    group.completed = [Sequence([1] * 4, output_token_ids=[5, EOS], cum_logprob=-5.0)]  # scores -1
+    group.completed = [Sequence([1] * 4, output_token_ids=[5, EOS], cumulative_logprobs=[-5.0])]  # scores -1
     eos = frozenset({EOS})
-    group.sequences = [Sequence([1] * 4, output_token_ids=[5, 6], cum_logprob=-6.1)]
+    group.sequences = [Sequence([1] * 4, output_token_ids=[5, 6], cumulative_logprobs=[-6.1])]
     assert beam_search.is_decided(group, 6, eos)
     assert not beam_search.is_decided(group, 7, eos)  # -6.1 / 7 would be better
     group.completed = []
@@ -307,7 +310,7 @@ def test_a_search_is_decided_only_when_nothing_can_come():
 def test_sequences_and_their_groups():
     seq = Sequence([1, 2, 3], output_token_ids=[4, 5], block_hashes=[b"h"], num_computed_tokens=4)
     child = seq.fork(2, 77)
-    assert (child.index, child.seed, child.num_computed_tokens, child.cum_logprob) == (2, 77, 4, 0.0)
+    assert (child.index, child.seed, child.num_computed_tokens, child.cumulative_logprob) == (2, 77, 4, 0.0)
     child.output_token_ids[1] = 9
     child.block_hashes.append(b"i")
     assert (seq.output_token_ids, seq.block_hashes) == ([4, 5], [b"h"])
@@ -330,7 +333,7 @@ def test_sequences_and_their_groups():
         "FINISHED_STOPPED": "stop",
         "FINISHED_LENGTH_CAPPED": "length",
         "FINISHED_ABORTED": "abort",
-        "FINISHED_IGNORED": "length",
+        "FINISHED_IGNORED": "error",
     }
     assert math.isclose(
         sum(math.exp(x) for x in top_logprobs(1, VOCAB_SIZE)[1]), 1

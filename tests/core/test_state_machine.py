@@ -16,8 +16,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jax_paged.core.block_manager import BlockManager, CacheGroup
+from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.block_pool import NULL_BLOCK
+from jax_paged.core.cache_group import CacheGroup
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.sampling_params import SamplingParams
 

@@ -1,4 +1,4 @@
-"""The engine for asyncio: streams, slow and leaving consumers, errors; a scripted runner."""
+"""The engine for asyncio: streams, slow and leaving consumers, errors; a scripted executor."""
 
 import asyncio
 import threading
@@ -12,8 +12,8 @@ from jax_paged import AsyncLLMEngine, SamplingParams
 
 def test_async_streams_equal_the_whole(scripted):
     async def main():
-        engine = AsyncLLMEngine(scripted())
-        engine.engine.runner.during_step = lambda output: time.sleep(0.002)
+        engine = AsyncLLMEngine(*scripted())
+        engine.engine.executor.during_step = lambda output: time.sleep(0.002)
         try:
             stream = await engine.submit("hello wörld?", SamplingParams(max_tokens=None, logprobs=0), "a")
             parts = [part async for part in stream]
@@ -28,15 +28,19 @@ def test_async_streams_equal_the_whole(scripted):
         texts = [o.outputs[0].text for o in whole]
         assert texts == sorted(texts, key=len)
         assert len(set(texts)) > 3  # an earlier output does not grow
+        assert [o.outputs[0].token_ids == tokens[: len(o.outputs[0].token_ids)] for o in whole] == [
+            True
+        ] * len(whole)
+        assert len({len(o.outputs[0].token_ids) for o in whole}) == len(whole)
 
     asyncio.run(main())
 
 
 def test_async_slow_consumer_gets_joined_parts(scripted):
     async def main():
-        engine = AsyncLLMEngine(scripted())
+        engine = AsyncLLMEngine(*scripted())
         stream = await engine.submit("abcdefghij?", LONG, "a")
-        while engine.engine.has_unfinished_requests() or engine.engine.runner.num_steps < 11:
+        while engine.engine.has_unfinished_requests() or engine.engine.executor.num_steps < 11:
             await asyncio.sleep(0.01)
         parts = [part async for part in stream]
         engine.close()
@@ -48,9 +52,9 @@ def test_async_slow_consumer_gets_joined_parts(scripted):
 
 def test_async_leaving_early_and_cancelling_abort(scripted):
     async def main():
-        engine = AsyncLLMEngine(scripted())
+        engine = AsyncLLMEngine(*scripted())
         gate = threading.Event()
-        engine.engine.runner.during_step = lambda output: gate.wait(0.005)
+        engine.engine.executor.during_step = lambda output: gate.wait(0.005)
 
         async def consume(request_id):
             async for _ in engine.generate("abcdefghij?" * 20, LONG, request_id):
@@ -66,7 +70,7 @@ def test_async_leaving_early_and_cancelling_abort(scripted):
         start = time.monotonic()
         while engine.engine.has_unfinished_requests() and time.monotonic() < start + 5:
             await asyncio.sleep(0.01)
-        assert engine.engine.runner.num_steps < 200
+        assert engine.engine.executor.num_steps < 200
         assert no_block_lost(engine.engine)
         engine.close()
 
@@ -75,11 +79,11 @@ def test_async_leaving_early_and_cancelling_abort(scripted):
 
 def test_async_errors_reach_everyone(scripted):
     async def main():
-        engine = AsyncLLMEngine(scripted())
+        engine = AsyncLLMEngine(*scripted())
         with pytest.raises(ValueError, match="prompt is ''"):
             await engine.submit("", None, "empty")
         gate = threading.Event()
-        engine.engine.runner.during_step = lambda output: gate.wait()
+        engine.engine.executor.during_step = lambda output: gate.wait()
         first = await engine.submit("abc?", None, "a")
         same_id = await engine.submit("abc?", None, "a")
         gate.set()
@@ -93,7 +97,7 @@ def test_async_errors_reach_everyone(scripted):
             gate.wait()
             raise RuntimeError("device lost")
 
-        engine.engine.runner.during_step = fail
+        engine.engine.executor.during_step = fail
         streams = [await engine.submit("abc?", None, str(i)) for i in range(3)]
         gate.set()
         for stream in streams:
@@ -106,10 +110,34 @@ def test_async_errors_reach_everyone(scripted):
     asyncio.run(main())
 
 
+class Panic(BaseException):
+    """As pyo3's PanicException: no Exception."""
+
+
+def test_async_an_error_that_is_no_exception_reaches_everyone(scripted):
+    async def main():
+        engine = AsyncLLMEngine(*scripted())
+
+        def panic(output):
+            raise Panic("in Rust")
+
+        engine.engine.executor.during_step = panic
+        stream = await engine.submit("abc?", None, "a")
+        with pytest.raises(RuntimeError, match="the engine has stopped: in Rust") as error:
+            await asyncio.wait_for(anext(stream), 10)
+        assert isinstance(error.value.__cause__, Panic)
+        assert isinstance(engine.error, Panic)
+        with pytest.raises(RuntimeError, match="in Rust"):
+            await engine.submit("abc?", None, "late")
+        engine.close()
+
+    asyncio.run(main())
+
+
 def test_async_abort_and_close(scripted):
     async def main():
-        engine = AsyncLLMEngine(scripted())
-        engine.engine.runner.during_step = lambda output: time.sleep(0.005)
+        engine = AsyncLLMEngine(*scripted())
+        engine.engine.executor.during_step = lambda output: time.sleep(0.005)
         stream = await engine.submit("abcdefghij?" * 20, LONG, "a")
         await anext(stream)
         engine.abort("a")
@@ -127,7 +155,7 @@ def test_async_abort_and_close(scripted):
 
 
 def test_idle_engine_sleeps(scripted):
-    engine = AsyncLLMEngine(scripted())
+    engine = AsyncLLMEngine(*scripted())
     start = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - start < 0.1

@@ -26,6 +26,7 @@ from helpers.real_model import (
 )
 
 from jax_paged import BeamSearchParams, LLMEngine, SamplingParams
+from jax_paged.core.stop_conditions import POOL_TOO_SMALL
 
 NAN_TOKEN = 300
 
@@ -77,7 +78,7 @@ BAD: dict[str, tuple[Callable[[LLMEngine], None], str]] = {
     "float id": (_prompt([1.0]), "1.0"),
     "no prompt": (_prompt(None), "None"),
     "prompt too long": (_prompt([1] * MAX_MODEL_LEN), f"{MAX_MODEL_LEN}"),
-    "prompt and max_tokens too long": (_prompt([1] * (MAX_MODEL_LEN - 3)), f"{MAX_MODEL_LEN}"),
+    "prompt and one token too long": (_prompt([1] * MAX_MODEL_LEN, 1), f"max_model_len, {MAX_MODEL_LEN}"),
     "temperature": (_params(temperature=-0.1), "temperature is -0.1"),
     "temperature NaN": (_params(temperature=math.nan), "temperature is nan"),
     "top_p 0": (_params(top_p=0.0), "top_p"),
@@ -98,7 +99,7 @@ BAD: dict[str, tuple[Callable[[LLMEngine], None], str]] = {
     "beam_width over the top": (_beams(beam_width=11), r"beam_width is 11; allowed: an integer in \[1, 10\]"),
     "beam max_tokens": (_beams(beam_width=2, max_tokens=0), "max_tokens is 0"),
     "beams too long": (
-        _beams(beam_width=2, max_tokens=MAX_MODEL_LEN),
+        lambda engine: engine.add_request("bad", [1] * MAX_MODEL_LEN, BeamSearchParams(2)),
         f"allowed: max_model_len, {MAX_MODEL_LEN}",
     ),
     "beam temperature": (_beams(beam_width=2, temperature=-1.0), "temperature is -1.0"),
@@ -111,7 +112,7 @@ BAD: dict[str, tuple[Callable[[LLMEngine], None], str]] = {
     "max_tokens": (_params(max_tokens=0), "max_tokens"),
     "min_tokens": (_params(max_tokens=2, min_tokens=3), "min_tokens"),
     "logprobs": (_params(logprobs=21), "logprobs"),
-    "prompt_logprobs": (_params(prompt_logprobs=-1), "prompt_logprobs"),
+    "prompt_logprobs": (_params(prompt_logprobs=-2), "prompt_logprobs"),
     "logit_bias id": (_params(logit_bias={VOCAB_SIZE: 1.0}), "logit_bias"),
     "logit_bias NaN": (_params(logit_bias={1: math.nan}), "logit_bias"),
     "stop_token_ids": (_params(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids"),
@@ -164,8 +165,14 @@ def test_requests_that_never_fit_the_pool(small_engine: LLMEngine, expected: lis
     ]
     assert not outputs["prompt too long"].outputs[0].token_ids
     assert len(outputs["long"].outputs[0].token_ids) == 160 + 1 - 130
-    for name, count in (("prompt too long", 1), ("long", 1), ("samples", 4), ("beams", 4)):
-        assert [o.finish_reason for o in outputs[name].outputs] == ["length"] * count, name
+    for name, reasons in {
+        "prompt too long": ["error"],
+        "long": ["length"],
+        "samples": ["length"] * 4,
+        "beams": ["length"] * 4,
+    }.items():
+        assert [o.finish_reason for o in outputs[name].outputs] == reasons, name
+        assert {o.stop_reason for o in outputs[name].outputs} == {POOL_TOO_SMALL}, name
     # 33 blocks hold the prompt, the last of them copied by each sequence: 2 more for 4 of them.
     for name in ("samples", "beams"):
         assert {len(o.token_ids) for o in outputs[name].outputs} == {7}, name
@@ -203,7 +210,7 @@ def test_an_engine_that_can_not_start_leaves_others_alone(
 @contextlib.contextmanager
 def nan_embedding(engine: LLMEngine, token_ids: list[int]) -> Iterator[None]:
     """Makes the embedding of some tokens NaN for a while."""
-    weights = engine.runner._weights
+    weights = engine.executor.runner._weights
     (index,) = (i for i, w in enumerate(weights) if w.shape == (VOCAB_SIZE, 64))
     kept = weights[index]
     broken = np.array(kept)
@@ -254,7 +261,7 @@ def test_blocks_that_held_nan_are_reused(small_engine: LLMEngine, expected: list
     with nan_embedding(small_engine, list(range(VOCAB_SIZE))):
         outputs = run(small_engine, [Request([i] * 150, params) for i in range(20)])
     assert {o.outputs[0].finish_reason for o in outputs} == {"abort"}
-    held_nan = np.isnan(np.asarray(small_engine.runner._kv_cache[0])).any(axis=(1, 2, 3, 4))
+    held_nan = np.isnan(np.asarray(small_engine.executor.runner._kv_cache[0])).any(axis=(1, 2, 3, 4))
     assert held_nan.sum() >= 8
     # The blocks freed last are handed out first.
     assert held_nan[list(small_engine.scheduler.block_manager.pool._free)[:8]].all()

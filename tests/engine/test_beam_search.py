@@ -139,7 +139,7 @@ def make_cases(seeds: tuple[int, ...]) -> list[Case]:
     cases = []
     for i, ((width, penalty, ignore_eos), seed) in enumerate(zip(kinds, seeds, strict=True)):
         temperature = (0.0, 0.6, 1.7)[(i // 2 + i // 6 + i % 2) % 3]
-        params = BeamSearchParams(width, 16, ignore_eos, penalty, temperature)
+        params = BeamSearchParams(width, 16, ignore_eos, temperature, penalty)
         length = (1, 15, 16, 17, 32, 40)[(i + i // 6) % 6]
         cases.append(Case(np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist(), params))
     return cases
@@ -193,7 +193,7 @@ def test_cases_are_decided_and_as_demanding_as_they_should_be(expected: list[Fou
 def any_engine(request: pytest.FixtureRequest) -> LLMEngine:
     """An engine of either block size in which the likely end tokens end a sequence."""
     engine = request.getfixturevalue("shared_engine" if request.param == 4 else "engine")
-    assert engine.runner.config.block_size == request.param
+    assert engine.config.block_size == request.param
     reschedule(engine, eos_token_ids=EOS_TOKEN_IDS)
     return engine
 
@@ -213,7 +213,7 @@ def test_all_together_and_again_from_the_cache(any_engine: LLMEngine, expected: 
     assert_found(run(any_engine, REQUESTS), expected)
     again = run(any_engine, REQUESTS)
     assert_found(again, expected)
-    size = any_engine.runner.config.block_size
+    size = any_engine.config.block_size
     assert [o.num_cached_tokens for o in again] == [(len(c.prompt) - 1) // size * size for c in CASES]
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jax_paged.engine.detokenizer import Detokenizer
+from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
 
 TEXT = "The quick brown fox: naïve café 你好, 世界! 🙂 def f(x):\n    return x  # été\n"
@@ -62,9 +63,9 @@ def sentencepiece(tmp_path_factory):
     return _save(backend, tmp_path_factory.mktemp("sentencepiece"))
 
 
-def stream(tokenizer, token_ids, prompt=(), **settings):
+def stream(tokenizer, token_ids, prompt=(), stop=(), **settings):
     """Returns the parts that were visible after each token, and the stop string that was found."""
-    detokenizer = Detokenizer(tokenizer, list(prompt), **settings)
+    detokenizer = Detokenizer(tokenizer, list(prompt), stop=StopStrings(stop) if stop else None, **settings)
     parts, shown = [], 0
     stop = None
     for token_id in token_ids:
@@ -115,6 +116,33 @@ def test_incomplete_character_at_the_end_is_flushed(byte_level):
     ids = byte_level.encode("ok🙂")[:-1]
     parts, _ = stream(byte_level, ids)
     assert "".join(parts) == byte_level.decode(ids) == "ok\ufffd"
+
+
+@pytest.mark.parametrize("stop", [["\ufffd"], ["k\ufffd"], ["x", "ok\ufffd"]])
+def test_the_end_of_an_incomplete_character_is_no_stop_string(byte_level, stop):
+    ids = byte_level.encode("ok🙂")[:-1]
+    parts, found = stream(byte_level, ids, stop=stop)
+    assert ("".join(parts), found) == ("ok\ufffd", None)
+
+
+def test_what_was_held_back_beside_an_incomplete_character_can_hold_a_stop_string(tmp_path):
+    """One token may be the end of one character and the start of another."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    space, first = (pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(c)[0][0] for c in " 🙂")
+    pieces = [*alphabet, space + first[0]]
+    backend = tokenizers.Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, []))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = _save(backend, tmp_path)
+    a, both = pieces.index("a"), len(alphabet)
+    assert stream(tokenizer, [a, both]) == (["a", "", " \ufffd"], None)
+    assert stream(tokenizer, [a, both], stop=[" "]) == (["a", "", ""], " ")
+    assert stream(tokenizer, [a, both], stop=["a "]) == (["", "", ""], "a ")
+
+
+def test_nothing_comes_after_a_stop_string_in_bytes_that_are_no_text(byte_level):
+    ids = [*byte_level.encode("ab"), *byte_level.encode("🙂")[:1] * 6]
+    parts, found = stream(byte_level, ids, stop=["b\ufffd"])
+    assert ("".join(parts), found) == ("a", "b\ufffd")
 
 
 def test_special_tokens_are_skipped_or_shown(byte_level):
@@ -174,7 +202,7 @@ def test_cost_of_a_token_does_not_grow(byte_level):
     garbage = [rng.randrange(3, 259) for _ in range(20000)]
 
     def seconds(ids):
-        detokenizer = Detokenizer(byte_level, [5], stop=["<never>"])
+        detokenizer = Detokenizer(byte_level, [5], stop=StopStrings(["<never>"]))
         start = time.perf_counter()
         for token_id in ids:
             detokenizer.append(token_id)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers.real_model import assert_no_block_lost
+from helpers.wrapped_executor import WrappedExecutor
 
 from jax_paged import LLM, BeamSearchParams, SamplingParams
 
@@ -36,14 +37,12 @@ def encoder_ids(case):
 @pytest.fixture
 def encoded(llm, monkeypatch):
     """A list of the texts that the encoder reads."""
-    texts, runner = [], llm.llm_engine.runner
-    build = runner._builder.build_encoder
+    texts, engine = [], llm.llm_engine
 
-    def spy(token_ids, *args):
-        texts.append(token_ids)
-        return build(token_ids, *args)
+    def note(output):
+        texts.extend(text.token_ids for text in output.to_encode)
 
-    monkeypatch.setattr(runner._builder, "build_encoder", spy)
+    monkeypatch.setattr(engine, "executor", WrappedExecutor(engine.executor, before=note))
     return texts
 
 
@@ -51,7 +50,7 @@ def test_a_plain_prompt_is_the_encoders(llm, case, encoded):
     (output,) = llm.generate({"prompt_token_ids": encoder_ids(case)}, GREEDY, use_tqdm=False)
     assert list(output.outputs[0].token_ids) == case["token_ids"]
     assert output.encoder_prompt_token_ids == encoder_ids(case)
-    assert output.prompt_token_ids == [llm.llm_engine.runner.config.decoder_start_token_id]
+    assert output.prompt_token_ids == [llm.llm_engine.config.decoder_start_token_id]
     assert encoded == [encoder_ids(case)]
     both = {"encoder_prompt": encoder_ids(case), "decoder_prompt": [0, *case["token_ids"][:5]]}
     (forced,) = llm.generate([both], GREEDY, use_tqdm=False)
@@ -100,7 +99,7 @@ def test_each_sample_and_the_best_beam_are_those_of_requests_of_their_own(llm, c
 def test_bad_prompts_say_what_is_allowed(llm, case):
     with pytest.raises(ValueError, match="a dict with both of"):
         llm.generate([{"encoder_prompt": [5]}], GREEDY, use_tqdm=False)
-    too_long = [5] * (llm.llm_engine.runner.config.max_model_len + 1)
+    too_long = [5] * (llm.llm_engine.config.max_model_len + 1)
     with pytest.raises(ValueError, match="tokens for the encoder; allowed: max_model_len"):
         llm.generate([too_long], GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="no prefixes to pin"):

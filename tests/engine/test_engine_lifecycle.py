@@ -1,19 +1,21 @@
-"""An engine from start to close: aborts, Ctrl-C, failures, what it costs; a scripted runner."""
+"""An engine from start to close: aborts, Ctrl-C, failures, what it costs; a scripted executor."""
 
-import dataclasses
 import os
 import signal
 import time
+from importlib import import_module
 
 import pytest
-from helpers.scripted_engine import LONG, ScriptedRunner, no_block_lost, run
+from helpers.scripted_engine import LONG, ScriptedExecutor, no_block_lost, run
 
 import jax_paged
-from jax_paged import LLM, LLMEngine, SamplingParams
+from jax_paged import _MODULES, LLMEngine, SamplingParams
+from jax_paged.core.stop_conditions import POOL_TOO_SMALL
+from jax_paged.lab.recording import replay
 
 
 def test_abort(scripted):
-    with LLMEngine(scripted()) as engine:
+    with LLMEngine(*scripted()) as engine:
         engine.add_request("a", "abcdef?", LONG)
         engine.add_request("b", "abcdef?", LONG)
         engine.step()
@@ -25,11 +27,11 @@ def test_abort(scripted):
 
 
 def test_non_finite_logits_end_one_request(scripted):
-    with LLMEngine(scripted()) as engine:
+    with LLMEngine(*scripted()) as engine:
         engine.add_request("bad", "abc?", LONG)
         engine.add_request("good", "abc?", LONG)
         engine.step()
-        engine.runner.bad_request = "bad"
+        engine.executor.bad_request = "bad"
         outs = run(engine)
         assert outs["good"].outputs[0].text == "abc"
         bad = outs["bad"].outputs[0]
@@ -40,11 +42,11 @@ def test_non_finite_logits_end_one_request(scripted):
 
 def test_seeds_come_from_the_engine_and_the_order(scripted):
     def seeds(seed):
-        with LLMEngine(scripted(seed=seed)) as engine:
+        with LLMEngine(*scripted(seed=seed)) as engine:
             for i in range(3):
                 engine.add_request(str(i), "abc?", SamplingParams(seed=7 if i == 1 else None))
             run(engine)
-            return [engine.runner.seeds[str(i)] for i in range(3)]
+            return [engine.executor.seeds[str(i)] for i in range(3)]
 
     one = seeds(1)
     assert one == seeds(1)
@@ -52,11 +54,11 @@ def test_seeds_come_from_the_engine_and_the_order(scripted):
     assert len({one[0], one[2], *seeds(2)}) == 5
 
 
-def test_close_is_final_and_may_be_repeated(llm):
-    other = LLM(llm.llm_engine.args.model)
+def test_close_is_final_and_may_be_repeated(llm, make_llm):
+    other = make_llm()
     llm.close()
     llm.close()
-    assert llm.llm_engine.runner.num_closed == 1
+    assert llm.llm_engine.executor.num_closed == 1
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate("abc?")
     assert "closed" in repr(llm)
@@ -80,16 +82,16 @@ def test_repr(llm):
 
 
 def test_ctrl_c_ends_generate_between_steps_and_leaves_the_engine_usable(llm):
-    runner = llm.llm_engine.runner
+    executor = llm.llm_engine.executor
     finished_steps = []
 
     def interrupt(output):
-        if runner.num_steps == 3:
+        if executor.num_steps == 3:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)
-        finished_steps.append(runner.num_steps)
+        finished_steps.append(executor.num_steps)
 
-    runner.during_step = interrupt
+    executor.during_step = interrupt
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["abcdefgh?"] * 3, LONG, use_tqdm=False)
@@ -97,7 +99,7 @@ def test_ctrl_c_ends_generate_between_steps_and_leaves_the_engine_usable(llm):
     assert signal.getsignal(signal.SIGINT) is handler
     assert not llm.llm_engine.has_unfinished_requests()
     assert no_block_lost(llm.llm_engine)
-    runner.during_step = lambda output: None
+    executor.during_step = lambda output: None
     assert llm.generate("abc?", LONG, use_tqdm=False)[0].outputs[0].text == "abc"
 
 
@@ -109,10 +111,10 @@ def test_ctrl_c_whose_handler_returns_ends_generate(llm, monkeypatch, last_step)
         step = 4 if last_step else 2
 
         def press(output):
-            if llm.llm_engine.runner.num_steps == step:
+            if llm.llm_engine.executor.num_steps == step:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        llm.llm_engine.runner.during_step = press
+        llm.llm_engine.executor.during_step = press
         if last_step:
             assert llm.generate("abc?", LONG, use_tqdm=False)[0].outputs[0].text == "abc"
         else:
@@ -125,12 +127,12 @@ def test_ctrl_c_whose_handler_returns_ends_generate(llm, monkeypatch, last_step)
 
 
 def test_ctrl_c_in_a_step_comes_after_the_step(scripted):
-    with LLMEngine(scripted()) as engine:
+    with LLMEngine(*scripted()) as engine:
         engine.add_request("a", "abc?", LONG)
-        engine.runner.during_step = lambda output: os.kill(os.getpid(), signal.SIGINT)
+        engine.executor.during_step = lambda output: os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-        engine.runner.during_step = lambda output: None
+        engine.executor.during_step = lambda output: None
         assert run(engine)["a"].outputs[0].text == "abc"
 
 
@@ -140,11 +142,11 @@ def test_generate_beside_a_request_that_was_added_by_hand(llm):
     assert [len(output.outputs[0].token_ids) for output in outputs] == [4, 4]
 
 
-def test_an_error_of_the_runner_ends_the_requests_of_generate(llm):
+def test_an_error_of_the_executor_ends_the_requests_of_generate(llm):
     def fail(output):
         raise RuntimeError("device lost")
 
-    llm.llm_engine.runner.during_step = fail
+    llm.llm_engine.executor.during_step = fail
     with pytest.raises(RuntimeError, match="device lost"):
         llm.generate(["abc?"] * 3, use_tqdm=False)
     assert not llm.llm_engine.has_unfinished_requests()
@@ -154,12 +156,12 @@ def test_an_engine_that_has_failed_says_so_until_it_is_closed(scripted):
     def fail(output):
         raise OSError("device lost")
 
-    with LLMEngine(scripted()) as engine:
+    with LLMEngine(*scripted()) as engine:
         engine.add_request("a", "abc?", LONG)
-        engine.runner.during_step = fail
+        engine.executor.during_step = fail
         with pytest.raises(OSError, match="device lost"):
             engine.step()
-        engine.runner.during_step = lambda output: None
+        engine.executor.during_step = lambda output: None
         for use in (
             engine.step,
             lambda: engine.add_request("b", "abc?"),
@@ -170,12 +172,80 @@ def test_an_engine_that_has_failed_says_so_until_it_is_closed(scripted):
             ) as error:
                 use()
             assert isinstance(error.value.__cause__, OSError)
-        assert engine.runner.num_steps == 1
+        assert engine.executor.num_steps == 1
         assert "failed: OSError('device lost')" in repr(engine)
         assert engine.compile_plan() == "a table"
         assert engine.abort_request("a").output().outputs[0].finish_reason == "abort"
-        assert no_block_lost(engine)
+        # The step that failed may still write to its blocks: they are held back for good.
+        engine.scheduler.block_manager.check_integrity()
+        pool = engine.scheduler.block_manager.pool
+        assert pool.num_free + pool.num_held == pool.num_usable
     assert "closed" in repr(engine)
+
+
+def _schedule(engine, patch, fail):
+    patch.setattr(engine.scheduler, "schedule", fail)
+
+
+def _take_in(engine, patch, fail):
+    patch.setattr(engine.scheduler, "update", fail)
+
+
+def _decode(engine, patch, fail):
+    patch.setattr(engine.tokenizer, "decode", fail)
+
+
+def _end_at_stop_string(engine, patch, fail):
+    patch.setattr(engine.scheduler, "finish", fail)
+
+
+@pytest.mark.parametrize("part", [_schedule, _take_in, _decode, _end_at_stop_string])
+@pytest.mark.parametrize("error", [AssertionError, SystemExit])
+def test_an_error_anywhere_in_a_step_ends_the_engine(scripted, monkeypatch, part, error):
+    """It would go on with sequences that have a token more than their requests know of, or worse."""
+
+    def fail(*args, **kwargs):
+        raise error("half-way")
+
+    with LLMEngine(*scripted()) as engine:
+        engine.add_request("a", "abc?", SamplingParams(stop="a"))
+        with monkeypatch.context() as patch:
+            part(engine, patch, fail)
+            with pytest.raises(error, match="half-way"):
+                engine.step()
+        with pytest.raises(RuntimeError, match=r"has failed: .*half-way"):
+            engine.step()
+        with pytest.raises(RuntimeError, match=r"has failed: .*half-way"):
+            engine.add_request("b", "abc?")
+        assert "failed" in repr(engine)
+
+
+def test_a_request_that_never_ran_ends_in_error(llm):
+    """Prefixes that are pinned leave it no room."""
+    engine = llm.llm_engine
+    texts = [letter * 112 for letter in "abcde"]
+    names = [llm.pin_prefix(text) for text in texts]
+    params = SamplingParams(max_tokens=4)
+    none, some = llm.generate(["x" * 64 + "?", "y?"], params, use_tqdm=False)
+    (completion,) = none.outputs
+    assert (completion.finish_reason, completion.stop_reason) == ("error", POOL_TOO_SMALL)
+    assert (completion.text, completion.token_ids, none.finished) == ("", [], True)
+    assert some.outputs[0].text == "y"
+    for name in names:
+        llm.unpin_prefix(name)
+    assert no_block_lost(engine)
+
+
+def test_a_recording_starts_with_empty_seats(scripted):
+    """The executor names sequences by ids, and those of the new scheduler start over."""
+    lines = []
+    with LLMEngine(*scripted()) as engine:
+        engine.add_request("before", "abc?", LONG)
+        assert run(engine)["before"].outputs[0].text == "abc"
+        engine.record(lines.append)
+        engine.add_request("after", "abc?", LONG)
+        assert run(engine)["after"].outputs[0].text == "abc"
+    assert replay(lines) > 0
 
 
 def test_compile_plan(llm):
@@ -185,28 +255,26 @@ def test_compile_plan(llm):
         llm.compile_plan()
 
 
-def test_bad_generation_config_is_found_at_the_start(scripted, monkeypatch):
-    monkeypatch.setattr(ScriptedRunner, "sampling_defaults", {"top_k": 7, "temperature": 0.5})
-    with LLMEngine(scripted()) as engine:
+def test_bad_generation_config_is_found_at_the_start(scripted):
+    args, _ = scripted()
+    with LLMEngine(args, ScriptedExecutor(args, {"top_k": 7, "temperature": 0.5})) as engine:
         params = engine.check_request("abc?").params
         assert (params.top_k, params.temperature) == (7, 0.5)
-    closed = []
-    monkeypatch.setattr(ScriptedRunner, "close", lambda _: closed.append(True))
     for bad, message in (({"top_p": 7}, "top_p is 7"), ({"temperature": "hot"}, "temperature is 'hot'")):
-        monkeypatch.setattr(ScriptedRunner, "sampling_defaults", bad)
+        executor = ScriptedExecutor(args, bad)
         with pytest.raises(ValueError, match=f"generation_config.json.*{message}"):
-            LLMEngine(scripted())
-    assert len(closed) == 2
+            LLMEngine(args, executor)
+        assert executor.num_closed == 1
 
 
 @pytest.mark.parametrize("num_requests", [64])
 def test_host_time_of_the_front_is_small(scripted, num_requests):
-    args = scripted(max_num_seqs=64, max_num_batched_tokens=2048, num_gpu_blocks_override=4000)
+    settings = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "num_gpu_blocks_override": 4000}
     params = SamplingParams(max_tokens=100, stop=["@@@@"])
-    with LLMEngine(dataclasses.replace(args, max_model_len=400)) as engine:
+    with LLMEngine(*scripted(max_model_len=400, **settings)) as engine:
         for i in range(num_requests):
             engine.add_request(str(i), "the quick brown fox jumps over it " * 4, params)
-        engine.runner.during_step = lambda output: None
+        engine.executor.during_step = lambda output: None
         times = []
         while engine.has_unfinished_requests():
             start = time.perf_counter()
@@ -218,6 +286,6 @@ def test_host_time_of_the_front_is_small(scripted, num_requests):
 def test_package_is_lazy():
     assert set(jax_paged.__all__) <= set(dir(jax_paged))
     for name in jax_paged.__all__:
-        assert getattr(jax_paged, name).__name__ == name
+        assert getattr(jax_paged, name) is getattr(import_module(f"jax_paged.{_MODULES[name]}"), name)
     with pytest.raises(AttributeError, match="nothing_here"):
         jax_paged.nothing_here  # noqa: B018

@@ -31,7 +31,10 @@ from helpers.real_model import (
 
 from jax_paged import LLMEngine
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.worker.batch import Bucket, StepInputs, layout
+from jax_paged.worker.batch_builder import StepInputs
+from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.logits_rows import LogitsRows
+from jax_paged.worker.packed_batch import layout, views
 
 # Of this seed's requests every token leads by more than TOLERANCE, so no rounding can change one.
 SEED = 3
@@ -138,7 +141,7 @@ def test_requests_that_arrive_and_leave_at_any_time(engine: LLMEngine, expected:
 
 
 def test_what_unwritten_blocks_hold_does_not_matter(engine: LLMEngine, expected: list[list[int]]) -> None:
-    runner = engine.runner
+    runner = engine.executor.runner
     kept = runner._kv_cache
     runner._kv_cache = [jnp.full(x.shape, jnp.nan, x.dtype, device=x.sharding) for x in kept]
     assert tokens_of(run(engine, REQUESTS)) == expected
@@ -148,34 +151,34 @@ def test_what_unwritten_blocks_hold_does_not_matter(engine: LLMEngine, expected:
     runner._kv_cache = [jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in kept]
 
 
-Damage = Callable[[Callable[[str], np.ndarray], SchedulerOutput], None]
+Damage = Callable[[dict[str, np.ndarray], SchedulerOutput], None]
 
 
-def _shift_a_slot(view: Callable[[str], np.ndarray], output: SchedulerOutput) -> None:
-    view("slot_mapping")[0, 0] += 1
+def _shift_a_slot(view: dict[str, np.ndarray], output: SchedulerOutput) -> None:
+    view["slot_mapping"][0, 0] += 1
 
 
-def _skip_the_last_token(view: Callable[[str], np.ndarray], output: SchedulerOutput) -> None:
-    view("context_lens")[0, : len(output.scheduled)] -= 1
+def _skip_the_last_token(view: dict[str, np.ndarray], output: SchedulerOutput) -> None:
+    view["context_lens"][0, : len(output.scheduled)] -= 1
 
 
-def _shift_a_position(view: Callable[[str], np.ndarray], output: SchedulerOutput) -> None:
-    view("positions")[0] += 1
+def _shift_a_position(view: dict[str, np.ndarray], output: SchedulerOutput) -> None:
+    view["positions"][0] += 1
 
 
-def _swap_two_blocks(view: Callable[[str], np.ndarray], output: SchedulerOutput) -> None:
-    table = view("block_tables")[0, 0]
+def _swap_two_blocks(view: dict[str, np.ndarray], output: SchedulerOutput) -> None:
+    table = view["block_tables"][0, 0]
     if table[1]:
         table[:2] = table[1::-1]
 
 
-def _read_the_neighbours_row(view: Callable[[str], np.ndarray], output: SchedulerOutput) -> None:
-    view("logits_rows")[0] += 1
+def _read_the_neighbours_row(view: dict[str, np.ndarray], output: SchedulerOutput) -> None:
+    view["logits_rows"][0] += 1
 
 
-def _move_a_border(view: Callable[[str], np.ndarray], output: SchedulerOutput) -> None:
+def _move_a_border(view: dict[str, np.ndarray], output: SchedulerOutput) -> None:
     if len(output.scheduled) > 1:
-        view("query_start_loc")[1] -= 1
+        view["query_start_loc"][1] -= 1
 
 
 @pytest.mark.parametrize(
@@ -192,18 +195,13 @@ def _move_a_border(view: Callable[[str], np.ndarray], output: SchedulerOutput) -
 def test_a_mistake_in_the_batch_is_noticed(
     engine: LLMEngine, expected: list[list[int]], damage: Damage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    builder = engine.runner._builder
+    builder = engine.executor.runner._builder
     build = builder.build
 
-    def build_wrongly(output: SchedulerOutput, bucket: Bucket) -> StepInputs:
-        inputs = build(output, bucket)
-        fields, _ = layout(bucket, builder.max_blocks_per_seq, len(builder.groups))
-
-        def view(name: str) -> np.ndarray:
-            start, shape = fields[name]
-            return inputs.packed[start : start + int(np.prod(shape))].reshape(shape)
-
-        damage(view, output)
+    def build_wrongly(output: SchedulerOutput, logits_rows: LogitsRows, bucket: Bucket) -> StepInputs:
+        inputs = build(output, logits_rows, bucket)
+        fields, _ = layout(bucket, builder._max_blocks_per_seq, len(builder._groups))
+        damage(views(inputs.packed, fields), output)
         return inputs
 
     monkeypatch.setattr(builder, "build", build_wrongly)

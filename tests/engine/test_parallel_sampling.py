@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,16 @@ from helpers.real_model import (
     add,
     assert_no_block_lost,
     drain,
+    release_seats,
     reschedule,
     run,
     run_alone,
     steps_of,
 )
+from helpers.wrapped_executor import WrappedExecutor
 
-from jax_paged import AsyncLLMEngine, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
-from jax_paged.engine import async_engine
-from jax_paged.engine.input_processor import RequestChecker
+from jax_paged import AsyncLLMEngine, BeamSearchParams, LLMEngine, SamplingParams
+from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.outputs import CompletionOutput, RequestOutput
 
 RNG = np.random.default_rng(2)
@@ -184,11 +186,12 @@ def test_abort_half_way(shared_engine: LLMEngine, alone: list[RequestOutput]) ->
 
 
 @pytest.fixture
-def stream_engine(shared_engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> AsyncLLMEngine:
-    """The same engine, stepped by a thread; closing it ends the thread alone."""
-    monkeypatch.setattr(async_engine, "LLMEngine", lambda args: shared_engine)
-    monkeypatch.setattr(shared_engine, "close", lambda: None)
-    return AsyncLLMEngine(EngineArgs())
+def stream_engine(shared_engine: LLMEngine) -> Iterator[AsyncLLMEngine]:
+    """An engine on the same executor, stepped by a thread; closing it does not close the executor."""
+    engine = AsyncLLMEngine(shared_engine.args, WrappedExecutor(shared_engine.executor))
+    yield engine
+    engine.close()
+    release_seats(engine.engine)
 
 
 def test_streams(stream_engine: AsyncLLMEngine, alone: list[RequestOutput]) -> None:
@@ -246,7 +249,9 @@ def test_streams_left_and_aborted(stream_engine: AsyncLLMEngine, alone: list[Req
     assert_no_block_lost(stream_engine.engine)
 
 
-def test_streams_of_which_the_best_is_known_at_the_end(stream_engine: AsyncLLMEngine) -> None:
+def test_streams_of_which_the_best_is_known_at_the_end(
+    shared_engine: LLMEngine, stream_engine: AsyncLLMEngine
+) -> None:
     params = dataclasses.replace(REQUESTS[1].params, n=2, best_of=3)
     requests = {"best_of": params, "beams": BeamSearchParams(3, max_tokens=10)}
 
@@ -260,18 +265,18 @@ def test_streams_of_which_the_best_is_known_at_the_end(stream_engine: AsyncLLMEn
         streamed = asyncio.run(main())
     finally:
         stream_engine.close()
-    reschedule(stream_engine.engine)
+    release_seats(stream_engine.engine)
     for name, outputs in zip(requests, streamed, strict=True):
-        stream_engine.engine.add_request(name, REQUESTS[1].prompt, requests[name])
-        whole = drain(stream_engine.engine)[name]
+        shared_engine.add_request(name, REQUESTS[1].prompt, requests[name])
+        whole = drain(shared_engine)[name]
         assert all(not output.outputs and not output.finished for output in outputs[:-1])
         assert [content(o) for o in outputs[-1].outputs] == [content(o) for o in whole.outputs]
         assert len(whole.outputs) == {"best_of": 2, "beams": 3}[name]
 
 
 def test_a_group_that_can_never_fit_is_refused(shared_engine: LLMEngine) -> None:
-    config = dataclasses.replace(shared_engine.runner.config, num_blocks=21)
-    checker = RequestChecker(config, None, SamplingParams(), "fcfs")
+    config = dataclasses.replace(shared_engine.input_processor._config, num_blocks=21)
+    checker = InputProcessor(config, None)
     prompt = [5] * 68  # 17 full blocks, that all share; each sequence needs one of its own
     checker.check(prompt, SamplingParams(n=3), "", 0)
     checker.check(prompt, SamplingParams(n=4, max_tokens=1), "", 0)  # their only tokens are never written

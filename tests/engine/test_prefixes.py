@@ -1,6 +1,5 @@
 """Prefixes that are pinned, and salts: who shares blocks with whom, on the real model."""
 
-import dataclasses
 import os
 import signal
 from typing import Any
@@ -22,6 +21,7 @@ from helpers.scripted_engine import LONG, no_block_lost
 from helpers.scripted_engine import run as run_scripted
 
 from jax_paged import LLM, BeamSearchParams, LLMEngine, SamplingParams
+from jax_paged.core.stop_conditions import POOL_TOO_SMALL
 from jax_paged.outputs import RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -139,7 +139,10 @@ def test_prefix_that_does_not_fit(shared_engine: LLMEngine) -> None:
     # A request that doesn't fit beside it ends at once, another runs; and with the prefix all of it fits.
     outputs = run_unchecked(shared_engine, [Request(p, GREEDY) for p in (other, other[:10], [*PREFIX, 7])])
     assert [len(o.outputs[0].token_ids) for o in outputs] == [0, 6, 6]
-    assert outputs[0].outputs[0].finish_reason == "length"
+    assert (outputs[0].outputs[0].finish_reason, outputs[0].outputs[0].stop_reason) == (
+        "error",
+        POOL_TOO_SMALL,
+    )
     second = shared_engine.pin_prefix(other[:20])
     for held in (second, name):
         shared_engine.unpin_prefix(held)
@@ -177,7 +180,7 @@ def test_text_is_pinned(llm: LLM) -> None:
 
 def test_prefix_with_non_finite_values_is_refused(llm: LLM) -> None:
     engine: Any = llm.llm_engine
-    engine.runner.bad_request = "prefix-0"
+    engine.executor.bad_request = "prefix-0"
     with pytest.raises((ValueError, RuntimeError), match="finite"):
         llm.pin_prefix("a prefix of two blocks and a bit")
     assert not engine.scheduler.block_manager.pinned
@@ -186,21 +189,21 @@ def test_prefix_with_non_finite_values_is_refused(llm: LLM) -> None:
 
 def test_ctrl_c_while_a_prefix_is_computed(llm: LLM) -> None:
     engine: Any = llm.llm_engine
-    engine.runner.during_step = lambda output: os.kill(os.getpid(), signal.SIGINT)
+    engine.executor.during_step = lambda output: os.kill(os.getpid(), signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         llm.pin_prefix("a prefix of several steps, " * 10)
-    engine.runner.during_step = lambda output: None
+    engine.executor.during_step = lambda output: None
     assert not engine.has_unfinished_requests()
     assert no_block_lost(engine)
 
 
-def test_priorities(scripted: Any) -> None:
-    with LLMEngine(scripted(scheduling_policy="priority", max_num_seqs=1)) as engine:
+def test_priorities(scripted: Any, make_llm: Any) -> None:
+    with LLMEngine(*scripted(scheduling_policy="priority", max_num_seqs=1)) as engine:
         for i, priority in enumerate((3, -1, 2, -1)):
             engine.add_request(str(i), "abc?", LONG, priority=priority)
         assert list(run_scripted(engine)) == ["1", "3", "2", "0"]
         assert no_block_lost(engine)
-    with LLM(**dataclasses.asdict(scripted(scheduling_policy="priority"))) as llm:
+    with make_llm(scheduling_policy="priority") as llm:
         for bad, message in (
             ([1], "priority is"),
             (5, "priority is 5"),
@@ -210,7 +213,7 @@ def test_priorities(scripted: Any) -> None:
                 llm.generate(["abc?", "abc?"], LONG, priority=bad, use_tqdm=False)  # pyright: ignore
         outputs = llm.generate(["abc?", "de?"], LONG, priority=[5, 1], use_tqdm=False)
         assert [o.outputs[0].text for o in outputs] == ["abc", "de"]
-    with LLM(**dataclasses.asdict(scripted())) as llm:
+    with make_llm() as llm:
         with pytest.raises(ValueError, match=r"prompts\[1\]: priority is 2; allowed with .*'fcfs': 0"):
             llm.generate(["abc?", "abc?"], LONG, priority=[0, 2], use_tqdm=False)
-        assert llm.llm_engine.runner.num_steps == 0  # pyright: ignore[reportAttributeAccessIssue]
+        assert llm.llm_engine.executor.num_steps == 0  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,6 +12,7 @@ from helpers.real_model import (
     VOCAB_SIZE,
     DenseModel,
     Request,
+    Steps,
     add,
     assert_no_block_lost,
     ends_rightly,
@@ -25,7 +26,6 @@ from helpers.real_model import (
 )
 
 from jax_paged import BeamSearchParams, LLMEngine, SamplingParams
-from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.outputs import RequestOutput
 
 # A request is never larger than the pool alone: 12 blocks of prompt, and 4 sequences of 7 blocks more.
@@ -181,19 +181,20 @@ MODES = {
     "priority": Mode({"policy": "priority"}),
     "priority, swap": Mode({"policy": "priority", "preemption_mode": "swap"}, recomputes=False),
     "no prefix caching": Mode({"enable_prefix_caching": False}),
-    "delay": Mode({"delay_factor": 0.5}),
+    "delay": Mode({"scheduler_delay_factor": 0.5}),
     "small budget": Mode({"max_num_batched_tokens": 32}),
 }
 
 
-def num_recomputed(steps: list[SchedulerOutput]) -> int:
+def num_recomputed(steps: Steps) -> int:
     """Times that a sequence's tokens were computed once more."""
     furthest: dict[Any, int] = {}
     count = 0
     for step in steps:
         for row in step.scheduled:
-            count += row.start < furthest.get(row.seq, 0)
-            furthest[row.seq] = row.start + row.num_tokens
+            _, seq = steps.named[row.seq_id]
+            count += row.start < furthest.get(seq, 0)
+            furthest[seq] = row.start + row.num_tokens
     return count
 
 
@@ -226,9 +227,7 @@ def check_mode(engine: LLMEngine, workload: Workload, mode: Mode, patch: pytest.
     assert (recomputed > 0) == mode.recomputes
     # A step of prompts alone may hold what a request with several sequences recomputes, over two steps.
     num_tokenless = 1 if engine.scheduler.enable_chunked_prefill else 2
-    assert (
-        longest_run(sum(len(row.sampling) for row in step.scheduled) == 0 for step in steps) <= num_tokenless
-    )
+    assert longest_run(not step.samples for step in steps) <= num_tokenless
     assert_first_come_first_served(outputs, requests, by)
 
 
@@ -274,7 +273,7 @@ def test_every_kind_in_one_step(shared_engine: LLMEngine, monkeypatch: pytest.Mo
     kinds = {(r.params.temperature > 0, r.params.n, r.beams and r.beams.beam_width) for r in requests}
     for step, num_rows in ((steps[0], 8), (steps[1], 16)):
         assert len(step.scheduled) == num_rows
-        groups = {row.group.request_id: row.group for row in step.scheduled}
+        groups = {group.request_id: group for group, _ in (steps.named[row.seq_id] for row in step.scheduled)}
         assert len(groups) == 8
         together = {
             (
@@ -332,7 +331,7 @@ def test_swap_space_is_what_the_user_says(checkpoint: Any, monkeypatch: pytest.M
         preemption_mode="swap",
         **settings,
     ) as engine:
-        assert engine.runner.config.num_swap_blocks == 8
+        assert engine.config.num_swap_blocks == 8
         assert engine.scheduler.block_manager.swap_pool.num_usable == 8
         steps = steps_of(engine, monkeypatch)
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

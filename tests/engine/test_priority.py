@@ -1,16 +1,13 @@
-"""Priorities that users of LLM give; a scripted runner."""
-
-import dataclasses
+"""Priorities that users of LLM give; a scripted executor."""
 
 import pytest
 from helpers.scripted_engine import no_block_lost
 
-from jax_paged import LLM, SamplingParams
+from jax_paged import SamplingParams
 
 
-def test_generate_serves_lower_priorities_first(scripted):
-    args = scripted(scheduling_policy="priority", max_num_seqs=2)
-    with LLM(**dataclasses.asdict(args)) as llm:
+def test_generate_serves_lower_priorities_first(make_llm):
+    with make_llm(scheduling_policy="priority", max_num_seqs=2) as llm:
         outputs = llm.generate(
             ["abc?"] * 6, SamplingParams(n=2), priority=[3, -1, 2, 5, 0, 2], use_tqdm=False
         )
@@ -31,6 +28,6 @@ def test_generate_serves_lower_priorities_first(scripted):
 def test_bad_priorities_run_nothing(llm, priority, message):
     with pytest.raises(ValueError, match=message):
         llm.generate(["a?", "b?"], priority=priority, use_tqdm=False)
-    assert llm.llm_engine.runner.num_steps == 0
+    assert llm.llm_engine.executor.num_steps == 0
     assert no_block_lost(llm.llm_engine)
     assert len(llm.generate(["a?", "b?"], priority=[0, 0], use_tqdm=False)) == 2

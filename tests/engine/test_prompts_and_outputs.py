@@ -1,15 +1,16 @@
-"""Prompts in any form, bad ones, and the texts and log-probabilities that come back; a scripted runner."""
+"""Prompts in any form, bad ones, and the texts and log-probabilities that come back; a scripted executor."""
 
 import dataclasses
 import json
+from collections.abc import MutableSequence
 
 import numpy as np
 import pytest
 import tokenizers
 from helpers.scripted_engine import EOS, LONG, TEMPLATE, VOCAB_SIZE, no_block_lost, run
 
-from jax_paged import LLM, LLMEngine, SamplingParams
-from jax_paged.engine import llm_engine
+from jax_paged import LLM, EngineArgs, LLMEngine, SamplingParams
+from jax_paged.engine.assembly import tokenizer_name
 from jax_paged.engine.tokenizer import Tokenizer
 
 
@@ -21,6 +22,8 @@ from jax_paged.engine.tokenizer import Tokenizer
         ({"prompt": "abc?"}, ["abc"]),
         ({"prompt_token_ids": [68, 69, 70, 5]}, None),
         ([68, 69, 70, 5], None),
+        ([np.int32(68), 69, np.int64(5)], None),
+        (np.array([68, 69, 5]), None),
         ([[68, 69, 5], {"prompt": "x?"}, "y?"], None),
         ([], []),
     ],
@@ -35,6 +38,12 @@ def test_forms_of_prompts(llm, prompts, texts):
         assert (completion.finish_reason, completion.stop_reason, out.finished) == ("stop", None, True)
         assert out.metrics.arrival_time <= out.metrics.first_token_time <= out.metrics.finished_time
     assert no_block_lost(llm.llm_engine)
+
+
+def test_max_tokens_is_cut_to_max_model_len(llm):
+    outs = llm.generate([[5] * 390] * 2, [SamplingParams(max_tokens=n) for n in (9, 11)], use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outs] == [9, 10]
+    assert [o.outputs[0].finish_reason for o in outs] == ["length"] * 2
 
 
 def test_order_and_parameters_of_each(llm):
@@ -57,7 +66,7 @@ BAD = [
     ("", {}, "prompt is ''"),
     ([], {}, "prompt_token_ids"),
     ({"prompt_token_ids": "abc"}, {}, "prompt_token_ids is 'abc'"),
-    ({"text": "abc"}, {}, "just one of the keys"),
+    ({"text": "abc"}, {}, "one of the keys"),
     (7, {}, "prompt is 7"),
     ("\ud800", {}, "Unicode"),
     ([5, -1], {}, r"prompt_token_ids\[1\] is -1"),
@@ -65,11 +74,19 @@ BAD = [
     ([5, True], {}, r"prompt_token_ids\[1\] is True"),
     ([5, 2**40], {}, r"prompt_token_ids\[1\] is 1099511627776"),
     ([5, 1.0], {}, r"prompt_token_ids\[1\] is 1.0"),
-    ([np.int32(5)], {}, r"prompt_token_ids\[0\]"),
-    ([5] * 390, {"max_tokens": 11}, "390 tokens and max_tokens is 11: 401 tokens in all; allowed.*400"),
+    ([np.int32(300)], {}, r"prompt_token_ids\[0\] is 300"),
+    ([np.float32(5)], {}, r"prompt_token_ids\[0\] is np.float32\(5.0\)"),
+    (np.array([5.0]), {}, r"prompt_token_ids\[0\] is 5.0"),
+    (np.array([True]), {}, r"prompt_token_ids\[0\] is True"),
+    (np.zeros((2, 2), int), {}, r"prompt_token_ids\[0\] is \[0, 0\]"),
+    ([5] * 400, {"max_tokens": 1}, "400 tokens and needs room for one more; allowed: max_model_len, 400"),
     ([5] * 400, {"max_tokens": None}, "400 tokens"),
     ("a", {"logprobs": 20}, r"logprobs is 20; allowed: an integer in \[0, 19\]"),
     ("a", {"prompt_logprobs": 20}, "prompt_logprobs is 20"),
+    ("a", {"logprobs": -1}, r"logprobs is 300; allowed: an integer in \[0, 19\]"),
+    ("a", {"allowed_token_ids": [5, 300]}, "a token id of allowed_token_ids is 300"),
+    ("a", {"bad_words_token_ids": [[5], [6, 300]]}, "a token id of bad_words_token_ids is 300"),
+    ("a", {"bad_words": ["x"] * 129}, "the number of bad words is 129"),
     ("a", {"stop_token_ids": [5] * 600, "min_tokens": 1}, "length of stop_token_ids is 600; allowed.*511"),
     ("a", {"stop_token_ids": [300]}, "a token id of stop_token_ids is 300"),
     ("a", {"logit_bias": {300: 1.0}}, "a token id of logit_bias is 300"),
@@ -78,7 +95,7 @@ BAD = [
 
 @pytest.mark.parametrize(("prompt", "settings", "message"), BAD)
 def test_bad_input_names_what_is_wrong_and_disturbs_nobody(scripted, prompt, settings, message):
-    with LLMEngine(scripted()) as engine:
+    with LLMEngine(*scripted()) as engine:
         engine.add_request("good", "abc?", LONG)
         engine.step()
         with pytest.raises(ValueError, match=message):
@@ -87,19 +104,25 @@ def test_bad_input_names_what_is_wrong_and_disturbs_nobody(scripted, prompt, set
         assert no_block_lost(engine)
 
 
-def test_text_of_a_larger_vocabulary_names_prompt_and_tokenizer(llm, monkeypatch):
-    highest = max(llm.llm_engine.tokenizer.encode("abc?"))
-    monkeypatch.setattr(llm.llm_engine.runner.config, "vocab_size", highest)
-    with pytest.raises(ValueError, match=rf"prompt has the token id {highest}; .*\[0, {highest - 1}\]"):
+def test_text_of_a_larger_vocabulary_names_prompt_and_tokenizer(scripted):
+    def llm_of(vocab_size):
+        args, executor = scripted()
+        executor.config = dataclasses.replace(executor.config, vocab_size=vocab_size)
+        return LLM(args.model, executor=executor)
+
+    with llm_of(VOCAB_SIZE) as llm:
+        highest = max(llm.llm_engine.tokenizer.encode("abc?"))
+    message = rf"prompt has the token id {highest}; .*\[0, {highest - 1}\]"
+    with llm_of(highest) as llm, pytest.raises(ValueError, match=message):
         llm.generate("abc?", use_tqdm=False)
-    monkeypatch.setattr(llm.llm_engine.runner.config, "vocab_size", highest + 1)
-    assert llm.generate("abc?", LONG, use_tqdm=False)[0].outputs[0].text == "abc"
+    with llm_of(highest + 1) as llm:
+        assert llm.generate("abc?", LONG, use_tqdm=False)[0].outputs[0].text == "abc"
 
 
 def test_bad_prompt_in_a_list_runs_nothing(llm):
     with pytest.raises(ValueError, match=r"prompts\[1\]: prompt is ''"):
         llm.generate(["abc?", ""], use_tqdm=False)
-    assert llm.llm_engine.runner.num_steps == 0
+    assert llm.llm_engine.executor.num_steps == 0
     with pytest.raises(ValueError, match="sampling_params is 5"):
         llm.generate("a", 5)
     with pytest.raises(ValueError, match="prompts is None"):
@@ -107,7 +130,7 @@ def test_bad_prompt_in_a_list_runs_nothing(llm):
 
 
 def test_prompt_that_never_fits_the_pool_names_the_blocks(scripted):
-    with LLMEngine(scripted(num_gpu_blocks_override=3, block_size=4)) as engine:
+    with LLMEngine(*scripted(num_gpu_blocks_override=3, block_size=4)) as engine:
         with pytest.raises(ValueError, match="9 tokens and needs 3 blocks of 4; allowed: the 2 blocks"):
             engine.add_request("big", [5] * 9)
         engine.add_request("fits", [5] * 8, LONG)
@@ -116,7 +139,7 @@ def test_prompt_that_never_fits_the_pool_names_the_blocks(scripted):
 
 
 def test_duplicate_request_id(scripted):
-    with LLMEngine(scripted()) as engine:
+    with LLMEngine(*scripted()) as engine:
         engine.add_request("a", "abc?")
         with pytest.raises(ValueError, match="request_id is 'a'"):
             engine.add_request("a", "abc?")
@@ -125,7 +148,7 @@ def test_duplicate_request_id(scripted):
 
 
 def test_without_a_tokenizer(scripted):
-    with LLMEngine(scripted(skip_tokenizer_init=True)) as engine:
+    with LLMEngine(*scripted(skip_tokenizer_init=True)) as engine:
         for prompt, settings in (("text", {}), ([5], {"stop": ["x"]})):
             with pytest.raises(ValueError, match="no tokenizer"):
                 engine.add_request("a", prompt, SamplingParams(**settings))
@@ -136,7 +159,7 @@ def test_without_a_tokenizer(scripted):
 
 
 def test_stop_string_ends_the_sequence_and_keeps_its_tokens(scripted):
-    with LLMEngine(scripted()) as engine:
+    with LLMEngine(*scripted()) as engine:
         engine.add_request("a", "hello world?", SamplingParams(stop=["wor", "zzz"], max_tokens=50))
         shown = []
         while engine.has_unfinished_requests():
@@ -179,8 +202,7 @@ def test_logprobs(llm):
 
 
 def test_prompt_logprobs_of_a_preempted_chunked_prompt_are_kept_once(scripted):
-    args = scripted(num_gpu_blocks_override=14, block_size=4, max_num_batched_tokens=8)
-    with LLMEngine(args) as engine:
+    with LLMEngine(*scripted(num_gpu_blocks_override=14, block_size=4, max_num_batched_tokens=8)) as engine:
         for i in range(3):
             engine.add_request(str(i), [10 + i] * 16, SamplingParams(prompt_logprobs=1, max_tokens=30))
         outs = run(engine)
@@ -191,26 +213,30 @@ def test_prompt_logprobs_of_a_preempted_chunked_prompt_are_kept_once(scripted):
 
 
 def test_a_user_who_changes_an_output_does_not_change_the_request(scripted):
-    with LLMEngine(scripted()) as engine:
+    with LLMEngine(*scripted()) as engine:
         prompt = [68, 69, 70, 5]
         engine.add_request("a", prompt, LONG)
         while engine.has_unfinished_requests():
             (output,) = engine.step()
             output.prompt_token_ids.extend([9] * 50)
-            output.outputs[0].token_ids.clear()
-        assert engine.runner.num_steps == 4
+            token_ids = output.outputs[0].token_ids
+            if output.finished:
+                token_ids.clear()
+            else:
+                assert not isinstance(token_ids, MutableSequence)
+        assert engine.executor.num_steps == 4
         assert prompt == [68, 69, 70, 5]
         assert no_block_lost(engine)
 
 
-def test_tokenizer_of_its_own(scripted, folder, tmp_path, monkeypatch):
+def test_tokenizer_of_its_own(scripted, make_llm, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine").symlink_to(folder)
     for name, expected in (("~/mine", str(tmp_path / "mine")), ("someone/else", "someone/else")):
-        assert llm_engine._tokenizer_name(scripted(tokenizer=name)) == expected
-    with LLMEngine(scripted(tokenizer="pagelet", model="/nowhere")) as pagelet:
+        assert tokenizer_name(EngineArgs(tokenizer=name)) == expected
+    with LLMEngine(*scripted(tokenizer="pagelet", model="/nowhere")) as pagelet:
         assert pagelet.tokenizer.decode(pagelet.tokenizer.encode("def f(")) == "def f("
-    with LLM(folder, tokenizer="~/mine") as llm:
+    with make_llm(tokenizer="~/mine") as llm:
         assert llm.generate("abc?", LONG, use_tqdm=False)[0].outputs[0].text == "abc"
 
 

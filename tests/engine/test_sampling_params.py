@@ -9,7 +9,7 @@ import pytest
 
 from jax_paged.core import beam_search
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
-from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 GOOD: list[dict[str, Any]] = [
     {},
@@ -38,6 +38,13 @@ GOOD: list[dict[str, Any]] = [
     {"logit_bias": {0: -100, 5: 100.0}},
     {"logit_bias": dict.fromkeys(range(300), 1.0)},
     {"ignore_eos": True, "skip_special_tokens": False},
+    {"logprobs": -1, "prompt_logprobs": 10**6},  # the engine's max_logprobs is the limit
+    {"bad_words": ["a", "b c"], "bad_words_token_ids": [[1], [2, 3]], "allowed_token_ids": [0, 5]},
+    {"detokenize": False, "include_stop_str_in_output": True, "stop": []},
+    {"output_kind": RequestOutputKind.DELTA, "skip_reading_prefix_cache": True},
+    {"truncate_prompt_tokens": -1},
+    {"truncate_prompt_tokens": 1},
+    {"stop": ["a" * 256] * 64},
 ]
 
 NOT_NUMBERS: list[Any] = [None, True, "1", math.nan, math.inf, -math.inf, [1.0]]
@@ -58,8 +65,16 @@ BAD: dict[str, list[Any]] = {
     "ignore_eos": [0, 1, None, "yes"],
     "max_tokens": [0, -1, *NOT_INTEGERS],
     "min_tokens": [-1, 17, None, *NOT_INTEGERS],
-    "logprobs": [-1, 21, *NOT_INTEGERS],
-    "prompt_logprobs": [-1, 21, *NOT_INTEGERS],
+    "logprobs": [-2, *NOT_INTEGERS],
+    "prompt_logprobs": [-2, *NOT_INTEGERS],
+    "bad_words": ["word", [""], [5], {"a": 1}, b"a", True],
+    "bad_words_token_ids": [5, [5], [[]], [[True]], [[-1]], [["1"]], [[1.0]], True],
+    "allowed_token_ids": [[], 5, "5", {5: 5}, [-1], [True], [1.0], ["1"], [None], True],
+    "detokenize": [0, 1, None, "yes"],
+    "include_stop_str_in_output": [0, 1, None, "yes"],
+    "output_kind": [None, 0, "DELTA"],
+    "skip_reading_prefix_cache": [0, 1, "yes"],
+    "truncate_prompt_tokens": [0, -2, *NOT_INTEGERS],
     "logit_bias": [
         5,
         [(1, 2)],
@@ -112,6 +127,81 @@ def test_messages() -> None:
         with pytest.raises(ValueError) as error:
             SamplingParams(**values)
         assert str(error.value) == message
+
+
+def test_all_problems_are_listed() -> None:
+    with pytest.raises(ValueError) as error:
+        SamplingParams(
+            n="1", best_of=0, top_p=2, max_tokens=0, min_tokens=-1, stop=[""], logit_bias={"a": None}
+        )
+    lines = str(error.value).splitlines()
+    assert [line.split(" is ")[0] for line in lines] == [
+        "n",
+        "best_of (n",
+        "top_p",
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "a token id of logit_bias",
+        "logit_bias[a]",
+    ]
+    with pytest.raises(ValueError) as error:
+        BeamSearchParams(0, max_tokens=0)
+    assert len(str(error.value).splitlines()) == 2
+    params = SamplingParams(stop_token_ids=[9], allowed_token_ids=[9, 1])
+    with pytest.raises(ValueError, match=r"stop_token_ids is 9.*\n.*allowed_token_ids is 9"):
+        params.validate_for_vocab(9)
+
+
+def test_limits_of_stop_strings() -> None:
+    with pytest.raises(
+        ValueError, match=r"the number of stop strings is 65; allowed: an integer in \[0, 64\]"
+    ):
+        SamplingParams(stop=["a"] * 65)
+    with pytest.raises(ValueError, match="the length of a stop string is 257"):
+        SamplingParams(stop="a" * 257)
+    with pytest.raises(ValueError, match=r"stop \(detokenize is False\) is 'a'; allowed: None"):
+        SamplingParams(stop="a", detokenize=False)
+
+
+def test_parameters_may_be_changed_and_are_checked_again() -> None:
+    for params, bad in ((SamplingParams(stop=["a"]), "top_p"), (BeamSearchParams(2), "temperature")):
+        params.max_tokens = 5
+        params.validate()
+        setattr(params, bad, -1)
+        with pytest.raises(ValueError, match=f"{bad} is -1"):
+            params.validate()
+
+
+def test_clone_is_deep() -> None:
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, n=2)
+    copy = params.clone()
+    assert copy == params
+    assert copy.stop is not params.stop
+    assert copy.logit_bias is not params.logit_bias
+
+
+def test_who_reads_the_prefix_cache() -> None:
+    cases: list[tuple[dict[str, Any], bool]] = [
+        ({}, True),
+        ({"prompt_logprobs": 0}, False),
+        ({"prompt_logprobs": 0, "skip_reading_prefix_cache": False}, True),
+        ({"skip_reading_prefix_cache": True}, False),
+    ]
+    for values, reads in cases:
+        assert SamplingParams(**values).reads_prefix_cache == reads
+
+
+def test_names_of_what_is_not_built() -> None:
+    with pytest.warns(
+        UserWarning, match="SamplingParams ignores guided_decoding, spaces_between_special_tokens"
+    ):
+        SamplingParams(guided_decoding=None, spaces_between_special_tokens=True, n=2)  # pyright: ignore
+    for name in ("structured_outputs", "guided_decoding", "logits_processors"):
+        with pytest.raises(ValueError, match=f"{name} is .*; allowed: None"):
+            SamplingParams(**{name: ["x"]})
+    with pytest.raises(TypeError, match="nonsense"):
+        SamplingParams(nonsense=1)  # pyright: ignore
 
 
 def test_stop_strings() -> None:

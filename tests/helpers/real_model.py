@@ -17,10 +17,11 @@ from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.models.weights import load_model
 from jax_paged.outputs import RequestOutput
 from jax_paged.worker import model_runner
-from jax_paged.worker.batch import Bucket
+from jax_paged.worker.buckets import Bucket
 
 VOCAB_SIZE, EOS = 384, 7
 MAX_MODEL_LEN = 400
@@ -137,16 +138,17 @@ def margin(logits: np.ndarray) -> float:
     return float((best[:, -1] - best[:, -2]).min())
 
 
+def largest_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
+    """Returns the largest bucket of each kind, in place of all that plan_buckets returns."""
+    decode = Bucket(True, max_num_seqs, max_num_seqs)
+    return [decode, Bucket(False, max_num_batched_tokens, max_num_seqs)]
+
+
 def make_engine(folder: Path, *, few_buckets: bool = False, **settings: Any) -> LLMEngine:
     """Returns an engine; with few_buckets, only the largest bucket of each kind is compiled."""
-
-    def largest(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
-        decode = Bucket(True, max_num_seqs, max_num_seqs)
-        return [decode, Bucket(False, max_num_batched_tokens, max_num_seqs)]
-
     with pytest.MonkeyPatch.context() as patch:
         if few_buckets:
-            patch.setattr(model_runner, "plan_buckets", largest)
+            patch.setattr(model_runner, "plan_buckets", largest_buckets)
         args = {"dtype": "float32", "attention_backend": "xla", "max_model_len": MAX_MODEL_LEN}
         return LLMEngine(EngineArgs(model=str(folder), **(args | settings)))
 
@@ -233,12 +235,13 @@ def reschedule(
     Args:
         engine: The engine.
         num_blocks: Of the pool, null block included; None for all of the device's.
-        num_swap_blocks: Of host memory; None for all that the runner has.
+        num_swap_blocks: Of host memory; None for all that the executor has.
         enable_prefix_caching: Whether to share prefixes.
         **settings: Of the scheduler, in place of the engine's.
     """
     assert not engine.has_unfinished_requests()
-    config = engine.runner.config
+    release_seats(engine)
+    config = engine.config
     if num_swap_blocks is None:
         num_swap_blocks = config.num_swap_blocks
     assert (num_blocks or 0) <= config.num_blocks
@@ -247,7 +250,7 @@ def reschedule(
         num_blocks or config.num_blocks,
         config.block_size,
         enable_prefix_caching,
-        groups=config.layout.groups,
+        groups=config.cache_groups,
         num_swap_blocks=num_swap_blocks,
     )
     limits = {
@@ -259,14 +262,35 @@ def reschedule(
     engine.scheduler = Scheduler(block_manager=manager, **(limits | settings))
 
 
-def steps_of(engine: LLMEngine, patch: pytest.MonkeyPatch) -> list[SchedulerOutput]:
+def release_seats(engine: LLMEngine) -> None:
+    """Tells the executor that the last sequences have ended: another scheduler uses their ids again."""
+    output = engine.scheduler.schedule(0.0)
+    assert not output.scheduled
+    engine.executor.dispatch(output)
+    engine.scheduler.update(output, engine.executor.result(), 0.0)
+
+
+class Steps(list[SchedulerOutput]):
+    """Steps, and the sequences that their rows name by ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named: dict[int, tuple[SequenceGroup, Sequence]] = {}
+
+
+def steps_of(engine: LLMEngine, patch: pytest.MonkeyPatch) -> Steps:
     """Returns a list to which the engine's scheduler adds each of its steps."""
-    steps: list[SchedulerOutput] = []
-    schedule = engine.scheduler.schedule
+    steps, scheduler = Steps(), engine.scheduler
+    schedule = scheduler.schedule
 
     def note(now: float) -> SchedulerOutput:
-        steps.append(schedule(now))
-        return steps[-1]
+        output = schedule(now)
+        steps.append(output)
+        for row in output.scheduled:
+            named = scheduler.find(row.seq_id)
+            assert named is not None, row
+            steps.named[row.seq_id] = named
+        return output
 
     patch.setattr(engine.scheduler, "schedule", note)
     return steps

@@ -1,10 +1,14 @@
-"""A runner of scripted tokens in place of the model, for tests of the engine around the device."""
+"""An executor of scripted tokens in place of the model, for tests of the engine around the device."""
 
-import types
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
-from jax_paged import LLMEngine, SamplingParams
-from jax_paged.core.block_manager import CacheGroup
-from jax_paged.core.runner_output import StepOutput, TokenLogprobs
+from jax_paged import EngineArgs, LLMEngine, SamplingParams
+from jax_paged.config import EngineConfig
+from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.scheduler_output import NewSequence, ScheduledSequence, SchedulerOutput
 from jax_paged.outputs import RequestOutput
 
 VOCAB_SIZE, EOS = 300, 2
@@ -12,75 +16,106 @@ TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endf
 LONG = SamplingParams(max_tokens=None)
 
 
-class ScriptedRunner:
-    """Answers "text?" with text, token by token, then with the end token."""
+class ScriptedExecutor:
+    """Answers "text?" with text, token by token, then with the end token.
 
-    num_blocks = 40
-    sampling_defaults = types.MappingProxyType({})
+    Args:
+        args: Limits.
+        sampling_defaults: What a generation_config.json would say of sampling.
+        num_tokens: How many tokens a sequence gets at each step.
+    """
 
-    def __init__(self, args, loaded=None):
-        self.config = types.SimpleNamespace(
+    def __init__(
+        self, args: EngineArgs, sampling_defaults: dict[str, Any] | None = None, num_tokens: int = 1
+    ) -> None:
+        self.config = EngineConfig(
             model_name="scripted",
             architecture="None",
-            vocab_size=VOCAB_SIZE,
-            max_model_len=args.max_model_len or 400,
             dtype="float32",
             backend="none",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=args.max_model_len or 400,
             block_size=args.block_size,
-            num_blocks=args.num_gpu_blocks_override or self.num_blocks,
+            num_blocks=args.num_gpu_blocks_override or 40,
             num_swap_blocks=1000,
-            layout=types.SimpleNamespace(groups=(CacheGroup(),)),
+            cache_groups=(CacheGroup(),),
             kv_cache_bytes=3 * 2**20,
             weight_bytes=2**31,
             max_num_seqs=args.max_num_seqs or 8,
             max_num_batched_tokens=args.max_num_batched_tokens or 64,
-            eos_token_ids=frozenset({EOS}),
-            decoder_start_token_id=None,
             max_logprobs=19,
-            sampling_defaults=dict(self.sampling_defaults),
+            eos_token_ids=frozenset({EOS}),
+            sampling_defaults=sampling_defaults or {},
+            enable_prefix_caching=args.enable_prefix_caching,
+            enable_chunked_prefill=args.enable_chunked_prefill,
+            scheduling_policy=args.scheduling_policy,
+            preemption_mode=args.preemption_mode,
+            delay_factor=args.scheduler_delay_factor,
+            seed=args.seed,
         )
         self.buckets = ("decode 1", "decode 8", "mixed 64x8")
         self.num_steps = 0
         self.num_closed = 0
-        self.seeds = {}
-        self.during_step = lambda output: None
-        self.bad_request = None
+        self.seeds: dict[str, int] = {}
+        self.during_step: Callable[[SchedulerOutput], object] = lambda output: None
+        self.bad_request: str | None = None
+        self._num_tokens = num_tokens
+        self._seats: dict[int, NewSequence] = {}
+        self._dispatched: deque[SchedulerOutput] = deque()
 
-    def execute(self, output):
-        self.num_steps += 1
-        self.during_step(output)
-        rows = output.scheduled
-        samples = [(row.group, seq) for row in rows for seq in row.sampling]
-        tokens = [self._next(seq) for _, seq in samples]
-        self.seeds |= {row.group.request_id: row.group.sampling_params.seed for row in rows}
-        return StepOutput(
-            token_ids=tokens,
-            logprobs=[self._entry(token) for token in tokens],
-            is_finite=[row.group.request_id != self.bad_request for row in rows],
-            prompt_logprobs=[self._prompt(row) for row in rows],
+    def dispatch(self, output: SchedulerOutput) -> None:
+        self._dispatched.append(output)
+
+    def result(self) -> ModelRunnerOutput:
+        output = self._dispatched.popleft()
+        self._take_seats(output)
+        if output.scheduled:
+            self.num_steps += 1
+            self.during_step(output)
+        token_ids = [self._next(output.scheduled[sample.row]) for sample in output.samples]
+        request_ids = [self._seats[row.seq_id].request_id for row in output.scheduled]
+        return ModelRunnerOutput(
+            step_id=output.step_id,
+            token_ids=token_ids,
+            logprobs=[list(map(self._entry, tokens)) for tokens in token_ids],
+            is_finite=[request_id != self.bad_request for request_id in request_ids],
+            prompt_logprobs=[self._prompt(row) for row in output.scheduled],
         )
 
-    def close(self):
+    def wait_until_compiled(self) -> None:
+        pass
+
+    def close(self) -> None:
         self.num_closed += 1
 
-    def compile_plan(self):
+    def compile_plan(self) -> str:
         return "a table"
 
-    @staticmethod
-    def _next(seq):
-        prompt, i = seq.prompt_token_ids, len(seq.output_token_ids)
-        return prompt[i] if i < len(prompt) - 1 else EOS
+    def _take_seats(self, output: SchedulerOutput) -> None:
+        for seq_id in output.released_seq_ids:
+            del self._seats[seq_id]
+        for new in output.new_sequences:
+            assert new.seq_id not in self._seats, "a seat taken twice"
+            self._seats[new.seq_id] = new
+            assert new.sampling_params.seed is not None, "the engine gives every request a seed"
+            self.seeds[new.request_id] = new.sampling_params.seed
+
+    def _next(self, row: ScheduledSequence) -> list[int]:
+        prompt = self._seats[row.seq_id].prompt_token_ids
+        first = row.start + row.num_tokens - len(prompt)
+        answer = [*prompt[:-1], *[EOS] * self._num_tokens]
+        return answer[min(first, len(prompt) - 1) :][: self._num_tokens]
 
     @staticmethod
-    def _entry(token):
+    def _entry(token: int) -> TokenLogprobs:
         top = [(token + 1) % VOCAB_SIZE, token]
         return TokenLogprobs(-1.5, 2, top, [-0.5, -1.5])
 
-    def _prompt(self, row):
-        if row.group.sampling_params.prompt_logprobs is None:
+    def _prompt(self, row: ScheduledSequence) -> list[TokenLogprobs]:
+        seat = self._seats[row.seq_id]
+        if seat.sampling_params.prompt_logprobs is None:
             return []
-        stop = min(row.start + row.num_tokens + 1, len(row.seq.prompt_token_ids))
-        return [self._entry(t) for t in row.seq.prompt_token_ids[row.start + 1 : stop]]
+        return [self._entry(t) for t in seat.prompt_token_ids[row.start + 1 : row.start + row.num_tokens + 1]]
 
 
 def run(engine: LLMEngine) -> dict[str, RequestOutput]:

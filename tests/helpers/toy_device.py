@@ -7,11 +7,15 @@ nobody may read are wiped, so that nothing is right by luck.
 import itertools
 import math
 import weakref
+from collections import Counter
 from collections.abc import Sequence as Items
 
-from jax_paged.core.block_manager import BlockManager, BlockTables
+from helpers.scheduling import TableMirror, found
+
+from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.block_pool import NULL_BLOCK
-from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.scheduler_output import BlockTables, SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.sampling_params import BeamSearchParams
 
@@ -96,6 +100,7 @@ class ToyDevice:
         self.size = manager.block_size
         self.cells = [[0] * self.size for _ in range(manager.pool.num_blocks)]
         self.host = [[0] * self.size for _ in range(manager.swap_pool.num_blocks)]
+        self.mirror = TableMirror()
         self._chains: weakref.WeakKeyDictionary[Sequence, list[int]] = weakref.WeakKeyDictionary()
 
     def chain(self, root: int, seq: Sequence, position: int) -> int:
@@ -174,18 +179,40 @@ class ToyDevice:
                 found = cells[block][position % self.size]
                 assert found == value, f"position {position} of {stop}, group {g}: not its own past"
 
-    def execute(self, output: SchedulerOutput) -> None:
-        """Runs a step of the scheduler."""
+    def execute(self, output: SchedulerOutput, sched: Scheduler) -> None:
+        """Runs a step of the scheduler, on block tables that are made from the news of its steps.
+
+        Args:
+            output: The step that was scheduled last.
+            sched: Says whose tokens are computed; its block tables are compared with those of the device.
+        """
+        self.mirror.update(output)
+        self.mirror.check(sched, output)
         self.move(output.blocks_to_swap_out, output.blocks_to_swap_in, output.blocks_to_copy)
-        for group, tables in output.to_encode:
-            self.encode(group, tables)
-        for row in output.scheduled:
-            stop, num_holders = row.start + row.num_tokens, max(1, len(row.sampling))
-            self.write(_root(row.group), row.seq, row.block_tables, row.start, stop, num_holders)
-        for row in output.scheduled:
+        for text in output.to_encode:
+            group = sched.queues.running[text.request_id]
+            assert text.token_ids == group.encoder_token_ids
+            self.encode(group, text.block_tables)
+        num_samples = Counter(sample.row for sample in output.samples)
+        for i, row in enumerate(output.scheduled):
+            group, seq = found(sched, row.seq_id)
             stop = row.start + row.num_tokens
-            encoder = row.group.encoder_token_ids
-            self.check(_root(row.group), row.seq, row.block_tables, row.start, stop, encoder)
+            assert row.token_ids == seq.tokens(row.start, stop)
+            tables = self._used(row.seq_id, stop, is_last=i in num_samples)
+            self.write(_root(group), seq, tables, row.start, stop, num_samples[i] or 1)
+        for row in output.scheduled:
+            group, seq = found(sched, row.seq_id)
+            stop = row.start + row.num_tokens
+            tables = self._used(row.seq_id, stop, is_last=False)
+            self.check(_root(group), seq, tables, row.start, stop, group.encoder_token_ids)
+
+    def _used(self, seq_id: int, stop: int, *, is_last: bool) -> BlockTables:
+        """Returns the blocks of a sequence that hold tokens before stop: all of its blocks, if it samples."""
+        num_blocks, out = self.manager.num_blocks_of(stop), []
+        for group, table in zip(self.manager.groups, self.mirror.tables[seq_id], strict=True):
+            assert group.is_cross or not is_last or len(table) == num_blocks, "a block more than needed"
+            out.append(table if group.is_cross else table[:num_blocks])
+        return out
 
     def wipe(self) -> None:
         """Empties every block that neither a sequence nor the prefix cache holds."""

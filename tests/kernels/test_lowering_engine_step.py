@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from test_lowering import A100, H100
 
-from jax_paged.worker.batch import Bucket
+from jax_paged.worker.buckets import Bucket
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from engine_step import abstract_runner, lower_for_cuda
+from engine_step import abstract_context, lower_for_cuda
 
 NUM_LAYERS = 2
 SMALL = {
@@ -32,9 +32,10 @@ BUCKETS = [(Bucket(True, 8, 8), 3), (Bucket(False, 64, 8), 2)]
 @pytest.mark.parametrize(("bucket", "kernels"), BUCKETS, ids=["decode", "mixed"])
 def test_step_lowers(gpu, bucket, kernels):
     mesh = AbstractMesh((1,), ("tensor",))
-    runner = abstract_runner(SMALL, mesh, max_model_len=512, max_num_batched_tokens=64)
+    limits = {"max_model_len": 512, "max_num_seqs": 24, "max_num_batched_tokens": 64}
+    context = abstract_context(SMALL, mesh, num_blocks=64, **limits)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
-        text = lower_for_cuda(runner, bucket, num_blocks=64)
+        text = lower_for_cuda(context, bucket)
     calls = text.count("stablehlo.custom_call @mosaic_gpu")
     # Layers that are equal may share functions, which hold a call each.
     assert kernels <= calls <= NUM_LAYERS * kernels
@@ -42,3 +43,5 @@ def test_step_lowers(gpu, bucket, kernels):
     signature = next(line for line in text.splitlines() if "@main" in line)
     donated = [part for part in signature.split("%arg") if pool in part and "aliasing_output" in part]
     assert len(donated) == NUM_LAYERS
+    counts = [part for part in signature.split("%arg") if "tensor<24x512xi32>" in part]
+    assert sum("aliasing_output" in part for part in counts) == 1

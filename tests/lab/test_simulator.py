@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.real_model import EOS, VOCAB_SIZE
+from helpers.scheduling import found
 
 from jax_paged import BeamSearchParams, LLMEngine, SamplingParams
 from jax_paged.core.block_manager import BlockManager
@@ -125,9 +126,10 @@ def test_slots_are_counted_as_block_by_block(seed: int) -> None:
 
         def update(self, output: Any, *args: Any) -> Any:
             computed = {seq: seq.num_computed_tokens for seq in self.block_manager.block_tables}
-            for row in output.scheduled:
-                for seq in (row.seq, *row.sampling):
-                    computed[seq] = row.start + row.num_tokens
+            named = [(row, row.seq_id) for row in output.scheduled]
+            named += [(output.scheduled[sample.row], sample.seq_id) for sample in output.samples]
+            for row, seq_id in named:
+                computed[found(self, seq_id)[1]] = row.start + row.num_tokens
             slots = {
                 (block, slot): i * 4 + slot < computed[seq]
                 for seq, (table,) in self.block_manager.block_tables.items()
@@ -246,10 +248,14 @@ def test_a_real_run_replays_and_what_differs_is_named(engine: LLMEngine, tmp_pat
     for field in ("blocks_to_swap_out", "blocks_to_swap_in", "blocks_to_copy", "preempted"):
         assert any(step[field] for step in steps), f"no {field}"
 
-    place = [i for i, event in enumerate(events) if event["event"] == "schedule"][20]
-    row = events[place]["scheduled"][0]
-    row[4][0][-1] += 1  # another block
-    with pytest.raises(ValueError, match=r"step 20: scheduled\[0\] is .*; recorded: "):
+    place, i = next(
+        (place, i)
+        for place, event in enumerate(steps[20:], 20)
+        for i, row in enumerate(event["scheduled"])
+        if row[3][0]  # new blocks
+    )
+    steps[place]["scheduled"][i][3][0][-1] += 1  # another block
+    with pytest.raises(ValueError, match=rf"step {place}: scheduled\[{i}\] is .*; recorded: "):
         replay(map(json.dumps, events))
     with pytest.raises(ValueError, match="the first event is 'add'; allowed: 'start'"):
         replay(line for line in recorded if '"add"' in line)

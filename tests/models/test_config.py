@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jax_paged.models.llama import LlamaConfig
+from jax_paged.models.llama import LlamaConfig, LlamaForCausalLM
 from jax_paged.models.registry import MODELS, get_model_class
 from jax_paged.models.rope import Rope
 
@@ -94,6 +94,10 @@ def test_llama3_scaling() -> None:
         ),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor is 0.5"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; allowed: an object or null"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "allowed: the same rotary values for all layers",
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5; allowed: 1.0"),
         ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "rope_parameters.high_freq_factor is 1.0"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.factor is missing"),
@@ -134,7 +138,10 @@ def test_the_fixtures_cover_both_forms() -> None:
 
 
 def test_architectures() -> None:
-    assert get_model_class(MINIMAL) == ("LlamaForCausalLM", MODELS["LlamaForCausalLM"])
+    assert get_model_class(MINIMAL) == ("LlamaForCausalLM", LlamaForCausalLM)
+    for name in MODELS:
+        architecture, model_class = get_model_class({"architectures": ["MambaForCausalLM", name]})
+        assert architecture == model_class.__name__ == name
     for bad in (["MambaForCausalLM"], [], None, "LlamaForCausalLM"):
         with pytest.raises(
             ValueError,

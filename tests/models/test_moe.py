@@ -1,6 +1,7 @@
-"""Mixtures of experts: the grouped product against NumPy, and what must not reach a token."""
+"""Mixtures of experts: grouped_matmul against NumPy, and independence of a token from the others."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_paged.models.forward_context import ForwardContext
 from jax_paged.models.moe import MoeMLP, grouped_matmul
 from jax_paged.models.weights import load_model
 
 FIXTURES = Path(__file__).parent / "fixtures"
 RNG = np.random.default_rng(0)
+
+
+def no_attention(*args: Any, **options: Any) -> jax.Array:
+    raise AssertionError("experts do not attend")
 
 
 def draw(sizes: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -62,7 +68,11 @@ def test_what_is_not_chosen_is_not_read() -> None:
 def test_a_token_is_alone(name: str) -> None:
     layer = load_model(FIXTURES / name).model.layers[0].mlp
     assert isinstance(layer, MoeMLP)
-    call = nnx.jit(lambda layer, x: layer(x))
+
+    @nnx.jit
+    def call(layer: MoeMLP, x: jax.Array) -> jax.Array:
+        return layer(x, ForwardContext(layer, jnp.zeros(x.shape[:-1], jnp.int32), no_attention))
+
     x = jnp.asarray(RNG.normal(size=(200, 32)), jnp.float32)
     together = np.asarray(call(layer, x))
     np.testing.assert_allclose(call(layer, x[::-1])[::-1], together, rtol=1e-5, atol=1e-5)

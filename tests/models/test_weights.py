@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,13 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jax_paged.models import weights
-from jax_paged.models.weights import (
-    load_model,
-    random_checkpoint,
-    random_model,
-    resolve_model_dir,
-    save_model,
-)
+from jax_paged.models.weights import load_model, random_checkpoint, random_model, save_model
 
 SHARDED = Path(__file__).parent / "fixtures" / "wide_heads_mlp_bias_sharded"
 CONFIG: dict[str, Any] = {
@@ -276,41 +269,6 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"config.json holds a list; allowed: an object"):
         load_model(tmp_path)
-
-
-def test_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def snapshot_download(repo_id: str, *, allow_patterns: list[str]) -> str:
-        asked.append((repo_id, allow_patterns))
-        return str(tmp_path / "cache")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert resolve_model_dir("pagelet") == Path(weights.__file__).parent / "pagelet"
-    assert resolve_model_dir(str(tmp_path)) == tmp_path
-    assert not asked
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
-    with pytest.raises(ValueError, match=r"MambaForCausalLM.*allowed.*LlamaForCausalLM"):
-        resolve_model_dir("org/name")
-    assert asked == [("org/name", ["config.json"])]
-    (tmp_path / "cache" / "config.json").write_text(json.dumps(CONFIG))
-    assert resolve_model_dir("org/name") == tmp_path / "cache"
-    repo_id, patterns = asked[-1]
-    assert repo_id == "org/name"
-    assert not any(p.endswith((".bin", ".pt", ".pth", ".py", "*")) for p in patterns)
-
-    def unreachable(repo_id: str, *, allow_patterns: list[str]) -> str:
-        raise OSError("no route")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(ValueError, match=r"model is 'org/name'; allowed: 'pagelet' .*OSError: no route"):
-        resolve_model_dir("org/name")
-
-
-def test_a_path_is_never_asked_for_at_the_hub() -> None:
-    with pytest.raises(ValueError, match=r"model is '/no/such/folder'; allowed: .*There is no folder"):
-        resolve_model_dir("/no/such/folder")
 
 
 def test_weights_are_not_read_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

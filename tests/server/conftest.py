@@ -1,18 +1,67 @@
-"""A real server of pagelet on a free port of 127.0.0.1."""
+"""A real server on a free port of 127.0.0.1: of pagelet, or of an engine whose tokens are scripted."""
 
+import contextlib
 import dataclasses
 import json
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 
-from jax_paged import AsyncLLMEngine, EngineArgs
+from jax_paged import AsyncLLMEngine, EngineArgs, LLMEngine
+from jax_paged.core.runner_output import ModelRunnerOutput
+from jax_paged.core.scheduler_output import NewSequence, SchedulerOutput
 from jax_paged.server.app import OpenAIServer
+from jax_paged.worker.executor import Executor
+
+
+class Steps:
+    """Stands between an engine and its device: slows steps down, fails them, or spoils their results.
+
+    Args:
+        engine: The engine; idle.
+        monkeypatch: Undoes it.
+    """
+
+    def __init__(self, engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_samples = 0  # tokens that were drawn so far
+        self.delay_s = 0.0
+        self.before: Callable[[], None] = lambda: None  # what it raises, the step raises
+        self.spoiled: tuple[int, int] | None = None  # (seed of a sequence, its output tokens): see spoil
+        executor = engine.executor
+        self._sequences: dict[int, NewSequence] = {}
+        self._running: deque[SchedulerOutput] = deque()
+        self._dispatch, self._result = executor.dispatch, executor.result
+        monkeypatch.setattr(executor, "dispatch", self._begin)
+        monkeypatch.setattr(executor, "result", self._end)
+
+    def spoil(self, seed: int, num_output_tokens: int) -> None:
+        """Makes the logits NaN of the sequences with a seed, in the step after so many output tokens."""
+        self.spoiled = (seed, num_output_tokens)
+
+    def _begin(self, output: SchedulerOutput) -> None:
+        if output.scheduled:
+            time.sleep(self.delay_s)
+            self.before()
+        self._sequences |= {new.seq_id: new for new in output.new_sequences}
+        self._running.append(output)
+        self._dispatch(output)
+
+    def _end(self) -> ModelRunnerOutput:
+        output, result = self._running.popleft(), self._result()
+        self.num_samples += sum(map(len, result.token_ids))
+        for i, row in enumerate(output.scheduled):
+            sequence = self._sequences[row.seq_id]
+            num_output_tokens = row.start + row.num_tokens - len(sequence.prompt_token_ids)
+            if (sequence.seed, num_output_tokens) == self.spoiled:
+                result.is_finite[i] = False
+        return result
 
 
 @dataclasses.dataclass
@@ -21,6 +70,10 @@ class Served:
 
     client: httpx.Client
     server: OpenAIServer
+
+    @property
+    def engine(self) -> LLMEngine:
+        return self.server.engine.engine
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         answer = self.client.post(path, json=body)
@@ -34,39 +87,57 @@ class Served:
         messages = [{"role": "user", "content": content}]
         return self.post("/chat/completions", messages=messages, **{"temperature": 0, **body})
 
-    def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
+    def stream(
+        self, path: str, *, on_first_event: Callable[[], None] = lambda: None, **body: Any
+    ) -> list[dict[str, Any]]:
         """Returns the chunks of an answer that is streamed."""
         with self.client.stream("POST", path, json={**body, "stream": True}) as answer:
             assert answer.status_code == 200, answer.read()
             assert answer.headers["content-type"].startswith("text/event-stream")
-            events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+            events = []
+            for line in filter(None, answer.iter_lines()):
+                if not events:
+                    on_first_event()
+                events.append(line.removeprefix("data: "))
         assert events[-1] == "[DONE]"
         return [json.loads(event) for event in events[:-1]]
 
+    def metrics(self) -> dict[str, float]:
+        """Returns the values of all metrics, by their names without "jax_paged_"."""
+        text = self.client.get("../metrics").text
+        found = re.findall(r"^jax_paged_(\S+) (\S+)$", text, re.MULTILINE)
+        return {name: float(value) for name, value in found}
+
+    @staticmethod
+    def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end, f"waited in vain until {what}"
+            time.sleep(0.01)
+
+    def wait_for_requests(self, num: int, since: dict[str, float]) -> dict[str, float]:
+        """Waits until so many requests more have been counted; returns by how much each metric has grown."""
+
+        def grew() -> dict[str, float]:
+            return {name: value - since.get(name, 0) for name, value in self.metrics().items()}
+
+        def num_ended() -> float:
+            return sum(value for name, value in grew().items() if name.startswith("requests_total"))
+
+        self.wait_until(lambda: num_ended() >= num, f"{num} requests are counted")
+        return grew()
+
     def wait_until_idle(self, timeout_s: float = 10) -> None:
         """Waits until nothing runs; then all blocks must be free."""
-        engine = self.server.engine.engine
-        end = time.monotonic() + timeout_s
-        while engine.has_unfinished_requests():
-            assert time.monotonic() < end, "requests still run"
-            time.sleep(0.01)
-        manager = engine.scheduler.block_manager
+        self.wait_until(lambda: not self.engine.has_unfinished_requests(), "no request runs", timeout_s)
+        manager = self.engine.scheduler.block_manager
         manager.check_integrity()
         assert manager.num_free_blocks == manager.num_usable_blocks
 
 
-@pytest.fixture(scope="session")
-def served() -> Iterator[Served]:
-    # float32, so that no output depends on which other requests share its steps.
-    args = EngineArgs(
-        dtype="float32",
-        max_num_seqs=16,
-        max_num_batched_tokens=64,
-        max_model_len=512,
-        num_gpu_blocks_override=600,
-    )
-    engine = AsyncLLMEngine(args)
-    server = OpenAIServer(engine, "pagelet")
+@contextlib.contextmanager
+def serving(engine: AsyncLLMEngine, model_name: str) -> Iterator[Served]:
+    server = OpenAIServer(engine, model_name)
     config = uvicorn.Config(server.app(), "127.0.0.1", 0, log_config=None, timeout_graceful_shutdown=2)
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run)
@@ -80,3 +151,41 @@ def served() -> Iterator[Served]:
     running.should_exit = True
     thread.join()
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Served]:
+    # float32, so that no output depends on which other requests share its steps.
+    args = EngineArgs(
+        dtype="float32",
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        max_model_len=512,
+        num_gpu_blocks_override=600,
+    )
+    with serving(AsyncLLMEngine(args), "pagelet") as served:
+        yield served
+
+
+@pytest.fixture
+def steps(served: Served, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """The steps of the server of pagelet."""
+    return Steps(served.engine, monkeypatch)
+
+
+@pytest.fixture
+def scripted_engine(scripted: Callable[..., tuple[EngineArgs, Executor]]) -> Iterator[LLMEngine]:
+    with LLMEngine(*scripted()) as engine:
+        yield engine
+
+
+@pytest.fixture
+def scripted_server(scripted: Callable[..., tuple[EngineArgs, Executor]]) -> Iterator[Served]:
+    """A server that a test may break: it answers "text?" with text, and has 9 blocks of 16 tokens."""
+    with serving(AsyncLLMEngine(*scripted(num_gpu_blocks_override=10)), "scripted") as served:
+        yield served
+
+
+@pytest.fixture
+def scripted_steps(scripted_server: Served, monkeypatch: pytest.MonkeyPatch) -> Steps:
+    return Steps(scripted_server.engine, monkeypatch)

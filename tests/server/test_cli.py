@@ -9,9 +9,8 @@ import httpx
 import pytest
 
 from jax_paged import EngineArgs
-from jax_paged.server import app as server
-from jax_paged.server.app import main
-from jax_paged.server.cli import engine_args, make_parser
+from jax_paged.server import launch
+from jax_paged.server.cli import engine_args, main, make_parser, parse_args
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -21,11 +20,11 @@ SMALL = (
 
 
 def test_arguments_are_the_fields_of_engine_args():
-    parser = make_parser()
-    assert engine_args(parser.parse_args([])) == EngineArgs()
+    assert engine_args(parse_args([])) == EngineArgs()
     line = (
         "--model m --max-num-seqs 3 --swap-space 1.5 --no-enable-prefix-caching --attention-backend xla "
-        "--preemption-mode swap --scheduling-policy priority --delay-factor 0.5 --no-enable-chunked-prefill"
+        "--preemption-mode swap --scheduling-policy priority "
+        "--scheduler-delay-factor 0.5 --no-enable-chunked-prefill"
     )
     expected = EngineArgs(
         model="m",
@@ -35,14 +34,50 @@ def test_arguments_are_the_fields_of_engine_args():
         attention_backend="xla",
         preemption_mode="swap",
         scheduling_policy="priority",
-        delay_factor=0.5,
+        scheduler_delay_factor=0.5,
         enable_chunked_prefill=False,
     )
-    assert engine_args(parser.parse_args(line.split())) == expected
-    text = re.sub(r"\s+", " ", parser.format_help())
+    assert engine_args(parse_args(line.split())) == expected
+    text = re.sub(r"\s+", " ", make_parser().format_help())
     for field in dataclasses.fields(EngineArgs):
         assert f"--{field.name.replace('_', '-')}" in text
-    assert "Tokens a block. (default: 16)" in text
+    assert re.search(r"--block-size BLOCK_SIZE Tokens \w+ block\. \(default: 16\)", text)
+
+
+@pytest.mark.parametrize(
+    ("line", "model"),
+    [
+        ("", "pagelet"),
+        ("--model m", "m"),
+        ("serve", "pagelet"),
+        ("serve m", "m"),
+        ("serve --model m", "m"),
+        ("serve m --model m", "m"),
+        ("serve --model pagelet pagelet", "pagelet"),
+        ("serve m --port 1 --no-enable-prefix-caching", "m"),
+        ("serve --port 1 --no-enable-prefix-caching m", "m"),
+        ("serve serve", "serve"),
+    ],
+)
+def test_forms_of_naming_the_model(line, model):
+    args = parse_args(line.split())
+    assert engine_args(args).model == model
+    assert (args.host, args.served_model_name) == ("127.0.0.1", None)
+
+
+def test_help_imports_neither_jax_nor_the_http_server():
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = ['serve.py', '--help']\n"
+        "try:\n"
+        "    runpy.run_path('serve.py', run_name='__main__')\n"
+        "finally:\n"
+        "    heavy = {'jax', 'numpy', 'transformers', 'tokenizers', 'uvicorn', 'fastapi', 'pydantic'}\n"
+        "    print('imported:', sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "--served-model-name" in done.stdout
+    assert done.stdout.splitlines()[-1] == "imported: []"
 
 
 @pytest.fixture
@@ -60,15 +95,23 @@ def kept_signals():
         ("--dtype int8", "invalid choice"),
         ("--preemption-mode none", "invalid choice: 'none' (choose from"),
         ("--scheduling-policy lifo", "invalid choice"),
-        ("--delay-factor -1", "delay_factor is -1.0; allowed: a finite number in [0, inf]"),
-        ("--max-seqs 3", "unrecognized arguments"),
+        (
+            "--scheduler-delay-factor -1",
+            "scheduler_delay_factor is -1.0; allowed: a finite number in [0, inf]",
+        ),
+        ("--max-seqs 3", "unrecognized arguments: --max-seqs"),
+        ("serve m --model n", "MODEL is 'm' and --model is 'n'; allowed: one of them"),
+        ("serve m --model pagelet", "MODEL is 'm' and --model is 'pagelet'"),
+        ("serve m n", "unrecognized arguments: n"),
+        ("bench m", "unrecognized arguments: m"),
+        ("m", "the command is 'm'; allowed: serve, or no command and --model MODEL"),
         ("--block-size 3", "block_size is 3; allowed: 1 or 2"),
         ("--model /nowhere/at/all", "model is '/nowhere/at/all'"),
     ],
 )
 def test_bad_arguments_end_with_one_line(line, message, capsys):
     with pytest.raises(SystemExit) as end:
-        main(["--port", "0", *line.split()])
+        main([*line.split(), "--port", "0"])
     assert end.value.code
     assert message in f"{end.value.code} {capsys.readouterr().err}"
 
@@ -78,46 +121,51 @@ def test_ctrl_c_while_the_model_loads_ends_quietly(monkeypatch, capsys):
     def load(_):
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(server, "AsyncLLMEngine", load)
+    monkeypatch.setattr(launch, "AsyncLLMEngine", load)
     with pytest.raises(SystemExit) as end:
         main(["--port", "0"])
     assert end.value.code == 130
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_serves_until_a_signal(end):
-    process = subprocess.Popen(
-        [sys.executable, "serve.py", *SMALL.split(), "--served-model-name", "mine"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        lines = []
-        while "curl" not in (line := process.stdout.readline()):
-            assert line, process.stderr.read()
-            lines.append(line)
-        url = re.search(r"http://127\.0\.0\.1:\d+", line).group()
-        answer = httpx.get(f"{url}/v1/models").json()
-        assert answer["data"][0]["id"] == "mine"
-        body = re.search(r"-d '(.*)'", process.stdout.readline()).group(1)
-        headers = {"Content-Type": "application/json"}
-        answer = httpx.post(f"{url}/v1/chat/completions", content=body, headers=headers, timeout=60)
-        assert answer.status_code == 200, answer.text
-        body = {"prompt": "a", "max_tokens": 40, "ignore_eos": True, "priority": -3, "n": 2}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-        assert answer.json()["usage"]["completion_tokens"] == 80
-        with httpx.stream(
-            "POST",
-            f"{url}/v1/completions",
-            json={"prompt": "a", "max_tokens": 60, "ignore_eos": True, "stream": True},
-        ) as stream:
-            next(stream.iter_lines())
-            process.send_signal(end)
-        assert process.wait(timeout=60) == 0
-        assert "Traceback" not in process.stderr.read()
-    finally:
+@pytest.fixture(scope="module")
+def processes():
+    """A server for each signal that ends one; both start at the same time."""
+    lines = {signal.SIGINT: f"serve pagelet {SMALL}", signal.SIGTERM: SMALL}
+    processes = {
+        end: subprocess.Popen(
+            [sys.executable, "serve.py", *line.split(), "--served-model-name", "mine"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for end, line in lines.items()
+    }
+    yield processes
+    for process in processes.values():
         process.kill()
-        process.wait()
+        process.communicate()
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_serves_until_a_signal(processes, end):
+    process = processes[end]
+    while "curl" not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()
+    url = re.search(r"http://127\.0\.0\.1:\d+", line).group()
+    answer = httpx.get(f"{url}/v1/models").json()
+    assert answer["data"][0]["id"] == "mine"
+    body = re.search(r"-d '(.*)'", process.stdout.readline()).group(1)
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{url}/v1/chat/completions", content=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    body = {"prompt": "a", "max_tokens": 40, "ignore_eos": True, "priority": -3, "n": 2}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.json()["usage"]["completion_tokens"] == 80
+    body = {"prompt": "a", "max_tokens": 60, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as stream:
+        next(stream.iter_lines())
+        process.send_signal(end)
+    assert process.wait(timeout=60) == 0
+    assert "Traceback" not in process.stderr.read()

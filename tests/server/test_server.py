@@ -1,9 +1,6 @@
 import json
-import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 JSON = {"Content-Type": "application/json"}
@@ -22,7 +19,7 @@ def test_completion(served):
     assert (answer["object"], answer["model"], choice["index"]) == ("text_completion", "pagelet", 0)
     assert choice["finish_reason"] in ("stop", "length")
     assert choice["logprobs"] is None
-    ids = served.server.engine.engine.tokenizer.encode("def f(")
+    ids = served.engine.tokenizer.encode("def f(")
     assert answer["usage"]["prompt_tokens"] == len(ids)
     assert answer["usage"]["total_tokens"] == len(ids) + answer["usage"]["completion_tokens"]
     assert served.complete(ids)["choices"] == answer["choices"]
@@ -106,7 +103,7 @@ def test_chat_logprobs(served):
 
 
 def test_prompt_logprobs(served):
-    ids = served.server.engine.engine.tokenizer.encode("import os\nimport sys\n")
+    ids = served.engine.tokenizer.encode("import os\nimport sys\n")
     answer = served.complete(ids, prompt_logprobs=1)
     first, *rest = answer["choices"][0]["prompt_logprobs"]
     assert first is None
@@ -128,7 +125,7 @@ def test_stop_strings(served):
 
 def test_characters_of_several_tokens(served):
     # One byte after the other is made the most likely token, and each only once.
-    tokenizer = served.server.engine.engine.tokenizer
+    tokenizer = served.engine.tokenizer
     ids = tokenizer.encode("好")
     assert len(ids) == 3, "a character of three tokens"
     bias = {str(i): value for i, value in zip(ids, (100, 66, 33), strict=True)}
@@ -157,38 +154,6 @@ def test_sixteen_at_once_answer_as_alone(served):
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(ask, range(16))) == alone
     served.wait_until_idle()
-
-
-LONG = {"prompt": ["a b c", "d e f"], "max_tokens": 480, "ignore_eos": True}
-
-
-@pytest.fixture
-def slow_steps(served, monkeypatch):
-    """Makes LONG take at least five seconds."""
-    runner = served.server.engine.engine.runner
-    execute = runner.execute
-
-    def slow(output):
-        time.sleep(0.01)
-        return execute(output)
-
-    monkeypatch.setattr(runner, "execute", slow)
-
-
-@pytest.mark.usefixtures("slow_steps")
-def test_a_client_that_leaves_a_stream_frees_its_blocks(served):
-    with served.client.stream("POST", "/completions", json={**LONG, "stream": True}) as answer:
-        next(answer.iter_lines())
-        assert served.server.engine.engine.has_unfinished_requests()
-    served.wait_until_idle(timeout_s=2)
-
-
-@pytest.mark.usefixtures("slow_steps")
-def test_a_client_that_leaves_before_the_answer_frees_its_blocks(served):
-    with pytest.raises(httpx.ReadTimeout):
-        served.client.post("/completions", json=LONG, timeout=httpx.Timeout(60, read=0.3))
-    assert served.server.engine.engine.has_unfinished_requests()
-    served.wait_until_idle(timeout_s=2)
 
 
 BEAM = {"prompt": "a", "use_beam_search": True, "beam_width": 4}
@@ -365,70 +330,9 @@ def test_bad_requests_do_not_disturb_others(served):
     served.wait_until_idle()
 
 
-def test_non_finite_logits_are_an_error_of_one_request(served, monkeypatch):
-    runner = served.server.engine.engine.runner
-    execute = runner.execute
-
-    def poisoned(output):
-        result = execute(output)
-        for i, row in enumerate(output.scheduled):
-            if row.group.sampling_params.seed == 666 and len(row.seq.output_token_ids) == 2:
-                result.is_finite[i] = False
-        return result
-
-    expected = served.complete()["choices"]
-    monkeypatch.setattr(runner, "execute", poisoned)
-    with ThreadPoolExecutor(3) as pool:
-        good = pool.submit(served.complete)
-        bad = pool.submit(
-            served.client.post, "/completions", json={"prompt": "a", "seed": 666, "ignore_eos": True}
-        )
-        chunks = served.stream("/completions", prompt="a", seed=666, ignore_eos=True)
-        assert good.result()["choices"] == expected
-    assert bad.result().status_code == 500
-    assert "non-finite logits" in bad.result().json()["error"]["message"]
-    assert "non-finite logits" in chunks[-1]["error"]["message"]
-    assert len(chunks) in (2, 3)  # two tokens, which a busy machine joins, and the error
-    served.wait_until_idle()
-
-
-def test_an_engine_that_has_stopped_says_so(served, monkeypatch):
-    assert served.client.get("../health").json() == {"status": "ok"}
-    monkeypatch.setattr(served.server.engine, "error", RuntimeError("device lost"))
-    for answer in (
-        served.client.get("../health"),
-        served.client.post("/completions", json={"prompt": "a"}),
-        served.client.post("/chat/completions", json={"messages": CHAT, "stream": True}),
-    ):
-        assert answer.status_code == 503
-        assert "device lost" in answer.json()["error"]["message"]
-
-
 def test_models(served):
     (model,) = served.client.get("/models").json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("pagelet", "model", 512)
-
-
-def test_metrics(served):
-    def values():
-        text = served.client.get("../metrics").text
-        return {k: float(v) for k, v in re.findall(r"^(jax_paged_\S+) (\S+)$", text, re.MULTILINE)}
-
-    served.wait_until_idle()
-    before = values()
-    usage = served.complete(ignore_eos=True, max_tokens=5)["usage"]
-    served.stream("/completions", prompt="def f(", ignore_eos=True, max_tokens=5)
-    after = values()
-
-    def grew(name):
-        return after[f"jax_paged_{name}"] - before.get(f"jax_paged_{name}", 0)
-
-    assert grew('requests_total{finish_reason="length"}') == 2
-    assert grew("generation_tokens_total") == 10
-    assert grew("prompt_tokens_total") == 2 * usage["prompt_tokens"]
-    assert grew("time_to_first_token_seconds_count") == grew("inter_token_latency_seconds_count") == 2
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio"):
-        assert after[f"jax_paged_{name}"] == 0
 
 
 def test_openapi_describes_the_requests(served):

@@ -1,7 +1,6 @@
 """Several outputs of one prompt over HTTP: parallel samples, the best of them, and beams."""
 
 import asyncio
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -167,53 +166,6 @@ def test_mixed_batch_answers_as_alone(served):
     served.wait_until_idle()
 
 
-def slow(served, monkeypatch, change=lambda output, result: None):
-    """Makes steps take 10 ms at least, and lets `change` see each of them."""
-    runner = served.server.engine.engine.runner
-    execute = runner.execute
-
-    def run(output):
-        time.sleep(0.01)
-        result = execute(output)
-        change(output, result)
-        return result
-
-    monkeypatch.setattr(runner, "execute", run)
-
-
-def test_a_client_that_leaves_frees_the_blocks_of_all_choices(served, monkeypatch):
-    slow(served, monkeypatch)
-    body = {"prompt": ["a b c", "d e f"], "n": 4, "max_tokens": 480, "ignore_eos": True, "stream": True}
-    engine = served.server.engine.engine
-    with served.client.stream("POST", "/completions", json=body) as answer:
-        lines = (line for line in answer.iter_lines() if line)
-        for _ in range(16):
-            next(lines)
-        assert len(engine.scheduler.block_manager.block_tables) == 8
-    served.wait_until_idle(timeout_s=2)
-
-
-def test_one_bad_choice_is_an_error_of_its_request(served, monkeypatch):
-    def poison(output, result):
-        for i, row in enumerate(output.scheduled):
-            group, seq = row.group, row.seq
-            if group.sampling_params.seed == 666 and seq.index == 1 and len(seq.output_token_ids) == 2:
-                result.is_finite[i] = False
-
-    expected = served.complete()["choices"]
-    slow(served, monkeypatch, poison)
-    body = {"prompt": "a", "seed": 666, "ignore_eos": True, "n": 3}
-    with ThreadPoolExecutor(2) as pool:
-        good = pool.submit(served.complete)
-        bad = pool.submit(served.client.post, "/completions", json=body)
-        chunks = served.stream("/completions", **body)
-        assert good.result()["choices"] == expected
-    assert bad.result().status_code == 500
-    assert "non-finite logits" in bad.result().json()["error"]["message"]
-    assert "non-finite logits" in chunks[-1]["error"]["message"]
-    served.wait_until_idle()
-
-
 @pytest.mark.parametrize(
     ("more", "message", "param"),
     [
@@ -236,17 +188,3 @@ def test_best_of_and_beams_count_as_sequences(served):
         answer = served.client.post("/completions", json={"prompt": "a", **more})
         assert answer.status_code == 400
         assert answer.json()["error"]["message"].endswith(f"allowed: an integer in [1, {most}]")
-
-
-def test_metrics_count_all_choices(served):
-    served.wait_until_idle()
-
-    def generated():
-        lines = served.client.get("../metrics").text.splitlines()
-        return next(float(x.split()[1]) for x in lines if x.startswith("jax_paged_generation_tokens_total"))
-
-    before = generated()
-    usage = served.post("/completions", **SAMPLED, n=3)["usage"]
-    assert generated() - before == usage["completion_tokens"]
-    chunks = served.stream("/completions", **SAMPLED, n=3, stream_options={"include_usage": True})
-    assert generated() - before == 2 * chunks[-1]["usage"]["completion_tokens"]

@@ -11,10 +11,19 @@ import pytest
 from jax import Array
 from jax.sharding import Mesh
 
-from jax_paged.core.block_manager import CacheGroup
+from jax_paged.core.cache_group import CacheGroup
 from jax_paged.models.layers import TENSOR
-from jax_paged.worker.block_mover import FEW_COPIES, SWAP_BLOCKS, BlockMover
+from jax_paged.worker.block_mover import (
+    FEW_COPIES,
+    SWAP_BLOCKS,
+    BlockMover,
+    CopyProgram,
+    SwapInProgram,
+    SwapOutProgram,
+)
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
+from jax_paged.worker.programs import Program, TraceContext
+from jax_paged.worker.weights import FlatModel
 
 LAYOUT = KVCacheLayout((CacheGroup(),), ((0, 0), (1, 0), (2, 0)), num_pools=3, num_kv_heads=2, head_dim=8)
 NUM_BLOCKS, BLOCK_SIZE, MAX_COPIES = 200, 4, 20
@@ -25,7 +34,7 @@ Pairs = tuple[tuple[int, int], ...]
 @functools.cache
 def make_mover(
     dtype: str = "float32", num_swap_blocks: int = 150, num_blocks: int = NUM_BLOCKS
-) -> tuple[BlockMover, dict[str, jax.stages.Compiled]]:
+) -> tuple[BlockMover, dict[Program, jax.stages.Compiled]]:
     mover = BlockMover(
         layout=LAYOUT,
         num_blocks=num_blocks,
@@ -34,15 +43,29 @@ def make_mover(
         dtype=jnp.dtype(dtype),
         max_copies=MAX_COPIES,
         mesh=MESH,
-        backend="xla",
     )
-    return mover, {name: mover.lower(name).compile() for name in mover.programs}
+    context = TraceContext(
+        model=FlatModel(None, None),  # none of these programs runs it
+        weights=[],
+        layout=LAYOUT,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        dtype=jnp.dtype(dtype),
+        vocab_size=32,
+        max_model_len=16,
+        max_num_seqs=MAX_COPIES,
+        max_num_batched_tokens=16,
+        max_logprobs=1,
+        backend="xla",
+        mesh=MESH,
+    )
+    return mover, {program: program.lower(context).compile() for program in mover.programs}
 
 
-def runner(programs: dict[str, Any], used: list[str]) -> Callable[..., Any]:
-    def run(name: str, *args: Any) -> Any:
-        used.append(name)
-        return programs[name](*args)
+def runner(programs: dict[Program, Any], used: list[Program]) -> Callable[..., Any]:
+    def run(program: Program, *args: Any) -> Any:
+        used.append(program)
+        return programs[program](*args)
 
     return run
 
@@ -75,7 +98,7 @@ def random_pairs(seed: int, count: int, num_from: int, num_to: int) -> Pairs:
 @pytest.mark.parametrize("count", [1, SWAP_BLOCKS - 1, SWAP_BLOCKS, SWAP_BLOCKS + 1, 3 * SWAP_BLOCKS + 5])
 def test_swap_out_overwrite_swap_in(dtype: str, count: int) -> None:
     mover, programs = make_mover(dtype)
-    used: list[str] = []
+    used: list[Program] = []
     run = runner(programs, used)
     before, after = random_pool(1, dtype), random_pool(2, dtype)
     out = random_pairs(3, count, NUM_BLOCKS, 151)
@@ -92,7 +115,7 @@ def test_swap_out_overwrite_swap_in(dtype: str, count: int) -> None:
         x[[to for _, to in back]] = source[[block for block, _ in out]]
     assert_same_bits(pool, after)
     num_calls = -(-count // SWAP_BLOCKS)
-    assert used == ["swap out"] * num_calls + ["swap in"] * num_calls
+    assert used == [SwapOutProgram()] * num_calls + [SwapInProgram()] * num_calls
 
 
 def test_two_swapped_groups_do_not_mix() -> None:
@@ -111,7 +134,7 @@ def test_two_swapped_groups_do_not_mix() -> None:
 @pytest.mark.parametrize("count", [1, FEW_COPIES, FEW_COPIES + 1, MAX_COPIES, MAX_COPIES + 1, 3 * MAX_COPIES])
 def test_copies(count: int) -> None:
     mover, programs = make_mover()
-    used: list[str] = []
+    used: list[Program] = []
     expected = random_pool(1)
     blocks = np.random.default_rng(count).permutation(np.arange(1, NUM_BLOCKS))[: 2 * count]
     # A block may be copied to several others, but is not both read and written.
@@ -121,12 +144,12 @@ def test_copies(count: int) -> None:
         x[targets] = x[sources]
     assert_same_bits(pool, expected)
     sizes = [min(MAX_COPIES, count - i) for i in range(0, count, MAX_COPIES)]
-    assert used == [f"copy {FEW_COPIES if size <= FEW_COPIES else MAX_COPIES}" for size in sizes]
+    assert used == [CopyProgram(FEW_COPIES if size <= FEW_COPIES else MAX_COPIES) for size in sizes]
 
 
 def test_nothing_to_move() -> None:
     mover, programs = make_mover()
-    used: list[str] = []
+    used: list[Program] = []
     pool = place(random_pool(1))
     assert mover.copy(runner(programs, used), pool, ()) is pool
     assert mover.swap_in(runner(programs, used), pool, ()) is pool
@@ -135,8 +158,11 @@ def test_nothing_to_move() -> None:
 
 
 def test_programs() -> None:
-    assert make_mover()[0].programs == [f"copy {FEW_COPIES}", f"copy {MAX_COPIES}", "swap out", "swap in"]
-    assert make_mover(num_swap_blocks=0)[0].programs == [f"copy {FEW_COPIES}", f"copy {MAX_COPIES}"]
+    copies = [CopyProgram(FEW_COPIES), CopyProgram(MAX_COPIES)]
+    assert make_mover()[0].programs == [*copies, SwapOutProgram(), SwapInProgram()]
+    assert make_mover(num_swap_blocks=0)[0].programs == copies
+    names = [f"copy {FEW_COPIES}", f"copy {MAX_COPIES}", "swap out", "swap in"]
+    assert [str(program) for program in make_mover()[0].programs] == names
 
 
 def test_pool_is_updated_in_place() -> None:
@@ -149,7 +175,7 @@ def test_pool_is_updated_in_place() -> None:
         assert larger is not None
         assert larger.temp_size_in_bytes == memory.temp_size_in_bytes, name
         assert memory.temp_size_in_bytes <= 2 * max(SWAP_BLOCKS, MAX_COPIES) * block_bytes, name
-        if name == "swap out":
+        if name == SwapOutProgram():
             assert memory.output_size_in_bytes < 1.1 * SWAP_BLOCKS * block_bytes
         else:
             assert memory.alias_size_in_bytes == NUM_BLOCKS * block_bytes, name

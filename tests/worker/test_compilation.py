@@ -1,14 +1,17 @@
-"""The planned buckets: every step fits one, the next larger serves until the right one is compiled."""
+"""What is compiled: every step fits a bucket, and the next larger one serves until the right one is there."""
 
 import concurrent.futures
+import dataclasses
 import threading
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_paged.worker.batch import Bucket, plan_buckets
-from jax_paged.worker.compilation import CompiledBuckets, use_persistent_cache
+from jax_paged.worker.buckets import Bucket, plan_buckets
+from jax_paged.worker.compilation import CompiledPrograms, use_persistent_cache
+from jax_paged.worker.programs import Program
+from jax_paged.worker.step import StepProgram
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 16, 64, 100, 256])
@@ -31,19 +34,32 @@ def test_every_step_fits_a_bucket(max_num_seqs, max_num_batched_tokens):
 BUCKETS = [Bucket(True, 1, 1), Bucket(True, 2, 2), Bucket(True, 4, 4), Bucket(False, 8, 4)]
 
 
-def lower(bucket):
-    return jax.jit(lambda x: x + 1).lower(jnp.zeros(bucket.num_tokens))
+@dataclasses.dataclass(frozen=True)
+class Other(Program):
+    """A program that is no step."""
+
+    name: str
+
+    def __str__(self):
+        return self.name
+
+    def trace(self, context):
+        return jax.jit(lambda x: x * 2).trace(jnp.zeros(3))
+
+
+def lower(program):
+    return jax.jit(lambda x: x + 1).lower(jnp.zeros(program.bucket.num_tokens))
 
 
 def test_the_next_larger_bucket_serves_until_the_right_one_is_there():
     gate = threading.Event()
 
-    def lower_small_ones_late(bucket):
-        if bucket.num_tokens < 4:
+    def lower_small_ones_late(program):
+        if program.bucket.num_tokens < 4:
             gate.wait(60)
-        return lower(bucket)
+        return lower(program)
 
-    compiled = CompiledBuckets(BUCKETS, [], lower_small_ones_late)
+    compiled = CompiledPrograms(BUCKETS, [], lower_small_ones_late)
     assert compiled.smallest_ready(is_decode=True, num_tokens=1, num_seqs=1) == BUCKETS[2]
     assert "to be compiled" in compiled.plan()
     gate.set()
@@ -57,16 +73,16 @@ def test_the_next_larger_bucket_serves_until_the_right_one_is_there():
 
 def test_a_failure_of_the_largest_is_raised_at_once_and_of_another_in_wait():
     def fail_at(num_tokens):
-        def lower_or_fail(bucket):
-            if bucket.num_tokens == num_tokens:
+        def lower_or_fail(program):
+            if program.bucket.num_tokens == num_tokens:
                 raise RuntimeError(f"no {num_tokens}")
-            return lower(bucket)
+            return lower(program)
 
         return lower_or_fail
 
     with pytest.raises(RuntimeError, match="no 8"):
-        CompiledBuckets(BUCKETS, [], fail_at(8))
-    compiled = CompiledBuckets(BUCKETS, [], fail_at(2))
+        CompiledPrograms(BUCKETS, [], fail_at(8))
+    compiled = CompiledPrograms(BUCKETS, [], fail_at(2))
     with pytest.raises(RuntimeError, match="no 2"):
         compiled.wait()
     # It is said (in the log too), and the next larger one goes on serving.
@@ -76,38 +92,60 @@ def test_a_failure_of_the_largest_is_raised_at_once_and_of_another_in_wait():
 
 
 def test_one_kind_alone():
-    compiled = CompiledBuckets(BUCKETS[:3], [], lower)
+    compiled = CompiledPrograms(BUCKETS[:3], [], lower)
     compiled.wait()
     compiled.stop()
 
 
-def test_programs_beside_the_buckets():
-    def lower_any(key):
-        if key == "bad":
-            raise RuntimeError("no bad")
-        return jax.jit(lambda x: x * 2).lower(jnp.zeros(3)) if isinstance(key, str) else lower(key)
+def lower_any(program):
+    if program == Other("bad"):
+        raise RuntimeError("no bad")
+    return lower(program) if isinstance(program, StepProgram) else program.trace(None).lower()
 
-    compiled = CompiledBuckets(BUCKETS, ["double", "bad"], lower_any)
-    assert compiled["double"].execute(jnp.ones(3)).tolist() == [2, 2, 2]  # waits until it is compiled
+
+def test_programs_beside_the_steps():
+    compiled = CompiledPrograms(BUCKETS, [Other("double"), Other("bad")], lower_any)
+    assert compiled.run(Other("double"), jnp.ones(3)).tolist() == [2, 2, 2]  # waits until it is compiled
     with pytest.raises(RuntimeError, match="no bad"):
-        compiled["bad"]
+        compiled[Other("bad")]
     with pytest.raises(RuntimeError, match="no bad"):
         compiled.wait()
     assert "double" in compiled.plan()
     assert compiled.buckets == BUCKETS
+    assert compiled.programs == [*map(StepProgram, BUCKETS), Other("double"), Other("bad")]
+    assert compiled.num_traces == len(compiled.programs)
     compiled.stop()
+
+
+def test_the_largest_steps_come_first_then_the_small_programs_then_the_rest():
+    order = []
+
+    def note(program):
+        order.append(program)
+        return lower_any(program)
+
+    buckets = [Bucket(True, n, n) for n in (1, 2, 4)] + [Bucket(False, n, 4) for n in (4, 8)]
+    compiled = CompiledPrograms(buckets, [Other("a"), Other("b")], note)
+    compiled.wait()
+    compiled.stop()
+    # Two threads take them from one queue: neighbours may change places.
+    assert set(order[:2]) == {StepProgram(buckets[2]), StepProgram(buckets[4])}
+    position = {program: i for i, program in enumerate(order)}
+    others, rest = [Other("a"), Other("b")], [StepProgram(buckets[i]) for i in (0, 1, 3)]
+    assert max(position[p] for p in others) <= min(position[p] for p in rest) + 1
+    assert len(order) == 7
 
 
 def test_stop_leaves_the_rest_uncompiled():
     started, gate = threading.Event(), threading.Event()
 
-    def slow(bucket):
-        if bucket.num_tokens < 4:
+    def slow(program):
+        if program.bucket.num_tokens < 4:
             started.set()
             gate.wait(60)
-        return lower(bucket)
+        return lower(program)
 
-    compiled = CompiledBuckets([Bucket(True, n, n) for n in (1, 2, 3, 4)] + BUCKETS[3:], [], slow)
+    compiled = CompiledPrograms([Bucket(True, n, n) for n in (1, 2, 3, 4)] + BUCKETS[3:], [], slow)
     assert started.wait(60)
     stopper = threading.Thread(target=compiled.stop)
     stopper.start()

@@ -3,35 +3,31 @@
 import dataclasses
 
 import pytest
-from helpers.real_model import MAX_MODEL_LEN
+from helpers.real_model import MAX_MODEL_LEN, VOCAB_SIZE
 
 from jax_paged import EngineArgs
-from jax_paged.worker.model_runner import ModelRunner
+from jax_paged.worker import model_runner
+from jax_paged.worker.kv_cache import DeviceMemory
+from jax_paged.worker.model_runner import ModelRunner, step_bytes
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, tokens, head_dim, float32
+SIZES = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 2, "max_num_batched_tokens": 16}
 
 
-@dataclasses.dataclass
-class Gpu:
-    """A device as far as the size of the pool hangs on it."""
-
-    bytes_limit: int | None
-    platform: str = "gpu"
-
-    def memory_stats(self):
-        return self.bytes_limit and {"bytes_limit": self.bytes_limit, "bytes_in_use": 10**6}
+def gpu(bytes_limit):
+    """A GPU as far as the size of the pool depends on it."""
+    stats = None if bytes_limit is None else {"bytes_limit": bytes_limit, "bytes_in_use": 10**6}
+    return DeviceMemory("gpu", stats)
 
 
-def num_blocks(checkpoint, monkeypatch, device=None, **settings):
-    choose = ModelRunner._num_blocks
-    if device is not None:
-        monkeypatch.setattr(
-            ModelRunner, "_num_blocks", lambda self, args, _, b: choose(self, args, device, b)
-        )
-    sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 2, "max_num_batched_tokens": 16}
-    runner = ModelRunner(EngineArgs(model=str(checkpoint), **sizes, **settings))
+def num_blocks(checkpoint, monkeypatch, memory=None, **settings):
+    with monkeypatch.context() as patch:
+        if memory is not None:
+            patch.setattr(model_runner, "device_memory", lambda device: memory)
+        runner = ModelRunner(EngineArgs(model=str(checkpoint), **SIZES, **settings))
     blocks = runner.config.num_blocks
-    assert runner._kv_cache[0].shape[0] == blocks
+    assert runner.arrays["kv_cache"][0].shape[0] == blocks
+    assert runner.config.kv_cache_bytes == sum(x.nbytes for x in runner.arrays["kv_cache"])
     runner.close()
     return blocks
 
@@ -48,22 +44,31 @@ def test_bytes_and_blocks_given(checkpoint, monkeypatch):
 
 def test_what_a_gpu_has_left(checkpoint, monkeypatch):
     limit = 40 * 10**6
-    half = num_blocks(checkpoint, monkeypatch, Gpu(limit), gpu_memory_utilization=0.5)
-    monkeypatch.undo()
-    most = num_blocks(checkpoint, monkeypatch, Gpu(limit), gpu_memory_utilization=0.9)
-    assert (most - half) * BLOCK_BYTES == pytest.approx(0.4 * limit, abs=2 * BLOCK_BYTES)
+    half = num_blocks(checkpoint, monkeypatch, gpu(limit), gpu_memory_utilization=0.5)
+    largest = num_blocks(checkpoint, monkeypatch, gpu(limit), gpu_memory_utilization=0.9)
+    assert (largest - half) * BLOCK_BYTES == pytest.approx(0.4 * limit, abs=2 * BLOCK_BYTES)
     # Weights, and what the steps need, are left out.
-    assert most * BLOCK_BYTES < 0.9 * limit - 10**6
-    monkeypatch.undo()
+    assert largest * BLOCK_BYTES < 0.9 * limit - 10**6
     with pytest.raises(ValueError, match=r"gpu_memory_utilization is 0.01, which leaves no memory"):
-        num_blocks(checkpoint, monkeypatch, Gpu(limit), gpu_memory_utilization=0.01)
-    monkeypatch.undo()
+        num_blocks(checkpoint, monkeypatch, gpu(limit), gpu_memory_utilization=0.01)
     with pytest.raises(ValueError, match="kv_cache_memory_bytes is None"):
-        num_blocks(checkpoint, monkeypatch, Gpu(None))
+        num_blocks(checkpoint, monkeypatch, gpu(None))
 
 
-def test_a_budget_of_one_token(checkpoint, monkeypatch):
+def test_token_counts_and_masks_are_left_room_for(checkpoint):
+    runner = ModelRunner(EngineArgs(model=str(checkpoint), num_gpu_blocks_override=9, **SIZES))
+    few = step_bytes(runner.context)
+    # The buckets stay as they are: the token budget allows no more rows.
+    many = step_bytes(dataclasses.replace(runner.context, max_num_seqs=16))
+    more = step_bytes(dataclasses.replace(runner.context, max_num_seqs=1000, max_num_batched_tokens=16))
+    row = VOCAB_SIZE * 4 + VOCAB_SIZE // 32 * 4
+    assert few > 2 * row
+    assert more - many >= (1000 - 16) * row
+    runner.close()
+
+
+def test_a_budget_of_one_token(checkpoint):
     settings = {"max_num_batched_tokens": 1, "max_num_seqs": 2, "max_model_len": 32}
     runner = ModelRunner(EngineArgs(model=str(checkpoint), num_gpu_blocks_override=9, **settings))
-    assert runner.buckets == ("decode 1",)
+    assert list(map(str, runner.buckets)) == ["decode 1"]
     runner.close()

@@ -14,7 +14,9 @@ import pytest
 from scipy import stats
 
 from jax_paged.sampling_params import SamplingParams
+from jax_paged.worker.input_batch import pack_token_mask
 from jax_paged.worker.sampler import (
+    IN_PROMPT,
     SampledTokens,
     SamplingBatch,
     _find,
@@ -33,7 +35,10 @@ GREEDY = SamplingParams(temperature=0)
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One sequence at the moment it samples; `forbidden` tokens are biased by minus infinity."""
+    """One sequence at the moment it samples.
+
+    `forbidden` tokens are biased by minus infinity, those outside `allowed` are masked.
+    """
 
     params: SamplingParams = dataclasses.field(default=GREEDY)
     prompt: tuple[int, ...] = ()
@@ -42,19 +47,32 @@ class Row:
     seed: int = 0
     position: int = 0
     logprob_temperature: float = 1.0
+    allowed: tuple[int, ...] | None = None
 
     @property
     def bias(self) -> list[tuple[int, float]]:
         return [*(self.params.logit_bias or {}).items(), *((i, -math.inf) for i in self.forbidden)]
 
 
-def make_batch(rows: Sequence[Row], vocab_size: int, length: int) -> SamplingBatch:
-    history = np.full((len(rows), length), vocab_size, np.int32)
+def make_batch(rows: Sequence[Row], vocab_size: int, num_seats: int | None = None) -> SamplingBatch:
+    """The batch of some rows; those with penalties sit in any of the seats, beside the counts of others."""
+    num_seats = len(rows) if num_seats is None else num_seats
+    rng = np.random.default_rng(num_seats)
+    token_counts = rng.integers(0, 5, (num_seats, vocab_size), np.int32)
+    seats = iter(rng.permutation(num_seats))
+    count_seats = np.full(len(rows), num_seats, np.int32)
+    token_mask = rng.integers(-(2**31), 2**31, (len(rows), -(-vocab_size // 32))).astype(np.int32)
     bias_ids = np.full((len(rows), 64), vocab_size, np.int32)
     bias_values = np.zeros((len(rows), 64), np.float32)
     for i, row in enumerate(rows):
-        tokens = (*row.prompt, *row.output)
-        history[i, : len(tokens)] = tokens
+        p = row.params
+        if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1:
+            count_seats[i] = next(seats)
+            counts = np.bincount(np.array(row.output, int), minlength=vocab_size)
+            counts[list(row.prompt)] |= IN_PROMPT
+            token_counts[count_seats[i]] = counts
+        if row.allowed is not None:
+            token_mask[i] = pack_token_mask(row.allowed, vocab_size)
         for j, (token_id, value) in enumerate(row.bias):
             bias_ids[i, j], bias_values[i, j] = token_id, value
 
@@ -70,10 +88,11 @@ def make_batch(rows: Sequence[Row], vocab_size: int, length: int) -> SamplingBat
         "top_k": column(lambda r: r.params.top_k, np.int32),
         "seed": column(lambda r: (r.seed >> 32, r.seed & 0xFFFFFFFF), np.uint32),
         "position": column(lambda r: r.position, np.int32),
-        "prompt_len": column(lambda r: len(r.prompt), np.int32),
-        "total_len": column(lambda r: len(r.prompt) + len(r.output), np.int32),
         "wants_logprobs": column(lambda r: r.params.logprobs is not None, bool),
-        "history": history,
+        "count_seats": count_seats,
+        "token_counts": token_counts,
+        "has_token_mask": column(lambda r: r.allowed is not None, bool),
+        "token_mask": token_mask,
         "bias_ids": bias_ids,
         "bias_values": bias_values,
     }
@@ -90,6 +109,8 @@ def reference(logits: np.ndarray, row: Row, order: Sequence[str] = ORDER) -> np.
         weights = np.exp(x - x.max())
         return weights / weights.sum()
 
+    if row.allowed is not None:
+        x[np.setdiff1d(np.arange(len(x)), row.allowed)] = -np.inf
     for step in order:
         if step == "bias":
             for token_id, value in row.bias:
@@ -123,10 +144,10 @@ def step(logits: jax.Array, batch: SamplingBatch) -> SampledTokens:
     return sample(logits, batch, max_logprobs=MAX_LOGPROBS)
 
 
-def run(logits: np.ndarray, rows: Sequence[Row], length: int = 16) -> Any:
+def run(logits: np.ndarray, rows: Sequence[Row], num_seats: int | None = None) -> Any:
     """Samples the rows, each from its own logits or all from the same; all in NumPy arrays."""
     shared = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (len(rows), logits.shape[-1]))
-    got = step(shared, make_batch(rows, logits.shape[-1], length))
+    got = step(shared, make_batch(rows, logits.shape[-1], num_seats))
     return types.SimpleNamespace(**{name: np.asarray(value) for name, value in vars(got).items()})
 
 
@@ -336,17 +357,48 @@ def test_alone_and_in_any_batch(vocab_size: int) -> None:
                 assert far.max() < 1e-5, name
 
 
-def test_longer_padding_changes_nothing() -> None:
+def test_seats_change_nothing() -> None:
+    """Which seats the rows have, how many there are, and what the counts of the other seats are."""
     logits, rows = random_logits(64, V, scale=2), assorted_rows(V)
-    assert np.array_equal(run(logits, rows, length=40).token_ids, run(logits, rows).token_ids)
+    expected = run(logits, rows).token_ids
+    assert np.array_equal(run(logits, rows, num_seats=200).token_ids, expected)
+    batch = make_batch(rows, V)
+    own = np.isin(np.arange(64), batch.count_seats)
+    assert 10 < own.sum() < 60
+    counts = jnp.where(jnp.asarray(own)[:, None], batch.token_counts, -1)
+    got = step(jnp.asarray(logits), dataclasses.replace(batch, token_counts=counts))
+    assert np.array_equal(got.token_ids, expected)
 
 
-def test_what_lies_past_total_len_is_skipped() -> None:
-    logits, rows = random_logits(64, V, scale=2), assorted_rows(V)
-    batch = make_batch(rows, V, 16)
-    stale = jnp.where(batch.history == V, jnp.arange(16), batch.history)
-    got = step(jnp.asarray(logits), dataclasses.replace(batch, history=stale))
-    assert np.array_equal(got.token_ids, run(logits, rows).token_ids)
+@pytest.mark.parametrize("vocab_size", [V, 64, 97])
+def test_allowed_tokens(vocab_size: int) -> None:
+    """Masked rows choose as the reference does; the rows beside them, and all log-probabilities, stay."""
+    rng = np.random.default_rng(9)
+    logits, rows = random_logits(64, vocab_size, scale=2), assorted_rows(vocab_size)
+    masked = []
+    for i, row in enumerate(rows):
+        allowed = tuple(rng.choice(vocab_size, rng.integers(1, vocab_size), replace=False).tolist())
+        masked.append(dataclasses.replace(row, allowed=allowed) if i % 3 else row)
+    got, plain = run(logits, masked), run(logits, rows)
+    for i, row in enumerate(masked):
+        if row.allowed is None:
+            assert got.token_ids[i] == plain.token_ids[i]
+        else:
+            assert got.token_ids[i] in row.allowed
+            if row.params.temperature == 0:
+                params = dataclasses.replace(row.params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+                expected = reference(logits[i], dataclasses.replace(row, params=params))
+                assert got.token_ids[i] == expected.argmax()
+    assert np.array_equal(got.top_token_ids, plain.top_token_ids), "of the raw logits"
+    assert got.is_finite.all()
+
+
+def test_distribution_of_allowed_tokens() -> None:
+    params = SamplingParams(top_p=0.8, logit_bias={LIKELY[5]: 3.0}, repetition_penalty=1.3)
+    row = Row(params, PROMPT, OUTPUT, allowed=LIKELY[1:20:2])
+    tokens = run(LOGITS, draws(row)).token_ids
+    assert chi_square(tokens, reference(LOGITS, row)) > 1e-4
+    assert chi_square(tokens, reference(LOGITS, dataclasses.replace(row, allowed=None))) < 1e-6
 
 
 def test_greedy_rows_of_a_mixed_batch() -> None:
@@ -503,7 +555,7 @@ def conditional_depths(jaxpr: Any, depth: int = 0) -> dict[str, int]:
 
 
 def test_nothing_is_computed_that_no_row_asks_for() -> None:
-    traced = step.trace(jnp.zeros((4, V)), make_batch([Row()] * 4, V, 16))
+    traced = step.trace(jnp.zeros((4, V)), make_batch([Row()] * 4, V))
     depths = conditional_depths(traced.jaxpr.jaxpr)
     assert "sort" not in depths
     assert depths["top_k"] == 1, "most likely tokens: only if a row wants logprobs"
@@ -511,6 +563,7 @@ def test_nothing_is_computed_that_no_row_asks_for() -> None:
     assert min(d for name, d in depths.items() if name.startswith(("random", "threefry"))) == 1
     assert depths["while"] == 2, "the search for a bound: only if a random row has top_k or top_p"
     assert min(d for name, d in depths.items() if name.startswith("scatter")) == 2
+    assert depths["shift_right_arithmetic"] == 2, "masks: only if a row has one"
     assert "stablehlo.sort" not in traced.lower().as_text()
 
 

@@ -1,6 +1,7 @@
 """The jitted step: nothing compiles after the start, the pool is updated in place, close() frees it."""
 
 import contextlib
+import dataclasses
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,13 @@ from helpers.real_model import (
 )
 
 from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
-from jax_paged.worker.batch import Bucket
-from jax_paged.worker.block_mover import FEW_COPIES, SWAP_BLOCKS
+from jax_paged.worker.block_mover import FEW_COPIES, SWAP_BLOCKS, SwapOutProgram
+from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.executor import LocalExecutor
+from jax_paged.worker.model_runner import ModelRunner
+from jax_paged.worker.prompt_logprobs import PromptLogprobsProgram
+from jax_paged.worker.step import StepProgram
+from jax_paged.worker.token_counts import ResetTokenCountsProgram
 
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -46,15 +52,20 @@ def compile_events() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(note)
 
 
+def runner_of(engine: LLMEngine) -> ModelRunner:
+    assert isinstance(engine.executor, LocalExecutor)
+    return engine.executor.runner
+
+
 def test_nothing_compiles_after_the_start(engine: LLMEngine) -> None:
     with compile_events() as events:
         jax.jit(lambda x: x + 1)(np.ones(3))
     assert any(e.startswith(TRACED) for e in events)
     assert any(e.startswith(COMPILED) for e in events)
 
-    runner = engine.runner
-    buckets, used = runner._compiled.buckets, set()
-    choose = runner._compiled.smallest_ready
+    runner = runner_of(engine)
+    used = set()
+    choose = runner.compiled.smallest_ready
 
     def note_bucket(**needs: Any) -> Bucket:
         bucket = choose(**needs)
@@ -66,13 +77,13 @@ def test_nothing_compiles_after_the_start(engine: LLMEngine) -> None:
     order = np.random.default_rng(0).permutation(len(requests))
     num_traces = runner.num_traces
     with compile_events() as events, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner._compiled, "smallest_ready", note_bucket)
+        patch.setattr(runner.compiled, "smallest_ready", note_bucket)
         for i in range(0, 20, 2):
             run(engine, [requests[j] for j in order[i : i + 2]])
         run(engine, [requests[j] for j in order[20:]])
     assert events == []
     assert runner.num_traces == num_traces
-    assert used == set(buckets)
+    assert used == set(runner.buckets)
 
 
 def test_nothing_compiles_for_copies_and_swaps(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,19 +107,20 @@ def test_nothing_compiles_for_copies_and_swaps(engine: LLMEngine, monkeypatch: p
 
 
 def assert_pool_is_not_copied(engine: LLMEngine) -> None:
-    runner = engine.runner
-    assert runner.config.kv_cache_bytes == sum(x.nbytes for x in runner._kv_cache)
-    for bucket in runner._compiled.buckets:
-        memory = runner._compiled[bucket].execute.memory_analysis()
+    """No program has temporaries of its size; what writes to pool or token counts does it in place."""
+    runner, pool_bytes = runner_of(engine), engine.config.kv_cache_bytes
+    assert pool_bytes == sum(x.nbytes for x in runner.arrays["kv_cache"])
+    (counts,) = runner.arrays["token_counts"]
+    for program in runner.compiled.programs:
+        memory = runner.compiled[program].memory
         assert memory is not None
-        assert memory.alias_size_in_bytes >= runner.config.kv_cache_bytes, bucket
-        assert memory.temp_size_in_bytes < 0.1 * runner.config.kv_cache_bytes, bucket
-    for program in runner._mover.programs:
-        memory = runner._compiled[program].execute.memory_analysis()
-        assert memory is not None
-        assert memory.temp_size_in_bytes < 0.1 * runner.config.kv_cache_bytes, program
-        if program != "swap out":  # which only reads
-            assert memory.alias_size_in_bytes >= runner.config.kv_cache_bytes, program
+        assert memory.temp_size_in_bytes < 0.1 * pool_bytes, program
+        if isinstance(program, StepProgram):
+            assert memory.alias_size_in_bytes >= pool_bytes + counts.nbytes, program
+        elif isinstance(program, ResetTokenCountsProgram):
+            assert memory.alias_size_in_bytes >= counts.nbytes
+        elif not isinstance(program, SwapOutProgram | PromptLogprobsProgram):  # which only read
+            assert memory.alias_size_in_bytes >= pool_bytes, program
 
 
 def test_pool_is_not_copied(session_engine: LLMEngine) -> None:
@@ -117,29 +129,34 @@ def test_pool_is_not_copied(session_engine: LLMEngine) -> None:
 
 def test_temporaries_do_not_grow_with_the_pool(session_engine: LLMEngine) -> None:
     """A copy of the pool would, at any size; steps of a single row once made one."""
-    runner = session_engine.runner
-    for bucket in (runner._compiled.buckets[0], runner._compiled.buckets[-1]):
+    runner = runner_of(session_engine)
+    for bucket in (runner.buckets[0], runner.buckets[-1]):
         temps = []
         for num_blocks in (500, 5000):
-            memory = runner._lower(bucket, num_blocks).compile().memory_analysis()
+            context = dataclasses.replace(runner.context, num_blocks=num_blocks)
+            memory = StepProgram(bucket).lower(context).compile().memory_analysis()
             assert memory is not None
             temps.append(memory.temp_size_in_bytes)
-        assert temps[1] - temps[0] < 0.01 * 4500 * runner._per_block, bucket
+        assert temps[1] - temps[0] < 0.01 * 4500 * runner.context.block_bytes, bucket
 
 
 @pytest.mark.slow
 def test_pool_of_the_default_engine_is_not_copied() -> None:
     with LLMEngine(EngineArgs()) as engine:
-        engine.runner.wait_until_compiled()
+        engine.executor.wait_until_compiled()
         assert_pool_is_not_copied(engine)
 
 
 def test_pool_stays_where_it_is(engine: LLMEngine) -> None:
-    before = engine.runner._kv_cache
+    def in_place() -> list[jax.Array]:
+        arrays = runner_of(engine).arrays
+        return [*arrays["kv_cache"], *arrays["token_counts"]]
+
+    before = in_place()
     pointers = [x.unsafe_buffer_pointer() for x in before]
-    run(engine, [Request([1, 2, 3], SamplingParams(temperature=0, max_tokens=5))])
+    run(engine, [Request([1, 2, 3], SamplingParams(temperature=0, max_tokens=5, presence_penalty=1.0))])
     assert all(x.is_deleted() for x in before)
-    assert [x.unsafe_buffer_pointer() for x in engine.runner._kv_cache] == pointers
+    assert [x.unsafe_buffer_pointer() for x in in_place()] == pointers
 
 
 def test_two_engines_and_close(checkpoint: Path, engine: LLMEngine) -> None:
@@ -153,7 +170,7 @@ def test_two_engines_and_close(checkpoint: Path, engine: LLMEngine) -> None:
     # The settings of shared_engine, so that the compilation cache has its programs.
     settings = {"block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 128}
     other = make_engine(checkpoint, few_buckets=True, num_gpu_blocks_override=2000, **settings)
-    assert live_bytes() > before + other.runner.config.kv_cache_bytes
+    assert live_bytes() > before + other.config.kv_cache_bytes
     for engine_, prefix in ((engine, "a"), (other, "b")):
         for i, request in enumerate(requests):
             engine_.add_request(f"{prefix}{i}", request.prompt, request.params)

@@ -1,0 +1,44 @@
+"""Command-line options made from the fields of a dataclass and its docstring."""
+
+import argparse
+import dataclasses
+import re
+import types
+import typing
+from typing import Any, Literal
+
+
+def add_options(parser: Any, cls: type) -> None:
+    """Adds an option per field of a dataclass; one that is not given is missing from the namespace.
+
+    Args:
+        parser: An ArgumentParser or a group of one.
+        cls: The dataclass; its docstring says what each field is, as the option's help does.
+    """
+    texts, hints = _field_texts(cls), typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        text = f"{texts[field.name]} (default: {field.default})".replace("%", "%%")
+        option = "--" + field.name.replace("_", "-")
+        parser.add_argument(option, default=argparse.SUPPRESS, help=text, **_kind(hints[field.name]))
+
+
+def values_of(args: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """Returns the fields of a dataclass that a command line gave."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def _kind(hint: Any) -> dict[str, Any]:
+    """Returns the arguments with which argparse reads a value of a field's type."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # X | None
+        hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)
+    if typing.get_origin(hint) is Literal:
+        return {"choices": typing.get_args(hint)}
+    return {"action": argparse.BooleanOptionalAction} if hint is bool else {"type": hint}
+
+
+def _field_texts(cls: type) -> dict[str, str]:
+    """Returns what the docstring says about each field."""
+    section = (cls.__doc__ or "").split("Args:\n")[1].split("\n\n")[0]
+    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", text) for name, text in entries}

@@ -1,0 +1,174 @@
+"""Who of those that wait runs next, and with which blocks."""
+
+import enum
+import math
+from typing import TypedDict
+
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.preemption import Preemption
+from jax_paged.core.request_queues import RequestQueues
+from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from jax_paged.core.step_builder import StepBuilder
+
+
+class Answer(enum.Enum):
+    """Whether a request that wants to run does; else, what is missing: blocks or seats, or tokens."""
+
+    ADMITTED = enum.auto()
+    NO_ROOM = enum.auto()
+    NO_TOKENS = enum.auto()
+
+
+class Admission:
+    """Lets waiting and swapped requests run.
+
+    Args:
+        block_manager: Owner of the blocks.
+        queues: Owner of the requests.
+        preemption: Takes blocks from requests of a lower priority.
+        max_num_seqs: Maximum sequences running at a time.
+        watermark: Share of the usable blocks that stays free when a request is admitted beside running ones.
+        enable_chunked_prefill: Whether running requests have got their next blocks before others are
+            admitted.
+        delay_factor: See Scheduler.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        queues: RequestQueues,
+        preemption: Preemption,
+        *,
+        max_num_seqs: int,
+        watermark: float,
+        enable_chunked_prefill: bool,
+        delay_factor: float,
+    ) -> None:
+        self.block_manager = block_manager
+        self.queues = queues
+        self.max_num_seqs = max_num_seqs
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.delay_factor = delay_factor
+        self._preemption = preemption
+        self._num_watermark_blocks = math.ceil(watermark * block_manager.num_usable_blocks)
+        self._last_prompt_start: float | None = None
+        self._last_prompt_s = 0.0
+        self._holds_back_new = False
+
+    def begin_step(self, now: float) -> None:
+        """Decides whether new requests are held back in this step, so that more come together."""
+        if self._last_prompt_start is not None:
+            self._last_prompt_s, self._last_prompt_start = now - self._last_prompt_start, None
+        first = self.queues.first_waiting()
+        waited = now - first.metrics.arrival_time if first else 0.0
+        self._holds_back_new = bool(self.queues.running) and waited < self.delay_factor * self._last_prompt_s
+
+    def note_prompt(self, now: float) -> None:
+        """Notes that the step that begins now computes a prompt."""
+        self._last_prompt_start = now
+
+    def first_waiting(self) -> SequenceGroup | None:
+        """Returns the next waiting request, but no new one behind one that is swapped out, or too early."""
+        group, swapped = self.queues.first_waiting(), self.queues.first_swapped()
+        if group is None or group.metrics.first_scheduled_time is not None:
+            return group
+        is_behind = swapped is not None and swapped.order < group.order
+        return None if self._holds_back_new or is_behind else group
+
+    def first(self) -> SequenceGroup | None:
+        """Returns the next request that does not run."""
+        both = (self.first_waiting(), self.queues.first_swapped())
+        return min((g for g in both if g is not None), key=lambda g: g.order, default=None)
+
+    def first_if_swapped(self) -> SequenceGroup | None:
+        """Returns the next request that does not run, if it is swapped out."""
+        group = self.first()
+        return group if group is self.queues.first_swapped() else None
+
+    def give_blocks(self, group: SequenceGroup, step: StepBuilder) -> bool:
+        """Gives a waiting or swapped request the blocks of its tokens; False, and nothing has changed."""
+        if self.queues.num_seats_taken + group.num_seats > self.max_num_seqs:
+            return False
+        is_alone = not self.queues.running
+        num_reserved = self._num_reserved(group, self.queues.num_seats_taken, is_alone)
+        if group.request_id in self.queues.swapped:
+            copies = self.block_manager.swap_in(group.unfinished, num_reserved=num_reserved)
+            step.swap_in += copies or []
+            return copies is not None
+        return self.allocate(group, group.unfinished[0], num_reserved)
+
+    def run(self, group: SequenceGroup) -> None:
+        """Moves a request that has its blocks to the running ones."""
+        self.queues.run(group)
+        for seq in group.unfinished:
+            seq.status = SequenceStatus.RUNNING
+
+    def take_back(self, seq: Sequence) -> None:
+        """Takes the blocks of a sequence that does not run after all."""
+        self.block_manager.free(seq)
+        seq.num_computed_tokens = 0
+
+    def make_room(self, group: SequenceGroup, step: StepBuilder) -> bool:
+        """Preempts as many running requests of a lower priority as a request needs to run, from the last.
+
+        Returns:
+            Whether it finds room now; False, and nothing has changed, if all of them are not enough.
+        """
+        manager, running = self.block_manager, self.queues.running
+        if manager.pool.num_held:
+            return False  # blocks taken away now would not be free in this step
+        if group.request_id in self.queues.swapped:
+            num_needed, shared = manager.num_swapped_blocks(group.unfinished), []
+        else:
+            num_needed, shared = manager.needed_by(group.unfinished[0], group.cache_salt, **_needs(group))
+        victims: list[SequenceGroup] = []
+        num_seats, num_blocks = self.queues.num_seats_taken, manager.num_free_blocks
+        for victim in reversed(running.values()):
+            if victim.priority <= group.priority:
+                return False
+            victims.append(victim)
+            num_seats -= victim.num_seats
+            tables = (manager.block_tables[s] for s in victim.unfinished if s in manager.block_tables)
+            num_blocks += sum(len(table) for held in tables for table in held)
+            num_missing = num_needed + self._num_reserved(group, num_seats, len(victims) == len(running))
+            if num_seats + group.num_seats > self.max_num_seqs or num_blocks < num_missing:
+                continue  # not enough, even if they shared nothing
+            released = manager.released_by(s for victim in victims for s in victim.unfinished)
+            if manager.num_free_blocks + len(released.difference(shared)) >= num_missing:
+                for victim in victims:
+                    self._preemption.preempt(victim, step)
+                return True
+        return False
+
+    def allocate(self, group: SequenceGroup, seq: Sequence, num_reserved: int) -> bool:
+        """Gives a sequence of a request the blocks of its tokens; see BlockManager.allocate."""
+        return self.block_manager.allocate(seq, group.cache_salt, num_reserved=num_reserved, **_needs(group))
+
+    def _num_reserved(self, group: SequenceGroup, num_seats_taken: int, is_alone: bool) -> int:
+        """Returns the blocks that must stay free when a request is admitted beside running ones."""
+        num_groups = len(self.block_manager.groups)
+        num_reserved = 0 if is_alone else self._num_watermark_blocks
+        if not self.enable_chunked_prefill:  # the running ones have not got their next blocks yet
+            num_reserved += num_seats_taken * num_groups
+        if is_alone:
+            return num_reserved
+        if group.request_id in self.queues.swapped:  # so that its next tokens find room
+            return num_reserved + len(group.unfinished) * num_groups
+        # So that the others, forked from the first again, find room.
+        manager, (seq, *others) = self.block_manager, group.unfinished
+        common = [min(seq.num_common_tokens(s), len(s) - 1) // manager.block_size for s in others]
+        num_own = [manager.num_blocks_of(len(s) + 1) - n for s, n in zip(others, common, strict=True)]
+        return num_reserved + sum(num_own) * num_groups
+
+
+class _Needs(TypedDict):
+    use_cache: bool
+    num_encoder_tokens: int
+
+
+def _needs(group: SequenceGroup) -> _Needs:
+    return {
+        # Shared tokens are not computed, so there would be no log-probabilities of them.
+        "use_cache": group.sampling_params.reads_prefix_cache,
+        "num_encoder_tokens": len(group.encoder_token_ids),
+    }

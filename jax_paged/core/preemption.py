@@ -1,0 +1,99 @@
+"""How running requests lose their blocks when these run out: recomputed, swapped out, or ended."""
+
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.request_queues import RequestQueues
+from jax_paged.core.sequence import SequenceGroup, SequenceStatus
+from jax_paged.core.sequence_updater import SequenceUpdater
+from jax_paged.core.step_builder import StepBuilder
+from jax_paged.core.stop_conditions import POOL_TOO_SMALL, StopConditions
+
+PreemptionMode = Literal["recompute", "swap"]
+T = TypeVar("T")
+
+
+class Preemption:
+    """Takes blocks away from whole requests, the last in the order first.
+
+    Args:
+        block_manager: Owner of the blocks.
+        queues: Owner of the requests.
+        updater: Ends requests.
+        mode: "recompute" or "swap" for all requests; None swaps those with several sequences, because
+            recomputing would lose what they share, and recomputes the others (the paper's rule).
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        queues: RequestQueues,
+        updater: SequenceUpdater,
+        mode: PreemptionMode | None,
+    ) -> None:
+        self.block_manager = block_manager
+        self.queues = queues
+        self.mode = mode
+        self._updater = updater
+
+    def preempt(self, group: SequenceGroup, step: StepBuilder) -> None:
+        """Takes a running request's blocks, all of them, and notes how it gets them back."""
+        manager, seqs = self.block_manager, group.unfinished
+        group.metrics.num_preemptions += 1
+        step.preempted.append(group.request_id)
+        step.to_encode = [(other, tables) for other, tables in step.to_encode if other is not group]
+        mode = self.mode or ("swap" if len(seqs) > 1 else "recompute")
+        # Host blocks that are read in this step must not be written in it: swapping out goes first.
+        copies = manager.swap_out(seqs) if mode == "swap" and not step.swap_in else None
+        if copies is None:  # also if host memory has no room for it
+            self.recompute(group)
+            return
+        step.swap_out += copies
+        self.queues.swap(group)
+        for seq in seqs:
+            seq.status = SequenceStatus.SWAPPED
+
+    def recompute(self, group: SequenceGroup) -> None:
+        """Sends a request back to wait, without blocks."""
+        for seq in group.unfinished:
+            if seq in self.block_manager.block_tables:
+                self.block_manager.free(seq)
+            seq.status, seq.num_computed_tokens = SequenceStatus.WAITING, 0
+        self.queues.wait(group)
+
+    def end_for_good(self, group: SequenceGroup, step: StepBuilder, now: float) -> None:
+        """Ends a request that could not run (on) in an empty pool."""
+        self._updater.end_group(group, StopConditions.without_room(group), now, POOL_TOO_SMALL)
+        step.ended.append(group.request_id)
+
+    def with_room(
+        self,
+        group: SequenceGroup,
+        attempt: Callable[[], T | None],
+        step: StepBuilder,
+        now: float,
+        *,
+        gives_way: bool = True,
+    ) -> T | None:
+        """Tries something for a running request, preempting the last ones until it works.
+
+        Blocks that are held back for a step in flight are waited for, and nobody is preempted in their place.
+
+        Returns:
+            What worked; None if the request has to wait for a step in flight, or is alone and has ended, or
+            is the last one: then it is itself preempted if it `gives_way`.
+        """
+        while (result := attempt()) is None:
+            if self.block_manager.pool.num_held:
+                return None
+            last = self.queues.last_running()
+            assert last is not None, "the request itself runs"
+            if len(self.queues.running) == 1:
+                self.end_for_good(group, step, now)
+                return None
+            if last is not group or gives_way:
+                self.preempt(last, step)
+            if last is group:
+                return None
+        return result

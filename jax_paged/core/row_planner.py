@@ -1,0 +1,119 @@
+"""Which sequences of a running request compute how many tokens in a step."""
+
+import functools
+from collections.abc import Iterable
+
+from jax_paged.core.admission import Admission
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.preemption import Preemption
+from jax_paged.core.request_queues import RequestQueues
+from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.core.step_builder import StepBuilder
+
+
+class RowPlanner:
+    """Divides a step's tokens among the sequences of requests, one request at a time.
+
+    Args:
+        block_manager: Owner of the blocks.
+        queues: Owner of the requests.
+        admission: Gives blocks to sequences that have lost theirs.
+        preemption: Makes room for them.
+        enable_chunked_prefill: Whether a prompt may be computed in parts.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        queues: RequestQueues,
+        admission: Admission,
+        preemption: Preemption,
+        enable_chunked_prefill: bool,
+    ) -> None:
+        self.block_manager = block_manager
+        self.queues = queues
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self._admission = admission
+        self._preemption = preemption
+
+    def plan(
+        self, group: SequenceGroup, behind: Iterable[SequenceGroup], step: StepBuilder, now: float
+    ) -> list[tuple[Sequence, int]]:
+        """Returns which sequences of a running request compute how many tokens.
+
+        Args:
+            group: The request.
+            behind: Running requests that are planned after it. What they need to advance by a token each is
+                left to them: a long prompt that goes first must not stop their output.
+            step: What is scheduled so far.
+            now: Time, in the engine's clock (seconds).
+        """
+        if len(group.sequences) == 1:
+            seq = group.sequences[0]
+            num_tokens = seq.num_new_tokens
+            if num_tokens == 1:
+                return [(seq, 1)] if step.budget else []
+            num_tokens = self.within(num_tokens, step.budget - self._num_decode_tokens(behind))
+            if num_tokens > 1 and self.enable_chunked_prefill:
+                limit = self.block_manager.within_windows(seq, num_tokens)
+                # Those behind it may not overtake it with the tokens that it leaves.
+                step.is_closed |= limit < num_tokens
+                num_tokens = limit
+            return [(seq, num_tokens)] if num_tokens else []
+        seqs, tables = group.unfinished, self.block_manager.block_tables
+        for seq in seqs:
+            if seq not in tables:
+                self._revive(group, seq, step, now)
+                if group.request_id not in self.queues.running:
+                    return []
+        needed = [(s, s.num_new_tokens) for s in seqs if s in tables]
+        is_behind = len(needed) < len(seqs)
+        if group.beam_params:
+            is_behind |= any(n > 1 for _, n in needed)
+            if not is_behind and step.budget < len(seqs):
+                return []
+        rows, budget = [], step.budget
+        if any(n > 1 for _, n in needed):
+            budget -= self._num_decode_tokens(behind)
+        for seq, n in needed:
+            # Beams sample together, and none may end before the others share its blocks: the last token
+            # waits until all are there.
+            num_tokens = self.within(n - is_behind, budget)
+            budget -= num_tokens
+            if num_tokens:
+                rows.append((seq, num_tokens))
+        return rows
+
+    def within(self, num_tokens: int, budget: int) -> int:
+        """Returns how many of some tokens a step computes; without chunks all or none."""
+        if num_tokens <= budget:
+            return num_tokens
+        return max(0, budget) if self.enable_chunked_prefill else 0
+
+    def _num_decode_tokens(self, groups: Iterable[SequenceGroup]) -> int:
+        """Returns how many sequences of running requests have one token to compute."""
+        if not self.enable_chunked_prefill:
+            return 0  # prompts have steps of their own
+        tables = self.block_manager.block_tables
+        return sum(
+            seq.num_new_tokens == 1 and seq in tables
+            for group in groups
+            if group.request_id in self.queues.running
+            for seq in group.unfinished
+        )
+
+    def _revive(self, group: SequenceGroup, seq: Sequence, step: StepBuilder, now: float) -> None:
+        """Gives a sequence of a recomputed request its blocks back, as far as another's are computed."""
+        manager = self.block_manager
+        others = [s for s in group.unfinished if s in manager.block_tables]
+        # The last token of each is left to compute: its logits are needed.
+        common = [(min(seq.num_common_tokens(s), len(s) - 1, len(seq) - 1), s) for s in others]
+        shared, parent = max(common, key=lambda pair: pair[0])
+        if parent.num_computed_tokens < shared:
+            return
+        if manager.fork(parent, seq, shared):
+            seq.num_computed_tokens = shared
+        else:
+            # If it is the last one itself, it keeps what it has and tries again in the next step.
+            attempt = functools.partial(self._admission.allocate, group, seq, 0)
+            self._preemption.with_room(group, lambda: attempt() or None, step, now, gives_way=False)

@@ -1,0 +1,54 @@
+"""One step while it is scheduled, and how it becomes a SchedulerOutput."""
+
+from jax_paged.core.scheduler_output import BlockTables, Copies, EncoderInput, SchedulerOutput
+from jax_paged.core.seats import Row, Seats
+from jax_paged.core.sequence import SequenceGroup
+
+
+class StepBuilder:
+    """Collects a step while it is scheduled.
+
+    Args:
+        budget: Tokens that it may still compute.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._initial_budget = budget
+        self.is_closed = False  # to requests that don't run yet
+        self.rows_of_one: list[Row] = []  # that compute one token
+        self.longer_rows: list[Row] = []
+        self.swap_out: Copies = []
+        self.swap_in: Copies = []
+        self.copies: Copies = []
+        self.to_encode: list[tuple[SequenceGroup, BlockTables]] = []
+        self.preempted: list[str] = []
+        self.ended: list[str] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is computed yet."""
+        return not self.rows_of_one and not self.longer_rows
+
+    def build(self, step_id: int, seats: Seats) -> SchedulerOutput:
+        """Returns the step; takes and gives seats."""
+        released = seats.release()
+        rows = [*self.rows_of_one, *self.longer_rows]
+        new, scheduled, samples = seats.rows(rows)
+        return SchedulerOutput(
+            step_id=step_id,
+            scheduled=tuple(scheduled),
+            samples=tuple(samples),
+            new_sequences=tuple(new),
+            released_seq_ids=released,
+            blocks_to_swap_out=tuple(self.swap_out),
+            blocks_to_swap_in=tuple(self.swap_in),
+            blocks_to_copy=tuple(self.copies),
+            to_encode=tuple(
+                [EncoderInput(g.request_id, g.encoder_token_ids, tables) for g, tables in self.to_encode]
+            ),
+            preempted=tuple(self.preempted),
+            ended=tuple(self.ended),
+            num_batched_tokens=self._initial_budget - self.budget,
+            num_logits_rows=len(samples) + sum([not sampling for _, _, _, sampling in rows]),
+        )

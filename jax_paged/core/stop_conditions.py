@@ -1,0 +1,54 @@
+"""Why and when sequences end: the one place that knows it."""
+
+from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+
+# Stop reasons of requests that ended without having finished.
+POOL_TOO_SMALL = "the pool has no room for it"
+NON_FINITE = "non-finite logits"
+
+# With which status, and which stop reason.
+Ending = tuple[SequenceStatus, int | str | None]
+
+
+class StopConditions:
+    """Decides after each token whether its sequence ends.
+
+    Args:
+        eos_token_ids: The model's end tokens.
+        max_model_len: Maximum tokens of a prompt and its output together.
+    """
+
+    def __init__(self, eos_token_ids: frozenset[int], max_model_len: int) -> None:
+        self.eos_token_ids = eos_token_ids
+        self.max_model_len = max_model_len
+
+    def eos_of(self, group: SequenceGroup) -> frozenset[int]:
+        """Returns the model's end tokens, none if the request ignores them."""
+        return frozenset() if group.sampling_params.ignore_eos else self.eos_token_ids
+
+    def end_token_ids(self, group: SequenceGroup) -> frozenset[int]:
+        """Returns all tokens that end the sequences of a request, and are held back until min_tokens."""
+        return self.eos_of(group) | frozenset(group.sampling_params.stop_token_ids or ())
+
+    def after_token(self, group: SequenceGroup, seq: Sequence) -> Ending | None:
+        """Returns the status and stop reason with which the last token of a sequence ends it, or None.
+
+        An end token of the model comes first, then one of the request's stop tokens (neither before
+        min_tokens), then max_tokens and max_model_len.
+        """
+        params, token_id = group.sampling_params, seq.output_token_ids[-1]
+        num_output_tokens = len(seq.output_token_ids)
+        if num_output_tokens >= params.min_tokens:
+            if token_id in self.eos_token_ids and not params.ignore_eos:
+                return SequenceStatus.FINISHED_STOPPED, None
+            if params.stop_token_ids and token_id in params.stop_token_ids:
+                return SequenceStatus.FINISHED_STOPPED, token_id
+        if num_output_tokens == params.max_tokens or len(seq) >= self.max_model_len:
+            return SequenceStatus.FINISHED_LENGTH_CAPPED, None
+        return None
+
+    @staticmethod
+    def without_room(group: SequenceGroup) -> SequenceStatus:
+        """Returns the status of a request that can't run (on) even in an empty pool."""
+        has_output = any(seq.output_token_ids for seq in group.sequences)
+        return SequenceStatus.FINISHED_LENGTH_CAPPED if has_output else SequenceStatus.FINISHED_IGNORED

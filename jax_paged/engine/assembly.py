@@ -1,0 +1,72 @@
+"""The parts that an engine is made of: its tokenizer, executor, configuration and scheduler."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jax_paged.config import EngineArgs, EngineConfig
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.scheduler import Scheduler
+from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.models.checkpoint import resolve_model_dir
+
+if TYPE_CHECKING:
+    from jax_paged.worker.executor import Executor
+
+
+def make_tokenizer(args: EngineArgs) -> Tokenizer | None:
+    """Returns the tokenizer that the arguments ask for; None if they ask for none.
+
+    Raises:
+        ValueError: If it can't be loaded.
+    """
+    return None if args.skip_tokenizer_init else Tokenizer(tokenizer_name(args))
+
+
+def tokenizer_name(args: EngineArgs) -> str:
+    """Returns the tokenizer's folder, or its own hub id, of which transformers loads no weights."""
+    name = args.tokenizer
+    if name is None or name == "pagelet" or Path(name).expanduser().is_dir():
+        return str(resolve_model_dir(name or args.model))
+    return name
+
+
+def make_local_executor(args: EngineArgs) -> "Executor":
+    """Returns an executor that runs the steps in this process; the first call imports JAX.
+
+    Raises:
+        ValueError: If the model can't be loaded or a limit does not fit it.
+    """
+    from jax_paged.worker.executor import LocalExecutor
+
+    return LocalExecutor(args)
+
+
+def with_end_token(config: EngineConfig, tokenizer: Tokenizer | None) -> EngineConfig:
+    """Adds the tokenizer's end token to the model's; one beyond the vocabulary can never be drawn."""
+    token_id = tokenizer and tokenizer.eos_token_id
+    if token_id is None or token_id >= config.vocab_size:
+        return config
+    return dataclasses.replace(config, eos_token_ids=config.eos_token_ids | {token_id})
+
+
+def make_scheduler(config: EngineConfig) -> Scheduler:
+    """Returns a scheduler over an empty pool."""
+    manager = BlockManager(
+        config.num_blocks,
+        config.block_size,
+        config.enable_prefix_caching,
+        groups=config.cache_groups,
+        num_swap_blocks=config.num_swap_blocks,
+    )
+    return Scheduler(
+        block_manager=manager,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        eos_token_ids=config.eos_token_ids,
+        policy=config.scheduling_policy,
+        preemption_mode=config.preemption_mode,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        delay_factor=config.delay_factor,
+    )

@@ -1,0 +1,80 @@
+"""Starting the server: binds the port, loads the model, announces itself, and ends on a signal."""
+
+import contextlib
+import socket
+import sys
+
+import orjson
+import uvicorn
+
+from jax_paged.config import EngineArgs
+from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.server.app import OpenAIServer
+
+_SHUTDOWN_S = 5
+
+
+def serve(args: EngineArgs, host: str, port: int, model_name: str) -> None:
+    """Serves a model until SIGINT or SIGTERM.
+
+    Args:
+        args: Model and limits.
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        model_name: The model's name for clients.
+
+    Raises:
+        SystemExit: If the address can't be bound, or the model or a setting can't be used.
+        KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
+    """
+    config = uvicorn.Config(
+        "",
+        host,
+        port,
+        log_config=None,  # uvicorn's own would close the handlers that others have made
+        log_level="warning",
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+    )
+    # A port that is taken is found before the model is loaded.
+    with config.bind_socket() as listener, contextlib.closing(_load_engine(args)) as engine:
+        config.app = OpenAIServer(engine, model_name).app()
+        server = _Server(config, engine, model_name)
+        try:
+            server.run([listener])
+        except KeyboardInterrupt:
+            if not server.started:
+                raise
+
+
+def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
+    try:
+        engine = AsyncLLMEngine(args)
+        if engine.engine.tokenizer is not None:
+            _ = engine.engine.tokenizer.hf  # chat needs it: loaded now, not by the first request
+    except ValueError as error:
+        sys.exit(f"jax-paged: {error}")
+    return engine
+
+
+class _Server(uvicorn.Server):
+    """Announces itself once it listens."""
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncLLMEngine, model_name: str) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._model_name = model_name
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen."""
+        await super().startup(sockets)
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        question = {"role": "user", "content": "What is a block table?"}
+        body = {"model": self._model_name, "messages": [question], "temperature": 0}
+        print(
+            f"{self._engine.engine!r}\n"
+            f"Serving the OpenAI API at {url}/v1. Press Ctrl-C to stop. Try:\n\n"
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+            f"    -d '{orjson.dumps(body).decode()}'\n",
+            flush=True,
+        )

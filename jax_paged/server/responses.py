@@ -1,0 +1,215 @@
+"""What the server answers: choices, token counts, log-probabilities, and errors in OpenAI's envelope."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+from fastapi.responses import Response
+
+from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput
+
+# Makes one entry of "choices" from its index in the answer and an output, or the newest part of one.
+MakeChoice = Callable[[int, CompletionOutput], dict[str, Any]]
+
+
+class ApiError(Exception):
+    """An error as clients see it.
+
+    Args:
+        message: What is wrong.
+        status: HTTP status.
+        param: The request's field that is wrong; None if it is not a single one.
+        code: A name that programs can test for, such as "model_not_found".
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """Returns the error in OpenAI's envelope."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code},
+        }
+
+    def response(self) -> Response:
+        """Returns the error as a whole answer."""
+        return json_response(self.body(), self.status)
+
+
+def json_response(body: dict[str, Any], status: int = 200) -> Response:
+    """Returns an answer whose body is JSON."""
+    return Response(orjson.dumps(body), status, media_type="application/json")
+
+
+def validation_error(errors: Sequence[Any]) -> ApiError:
+    """Returns the error for a body that does not have the right form.
+
+    Args:
+        errors: What pydantic says; the first wrong field is reported.
+    """
+    kind, location = errors[0]["type"], [str(part) for part in errors[0]["loc"][1:]]
+    if kind == "json_invalid":
+        return ApiError(f"the body is not JSON: {errors[0]['ctx']['error']}")
+    if not location:
+        if isinstance(errors[0]["input"], bytes):  # FastAPI reads JSON only where this header says so
+            return ApiError(
+                "the body can't be read; allowed: JSON, with the header Content-Type: application/json"
+            )
+        return ApiError("the body is not a JSON object")
+    param = location[0]
+    if kind == "extra_forbidden":
+        return ApiError(f"{'.'.join(location)} is not a field that this server knows", param=param)
+    if kind == "missing":
+        return ApiError(f"{'.'.join(location)} is missing", param=param)
+    # A field of several types has an error for each of them.
+    messages = dict.fromkeys(e["msg"] for e in errors if str(e["loc"][1]) == param)
+    return ApiError(
+        f"{param} is {shortened(repr(errors[0]['input']))}: {'; or: '.join(messages)}", param=param
+    )
+
+
+def request_error(output: RequestOutput) -> ApiError | None:
+    """Returns the error that a request has ended with, or None."""
+    for completion in output.outputs:
+        reason = completion.stop_reason
+        if completion.finish_reason == "abort":
+            return ApiError(f"the request was aborted: {reason or 'by the server'}", status=500)
+        if completion.finish_reason == "error":
+            return ApiError(
+                f"the request never ran: {reason}. Shorten the prompt, ask for fewer outputs, or start the "
+                "server with fewer pinned prefixes or a larger pool (--kv-cache-memory-bytes, "
+                "--num-gpu-blocks-override)",
+                status=503,
+            )
+    return None
+
+
+def num_prompt_tokens(output: RequestOutput) -> int:
+    """Returns the number of tokens that the client sent."""
+    # Of an encoder-decoder model, the encoder's: the decoder's prompt is one token that nobody sent.
+    return len(output.encoder_prompt_token_ids or output.prompt_token_ids)
+
+
+def usage(outputs: Sequence[RequestOutput], num_output_tokens: int) -> dict[str, Any]:
+    """Returns the token counts of an answer.
+
+    Args:
+        outputs: One per prompt.
+        num_output_tokens: Tokens of all choices together.
+    """
+    num_prompt = sum(num_prompt_tokens(output) for output in outputs)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt + num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+    }
+
+
+def completion_choices(num_choices: int) -> MakeChoice:
+    """Returns a function that makes the choices of a /v1/completions answer, streamed or not."""
+    text_offsets = [0] * num_choices  # where the next part of each choice begins in the choice's text
+
+    def choice(index: int, completion: CompletionOutput) -> dict[str, Any]:
+        logprobs = _completion_logprobs(completion, text_offsets[index])
+        if logprobs is not None:
+            text_offsets[index] += sum(map(len, logprobs["tokens"]))
+        return {"index": index, "text": completion.text, "logprobs": logprobs, **_finish(completion)}
+
+    return choice
+
+
+def chat_messages(num_top: int) -> MakeChoice:
+    """Returns a function that makes the choices of a chat answer.
+
+    Args:
+        num_top: Most likely tokens to list beside each token, if log-probabilities were asked for.
+    """
+
+    def choice(index: int, completion: CompletionOutput) -> dict[str, Any]:
+        message = {"role": "assistant", "content": completion.text}
+        logprobs = _chat_logprobs(completion, num_top)
+        return {"index": index, "message": message, "logprobs": logprobs, **_finish(completion)}
+
+    return choice
+
+
+def chat_deltas(num_top: int) -> MakeChoice:
+    """Returns a function that makes the choices of a streamed chat answer; those of `chat_roles` come first.
+
+    Args:
+        num_top: Most likely tokens to list beside each token, if log-probabilities were asked for.
+    """
+
+    def choice(index: int, completion: CompletionOutput) -> dict[str, Any]:
+        delta = {"content": completion.text} if completion.text else {}
+        logprobs = _chat_logprobs(completion, num_top)
+        return {"index": index, "delta": delta, "logprobs": logprobs, **_finish(completion)}
+
+    return choice
+
+
+def chat_roles(num_choices: int) -> list[dict[str, Any]]:
+    """Returns the choices that a streamed chat answer begins with: who speaks."""
+    role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    return [{"index": index, **role} for index in range(num_choices)]
+
+
+def prompt_logprobs(output: RequestOutput) -> list[dict[str, dict[str, Any]] | None] | None:
+    """Returns the prompt's log-probabilities in vLLM's form, or None if they were not asked for."""
+    if output.prompt_logprobs is None:
+        return None
+    return [
+        None if entry is None else {str(i): dataclasses.asdict(x) for i, x in entry.items()}
+        for entry in output.prompt_logprobs
+    ]
+
+
+def shortened(text: str, length: int = 100) -> str:
+    """Returns `text`, without its middle if it is longer than about `length` characters."""
+    half = length // 2
+    return text if len(text) <= length else f"{text[:half]}...{text[-half:]}"
+
+
+def _finish(completion: CompletionOutput) -> dict[str, Any]:
+    return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+
+def _completion_logprobs(output: CompletionOutput, text_offset: int) -> dict[str, Any] | None:
+    if output.logprobs is None:
+        return None
+    entries = [list(entry.values()) for entry in output.logprobs]
+    tokens = [entry[0].decoded_token or "" for entry in entries]
+    offsets = []
+    for token in tokens:
+        offsets.append(text_offset)
+        text_offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [entry[0].logprob for entry in entries],
+        "top_logprobs": [{x.decoded_token or "": x.logprob for x in entry} for entry in entries],
+        "text_offset": offsets,
+    }
+
+
+def _chat_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any] | None:
+    if output.logprobs is None:
+        return None
+    content = []
+    for entry in output.logprobs:
+        sampled, *_ = entry.values()
+        top = sorted(entry.values(), key=lambda x: x.rank or 0)[:num_top]
+        content.append({**_chat_logprob(sampled), "top_logprobs": [_chat_logprob(x) for x in top]})
+    return {"content": content}
+
+
+def _chat_logprob(logprob: Logprob) -> dict[str, Any]:
+    token = logprob.decoded_token or ""
+    return {"token": token, "logprob": logprob.logprob, "bytes": list(token.encode())}

@@ -1,0 +1,288 @@
+"""Requests that run for a client: their parts as these come, server-sent events, and clients that leave."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from typing import Any, Self
+
+import orjson
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.types import Send
+
+from jax_paged.engine.async_engine import AsyncLLMEngine, RequestStream
+from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.outputs import RequestOutput
+from jax_paged.server.metrics import Metrics
+from jax_paged.server.responses import ApiError, MakeChoice, prompt_logprobs, request_error, usage
+
+_DONE = b"data: [DONE]\n\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One HTTP request, ready to run.
+
+    Args:
+        requests: One per prompt; at least one.
+        num_outputs: How many outputs of each prompt the client gets.
+        head: What the answer, or every chunk of it, holds beside its choices. Its "id" names the requests.
+        choice: Makes the answer's choices.
+    """
+
+    requests: Sequence[CheckedRequest]
+    num_outputs: int
+    head: dict[str, Any]
+    choice: MakeChoice
+
+
+class RequestRunner:
+    """Runs the requests of clients, and aborts those whose client has left.
+
+    Args:
+        engine: Computes the outputs.
+        metrics: Counts every request that ends, aborted ones included.
+    """
+
+    def __init__(self, engine: AsyncLLMEngine, metrics: Metrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._leaving: set[asyncio.Task[None]] = set()  # an event loop does not keep its tasks alive
+
+    async def answer(self, call: Call) -> dict[str, Any]:
+        """Runs all requests of a call to their end, and returns the body of the answer.
+
+        Raises:
+            ApiError: If a request fails.
+        """
+        n = call.num_outputs
+        async with (
+            self._running(call, whole=True) as requests,
+            contextlib.aclosing(_merged(requests)) as parts,
+        ):
+            async for _ in parts:  # each request has one part, its whole output
+                pass
+        choices = []
+        for i, request in enumerate(requests):
+            output = request.output
+            own = [call.choice(i * n + completion.index, completion) for completion in output.outputs]
+            if output.prompt_logprobs is not None:
+                own = [{**choice, "prompt_logprobs": prompt_logprobs(output)} for choice in own]
+            choices += own
+        return {**call.head, "choices": choices, "usage": _usage(requests)}
+
+    async def events(
+        self, call: Call, *, first: Sequence[dict[str, Any]] = (), include_usage: bool = False
+    ) -> AsyncGenerator[bytes]:
+        """Runs all requests of a call; yields server-sent events: a chunk per part of an output, and the end.
+
+        The first event comes with the first part of an output: until then the answer has no status yet.
+
+        Args:
+            call: What to run.
+            first: Choices that come before all others, each in a chunk of its own.
+            include_usage: Whether a chunk of token counts comes last.
+
+        Raises:
+            ApiError: If a request fails before the first event; later on, an event says so.
+        """
+        n = call.num_outputs
+        no_usage = {"usage": None} if include_usage else {}
+        ended: set[int] = set()
+        has_begun = False
+        try:
+            async with self._running(call) as requests, contextlib.aclosing(_merged(requests)) as parts:
+                async for i, part in parts:
+                    if not has_begun:
+                        has_begun = True
+                        for choice in first:
+                            yield _event({**call.head, "choices": [choice], **no_usage})
+                    for completion in part.outputs:
+                        index = i * n + completion.index
+                        if index not in ended and (completion.token_ids or completion.finish_reason):
+                            choice = call.choice(index, completion)
+                            yield _event({**call.head, "choices": [choice], **no_usage})
+                        if completion.finish_reason:
+                            ended.add(index)
+            if include_usage:
+                yield _event({**call.head, "choices": [], "usage": _usage(requests)})
+        except ApiError as error:
+            if not has_begun:
+                raise
+            yield _event(error.body())
+        yield _DONE
+
+    @contextlib.asynccontextmanager
+    async def _running(self, call: Call, *, whole: bool = False) -> AsyncIterator[list["_RunningRequest"]]:
+        """Starts the requests of a call; at the end, aborts those that still run.
+
+        Args:
+            call: What to run.
+            whole: Whether each request gives its whole output as one part, at its end.
+
+        Raises:
+            ApiError: If the engine has stopped, or stops before they have ended.
+        """
+        running: list[_RunningRequest] = []
+        try:
+            for i, checked in enumerate(call.requests):
+                stream = await self._engine.submit(checked, None, f"{call.head['id']}-{i}", whole=whole)
+                running.append(_RunningRequest(stream, call.num_outputs, self._metrics))
+            yield running
+        except RuntimeError as error:
+            raise ApiError(str(error), status=500) from error
+        finally:
+            for request in running:
+                if not request.is_finished:
+                    self._abort(request)
+
+    def _abort(self, request: "_RunningRequest") -> None:
+        self._engine.abort(request.request_id)
+        # Its last part is counted too. The caller can't wait for it: it may have been cancelled.
+        task = asyncio.create_task(_exhaust(request))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+
+class _RunningRequest:
+    """The output of one request, part by part; the metrics count it when it ends.
+
+    Args:
+        stream: Its output, as the engine delivers it.
+        num_outputs: How many outputs the client gets.
+        metrics: Told once, when it ends.
+    """
+
+    def __init__(self, stream: RequestStream, num_outputs: int, metrics: Metrics) -> None:
+        self.request_id = stream.request_id
+        self.num_tokens = [0] * num_outputs  # generated so far, per output
+        self._stream = stream
+        self._metrics = metrics
+        self._last: RequestOutput | None = None
+
+    @property
+    def output(self) -> RequestOutput:
+        """The newest part."""
+        assert self._last is not None, "asked for before the first part"
+        return self._last
+
+    @property
+    def is_finished(self) -> bool:
+        return self._last is not None and self._last.finished
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Returns the next part.
+
+        Raises:
+            ApiError: If the request has ended with an error.
+            RuntimeError: If the engine has stopped.
+        """
+        # The only await: what is taken from the stream is counted, even if nobody waits for it any more.
+        part = await anext(self._stream)
+        part.outputs = part.outputs[: len(self.num_tokens)]  # a beam search may find more than were asked for
+        for completion in part.outputs:
+            self.num_tokens[completion.index] += len(completion.token_ids)
+        self._last = part
+        if part.finished:
+            self._metrics.observe(part, self.num_tokens)
+            if (error := request_error(part)) is not None:
+                raise error
+        return part
+
+
+async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """Awaits an answer, and cancels it when the client leaves."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.create_task(answer), asyncio.create_task(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else Response(status_code=499)  # which nobody reads
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class EventStream(StreamingResponse):
+    """An answer of server-sent events.
+
+    Args:
+        first: The first event.
+        rest: The others; closed after the last one, or when the client leaves.
+    """
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes]) -> None:
+        super().__init__(
+            _chained(first, rest), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._rest = rest
+
+    @classmethod
+    async def begin(cls, events: AsyncGenerator[bytes]) -> Self:
+        """Returns the answer as soon as its first event is there.
+
+        Raises:
+            ApiError: If the first event can't be made.
+        """
+        return cls(await anext(events), events)
+
+    async def stream_response(self, send: Send) -> None:
+        """Sends the events."""
+        async with contextlib.aclosing(self._rest):
+            await super().stream_response(send)
+
+
+async def _chained(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    yield first
+    async for event in rest:
+        yield event
+
+
+async def _merged(requests: Sequence[_RunningRequest]) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    """Yields (index of the request, part) as the parts of any of the requests come."""
+    if len(requests) == 1:  # needs no task per part
+        async for part in requests[0]:
+            yield 0, part
+        return
+    waiting = {_next_part(request): i for i, request in enumerate(requests)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i = waiting.pop(task)
+                part = task.result()
+                if not part.finished:
+                    waiting[_next_part(requests[i])] = i
+                yield i, part
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def _next_part(request: _RunningRequest) -> asyncio.Task[RequestOutput]:
+    task = asyncio.ensure_future(anext(request))
+    # If several requests fail at once, the first error ends the answer: nobody asks for the others.
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    return task
+
+
+async def _exhaust(request: _RunningRequest) -> None:
+    with contextlib.suppress(ApiError, RuntimeError):  # it was aborted, or the engine has stopped
+        async for _ in request:
+            pass
+
+
+def _usage(requests: Sequence[_RunningRequest]) -> dict[str, Any]:
+    num_output_tokens = sum(sum(request.num_tokens) for request in requests)
+    return usage([request.output for request in requests], num_output_tokens)
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"

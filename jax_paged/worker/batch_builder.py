@@ -1,0 +1,193 @@
+"""One step and the seats of its sequences -> the padded arrays that go to the device."""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.pallas_kernels import ops
+from jax_paged.sampling_params import MAX_BIAS_IDS
+from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.input_batch import InputBatch
+from jax_paged.worker.logits_rows import LogitsRows
+from jax_paged.worker.packed_batch import layout, neutral_sampling, views
+
+
+class StepInputs(NamedTuple):
+    """What a step sends to the device; all but the first are None if no row of the step needs them.
+
+    Args:
+        packed: int32, the bucket's buffer.
+        bias_ids: int32 [B, MAX_BIAS_IDS], padded with the size of the vocabulary.
+        bias_values: float32 [B, MAX_BIAS_IDS].
+        token_mask: int32 [B, ceil(V / 32)], see SamplingBatch.
+    """
+
+    packed: np.ndarray
+    bias_ids: np.ndarray | None
+    bias_values: np.ndarray | None
+    token_mask: np.ndarray | None
+
+
+class BatchBuilder:
+    """Builds the inputs of steps.
+
+    Args:
+        input_batch: The seats; updated before a step is built.
+        block_size: Tokens per block.
+        num_blocks: Blocks of the pool; slots from num_blocks * block_size on are not written.
+        groups: Cache groups, each with block tables of its own.
+        vocab_size: Ids from here on pad biases.
+        checks_inputs: Whether to assert all that the kernels take for granted.
+    """
+
+    def __init__(
+        self,
+        input_batch: InputBatch,
+        *,
+        block_size: int,
+        num_blocks: int,
+        groups: tuple[CacheGroup, ...],
+        vocab_size: int,
+        checks_inputs: bool = False,
+    ) -> None:
+        self._input_batch = input_batch
+        self._block_size, self._num_blocks = block_size, num_blocks
+        self._groups = groups
+        self._vocab_size = vocab_size
+        self._checks_inputs = checks_inputs
+        self._max_blocks_per_seq = input_batch.block_tables.shape[2]
+        self._num_mask_words = -(-vocab_size // 32)
+        self._neutral = neutral_sampling()
+
+    def build(self, output: SchedulerOutput, logits_rows: LogitsRows, bucket: Bucket) -> StepInputs:
+        """Pads a step to a bucket.
+
+        Args:
+            output: At most bucket.num_seqs rows, as many rows of logits, and bucket.num_tokens tokens; one
+                token per row if bucket.is_decode.
+            logits_rows: Of the step.
+            bucket: The shape.
+        """
+        rows, batch = output.scheduled, self._input_batch
+        n, total = len(rows), output.num_batched_tokens
+        assert max(n, len(logits_rows.rows)) <= bucket.num_seqs, (n, len(logits_rows.rows), bucket)
+        assert total <= bucket.num_tokens, (total, bucket)
+        fields, size = layout(bucket, self._max_blocks_per_seq, len(self._groups))
+        packed = np.zeros(size, np.int32)
+        view = views(packed, fields)
+
+        seq_ids, starts, token_ids, _, _ = zip(*rows, strict=True)
+        seats = batch.seats_of(seq_ids)
+        num_tokens = np.fromiter(map(len, token_ids), np.int32, n)
+        start = np.fromiter(starts, np.int32, n)
+        end_loc = np.cumsum(num_tokens, dtype=np.int32)
+        assert end_loc[-1] == total, f"the rows have {end_loc[-1]} tokens, not {total}"
+        if bucket.is_decode:
+            assert total == n, "a decode step has one token per row"
+            token_seats, positions = seats, start
+        else:
+            row_of_token = np.repeat(np.arange(n), num_tokens)
+            token_seats = seats[row_of_token]
+            positions = np.arange(total, dtype=np.int32) + (start - end_loc + num_tokens)[row_of_token]
+        view["tokens"][:total] = np.fromiter(itertools.chain.from_iterable(token_ids), np.int32, total)
+        view["positions"][:total] = positions
+        view["query_start_loc"][1 : n + 1] = end_loc
+        view["query_start_loc"][n + 1 :] = total
+        self._fill_tables(view, seats, token_seats, positions, start + num_tokens)
+        if self._checks_inputs:
+            self._check(view, output)
+
+        view["logits_rows"][: len(logits_rows.rows)] = end_loc[logits_rows.rows] - 1 - logits_rows.tokens_back
+        num_drawn = logits_rows.num_drawn
+        drawn_rows = logits_rows.rows[:num_drawn]
+        sample_positions = (start + num_tokens)[drawn_rows] - logits_rows.tokens_back[:num_drawn]
+        sample_seats = batch.seats_of([sample.seq_id for sample in output.samples])[logits_rows.samples]
+        count_seats = batch.count_seats[sample_seats]
+        view["sample_positions"][:num_drawn] = sample_positions
+        view["count_seats"][:] = batch.num_seats
+        view["count_seats"][:num_drawn] = count_seats
+        view["sampling"][:num_drawn] = batch.sampling[sample_seats]
+        view["sampling"][num_drawn:] = self._neutral
+        if num_drawn != len(output.samples):
+            counted = count_seats[count_seats < batch.num_seats]
+            assert len(np.unique(counted)) == len(counted), (
+                "a sample with penalties has several rows of logits: the tokens drawn from the earlier ones "
+                "are not counted yet"
+            )
+        bias = self._bias(sample_seats, sample_positions, bucket)
+        return StepInputs(packed, *bias, self._token_mask(sample_seats, bucket))
+
+    def _fill_tables(
+        self,
+        view: dict[str, np.ndarray],
+        seats: np.ndarray,
+        token_seats: np.ndarray,
+        positions: np.ndarray,
+        stops: np.ndarray,
+    ) -> None:
+        """Fills block_tables, slot_mapping and context_lens."""
+        batch, n, total, size = self._input_batch, len(seats), len(positions), self._block_size
+        view["slot_mapping"][:] = self._num_blocks * size
+        for g, group in enumerate(self._groups):
+            tables, width = batch.block_tables[g], int(batch.num_table_blocks[g, seats].max())
+            view["block_tables"][g, :n, :width] = tables[seats, :width]
+            if group.is_cross:
+                view["context_lens"][g, :n] = batch.num_encoder_tokens[seats]
+            else:
+                blocks = tables[token_seats, positions // size]
+                assert blocks.min() > 0, "a token would be written to the null block"
+                view["slot_mapping"][g, :total] = blocks * size + positions % size
+                view["context_lens"][g, :n] = stops
+
+    def _check(self, view: dict[str, np.ndarray], output: SchedulerOutput) -> None:
+        copies = np.array(output.blocks_to_copy, np.int32).reshape(-1, 2)
+        for g, group in enumerate(self._groups):
+            # Cross attention has no causal order: a query may stand anywhere.
+            starts = view["query_start_loc"] * (not group.is_cross)
+            tables, lens, slots = (view[x][g] for x in ("block_tables", "context_lens", "slot_mapping"))
+            ops.check_inputs(self._num_blocks, self._block_size, tables, lens, starts, slots, *copies.T)
+
+    def _bias(
+        self, seats: np.ndarray, positions: np.ndarray, bucket: Bucket
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        by_seat = self._input_batch.biases
+        if not by_seat:
+            return None, None
+        biases = {
+            j: bias
+            for j, (seat, position) in enumerate(zip(seats.tolist(), positions.tolist(), strict=True))
+            if seat in by_seat and (bias := by_seat[seat].at(position))
+        }
+        if not biases:
+            return None, None
+        ids = np.full((bucket.num_seqs, MAX_BIAS_IDS), self._vocab_size, np.int32)
+        values = np.zeros((bucket.num_seqs, MAX_BIAS_IDS), np.float32)
+        for j, bias in biases.items():
+            assert len(bias) <= MAX_BIAS_IDS, f"{len(bias)} tokens of a sequence get a bias"
+            ids[j, : len(bias)] = list(bias)
+            values[j, : len(bias)] = list(bias.values())
+        return ids, values
+
+    def _token_mask(self, seats: np.ndarray, bucket: Bucket) -> np.ndarray | None:
+        masks = self._input_batch.token_masks
+        masked = [(j, masks[seat]) for j, seat in enumerate(seats.tolist()) if seat in masks] if masks else []
+        if not masked:
+            return None
+        out = np.full((bucket.num_seqs, self._num_mask_words), -1, np.int32)
+        for j, mask in masked:
+            out[j] = mask
+        return out
+
+
+def empty_sampling_inputs(
+    num_seqs: int, vocab_size: int, num_mask_words: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns bias_ids, bias_values and token_mask without any effect, for the steps that need none."""
+    return (
+        np.full((num_seqs, MAX_BIAS_IDS), vocab_size, np.int32),
+        np.zeros((num_seqs, MAX_BIAS_IDS), np.float32),
+        np.full((num_seqs, num_mask_words), -1, np.int32),
+    )

@@ -1,0 +1,40 @@
+"""The few shapes that steps are padded to, so that each is compiled once."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Bucket:
+    """A shape that a step is padded to.
+
+    Args:
+        is_decode: Whether every row has just one token, and row b is token row b.
+        num_tokens: Token rows.
+        num_seqs: Rows, and as many rows of logits.
+    """
+
+    is_decode: bool
+    num_tokens: int
+    num_seqs: int
+
+    def __str__(self) -> str:
+        return f"decode {self.num_seqs}" if self.is_decode else f"mixed {self.num_tokens}x{self.num_seqs}"
+
+
+def plan_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
+    """Returns the few shapes that serve every step, the largest of each kind last.
+
+    Decode steps double from 1 to max_num_seqs. Mixed steps (prefill chunks and decodes together) go in
+    steps of four to a quarter of the token budget, then double: small prompts stay quick, and large steps
+    are nearly full anyway.
+    """
+    max_rows = min(max_num_seqs, max_num_batched_tokens)
+    decode = [*(2**i for i in range(max_num_seqs.bit_length()) if 2**i < max_rows), max_rows]
+    mixed = {max_num_batched_tokens, max_num_batched_tokens // 2, max_num_batched_tokens // 4}
+    size = max_num_batched_tokens // 16
+    while size >= 16:
+        mixed.add(size)
+        size //= 4
+    buckets = [Bucket(True, n, n) for n in decode]
+    buckets += [Bucket(False, t, min(t, max_num_seqs)) for t in sorted(mixed) if t > 1]
+    return buckets

@@ -1,0 +1,181 @@
+"""What the host keeps of every sequence that holds blocks on the device, by seat.
+
+A sequence takes a seat with its NewSequence and keeps it until it is released. Steps then say only what has
+changed, and the builder gathers the rows of a step from the seats.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_paged.core.scheduler_output import NewSequence, ScheduledSequence, SchedulerOutput
+from jax_paged.sampling_params import SamplingParams
+from jax_paged.worker.packed_batch import NUM_SAMPLING_COLUMNS, pack_sampling
+from jax_paged.worker.token_bias import TokenBias
+
+
+class TokenCountReset(NamedTuple):
+    """A sequence with penalties that has taken a seat: its token counts have to be written."""
+
+    seat: int
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+
+
+class InputBatch:
+    """Owns the per-sequence state of the host.
+
+    Args:
+        max_num_seqs: Seats, S.
+        num_groups: Cache groups, G.
+        max_blocks_per_seq: Columns of block tables, M.
+        num_blocks: Blocks of the pool.
+        vocab_size: Tokens of a mask.
+
+    Attributes (indexed by seat; not to be changed from outside):
+        block_tables: int32 [G, S, M], padded with the null block.
+        num_table_blocks: int32 [G, S], how many entries of each table are a sequence's.
+        num_encoder_tokens: int32 [S], tokens that groups of cross attention hold.
+        sampling: int32 [S, 12], the field of the same name of the packed buffer.
+        count_seats: int32 [S], the seat itself where a sequence has penalties, S elsewhere.
+        num_top_logprobs: int32 [S], most likely tokens to report; -1 for no log-probabilities.
+        biases: The sequences whose logits may get a bias.
+        token_masks: int32 [ceil(V / 32)] of the sequences that may only choose some tokens.
+        prompts: Of the sequences whose prompt gets log-probabilities, the prompt and how many most likely
+            tokens to report; -1 for all that the device reports.
+    """
+
+    def __init__(
+        self, *, max_num_seqs: int, num_groups: int, max_blocks_per_seq: int, num_blocks: int, vocab_size: int
+    ) -> None:
+        self._num_blocks, self._vocab_size = num_blocks, vocab_size
+        self._seats: dict[int, int] = {}
+        self._free = list(reversed(range(max_num_seqs)))
+        self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks_per_seq), np.int32)
+        self.num_table_blocks = np.zeros((num_groups, max_num_seqs), np.int32)
+        self.num_encoder_tokens = np.zeros(max_num_seqs, np.int32)
+        self.sampling = np.zeros((max_num_seqs, NUM_SAMPLING_COLUMNS), np.int32)
+        self.count_seats = np.full(max_num_seqs, max_num_seqs, np.int32)
+        self.num_top_logprobs = np.full(max_num_seqs, -1, np.int32)
+        self.biases: dict[int, TokenBias] = {}
+        self.token_masks: dict[int, np.ndarray] = {}
+        self.prompts: dict[int, tuple[list[int], int]] = {}
+
+    @property
+    def num_seats(self) -> int:
+        """S."""
+        return len(self.count_seats)
+
+    def seats_of(self, seq_ids: Iterable[int]) -> np.ndarray:
+        """Returns the seats of sequences, int64."""
+        return np.array([self._seats[seq_id] for seq_id in seq_ids], np.int64)
+
+    def update(self, output: SchedulerOutput) -> list[TokenCountReset]:
+        """Takes in a step: who leaves, who sits down, and what has changed of the rows' block tables.
+
+        Args:
+            output: The step.
+
+        Returns:
+            The sequences whose token counts have to be written before the step runs.
+        """
+        for seq_id in output.released_seq_ids:
+            self._release(seq_id)
+        resets = [reset for new in output.new_sequences if (reset := self._take_seat(new)) is not None]
+        for row in output.scheduled:
+            if any(row.new_blocks) or row.replaced_blocks:
+                self._change_tables(row)
+        if any(bias.reads_tokens for bias in self.biases.values()):
+            for row in output.scheduled:
+                bias = self.biases.get(self._seats[row.seq_id])
+                if bias is not None and bias.reads_tokens:
+                    bias.record(row.start, row.token_ids)
+        return resets
+
+    def check_integrity(self) -> None:
+        """Asserts that every seat is either free and empty, or one sequence's."""
+        taken = sorted(self._seats.values())
+        assert sorted([*taken, *self._free]) == list(range(self.num_seats)), "a seat is lost or taken twice"
+        free = np.array(self._free, np.int64)
+        assert not self.num_table_blocks[:, free].any(), "a free seat has blocks"
+        assert (self.count_seats[free] == self.num_seats).all(), "a free seat has penalties"
+        columns = np.arange(self.block_tables.shape[2])
+        is_padding = columns >= self.num_table_blocks[:, :, None]
+        assert not self.block_tables[is_padding].any(), "a block stands behind the end of a table"
+        assert (self.block_tables >= 0).all(), "a block id is negative"
+        assert (self.block_tables < self._num_blocks).all(), "a block id is out of the pool"
+        for seats in (self.biases, self.token_masks, self.prompts):
+            assert seats.keys() <= set(taken), "a free seat has something"
+
+    def _release(self, seq_id: int) -> None:
+        assert seq_id in self._seats, f"sequence {seq_id} has no seat to lose"
+        seat = self._seats.pop(seq_id)
+        for g, n in enumerate(self.num_table_blocks[:, seat].tolist()):
+            self.block_tables[g, seat, :n] = 0
+        self.num_table_blocks[:, seat] = 0
+        self.count_seats[seat] = self.num_seats
+        for seats in (self.biases, self.token_masks, self.prompts):
+            seats.pop(seat, None)
+        self._free.append(seat)
+
+    def _take_seat(self, new: NewSequence) -> TokenCountReset | None:
+        assert new.seq_id not in self._seats, f"sequence {new.seq_id} has a seat"
+        assert self._free, f"more sequences hold blocks than the {self.num_seats} that can run together"
+        seat = self._seats[new.seq_id] = self._free.pop()
+        for g, table in enumerate(new.block_tables):
+            self._write(g, seat, 0, table)
+        params = new.sampling_params
+        self.num_encoder_tokens[seat] = new.num_encoder_tokens
+        self.num_top_logprobs[seat] = -1 if new.num_top_logprobs is None else new.num_top_logprobs
+        self.sampling[seat] = pack_sampling(
+            params,
+            seed=new.seed,
+            wants_logprobs=new.num_top_logprobs is not None,
+            logprob_temperature=new.logprob_temperature,
+            has_token_mask=params.allowed_token_ids is not None,
+        )
+        if TokenBias.is_needed(new):
+            self.biases[seat] = TokenBias(new)
+        if params.allowed_token_ids is not None:
+            self.token_masks[seat] = pack_token_mask(params.allowed_token_ids, self._vocab_size)
+        if params.prompt_logprobs is not None:
+            self.prompts[seat] = new.prompt_token_ids, params.prompt_logprobs
+        if not has_penalty(params):
+            return None
+        self.count_seats[seat] = seat
+        return TokenCountReset(seat, new.prompt_token_ids, new.output_token_ids)
+
+    def _change_tables(self, row: ScheduledSequence) -> None:
+        seat = self._seats[row.seq_id]
+        for g, blocks in enumerate(row.new_blocks):
+            if blocks:
+                self._write(g, seat, int(self.num_table_blocks[g, seat]), blocks)
+        for g, index, block in row.replaced_blocks:
+            assert index < self.num_table_blocks[g, seat], f"entry {index} of a table is past its end"
+            assert 0 <= block < self._num_blocks, f"block {block} is out of the pool of {self._num_blocks}"
+            self.block_tables[g, seat, index] = block
+
+    def _write(self, g: int, seat: int, first: int, blocks: list[int]) -> None:
+        """Writes blocks to the end of a table."""
+        if not blocks:
+            return
+        lowest, highest = min(blocks), max(blocks)
+        ok = lowest >= 0 and highest < self._num_blocks
+        assert ok, f"blocks {lowest} to {highest} are not all in the pool of {self._num_blocks}"
+        stop = first + len(blocks)
+        assert stop <= self.block_tables.shape[2], f"a table has {stop} blocks, more than a sequence can have"
+        self.block_tables[g, seat, first:stop] = blocks
+        self.num_table_blocks[g, seat] = stop
+
+
+def has_penalty(params: SamplingParams) -> bool:
+    """Returns whether the choice of a token depends on how often it was chosen before."""
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+
+
+def pack_token_mask(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """Returns a mask that allows only these tokens, int32 [ceil(V / 32)]; the lowest bit is token 0."""
+    allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
+    allowed[list(token_ids)] = True
+    return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)

@@ -1,0 +1,143 @@
+"""One int32 buffer per step, moved to the device in one transfer: its fields, and how the device reads them.
+
+The fields lie one after the other (floats as their bits). T token rows, B rows and as many rows of logits,
+G cache groups, M columns of block tables:
+
+    of the token rows:   tokens [T] | positions [T] | slot_mapping [G, T]
+    of the rows:         block_tables [G, B, M] | context_lens [G, B] | query_start_loc [B + 1]
+    of the logits rows:  logits_rows [B] | sample_positions [B] | count_seats [B] | sampling [B, 12]
+
+logits_rows holds the token row after which each row of logits stands, and sample_positions the position of
+the token that is drawn from it. count_seats holds the seat whose token counts its penalties read; a row of
+logits without penalties has a seat that does not exist. The columns of `sampling` are FLOATS, then INTS.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jax_paged.models.attention import AttentionMetadata, Backend
+from jax_paged.sampling_params import SamplingParams
+from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.sampler import SamplingBatch
+
+FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logprob_temperature",
+)
+INTS = ("top_k", "seed_low", "seed_high", "wants_logprobs", "has_token_mask")
+NUM_SAMPLING_COLUMNS = len(FLOATS) + len(INTS)
+
+
+class Field(NamedTuple):
+    """Where a field lies in a bucket's buffer."""
+
+    start: int
+    shape: tuple[int, ...]
+
+
+def layout(bucket: Bucket, max_blocks_per_seq: int, num_groups: int) -> tuple[dict[str, Field], int]:
+    """Returns the fields of a bucket's buffer, and the buffer's length."""
+    t, b, g = bucket.num_tokens, bucket.num_seqs, num_groups
+    shapes: dict[str, tuple[int, ...]] = {
+        "tokens": (t,),
+        "positions": (t,),
+        "slot_mapping": (g, t),
+        "block_tables": (g, b, max_blocks_per_seq),
+        "context_lens": (g, b),
+        "query_start_loc": (b + 1,),
+        "logits_rows": (b,),
+        "sample_positions": (b,),
+        "count_seats": (b,),
+        "sampling": (b, NUM_SAMPLING_COLUMNS),
+    }
+    fields, start = {}, 0
+    for name, shape in shapes.items():
+        fields[name] = Field(start, shape)
+        start += math.prod(shape)
+    return fields, start
+
+
+def views(packed: np.ndarray, fields: dict[str, Field]) -> dict[str, np.ndarray]:
+    """Returns the fields of a buffer on the host, to be written to."""
+    return {
+        name: packed[start : start + math.prod(shape)].reshape(shape)
+        for name, (start, shape) in fields.items()
+    }
+
+
+def unpack(packed: Array, bucket: Bucket, max_blocks_per_seq: int, num_groups: int) -> dict[str, Array]:
+    """Returns the fields of a bucket's buffer, on the device; `sampling` stays packed."""
+    fields, _ = layout(bucket, max_blocks_per_seq, num_groups)
+    return {
+        name: lax.slice_in_dim(packed, start, start + math.prod(shape)).reshape(shape)
+        for name, (start, shape) in fields.items()
+    }
+
+
+def pack_sampling(
+    params: SamplingParams,
+    *,
+    seed: int,
+    wants_logprobs: bool,
+    logprob_temperature: float,
+    has_token_mask: bool,
+) -> np.ndarray:
+    """Returns a row of the field `sampling`, int32 [12]; it never changes while a sequence lives."""
+    floats = [getattr(params, name) for name in FLOATS[:-1]]
+    floats = np.array([*floats, logprob_temperature], np.float32).view(np.int32)
+    seed_words = np.array([seed], np.uint64).view(np.int32)
+    ints = [max(params.top_k, 0), *seed_words, wants_logprobs, has_token_mask]
+    return np.concatenate([floats, np.array(ints, np.int32)])
+
+
+def neutral_sampling() -> np.ndarray:
+    """Returns the row of `sampling` of logits that nothing is drawn from: greedy, and without effects."""
+    return pack_sampling(
+        SamplingParams(temperature=0.0),
+        seed=0,
+        wants_logprobs=False,
+        logprob_temperature=1.0,
+        has_token_mask=False,
+    )
+
+
+def attention_metadata(
+    fields: dict[str, Array], bucket: Bucket, backend: Backend, places: tuple[tuple[int, int], ...]
+) -> AttentionMetadata:
+    """Returns the part of an unpacked buffer that the model reads."""
+    names = ("positions", "slot_mapping", "block_tables", "context_lens", "query_start_loc")
+    fields = {name: fields[name] for name in names}
+    return AttentionMetadata(**fields, is_decode=bucket.is_decode, backend=backend, places=places)
+
+
+def sampling_batch(
+    fields: dict[str, Array], token_counts: Array, bias_ids: Array, bias_values: Array, token_mask: Array
+) -> SamplingBatch:
+    """Returns what the sampler reads: part of an unpacked buffer, and the arrays beside it."""
+    columns = fields["sampling"].T
+    floats = lax.bitcast_convert_type(columns[: len(FLOATS)], jnp.float32)
+    ints = dict(zip(INTS, columns[len(FLOATS) :], strict=True))
+    seed = jnp.stack([ints["seed_low"], ints["seed_high"]], axis=1)
+    return SamplingBatch(
+        **dict(zip(FLOATS, floats, strict=True)),
+        top_k=ints["top_k"],
+        seed=lax.bitcast_convert_type(seed, jnp.uint32),
+        position=fields["sample_positions"],
+        wants_logprobs=ints["wants_logprobs"] != 0,
+        count_seats=fields["count_seats"],
+        token_counts=token_counts,
+        has_token_mask=ints["has_token_mask"] != 0,
+        token_mask=token_mask,
+        bias_ids=bias_ids,
+        bias_values=bias_values,
+    )

@@ -1,0 +1,122 @@
+"""What is compiled ahead of time: each program is a value that can be traced for a model and its limits."""
+
+import abc
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jax_paged.models.attention import Backend
+from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
+from jax_paged.worker.weights import FlatModel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TraceContext:
+    """What programs are traced for: a model, the shapes of what it works on, and where these lie.
+
+    Args:
+        model: The model without its weights.
+        weights: Arrays of all weights, or their shapes.
+        layout: Of the pool.
+        num_blocks: Blocks of the pool, null block included.
+        block_size: Tokens per block.
+        dtype: Of weights, activations and pool.
+        vocab_size: Columns of the logits.
+        max_model_len: Maximum tokens of a sequence; sets the columns of block tables.
+        max_num_seqs: Seats.
+        max_num_batched_tokens: Token rows of the largest step.
+        max_logprobs: Most likely tokens that are reported.
+        backend: Which kernels attend.
+        mesh: Where everything lies; None leaves that open, to lower for devices that are not there.
+    """
+
+    model: FlatModel
+    weights: list[Array] | list[jax.ShapeDtypeStruct]
+    layout: KVCacheLayout
+    num_blocks: int
+    block_size: int
+    dtype: jnp.dtype
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_logprobs: int
+    backend: Backend
+    mesh: Mesh | AbstractMesh | None
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Columns of block tables."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def num_mask_words(self) -> int:
+        """Columns of token masks, 32 tokens each."""
+        return -(-self.vocab_size // 32)
+
+    @property
+    def replicated(self) -> NamedSharding | None:
+        """How everything but weights and pool lies on the mesh."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def pool_sharding(self) -> NamedSharding | None:
+        """How the arrays of the pool lie on the mesh."""
+        return None if self.mesh is None else kv_cache_sharding(self.mesh)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all arrays of the pool together."""
+        return self.layout.block_bytes(self.block_size, self.dtype)
+
+    def shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """Returns the shape of an input that lies on every device."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
+
+    def pool(self, num_blocks: int | None = None) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the pool's arrays, or of as many with another number of blocks."""
+        shape = self.layout.pool_shape(num_blocks or self.num_blocks, self.block_size)
+        array = jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.pool_sharding)
+        return [array] * self.layout.num_pools
+
+    def token_counts(self) -> jax.ShapeDtypeStruct:
+        """Returns the shape of the token counts of all seats."""
+        return self.shape((self.max_num_seqs, self.vocab_size), jnp.int32)
+
+    def merge(self, weights: list[Array]) -> LanguageModel:
+        """Returns the model with the weights that a program is traced with."""
+        return self.model.merge(weights)
+
+
+class Program(abc.ABC):
+    """A program that is compiled ahead of time; its subclasses are frozen dataclasses, and keys of dicts."""
+
+    @abc.abstractmethod
+    def __str__(self) -> str:
+        """Returns its name in the compile plan."""
+
+    @abc.abstractmethod
+    def trace(self, context: TraceContext) -> jax.stages.Traced:
+        """Traces it."""
+
+    def lower(self, context: TraceContext, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
+        """Traces and lowers it, for the devices of its context or for other platforms."""
+        with matmul_precision(context.dtype):
+            return self.trace(context).lower(lowering_platforms=platforms)
+
+
+def matmul_precision(dtype: jnp.dtype) -> contextlib.AbstractContextManager[None]:
+    """Makes float32 mean float32: GPUs would multiply in TF32, which is not exact to the token."""
+    return jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default")
+
+
+def bits(x: Array) -> Array:
+    """Returns the bits of float32 numbers as int32."""
+    return lax.bitcast_convert_type(x, jnp.int32)

@@ -1,0 +1,131 @@
+"""EngineArgs, what a model says of itself, and the device -> EngineConfig. Needs no JAX."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jax_paged.checks import check_int
+from jax_paged.config import EngineArgs, EngineConfig
+from jax_paged.core.cache_group import CacheGroup
+
+# The pool of an engine on a CPU that is given no size.
+CPU_KV_CACHE_BYTES = 256 * 2**20
+# Slots of the pool: they are numbered by int32.
+MAX_SLOTS = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What the settings of an engine depend on, of a model that is loaded.
+
+    Args:
+        architecture: The name under "architectures" in config.json.
+        dtype: Of weights and activations: "float32" or "bfloat16".
+        vocab_size: Rows of the embedding.
+        max_model_len: Maximum tokens that the model was made for.
+        weight_bytes: Of all weights.
+        cache_groups: What its layers need of a sequence's past.
+        block_bytes: Of one block in all arrays of the pool together.
+        eos_token_ids: Its end tokens.
+        sampling_defaults: What generation_config.json says of sampling, in the words of SamplingParams.
+        decoder_start_token_id: Of an encoder-decoder model; None for a decoder.
+    """
+
+    architecture: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    weight_bytes: int
+    cache_groups: tuple[CacheGroup, ...]
+    block_bytes: int
+    eos_token_ids: frozenset[int]
+    sampling_defaults: dict[str, Any]
+    decoder_start_token_id: int | None = None
+
+
+def resolve_config(
+    args: EngineArgs,
+    model: ModelFacts,
+    *,
+    platform: str,
+    backend: str,
+    free_bytes: Callable[[EngineConfig], int],
+) -> EngineConfig:
+    """Resolves every setting against the model and the device.
+
+    Args:
+        args: What the user asks for.
+        model: The model.
+        platform: "cpu", "gpu" or another of JAX's names.
+        backend: Which kernels attend.
+        free_bytes: Returns the bytes that the device has left for the pool of an engine with a
+            configuration whose pool is empty. Is called if no setting says how large the pool is, and the
+            device is no CPU.
+
+    Raises:
+        ValueError: If a limit does not fit the model or the others.
+    """
+    on_cpu = platform == "cpu"
+    max_model_len = model.max_model_len if args.max_model_len is None else args.max_model_len
+    check_int("max_model_len", max_model_len, 2, model.max_model_len)
+    max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
+    max_num_batched_tokens = args.max_num_batched_tokens or (512 if on_cpu else 2048)
+    if not args.enable_chunked_prefill:
+        if args.max_num_batched_tokens is None:
+            max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
+        name = "max_num_batched_tokens (with enable_chunked_prefill=False)"
+        check_int(name, max_num_batched_tokens, max_model_len)
+    # No more than what all running sequences can fill.
+    max_swapped = max_num_seqs * -(-max_model_len // args.block_size) * len(model.cache_groups)
+    max_logprobs = model.vocab_size if args.max_logprobs == -1 else min(args.max_logprobs, model.vocab_size)
+    config = EngineConfig(
+        model_name=args.model,
+        architecture=model.architecture,
+        dtype=model.dtype,
+        backend=backend,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        block_size=args.block_size,
+        num_blocks=0,
+        num_swap_blocks=min(int(args.swap_space * 2**30) // model.block_bytes, max_swapped),
+        cache_groups=model.cache_groups,
+        kv_cache_bytes=0,
+        weight_bytes=model.weight_bytes,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_logprobs=max_logprobs,
+        eos_token_ids=model.eos_token_ids,
+        sampling_defaults=model.sampling_defaults,
+        decoder_start_token_id=model.decoder_start_token_id,
+        enable_prefix_caching=args.enable_prefix_caching,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        scheduling_policy=args.scheduling_policy,
+        preemption_mode=args.preemption_mode,
+        delay_factor=args.scheduler_delay_factor,
+        seed=args.seed,
+    )
+    num_blocks = _num_blocks(args, config, model.block_bytes, on_cpu, free_bytes)
+    return dataclasses.replace(config, num_blocks=num_blocks, kv_cache_bytes=num_blocks * model.block_bytes)
+
+
+def _num_blocks(
+    args: EngineArgs,
+    config: EngineConfig,
+    block_bytes: int,
+    on_cpu: bool,
+    free_bytes: Callable[[EngineConfig], int],
+) -> int:
+    max_blocks = MAX_SLOTS // args.block_size
+    if args.num_gpu_blocks_override is not None:
+        check_int("num_gpu_blocks_override", args.num_gpu_blocks_override, 2, max_blocks)
+        return args.num_gpu_blocks_override
+    num_bytes = args.kv_cache_memory_bytes
+    if num_bytes is None:
+        num_bytes = CPU_KV_CACHE_BYTES if on_cpu else free_bytes(config)
+    num_blocks = num_bytes // block_bytes
+    if num_blocks < 2:
+        raise ValueError(
+            f"the pool would have {num_bytes} bytes; allowed: at least two blocks of {block_bytes} "
+            "bytes (kv_cache_memory_bytes)"
+        )
+    return min(num_blocks, max_blocks)

@@ -1,0 +1,95 @@
+"""Results on the device -> values on the host."""
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Array
+
+from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.worker.logits_rows import LogitsRows
+from jax_paged.worker.prompt_logprobs import PendingPromptLogprobs
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PendingStep:
+    """A step that the device works on.
+
+    Args:
+        step_id: That of its SchedulerOutput.
+        num_rows: Entries of SchedulerOutput.scheduled.
+        num_samples: Entries of SchedulerOutput.samples.
+        logits_rows: What the columns of `results` stand for.
+        num_top: Per drawn token, how many most likely tokens to report; -1 for no log-probabilities.
+        results: int32 [3, B] of StepProgram; None if the step computes nothing.
+        details: int32 [B, 1 + 2N] of StepProgram; None if no sample wants log-probabilities.
+        prompt_logprobs: Of rows whose request wants them.
+    """
+
+    step_id: int
+    num_rows: int
+    num_samples: int
+    logits_rows: LogitsRows
+    num_top: np.ndarray
+    results: Array | None
+    details: Array | None
+    prompt_logprobs: list[PendingPromptLogprobs]
+
+    def begin_transfer(self) -> None:
+        """Lets the results travel to the host as soon as they are there."""
+        for array in (self.results, self.details):
+            if array is not None:
+                array.copy_to_host_async()
+
+    def read(self) -> ModelRunnerOutput:
+        """Waits for the results and returns them."""
+        if self.results is None:
+            return ModelRunnerOutput(self.step_id, [], [], [], [])
+        num_drawn = self.logits_rows.num_drawn
+        token_ids, logprobs, is_finite = np.asarray(self.results)[:, : len(self.logits_rows.rows)]
+        finite = np.ones(self.num_rows, bool)
+        finite[self.logits_rows.rows[is_finite == 0]] = False
+        prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in range(self.num_rows)]
+        for pending in self.prompt_logprobs:
+            prompt_logprobs[pending.row] = pending.read()
+        tokens = token_ids[:num_drawn].tolist()
+        chosen = logprobs[:num_drawn].view(np.float32).tolist()
+        if self.details is None:
+            details = [TokenLogprobs(logprob, 0, [], []) for logprob in chosen]
+        else:
+            details = read_details(np.asarray(self.details)[:num_drawn], chosen, self.num_top.tolist())
+        return ModelRunnerOutput(
+            step_id=self.step_id,
+            token_ids=self._by_sample(tokens),
+            logprobs=self._by_sample(details),
+            is_finite=finite.tolist(),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _by_sample[T](self, items: list[T]) -> list[list[T]]:
+        """Splits what was drawn into a list per sample."""
+        if len(items) == self.num_samples:
+            return [[item] for item in items]
+        out: list[list[T]] = [[] for _ in range(self.num_samples)]
+        for sample, item in zip(self.logits_rows.samples.tolist(), items, strict=True):
+            out[sample].append(item)
+        return out
+
+
+def read_details(details: np.ndarray, logprobs: list[float], num_top: list[int]) -> list[TokenLogprobs]:
+    """Returns the log-probabilities of tokens.
+
+    Args:
+        details: int32 [n, 1 + 2N]: rank, most likely ids, bits of their log-probabilities.
+        logprobs: Of the tokens themselves.
+        num_top: Per token, how many of the most likely ones to report; -1 for neither them nor the rank.
+    """
+    max_logprobs = details.shape[1] // 2
+    ranks = details[:, 0].tolist()
+    ids = details[:, 1 : 1 + max_logprobs]
+    top = np.ascontiguousarray(details[:, 1 + max_logprobs :]).view(np.float32)
+    return [
+        TokenLogprobs(logprob, 0, [], [])
+        if n < 0
+        else TokenLogprobs(logprob, rank, ids[i, :n].tolist(), top[i, :n].tolist())
+        for i, (logprob, rank, n) in enumerate(zip(logprobs, ranks, num_top, strict=True))
+    ]

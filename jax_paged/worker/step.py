@@ -1,0 +1,72 @@
+"""The step as it is traced: weights, pool, token counts and one packed buffer in; drawn tokens out."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jax_paged.sampling_params import MAX_BIAS_IDS
+from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.packed_batch import attention_metadata, layout, sampling_batch, unpack
+from jax_paged.worker.programs import Program, TraceContext, bits
+from jax_paged.worker.sampler import sample
+from jax_paged.worker.token_counts import add_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram(Program):
+    """The step of one bucket: it runs the model on all rows, and draws a token from every row of logits.
+
+    Its arguments are weights, pool, token counts (the two are donated), and the arrays of StepInputs. It
+    returns:
+        int32 [3, B]: token ids, bits of their log-probabilities, whether the logits were finite.
+        int32 [B, 1 + 2N]: rank, most likely token ids, bits of their log-probabilities.
+        The hidden states of all token rows, padded to those of the largest step if the step is mixed.
+        The pool.
+        The token counts.
+    """
+
+    bucket: Bucket
+
+    def __str__(self) -> str:
+        return str(self.bucket)
+
+    def trace(self, context: TraceContext) -> jax.stages.Traced:
+        bucket, num_groups = self.bucket, len(context.layout.groups)
+
+        def step(
+            weights: list[Array],
+            kv_cache: list[Array],
+            token_counts: Array,
+            packed: Array,
+            bias_ids: Array,
+            bias_values: Array,
+            token_mask: Array,
+        ) -> tuple[Array, Array, Array, list[Array], Array]:
+            fields = unpack(packed, bucket, context.max_blocks_per_seq, num_groups)
+            model = context.merge(weights)
+            metadata = attention_metadata(fields, bucket, context.backend, context.layout.places)
+            hidden, kv_cache = model.paged(fields["tokens"], kv_cache, metadata)
+            logits = model.logits(hidden[fields["logits_rows"]])
+            batch = sampling_batch(fields, token_counts, bias_ids, bias_values, token_mask)
+            drawn = sample(logits, batch, max_logprobs=context.max_logprobs)
+            token_counts = add_tokens(token_counts, batch.count_seats, drawn.token_ids)
+            results = jnp.stack([drawn.token_ids, bits(drawn.logprob), drawn.is_finite.astype(jnp.int32)])
+            columns = [drawn.rank[:, None], drawn.top_token_ids, bits(drawn.top_logprobs)]
+            padding = 0 if bucket.is_decode else context.max_num_batched_tokens - bucket.num_tokens
+            hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
+            return results, jnp.concatenate(columns, axis=1), hidden, kv_cache, token_counts
+
+        pool, b = context.pool(), bucket.num_seqs
+        _, size = layout(bucket, context.max_blocks_per_seq, num_groups)
+        inputs = [
+            context.shape((size,), jnp.int32),
+            context.shape((b, MAX_BIAS_IDS), jnp.int32),
+            context.shape((b, MAX_BIAS_IDS), jnp.float32),
+            context.shape((b, context.num_mask_words), jnp.int32),
+        ]
+        replicated = context.replicated
+        out_shardings = (*[replicated] * 3, [context.pool_sharding] * len(pool), replicated)
+        jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
+        return jitted.trace(context.weights, pool, context.token_counts(), *inputs)

@@ -1,0 +1,92 @@
+"""Finds a model folder in Hugging Face layout and reads its JSON files, without JAX."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jax_paged.models.registry import get_architecture
+
+# No pickled weights and no code, so nothing that is downloaded can run.
+HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+
+
+def resolve_model_dir(model: str) -> Path:
+    """Returns the folder of a model, downloading it if it is a hub id.
+
+    Args:
+        model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
+
+    Raises:
+        ValueError: If it is none of these, if the hub can't be reached and the model isn't cached, or if the
+            model belongs to a family that is not supported.
+    """
+    if model == "pagelet":
+        return Path(__file__).parent / "pagelet"
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download  # takes 0.2 s, and only hub models need it
+
+    def download(patterns: list[str]) -> Path:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+
+    try:
+        config = download(["config.json"]) / "config.json"
+    except (OSError, ValueError) as e:
+        raise ValueError(
+            f"model is {model!r}; allowed: 'pagelet' (built in), a local folder with config.json and "
+            f"*.safetensors, or a Hugging Face hub id such as 'meta-llama/Llama-3.2-1B'. There is no folder "
+            f"{folder.absolute()}, and the hub gave {type(e).__name__}: {e} Check the spelling and the "
+            "network, run `hf auth login` for a gated model, or download it elsewhere and pass its folder."
+        ) from e
+    get_architecture(read_json(config))  # rejects models of other families before their weights are fetched
+    return download(HUB_FILES)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file of a model folder.
+
+    Raises:
+        ValueError: If there is no such file, or no JSON object in it.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as e:
+        raise ValueError(f"{file} does not exist; a model folder holds config.json and *.safetensors") from e
+    except ValueError as e:
+        raise ValueError(f"{file} is not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds a {type(value).__name__}; allowed: an object")
+    return value
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Returns the object in generation_config.json; an empty one if there is no such file."""
+    file = folder / "generation_config.json"
+    return read_json(file) if file.exists() else {}
+
+
+def end_token_ids(
+    generation_config: dict[str, Any], hf_config: dict[str, Any], vocab_size: int
+) -> frozenset[int]:
+    """Returns the end tokens that generation_config.json names, or else those that config.json names.
+
+    Raises:
+        ValueError: If eos_token_id is not an id below vocab_size, a list of such ids, or null.
+    """
+    value = generation_config.get("eos_token_id")
+    value = hf_config.get("eos_token_id") if value is None else value
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
+        raise ValueError(
+            f"eos_token_id is {value!r}; allowed: null, an id in [0, {vocab_size - 1}], or a list of them"
+        )
+    return frozenset(ids)
+
+
+def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the sampling values that a checkpoint asks for; do_sample false means temperature 0."""
+    if generation_config.get("do_sample") is False:
+        return {"temperature": 0.0}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {name: generation_config[name] for name in names if generation_config.get(name) is not None}

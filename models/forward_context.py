@@ -1,0 +1,110 @@
+"""What one forward pass carries to every module of a model, and the way every module is called.
+
+    model(tokens)        model.paged(tokens, kv_cache, metadata)
+          |                         |
+    dense_context()          paged_context()       how tokens attend differs, nothing else does
+          |                         |
+          +------- context ---------+
+                      |
+    hidden(tokens, context)
+      |-- embed_tokens(tokens, context)
+      `-- layers[i](x, context)
+            |-- self_attn(x, context)              q_proj, k_proj, v_proj(x, context); context.attend(...)
+            `-- mlp(x, context)                    gate_proj, up_proj, down_proj(x, context)
+
+Each call `module(x, context)` passes through `context.run(module, x)`, so what is to happen at any module is
+decided in one place. There is no global and no thread-local: a context lives while its pass is traced.
+"""
+
+import abc
+import dataclasses
+import functools
+from typing import Any, Protocol
+
+from flax import nnx
+from jaxtyping import Array, Int
+
+
+class Attend(Protocol):
+    """How the tokens of a layer attend: (layer, q, k, v) to the attention of every token.
+
+    `layer` is an index into the model's kv_cache_specs(); the window comes from the spec. The options are
+    those of dense_attention.
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        scale: float,
+        soft_cap: float | None = None,
+        distance_bias: Array | None = None,
+    ) -> Array: ...
+
+
+class CrossAttend(Protocol):
+    """How the tokens of a layer attend to the encoder's output: (layer, q) to each token's attention."""
+
+    def __call__(self, layer: int, q: Array, *, scale: float) -> Array: ...
+
+
+def no_cross_attention(layer: int, q: Array, *, scale: float) -> Array:
+    raise AssertionError(f"layer {layer} asks for cross attention in a pass without an encoder's output")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ForwardContext:
+    """What a forward pass carries to every module.
+
+    Immutable: a part of a model that needs another context for the modules below it derives one with
+    dataclasses.replace. What is to reach every layer becomes a field here, and what is to happen at every
+    module becomes a line in `run`.
+
+    Args:
+        model: The module that `path` is relative to.
+        positions: int32, position of each token in its sequence. Its shape is that of the token rows: the
+            leading dimensions of what every module takes and returns.
+        attend: How tokens attend to their sequence.
+        cross_attend: How tokens attend to the encoder's output.
+    """
+
+    model: nnx.Module
+    positions: Int[Array, "*t"]
+    attend: Attend
+    cross_attend: CrossAttend = no_cross_attention
+
+    def run(self, module: "Module", x: Any) -> Array:
+        """Returns module.forward(x, self). Every call of every module comes through here.
+
+        Args:
+            module: The module that was called.
+            x: What it was called with.
+        """
+        return module.forward(x, self)
+
+    def path(self, module: "Module") -> str:
+        """Returns where a module stands in the model, such as "layers.7.self_attn.q_proj".
+
+        The weights of the module have this path too, in the model's state and in its WeightTable.
+        """
+        assert module in self._paths, f"{type(module).__name__} is not a part of the context's model"
+        return self._paths[module]
+
+    @functools.cached_property
+    def _paths(self) -> "dict[Module, str]":
+        modules = nnx.iter_modules(self.model)
+        return {m: ".".join(map(str, path)) for path, m in modules if isinstance(m, Module)}
+
+
+class Module(nnx.Module):
+    """A part of a model; called as `module(x, context)`, it computes what its `forward` returns."""
+
+    def __call__(self, x: Any, context: ForwardContext) -> Array:
+        return context.run(self, x)
+
+    @abc.abstractmethod
+    def forward(self, x: Any, context: ForwardContext) -> Array:
+        """Returns the output of every token row of x; called by the context only."""

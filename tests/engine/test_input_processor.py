@@ -1,0 +1,252 @@
+"""InputProcessor: forms of prompts and parameters, what the engine's own copies hold, and no JAX."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jax_paged.config import EngineConfig
+from jax_paged.core.cache_group import CacheGroup
+from jax_paged.engine.input_processor import InputProcessor
+from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+
+START = 3  # the decoder's start token
+CONFIG = EngineConfig(
+    model_name="m",
+    architecture="none",
+    dtype="float32",
+    backend="xla",
+    vocab_size=300,
+    max_model_len=40,
+    block_size=4,
+    num_blocks=100,
+    num_swap_blocks=0,
+    cache_groups=(CacheGroup(),),
+    kv_cache_bytes=1,
+    weight_bytes=1,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    max_logprobs=20,
+    eos_token_ids=frozenset({2}),
+    sampling_defaults={"temperature": 0.5},
+)
+
+
+@pytest.fixture
+def tokenizer(folder: str) -> Tokenizer:
+    return Tokenizer(folder)
+
+
+@pytest.fixture
+def processor(tokenizer: Tokenizer) -> InputProcessor:
+    return InputProcessor(CONFIG, tokenizer)
+
+
+@pytest.fixture
+def encoding(tokenizer: Tokenizer) -> InputProcessor:
+    groups = (CacheGroup(), CacheGroup(is_cross=True))
+    config = dataclasses.replace(CONFIG, cache_groups=groups, decoder_start_token_id=START)
+    return InputProcessor(config, tokenizer)
+
+
+def test_forms_of_prompts(processor: InputProcessor, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("abc")
+    forms: list[tuple[Any, str | None, str]] = [
+        ("abc", "abc", ""),
+        ({"prompt": "abc"}, "abc", ""),
+        ({"prompt": "abc", "cache_salt": "s"}, "abc", "s"),
+        ({"prompt_token_ids": ids}, None, ""),
+        ({"prompt_token_ids": ids, "prompt": "other"}, "other", ""),
+        ({"prompt_token_ids": np.array(ids), "cache_salt": "s"}, None, "s"),
+        ({"prompt": "abc", "multi_modal_data": None, "mm_processor_kwargs": {}}, "abc", ""),
+        (ids, None, ""),
+        (tuple(ids), None, ""),
+        (np.array(ids, np.uint16), None, ""),
+        ([np.int64(i) for i in ids], None, ""),
+    ]
+    for prompt, text, salt in forms:
+        request = processor.check(prompt, None)
+        assert (request.prompt, request.prompt_token_ids, request.cache_salt) == (text, ids, salt)
+        assert all(type(i) is int for i in request.prompt_token_ids)
+        assert (request.encoder_prompt, request.encoder_token_ids) == (None, [])
+    assert processor.check(ids, None).prompt_token_ids is not ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({}, "one of the keys"),
+        ({"cache_salt": "s"}, "one of the keys"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "one of the keys"),
+        ({"prompt_embeds": [[1.0]]}, "one of the keys"),
+        ({"prompt": 5}, "prompt is 5; allowed: text"),
+        ({"prompt": "a", "cache_salt": 5}, "cache_salt is 5; allowed: a string"),
+        ({"prompt": ["a"]}, r"prompt is \['a'\]; allowed: text"),
+        ({"encoder_prompt": "a", "decoder_prompt": "b"}, "a prompt without an encoder's part"),
+        (np.array(5), r"prompt is array\(5\); allowed: text, a list of token ids"),
+    ],
+)
+def test_bad_prompts(processor: InputProcessor, prompt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        processor.check(prompt, None)
+
+
+def test_salts_must_agree(processor: InputProcessor) -> None:
+    assert processor.check({"prompt": "a", "cache_salt": "s"}, None, "s").cache_salt == "s"
+    with pytest.raises(ValueError, match=r"cache_salt is \['s', 't'\]"):
+        processor.check({"prompt": "a", "cache_salt": "s"}, None, "t")
+
+
+def test_prompts_for_encoders(encoding: InputProcessor, tokenizer: Tokenizer) -> None:
+    ab, c = tokenizer.encode("ab"), tokenizer.encode("c")
+    forms: list[tuple[Any, str | None, str | None, list[int]]] = [
+        ("ab", "ab", None, [START]),
+        ({"prompt_token_ids": ab}, None, None, [START]),
+        ({"encoder_prompt": "ab", "decoder_prompt": None}, "ab", None, [START]),
+        ({"encoder_prompt": "ab", "decoder_prompt": "c"}, "ab", "c", [START, *c]),
+        ({"encoder_prompt": ab, "decoder_prompt": [START, *c]}, None, None, [START, *c]),
+        (
+            {"encoder_prompt": {"prompt": "ab"}, "decoder_prompt": c, "mm_processor_kwargs": {}},
+            "ab",
+            None,
+            [START, *c],
+        ),
+    ]
+    for prompt, encoder_text, text, token_ids in forms:
+        request = encoding.check(prompt, None)
+        assert (request.encoder_prompt, request.encoder_token_ids) == (encoder_text, ab)
+        assert (request.prompt, request.prompt_token_ids) == (text, token_ids)
+    with pytest.raises(ValueError, match="both of"):
+        encoding.check({"encoder_prompt": "ab"}, None)  # pyright: ignore
+
+
+def test_max_tokens_is_cut_to_the_room_that_is_left(processor: InputProcessor) -> None:
+    for given, expected in ((1, 1), (30, 30), (31, 30), (10**9, 30), (None, 30)):
+        params = SamplingParams(max_tokens=given, min_tokens=0)
+        assert processor.check([5] * 10, params).params.max_tokens == expected
+        assert params.max_tokens == given
+    cut = processor.check([5] * 35, SamplingParams(max_tokens=20, min_tokens=10)).params
+    assert (cut.max_tokens, cut.min_tokens) == (5, 5)
+    beams = processor.check([5] * 35, BeamSearchParams(2, max_tokens=20))
+    assert (beams.beam_params and beams.beam_params.max_tokens, beams.params.max_tokens) == (5, 5)
+    for params in (SamplingParams(max_tokens=1), SamplingParams(max_tokens=None), BeamSearchParams(2)):
+        with pytest.raises(
+            ValueError, match="40 tokens and needs room for one more; allowed: max_model_len, 40"
+        ):
+            processor.check([5] * 40, params)
+
+
+def test_the_engine_works_on_its_own_copy(processor: InputProcessor) -> None:
+    params = SamplingParams(stop=["x"], logit_bias={5: 1.0})
+    request = processor.check("abc", params)
+    params.max_tokens, params.temperature = 1, -1
+    assert isinstance(params.stop, list)
+    params.stop.append("y")
+    assert request.params.stop == ["x"]
+    assert (request.params.max_tokens, request.params.temperature) == (16, 1.0)
+    with pytest.raises(ValueError, match="temperature is -1"):
+        processor.check("abc", params)
+    beams = BeamSearchParams(2)
+    request = processor.check("abc", beams)
+    beams.beam_width = 0
+    assert request.beam_params == BeamSearchParams(2)
+    with pytest.raises(ValueError, match="beam_width is 0"):
+        processor.check("abc", beams)
+
+
+def test_defaults_are_the_models_and_nobody_can_change_them(processor: InputProcessor) -> None:
+    processor.default_params.temperature = 7
+    assert processor.check("abc", None).params.temperature == 0.5
+    bad = dataclasses.replace(CONFIG, sampling_defaults={"temperature": -1})
+    with pytest.raises(ValueError, match=r"generation_config\.json of 'm': temperature is -1"):
+        InputProcessor(bad, None)
+
+
+def test_minus_one_is_the_vocabulary(tokenizer: Tokenizer, processor: InputProcessor) -> None:
+    params = SamplingParams(logprobs=-1, prompt_logprobs=-1)
+    with pytest.raises(ValueError, match=r"logprobs is 300.*\nprompt_logprobs is 300"):
+        processor.check("abc", params)
+    everything = InputProcessor(dataclasses.replace(CONFIG, max_logprobs=300), tokenizer)
+    checked = everything.check("abc", params).params
+    assert (checked.logprobs, checked.prompt_logprobs, params.logprobs) == (300, 300, -1)
+    with pytest.raises(ValueError, match=r"logprobs is 21; allowed: an integer in \[0, 20\]"):
+        processor.check("abc", SamplingParams(logprobs=21))
+
+
+def test_bad_words_become_token_ids(processor: InputProcessor, tokenizer: Tokenizer) -> None:
+    def ids(*words: str) -> list[list[int]] | None:
+        return processor.check("abc", SamplingParams(bad_words=list(words))).params.bad_words_token_ids
+
+    # A byte tokenizer has no token for a word with its space: the word alone covers both places.
+    assert ids("ab", " c") == [tokenizer.encode("ab"), tokenizer.encode("c")]
+    given = SamplingParams(bad_words=["ab"], bad_words_token_ids=[[9, 8]])
+    assert processor.check("a", given).params.bad_words_token_ids == [[9, 8], tokenizer.encode("ab")]
+    assert given.bad_words_token_ids == [[9, 8]]
+    no_tokenizer = InputProcessor(CONFIG, None)
+    assert no_tokenizer.check([5], SamplingParams(bad_words_token_ids=[[9]])).params.bad_words_token_ids == [
+        [9]
+    ]
+    with pytest.raises(ValueError, match=r"bad_words is .*; allowed: None, as the engine has no tokenizer"):
+        no_tokenizer.check([5], SamplingParams(bad_words=["ab"]))
+    with pytest.raises(ValueError, match="bad_words is ' '; allowed: words of at least one token"):
+        ids("a", " ")
+
+
+def test_bad_words_of_a_tokenizer_with_spaces_in_its_tokens() -> None:
+    tokenizer = Tokenizer("jax_paged/models/pagelet")
+    config = dataclasses.replace(CONFIG, vocab_size=2048)
+    request = InputProcessor(config, tokenizer).check("abc", SamplingParams(bad_words=["the"]))
+    alone, inside = tokenizer.encode("the"), tokenizer.encode(" the")
+    assert len(alone) == len(inside) == 1
+    assert request.params.bad_words_token_ids == [alone, inside]
+
+
+def test_prompts_are_truncated_from_the_left(processor: InputProcessor, encoding: InputProcessor) -> None:
+    ids = list(range(10, 70))
+    for given, expected in ((3, ids[-3:]), (-1, ids[-39:])):
+        params = SamplingParams(truncate_prompt_tokens=given, max_tokens=1)
+        assert processor.check(ids, params).prompt_token_ids == expected
+    assert len(ids) == 60
+    request = encoding.check(ids, SamplingParams(truncate_prompt_tokens=5))
+    assert (request.encoder_token_ids, request.prompt_token_ids) == (ids[-5:], [START])
+
+
+def test_all_problems_of_a_request_are_listed(processor: InputProcessor) -> None:
+    params = SamplingParams(logprobs=21, stop_token_ids=[300], n=9)
+    with pytest.raises(ValueError) as error:
+        processor.check([5, -1], params, cache_salt=5, priority=1)  # pyright: ignore
+    starts = [
+        "cache_salt is 5",
+        "priority is 1",
+        "a token id of stop_token_ids",
+        "the larger of n",
+        "logprobs is 21",
+    ]
+    lines = str(error.value).splitlines()
+    assert [line.startswith(start) for line, start in zip(lines, starts, strict=False)] == [True] * 5
+    assert lines[5:] == ["prompt_token_ids[1] is -1; allowed: an integer in [0, 299]"]
+
+
+CHECKS_A_REQUEST = f"""
+import sys
+from jax_paged.config import EngineConfig
+from jax_paged.core.cache_group import CacheGroup
+from jax_paged.engine.input_processor import InputProcessor
+from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.sampling_params import SamplingParams
+
+processor = InputProcessor({CONFIG!r}, Tokenizer(sys.argv[1]))
+assert processor.check("abc", SamplingParams(bad_words=["x"])).prompt == "abc"
+loaded = {{name.partition(".")[0] for name in sys.modules}}
+assert not loaded & {{"jax", "jaxlib", "flax", "transformers"}}, loaded
+"""
+
+
+def test_requests_are_checked_without_jax(folder: str) -> None:
+    root = Path(__file__).parent.parent.parent
+    subprocess.run([sys.executable, "-c", CHECKS_A_REQUEST, folder], cwd=root, check=True, timeout=60)

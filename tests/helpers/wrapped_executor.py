@@ -1,0 +1,63 @@
+"""An executor around another one, for tests that look at steps, change their results or make them fail."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from jax_paged.config import EngineConfig
+from jax_paged.core.runner_output import ModelRunnerOutput
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.worker.executor import Executor
+
+
+class WrappedExecutor:
+    """Runs the steps of another executor, and does not close it.
+
+    Args:
+        inner: Runs the steps.
+        before: Called with each step before it is dispatched; may raise.
+        after: Called with each step and its result; returns the result that the engine gets.
+    """
+
+    def __init__(
+        self,
+        inner: Executor,
+        before: Callable[[SchedulerOutput], object] = lambda output: None,
+        after: Callable[[SchedulerOutput, ModelRunnerOutput], ModelRunnerOutput] = lambda output, result: (
+            result
+        ),
+    ) -> None:
+        self.inner = inner
+        self._before = before
+        self._after = after
+        self._dispatched: deque[SchedulerOutput] = deque()
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.inner.config
+
+    @property
+    def buckets(self) -> tuple[str, ...]:
+        return self.inner.buckets
+
+    @property
+    def runner(self) -> Any:
+        """The ModelRunner of a LocalExecutor."""
+        return self.inner.runner  # pyright: ignore[reportAttributeAccessIssue]
+
+    def dispatch(self, output: SchedulerOutput) -> None:
+        self._before(output)
+        self.inner.dispatch(output)
+        self._dispatched.append(output)
+
+    def result(self) -> ModelRunnerOutput:
+        return self._after(self._dispatched.popleft(), self.inner.result())
+
+    def compile_plan(self) -> str:
+        return self.inner.compile_plan()
+
+    def wait_until_compiled(self) -> None:
+        self.inner.wait_until_compiled()
+
+    def close(self) -> None:
+        pass

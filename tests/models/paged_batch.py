@@ -1,0 +1,41 @@
+"""A paged batch made by hand: whole texts, each in blocks of its own."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jax_paged.models.attention import AttentionMetadata, CrossAttentionSpec, KVCacheSpec
+
+BLOCK_SIZE = 16
+
+
+def paged_batch(
+    specs: list[KVCacheSpec], lens: list[int], encoder_lens: list[int] | None = None
+) -> tuple[AttentionMetadata, list[Array]]:
+    """Returns the metadata of a step that computes whole texts, and zero pools, one per layer.
+
+    Cache group 0 has the blocks of the texts, cache group 1 those of the encoder's texts.
+
+    Args:
+        specs: The model's kv_cache_specs().
+        lens: Tokens of each text.
+        encoder_lens: Tokens that the encoder has read for each text.
+    """
+    encoder_lens = [0] * len(lens) if encoder_lens is None else encoder_lens
+    width = -(-max(*lens, *encoder_lens) // BLOCK_SIZE)
+    tables = 1 + np.arange(len(lens) * width).reshape(len(lens), width)
+    positions = np.concatenate([np.arange(n) for n in lens])
+    owner = np.repeat(np.arange(len(lens)), lens)
+    slots = tables[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    metadata = AttentionMetadata(
+        positions=jnp.asarray(positions, jnp.int32),
+        slot_mapping=jnp.asarray([slots, slots], jnp.int32),
+        block_tables=jnp.asarray([tables, tables], jnp.int32),
+        context_lens=jnp.asarray([lens, encoder_lens], jnp.int32),
+        query_start_loc=jnp.asarray(np.cumsum([0, *lens]), jnp.int32),
+        is_decode=False,
+        backend="xla",
+        places=tuple((i, int(isinstance(s, CrossAttentionSpec))) for i, s in enumerate(specs)),
+    )
+    shapes = [(1 + tables.size, 2, s.num_kv_heads, BLOCK_SIZE, s.head_dim) for s in specs]
+    return metadata, [jnp.zeros(shape) for shape in shapes]

@@ -1,0 +1,172 @@
+"""The seats against a mirror that holds the whole truth: any order of arrivals, growth and departures."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+from helpers.steps import make_output, make_row, new_sequence
+
+from jax_paged.core.scheduler_output import BlockTables, NewSequence, ScheduledSequence
+from jax_paged.worker.input_batch import InputBatch, TokenCountReset, pack_token_mask
+
+NUM_SEATS, NUM_GROUPS, MAX_BLOCKS, NUM_BLOCKS, VOCAB_SIZE = 6, 3, 12, 1000, 70
+
+
+def make_batch() -> InputBatch:
+    return InputBatch(
+        max_num_seqs=NUM_SEATS,
+        num_groups=NUM_GROUPS,
+        max_blocks_per_seq=MAX_BLOCKS,
+        num_blocks=NUM_BLOCKS,
+        vocab_size=VOCAB_SIZE,
+    )
+
+
+@dataclasses.dataclass
+class Mirror:
+    """A sequence as the scheduler knows it."""
+
+    prompt: list[int]
+    tables: BlockTables
+    has_penalty: bool
+    has_mask: bool
+
+
+class RandomScheduler:
+    """Makes steps of random changes, and knows what the seats must hold after each of them."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.sequences: dict[int, Mirror] = {}
+        self.num_seqs = 0
+
+    def blocks(self, low: int, high: int) -> list[int]:
+        return [self.rng.randrange(1, NUM_BLOCKS) for _ in range(self.rng.randint(low, high))]
+
+    def arrive(self) -> NewSequence:
+        rng = self.rng
+        if rng.random() < 0.3 and self.sequences:  # forked: the same blocks
+            tables = [list(table) for table in rng.choice(list(self.sequences.values())).tables]
+        else:
+            tables = [self.blocks(0, MAX_BLOCKS // 2) for _ in range(NUM_GROUPS)]
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 5))]
+        mirror = Mirror(prompt, tables, rng.random() < 0.5, rng.random() < 0.3)
+        self.num_seqs += 1
+        self.sequences[self.num_seqs] = mirror
+        return new_sequence(
+            self.num_seqs,
+            prompt,
+            tables=[list(table) for table in tables],
+            presence_penalty=0.5 * mirror.has_penalty,
+            allowed_token_ids=[1, 2] if mirror.has_mask else None,
+            prompt_logprobs=3 if mirror.has_penalty else None,
+            seed=self.num_seqs,
+        )
+
+    def change(self, seq_id: int) -> ScheduledSequence:
+        rng, tables = self.rng, self.sequences[seq_id].tables
+        new_blocks: BlockTables = [[] for _ in tables]
+        replaced = []
+        for g, table in enumerate(tables):
+            if rng.random() < 0.4:
+                new_blocks[g] = self.blocks(0, min(2, MAX_BLOCKS - len(table)))
+                table.extend(new_blocks[g])
+            while table and rng.random() < 0.3:
+                index = rng.randrange(len(table))
+                table[index] = rng.choice([0, *self.blocks(1, 1)])
+                replaced.append((g, index, table[index]))
+        if not any(new_blocks) and rng.random() < 0.5:
+            new_blocks = []
+        return make_row(seq_id, 0, [1], new_blocks=new_blocks, replaced_blocks=replaced)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_deltas_add_up_to_the_true_tables(seed: int) -> None:
+    scheduler, batch = RandomScheduler(seed), make_batch()
+    rng = scheduler.rng
+    for _ in range(60):
+        released = [seq_id for seq_id in scheduler.sequences if rng.random() < 0.2]
+        for seq_id in released:
+            del scheduler.sequences[seq_id]
+        old = list(scheduler.sequences)
+        num_new = rng.randint(0, NUM_SEATS - len(old))
+        new = [scheduler.arrive() for _ in range(num_new)]
+        rows = [scheduler.change(seq_id) for seq_id in old if rng.random() < 0.7]
+        resets = batch.update(make_output(rows, new=new, released=released))
+        batch.check_integrity()
+        ids = list(scheduler.sequences)
+        assert len(set(batch.seats_of(ids).tolist())) == len(ids)
+        wanted = []
+        for seq_id, seat in zip(ids, batch.seats_of(ids).tolist(), strict=True):
+            mirror = scheduler.sequences[seq_id]
+            for g, table in enumerate(mirror.tables):
+                assert batch.block_tables[g, seat].tolist() == table + [0] * (MAX_BLOCKS - len(table))
+                assert batch.num_table_blocks[g, seat] == len(table)
+            assert batch.count_seats[seat] == (seat if mirror.has_penalty else NUM_SEATS)
+            assert (seat in batch.token_masks) == mirror.has_mask
+            assert batch.prompts.get(seat) == ((mirror.prompt, 3) if mirror.has_penalty else None)
+            if seq_id not in old and mirror.has_penalty:
+                wanted.append(TokenCountReset(seat, mirror.prompt, []))
+        assert resets == wanted
+
+
+def test_a_sequence_may_come_back_in_the_step_it_is_released() -> None:
+    batch = make_batch()
+    tables = [[3, 4], [5], []]
+    batch.update(make_output(new=[new_sequence(1, [1], tables=[[9, 8, 7], [1, 1], [2]])]))
+    again = new_sequence(1, [1], [5], tables=tables, frequency_penalty=1.0)
+    (reset,) = batch.update(make_output(released=[1], new=[again]))
+    batch.check_integrity()
+    (seat,) = batch.seats_of([1]).tolist()
+    assert reset == TokenCountReset(seat, [1], [5])
+    assert [batch.block_tables[g, seat, :4].tolist() for g in range(3)] == [
+        [3, 4, 0, 0],
+        [5, 0, 0, 0],
+        [0, 0, 0, 0],
+    ]
+
+
+def test_what_can_not_be_is_not_taken() -> None:
+    batch = make_batch()
+    new = [new_sequence(i, [1], tables=[[], [], []]) for i in range(NUM_SEATS)]
+    batch.update(make_output(new=new))
+    with pytest.raises(AssertionError, match="more sequences"):
+        batch.update(make_output(new=[new_sequence(NUM_SEATS, [1], tables=[[], [], []])]))
+    with pytest.raises(AssertionError, match="has no seat to lose"):
+        batch.update(make_output(released=[77]))
+    with pytest.raises(AssertionError, match="has a seat"):
+        batch.update(make_output(new=[new[0]]))
+    for block in (-1, NUM_BLOCKS):
+        with pytest.raises(AssertionError, match="block"):
+            batch.update(make_output([make_row(0, 0, [1], new_blocks=[[block]])]))
+        row = make_row(1, 0, [1], new_blocks=[[3]], replaced_blocks=[(0, 0, block)])
+        with pytest.raises(AssertionError, match="block"):
+            batch.update(make_output([row]))
+    with pytest.raises(AssertionError, match="past its end"):
+        batch.update(make_output([make_row(2, 0, [1], replaced_blocks=[(0, 0, 5)])]))
+    with pytest.raises(AssertionError, match="more than a sequence can have"):
+        batch.update(make_output([make_row(2, 0, [1], new_blocks=[[1] * (MAX_BLOCKS + 1)])]))
+
+
+def test_integrity_is_checked() -> None:
+    batch = make_batch()
+    batch.update(make_output(new=[new_sequence(1, [1], tables=[[3], [4], [5]])]))
+    batch.check_integrity()
+    (seat,) = batch.seats_of([1]).tolist()
+    batch.block_tables[0, seat, 2] = 8
+    with pytest.raises(AssertionError, match="behind the end"):
+        batch.check_integrity()
+    batch.block_tables[0, seat, 2] = 0
+    batch.token_masks[(seat + 1) % NUM_SEATS] = np.zeros(3, np.int32)
+    with pytest.raises(AssertionError, match="free seat"):
+        batch.check_integrity()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100])
+def test_token_masks(vocab_size: int) -> None:
+    allowed = sorted(random.Random(vocab_size).sample(range(vocab_size), (vocab_size + 1) // 2))
+    mask = pack_token_mask(allowed, vocab_size)
+    assert mask.dtype == np.int32
+    assert mask.shape == (-(-vocab_size // 32),)
+    assert [i for i in range(vocab_size) if mask[i // 32] >> (i % 32) & 1] == allowed

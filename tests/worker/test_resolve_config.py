@@ -1,0 +1,105 @@
+"""EngineArgs, a model and a device make one configuration; what does not fit is named."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from jax_paged.config import EngineArgs, EngineConfig
+from jax_paged.core.cache_group import CacheGroup
+from jax_paged.worker.resolve_config import CPU_KV_CACHE_BYTES, ModelFacts, resolve_config
+
+FACTS = ModelFacts(
+    architecture="LlamaForCausalLM",
+    dtype="bfloat16",
+    vocab_size=500,
+    max_model_len=4096,
+    weight_bytes=10**9,
+    cache_groups=(CacheGroup(), CacheGroup(window=64)),
+    block_bytes=1000,
+    eos_token_ids=frozenset({3}),
+    sampling_defaults={"temperature": 0.6},
+)
+
+
+def resolve(*, platform: str = "cpu", free: int = 10**6, **settings: Any) -> EngineConfig:
+    def free_bytes(config: EngineConfig) -> int:
+        assert config.num_blocks == config.kv_cache_bytes == 0
+        return free
+
+    args = EngineArgs(model="m", **settings)
+    return resolve_config(args, FACTS, platform=platform, backend="xla", free_bytes=free_bytes)
+
+
+def test_defaults_hang_on_the_device() -> None:
+    cpu, gpu = resolve(), resolve(platform="gpu")
+    assert (cpu.max_num_seqs, cpu.max_num_batched_tokens) == (64, 512)
+    assert (gpu.max_num_seqs, gpu.max_num_batched_tokens) == (256, 2048)
+    assert cpu.num_blocks == CPU_KV_CACHE_BYTES // 1000
+    assert gpu.num_blocks == 1000
+    for config in (cpu, gpu):
+        assert config.kv_cache_bytes == config.num_blocks * 1000
+        assert config.max_model_len == 4096
+        assert config.max_logprobs == 20
+        assert config.cache_groups == FACTS.cache_groups
+        assert config.eos_token_ids == {3}
+        assert config.sampling_defaults == {"temperature": 0.6}
+        # No more than all running sequences can fill: 256 blocks in each of two cache groups.
+        assert config.num_swap_blocks == min(4 * 2**30 // 1000, config.max_num_seqs * 256 * 2)
+
+
+def test_settings_win() -> None:
+    settings: dict[str, Any] = {
+        "max_model_len": 100,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 77,
+        "num_gpu_blocks_override": 9,
+        "kv_cache_memory_bytes": 5000,
+        "swap_space": 0,
+        "enable_prefix_caching": False,
+        "scheduling_policy": "priority",
+        "preemption_mode": "swap",
+        "delay_factor": 0.5,
+        "seed": 8,
+    }
+    for platform in ("cpu", "gpu"):
+        config = resolve(platform=platform, **settings)
+        for name in settings.keys() - {"num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space"}:
+            assert getattr(config, name) == settings[name], name
+        assert (config.num_blocks, config.num_swap_blocks) == (9, 0)
+    assert resolve(platform="gpu", kv_cache_memory_bytes=5999).num_blocks == 5
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(0, 0), (20, 20), (499, 499), (500, 500), (501, 500), (-1, 500)]
+)
+def test_max_logprobs(asked: int, expected: int) -> None:
+    assert resolve(max_logprobs=asked).max_logprobs == expected
+
+
+def test_whole_prompts_fit_a_step() -> None:
+    assert resolve(enable_chunked_prefill=False).max_num_batched_tokens == 4096
+    assert resolve(enable_chunked_prefill=False, max_model_len=100).max_num_batched_tokens == 512
+    with pytest.raises(
+        ValueError, match=r"max_num_batched_tokens \(with enable_chunked_prefill=False\) is 9"
+    ):
+        resolve(enable_chunked_prefill=False, max_num_batched_tokens=9)
+
+
+def test_limits_that_do_not_fit_are_named() -> None:
+    for length in (1, 4097):
+        with pytest.raises(ValueError, match=rf"max_model_len.*{length}"):
+            resolve(max_model_len=length)
+    with pytest.raises(ValueError, match="at least two blocks of 1000"):
+        resolve(kv_cache_memory_bytes=1999)
+    with pytest.raises(ValueError, match="at least two blocks of 1000"):
+        resolve(platform="gpu", free=1999)
+
+
+def test_it_needs_no_jax() -> None:
+    code = (
+        "import sys, jax_paged.worker.resolve_config, jax_paged.worker.executor, jax_paged.worker.buckets; "
+        "sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
