@@ -21,8 +21,10 @@ $(READY): pyproject.toml constraints.txt
 serve: setup
 	@$(BIN)/python serve.py $(ARGS)
 
+# Most tests keep one core busy, so two processes share the files: they compile into one cache. JOBS=0 takes one.
+JOBS ?= 2
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout=3600 $(ARGS)

@@ -94,12 +94,7 @@ PARTS = {
 
 def run_here(name: str, tiny: bool) -> int:
     """Runs a section in this process and prints what it finds as it comes."""
-    # The folders models and pallas_kernels install as parts of jax_paged; without installation they are
-    # found at the top of the repository.
-    sys.path.insert(0, str(ROOT))
-    import jax_paged
-
-    jax_paged.__path__.append(str(ROOT))
+    sys.path.insert(0, str(ROOT))  # jax-paged need not be installed
     try:
         for part in SECTIONS[name][0](tiny):
             print(gpu_kernels.MARK + json.dumps(part), flush=True)

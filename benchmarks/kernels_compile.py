@@ -117,9 +117,6 @@ def run_here(check: Check, dump: Path) -> dict[str, Any]:
     import jax
     from jax.experimental import topologies
 
-    import jax_paged
-
-    jax_paged.__path__.append(str(ROOT))  # where it is not installed, models and pallas_kernels are here
     target = (ROOT / "benchmarks" / "targets" / f"{check.gpu}.txtpb").read_text()
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="", topology="1x1x1", target_config=target

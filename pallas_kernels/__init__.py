@@ -1,1 +1,1 @@
-"""Attention over paged keys and values: arrays in, arrays out; knows no engine type."""
+"""Attention over paged keys and values: arrays in, arrays out, and no type of the engine."""

@@ -27,20 +27,20 @@ def combine(
     sinks: Float[Array, " h"] | None,
     interpret: bool,
 ) -> Float[Array, "b h d"]:
-    """Joins the partial results of every sequence; one block of threads a sequence and query head.
+    """Joins the partial results of every sequence, with one block of threads per sequence and query head.
 
     Args:
-        weighted: float32, sum over an item's tokens of exp2(score - largest) * value.
-        stats: float32, the largest score of an item's tokens, in units of log 2, and the sum of
-            exp2(score - largest), of at least as many rows as a kv head has query heads.
-        spans: int32, first item and number of items of each sequence.
-        num_heads: H.
-        dtype: Of the result.
-        sinks: A logit a head that joins the sum, in natural units.
+        weighted: float32, the sum of exp2(score - largest) * value over the tokens of an item.
+        stats: float32, the largest score among the tokens of an item, in base 2, and the sum of
+            exp2(score - largest); R is at least the number of query heads per kv head.
+        spans: int32, the first item and the number of items of each sequence.
+        num_heads: Number of query heads, H.
+        dtype: Dtype of the result.
+        sinks: One logit per head that joins the sum, in base e; -inf for none.
         interpret: Whether to run in the interpreter.
 
     Returns:
-        Attention; exactly 0 for a sequence without items.
+        The attention, exactly 0 for a sequence without items.
 
     Source: Dao et al., Flash-Decoding for long-context inference, 2023.
     """

@@ -1,4 +1,4 @@
-"""The copy_blocks kernel: all copies of a step in one launch, in place, one block of threads a tile."""
+"""The copy_blocks kernel: all copies of a step in one launch, in place; one block of threads per tile."""
 
 import functools
 

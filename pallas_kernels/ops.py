@@ -1,7 +1,7 @@
-"""The public ops: shapes checked, backend chosen, then one implementation called.
+"""The public ops: they check shapes, choose a backend and call its implementation.
 
 The pool of a layer is [P, 2, K, S, D]: P pages of S tokens, keys (0) and values (1) apart, one contiguous
-[S, D] tile a kv head. A page here is what the host calls a block. A slot is page * S + offset:
+[S, D] tile per kv head. A page is what the host calls a block. A token's slot is page * S + offset:
 
     page 0 (null)      page 1             page 2                     slots of page 2, S = 4
     +---------------+  +---------------+  +---------------+
@@ -35,7 +35,7 @@ def resolve_backend(backend: str, *, name: str = "backend") -> Implementation:
     Args:
         backend: "pallas" (Mosaic GPU kernels), "pallas_interpret" (the same in JAX's interpreter, slow),
             "xla", or "auto": "xla" everywhere until the whole test suite has passed with "pallas" on a GPU.
-        name: What the caller's argument is called.
+        name: Name of the caller's argument, for error messages.
 
     Raises:
         ValueError: If the backend is unknown, or is "pallas" on a machine without an NVIDIA GPU.
@@ -59,7 +59,7 @@ def _implementation(backend: Any, name: str = "backend") -> Implementation:
 
 
 def _choose(backend: str, array: Array) -> Implementation:
-    """Returns the implementation; in a trace "pallas" stands, as it may be lowered for another machine."""
+    """Returns the implementation; a trace may be for another machine, so there "pallas" is not checked."""
     return _implementation(backend) if isinstance(array, Tracer) else resolve_backend(backend)
 
 
@@ -71,14 +71,14 @@ def write_kv(
     *,
     backend: Backend = "auto",
 ) -> Float[Array, "p 2 k s d"]:
-    """Writes a key and a value a token into their slots; in place where the pool is donated.
+    """Writes the key and the value of each token into its slot, in place if the pool is donated.
 
     Args:
         kv_pages: The pool.
         k: Keys, converted to the pool's dtype.
         v: Values, converted to the pool's dtype.
-        slot_mapping: int32 [T]; a slot of P * S or more is not written.
-        backend: Which implementation.
+        slot_mapping: int32 [T], the slot of each token; slots of P * S or more are not written.
+        backend: The implementation, as for resolve_backend.
 
     Returns:
         The pool with the tokens written.
@@ -100,13 +100,16 @@ def copy_blocks(
     *,
     backend: Backend = "auto",
 ) -> Float[Array, "p 2 k s d"]:
-    """Copies whole pages; all are read before any is written (Pallas: no page may be in both src and dst).
+    """Copies whole pages; all are read before any is written.
+
+    With the Pallas backends no page may be in both src and dst.
+
 
     Args:
         kv_pages: The pool.
         src: int32 [N], pages to read.
         dst: int32 [N], pages to write, all different; a pair with a page of P or more is skipped.
-        backend: Which implementation.
+        backend: The implementation, as for resolve_backend.
 
     Returns:
         The pool with the pages copied.
@@ -132,20 +135,21 @@ def paged_decode(
     distance_bias: Float[Array, "h n"] | None = None,
     backend: Backend = "auto",
 ) -> Float[Array, "b h d"]:
-    """Attends with one query a sequence, the last token of its context, over the pages of its table.
+    """Attends with one query per sequence, the last token of its context, over the pages of its table.
 
     Args:
         q: Queries.
-        kv_pages: The pool; what dead slots hold, NaN included, never matters.
-        block_tables: int32 [B, M], pages in order of position.
+        kv_pages: The pool; what dead slots hold, even NaN, never matters.
+        block_tables: int32 [B, M], pages in order of position; entries past a context, and before its window,
+            may be anything.
         context_lens: int32 [B], tokens attended to; 0 gives an output of exactly 0.
-        scale: Factor of the scores.
+        scale: Factor of the scores, usually head_dim ** -0.5.
         window: Only the last `window` tokens are attended to; None for all.
-        soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for none.
-        sinks: A logit a head that joins the softmax's denominator and has no value.
+        soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
+        sinks: One logit per head that joins the denominator of the softmax and has no value; -inf for none.
         distance_bias: Added to the scaled score of query position i and key position j:
             distance_bias[head, min(i - j, n - 1)]. Not with a soft cap, nor with the Pallas backends.
-        backend: Which implementation.
+        backend: The implementation, as for resolve_backend.
 
     Returns:
         Attention in the dtype of q.
@@ -178,21 +182,23 @@ def ragged_attention(
     distance_bias: Float[Array, "h n"] | None = None,
     backend: Backend = "auto",
 ) -> Float[Array, "t h d"]:
-    """Attends with any number of queries a sequence, the last positions of its context, causally.
+    """Attends causally with any number of queries per sequence, the last positions of its context.
 
     Args:
         q: Queries of all sequences, one sequence after the other.
-        kv_pages: The pool; what dead slots hold, NaN included, never matters.
-        block_tables: int32 [B, M], pages in order of position.
-        context_lens: int32 [B], tokens of each sequence, its queries included.
-        query_start_loc: int32 [B + 1]; sequence b has the rows [query_start_loc[b], query_start_loc[b+1]).
-        scale: Factor of the scores.
+        kv_pages: The pool; what dead slots hold, even NaN, never matters.
+        block_tables: int32 [B, M], pages in order of position; entries past a context, and before its window,
+            may be anything.
+        context_lens: int32 [B], tokens of each sequence, including its queries.
+        query_start_loc: int32 [B + 1]; the rows of sequence b start at query_start_loc[b] and end before
+            query_start_loc[b + 1].
+        scale: Factor of the scores, usually head_dim ** -0.5.
         window: A query attends to itself and the window - 1 tokens before it; None for all.
-        soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for none.
-        sinks: A logit a head that joins the softmax's denominator and has no value.
+        soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
+        sinks: One logit per head that joins the denominator of the softmax and has no value; -inf for none.
         distance_bias: Added to the scaled score of query position i and key position j:
             distance_bias[head, min(i - j, n - 1)]. Not with a soft cap, nor with the Pallas backends.
-        backend: Which implementation.
+        backend: The implementation, as for resolve_backend.
 
     Returns:
         Attention in the dtype of q; exactly 0 in rows from query_start_loc[B] on.
@@ -222,11 +228,11 @@ def check_inputs(
     src: np.ndarray,
     dst: np.ndarray,
 ) -> None:
-    """Asserts on the host what the ops take for granted of their arguments of the same names.
+    """Asserts on the host what the ops take for granted about their arguments of the same names.
 
     Raises:
-        AssertionError: If a page or slot is out of range, a table too short for its context, a slot or page
-            written twice, query_start_loc not increasing, or a page both read and written by copy_blocks.
+        AssertionError: If a page or slot is out of range, a table is too short for its context, a slot or
+            page is written twice, query_start_loc decreases, or copy_blocks both reads and writes a page.
     """
     query_lens, slots = np.diff(query_start_loc), slot_mapping[slot_mapping < num_pages * page_size]
     copied = (src < num_pages) & (dst < num_pages)

@@ -1,16 +1,16 @@
 """The paged_decode kernel: split-K over a balanced work list, then combine.
 
-An item of the work list is a run of blocks of a sequence's context, so long contexts are split among many
-blocks of threads and short ones are not. Each (item, kv head) walks its blocks through a ring of stages in
-shared memory, page by page: one TMA a page tile on sm_90, cp.async on sm_80.
+An item of the work list is a run of blocks of a sequence's context, so that long contexts are split among
+many blocks of threads and short ones are not. Each (item, kv head) walks its blocks through a ring of stages
+in shared memory, page by page: one TMA copy per tile of a page on sm_90, cp.async on sm_80.
 
     items        (a, 0-3) (a, 4-7) (b, 0-1) (c, 0-3) (c, 4-4) -        W of them, whatever the batch
     stages       | block i: wait, attend | block i+1: in flight | block i+2: in flight |
 
-The query heads of a kv head are the M = 16 rows of mma.sync on both architectures. Why not wgmma on sm_90:
-its M is 64, so three quarters of the softmax and of the accumulators would be padding, and its register
-operand does not run in jax 0.11's interpreter. Decode waits for memory, and by its count of instructions
-mma.sync fed by ldmatrix keeps up with it; no version of this kernel has been timed yet.
+The query heads of a kv head are the M = 16 rows of mma.sync on both architectures. wgmma, on sm_90, has an M
+of 64: three quarters of the softmax and of the accumulators would be padding, and its register operand does
+not run in the interpreter of jax 0.11. Decode waits for memory, and by its number of instructions mma.sync
+fed by ldmatrix keeps up with it. No version of this kernel has been timed yet.
 """
 
 import functools
@@ -46,11 +46,11 @@ def paged_decode(
     """See ops.paged_decode.
 
     Args:
-        config: Tile sizes; None takes those of decode_config.
+        config: Tile sizes; None for those of decode_config.
         interpret: Whether to run in the interpreter.
 
     Raises:
-        ValueError: If the shapes are not supported, or need more shared memory than there is.
+        ValueError: If the shapes are not supported, or need more shared memory than the GPU has.
     """
     tuning.check_shape(q, kv_pages, interpret=interpret)
     gpu = tuning.target(interpret=interpret)
@@ -70,10 +70,10 @@ def decode_config(
     """Returns tile sizes that leave room for two blocks of threads on a multiprocessor.
 
     Args:
-        gpu: What is lowered for.
+        gpu: The GPU that the kernel is lowered for.
         q_shape: [B, H, D].
         pool_shape: [P, 2, K, S, D].
-        dtype: Of the pool.
+        dtype: Dtype of the pool.
     """
     _, _, kv_heads, page_size, head_dim = pool_shape
     token_bytes = 2 * head_dim * jnp.dtype(dtype).itemsize
@@ -81,7 +81,7 @@ def decode_config(
     num_stages = min(
         4, max(2, (gpu.smem_bytes // 2 - 4096 - ROWS * head_dim * 4) // (block_tokens * token_bytes))
     )
-    # At least twice as many items as sequences: then no item is longer than the average context.
+    # With at least twice as many items as sequences no item is longer than the average context.
     num_items = q_shape[0] + max(q_shape[0], 2 * gpu.num_sms // kv_heads, 1)
     return tuning.KernelConfig(ROWS, block_tokens, num_stages, num_items, gpu.has_tma)
 
@@ -91,18 +91,18 @@ def work_list(
 ) -> tuple[Int[Array, "w 3"], Int[Array, "b 2"]]:
     """Splits the contexts of a batch into at most `num_items` runs of blocks of bounded length.
 
-    With chunk = ceil(all blocks / (W - B)), the sum of ceil(blocks / chunk) is at most W for any batch. A few
-    small XLA ops; equal in every layer, so a step computes them once.
+    With chunk = ceil(all blocks / (W - B)), the sum of ceil(blocks / chunk) is at most W for any batch. These
+    are a few small XLA ops, equal in every layer, so a step computes them once.
 
     Args:
         context_lens: int32 [B].
         num_items: W, more than B.
-        block_tokens: Tokens of a block.
-        window: Blocks before the last `window` tokens of a context are in no item.
+        block_tokens: Tokens per block.
+        window: Blocks before the last `window` tokens of a context are in no item; None for no window.
 
     Returns:
-        The sequence, first block and end block of each item (equal where unused); the first item and the
-        number of items of each sequence.
+        The sequence, first block and end block (exclusive) of each item, the two equal in an unused item; and
+        the first item and the number of items of each sequence.
     """
     num_seqs = context_lens.shape[0]
     seqs, item = jnp.arange(num_seqs), jnp.arange(num_items)
@@ -147,7 +147,7 @@ def _attend(
     group = num_heads // kv_heads
     rows = q.reshape(num_seqs, kv_heads, group, head_dim)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, ROWS - group), (0, 0)))
-    # The four warps share the columns, 8 each: a last odd part is taken again with what is before it.
+    # The four warps share the columns, 8 each: an odd last part is computed together with columns before it.
     whole = head_dim // 32 * 32
     parts = [(0, whole)] + ([(head_dim - 32, 32)] if whole < head_dim else [])
     smem_bytes = (2 * num_stages * tokens * head_dim + ROWS * tokens) * dtype.itemsize
@@ -226,7 +226,7 @@ def _attend(
             new_largest = jnp.maximum(largest, scores.max(axis=1))
             decay = jnp.exp2(largest - new_largest)
             probs = jnp.exp2(scores - lax.broadcast_in_dim(new_largest, scores.shape, [0]))
-            # Summed over the tokens at the end alone, as that takes all four warps.
+            # Summed over the tokens only at the end, as that takes all four warps.
             total = total * lax.broadcast_in_dim(decay, total.shape, [0]) + probs
             p_smem[...] = probs.astype(dtype)
             weights = plgpu.load(p_smem, layout=lhs, optimized=False)

@@ -11,10 +11,10 @@ A tile walks the pages that its rows see, `block_tokens` at a time, with an onli
 warpgroup issues the TMA copies of pages into a ring of stages, and two others multiply by wgmma. On sm_80 one
 warpgroup copies by cp.async and multiplies by mma.sync.
 
-Rows that don't fill a tile: XLA gathers the queries into an array of tiles, and the tokens' rows from an
-array of tiles. TMA copies swizzled tiles only from rows that are multiples of 8, and clips only at an array's
-end: in place, a tile could not start at any row, and its store would overwrite its neighbour's rows. The
-price is one more pass over queries and output.
+As rows do not fill whole tiles, XLA gathers the queries into an array of tiles, and the tokens' outputs from
+an array of tiles. TMA copies swizzled tiles only from rows that are multiples of 8, and clips only at the end
+of an array: in place, a tile could not start at any row, and its store would overwrite the rows of its
+neighbour. The price is one more pass over queries and output.
 
 Source: Shah et al., FlashAttention-3, 2024; for sm_80 Dao, FlashAttention-2, 2023.
 """
@@ -55,11 +55,12 @@ def ragged_attention(
     """See ops.ragged_attention.
 
     Args:
-        config: Sizes of tiles; None for those of prefill_config.
-        interpret: Whether JAX's interpreter runs the kernel.
+        config: Tile sizes; None for those of prefill_config.
+        interpret: Whether to run in the interpreter.
 
     Raises:
-        ValueError: If the kernel does not support the shapes or the dtype, or they need too much memory.
+        ValueError: If the shapes, the dtype or the GPU are not supported, or the shapes need more shared
+            memory than the GPU has.
     """
     tuning.check_shape(q, kv_pages, interpret=interpret)
     gpu = tuning.target(interpret=interpret)
@@ -92,7 +93,7 @@ def _attend(
     query_start_loc: Int[Array, " b1"],
     sinks: Float[Array, " h"] | None,
 ) -> Float[Array, "t h d"]:
-    """Gathers queries into tiles, attends, gathers back. Jitted, so that equal layers are lowered once."""
+    """Gathers queries into tiles, attends, gathers back; jitted, so that equal layers are lowered once."""
     config, num_tiles, kv_heads, group, page_size, head_dim, *_ = kernel
     num_tokens, num_seqs, queries = q.shape[0], context_lens.shape[0], config.block_rows // group
     padding, soft_cap = config.block_rows - queries * group, kernel.soft_cap
@@ -135,10 +136,10 @@ def _attend(
 def prefill_config(
     gpu: tuning.Target, head_dim: int, page_size: int, itemsize: int, is_masked_and_capped: bool = False
 ) -> KernelConfig:
-    """Returns the largest tiles that spill no registers: on sm_90 with as many stages as fit, up to four.
+    """Returns the largest tiles that spill no registers, on sm_90 with as many stages as fit, up to four.
 
-    With three warpgroups a thread has 168 registers, with two all 255, which head_dim 256 needs. (Moving
-    registers between warpgroups is no way out: a compiler that links with nvJitLink ignores setmaxnreg.)
+    With three warpgroups a thread has 168 registers, with two all 255, which head_dim 256 needs. Moving
+    registers between warpgroups does not help: nvJitLink, with which JAX links kernels, ignores setmaxnreg.
     On sm_80 two stages let two blocks of threads share a multiprocessor.
     """
     is_wide = head_dim > 128
@@ -152,7 +153,11 @@ def prefill_config(
 def plan_tiles(
     context_lens: Int[Array, " b"], query_start_loc: Int[Array, " b1"], num_tiles: int, queries: int
 ) -> tuple[Int[Array, "n 4"], Int[Array, " n"]]:
-    """Returns the work list, a Tile a row, and each tile's first row of q; T // Q + B hold any batch."""
+    """Plans the tiles of a batch; T // Q + B of them hold any batch.
+
+    Returns:
+        The work list, one Tile per row, and the row of q that each tile starts at.
+    """
     starts = query_start_loc[:-1] // queries + jnp.arange(context_lens.shape[0])
     tile = jnp.arange(num_tiles)
     seq = jnp.sum(tile[:, None] >= starts, axis=1) - 1
@@ -165,7 +170,10 @@ def plan_tiles(
 
 
 def _tile_of_block(kernel: Kernel, tiles_ref: Any) -> tuple[Array, Array, Tile]:
-    """Returns kv head, index and tile of this block; a prompt's last tiles see most, so they go first."""
+    """Returns kv head, index and tile of this block of threads.
+
+    The last tiles of a prompt see most tokens, so they go first.
+    """
     index = kernel.num_tiles - 1 - lax.axis_index("tile")
     tile = Tile(*(tiles_ref[index, column] for column in range(len(Tile._fields))))
     return lax.axis_index("head"), index, tile
@@ -192,7 +200,7 @@ def _make(kernel: Kernel, body: Callable[..., None], scratch_types: list[Any], *
 
 
 def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
-    """sm_90: a warpgroup that copies, and one or two that multiply and share its keys and values."""
+    """sm_90: one warpgroup that copies, and one or two that multiply and share its keys and values."""
     config, head_dim, page_size = kernel.config, kernel.head_dim, kernel.page_size
     tokens, num_stages, wgmma = config.block_tokens, config.num_stages, plgpu.Layout.WGMMA
     num_computing = config.block_rows // WGMMA_ROWS
@@ -222,7 +230,7 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                         plgpu.copy_gmem_to_smem(kv_ref.at[page, which, head], target, bar.at[slot])
 
             @pl.loop(jnp.maximum(begin, end - num_stages), end)
-            def _(step):  # no barrier may end with an arrival that nobody waited for
+            def _(step):  # a kernel must not end with an arrival that nobody waited for
                 for free in (k_free, v_free):
                     plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(num_stages))])
 
@@ -235,7 +243,7 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
 
             def attend(step: Array, carry: Carry, *, is_full: bool) -> Carry:
                 slot = lax.rem(step, jnp.int32(num_stages))
-                if not is_full:  # before the scores, as it takes registers
+                if not is_full:  # before the scores, as cleaning takes registers
                     plgpu.barrier_wait(v_bar.at[slot])
                     clean_values(step, v_s.at[slot])
                 plgpu.barrier_wait(k_bar.at[slot])
@@ -245,7 +253,7 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                 probs, (acc, largest, total) = ragged_tile.softmax(kernel, scores, carry, live)
                 if is_full:
                     plgpu.barrier_wait(v_bar.at[slot])
-                if kernel.interpret:  # which takes no operand from registers and no initial accumulator
+                if kernel.interpret:  # where wgmma takes no operand from registers and no accumulator
                     p_s.at[warpgroup][...] = probs
                     plgpu.commit_smem()
                     acc += multiply(p_s.at[warpgroup], v_s.at[slot], head_dim)
@@ -263,7 +271,7 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                 return pl.run_scoped(run, ACC((WGMMA_ROWS, columns), jnp.float32))
 
             def clean_values(step: Array, ref: Any) -> None:
-                """The first warpgroup clears dead slots in place, the other waits for it."""
+                """Clears dead slots in place: the first warpgroup does, the other waits for it."""
                 is_dirty = (step + 1) * tokens > tile.context_len
                 if kernel.window is not None:
                     is_dirty |= step * tokens <= tile.first - kernel.window
@@ -306,7 +314,7 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
 
 
 def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
-    """sm_80: one warpgroup copies the next step's keys and values while it multiplies."""
+    """sm_80: one warpgroup, which copies the keys and values of the next step while it multiplies."""
     config, page_size, tokens = kernel.config, kernel.page_size, kernel.config.block_tokens
     lhs, rhs, out = (
         layout(kernel.dtype, m_warps=kernel.rows // 16)
@@ -326,10 +334,10 @@ def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
 
         def attend(step: Array, carry: Carry, *, is_full: bool) -> Carry:
             slot = lax.rem(step, jnp.int32(2))
-            # This step is there; and as all warps meet here, the other slot has been read.
+            # This step has arrived; and as all warps meet here, the other slot has been read.
             plgpu.wait_gmem_to_smem(0)
             pl.when(step + 1 < end)(lambda: copy(step + 1))
-            # Loaded again at every step, as there are no registers to keep them.
+            # Loaded again at every step, as no registers are left to keep them.
             queries = plgpu.load(q_ref.at[index, head], layout=lhs, optimized=False)
             keys = plgpu.load(k_s.at[slot].T, layout=rhs, optimized=False)
             scores = plgpu.layout_cast(jnp.zeros((kernel.rows, tokens), jnp.float32), out)

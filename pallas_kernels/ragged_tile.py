@@ -1,4 +1,4 @@
-"""What both ragged kernels do with a tile: which steps it walks, the softmax of a step, and the masks."""
+"""What both ragged kernels do with a tile: the steps that it walks, the softmax of a step, and the masks."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from jaxtyping import Array
 from jax_paged.pallas_kernels import tuning
 from jax_paged.pallas_kernels.tuning import LOG2E, MASKED_SCORE, KernelConfig
 
-# Rows of a wgmma.
+# Rows of one wgmma.
 WGMMA_ROWS = 64
 
 # Accumulator, largest score in base 2, sum of the probabilities.
@@ -20,12 +20,12 @@ Carry = tuple[Array, Array, Array]
 
 
 class Tile(NamedTuple):
-    """A tile of the work list.
+    """A tile of the work list, a run of queries of one sequence.
 
     Args:
         seq: Row of the block tables.
-        first: Position of the tile's first row in the sequence.
-        last: One past the position of its last row; 0 in a tile that is not used.
+        first: Position of its first query in the sequence.
+        last: One past the position of its last query; 0 in an unused tile.
         context_len: Tokens of the sequence.
     """
 
@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What is known when the kernel is traced."""
+    """What is known of a kernel when it is traced."""
 
     config: KernelConfig
     num_tiles: int
@@ -53,12 +53,12 @@ class Kernel(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows that a warpgroup multiplies."""
+        """Query rows per warpgroup."""
         return min(WGMMA_ROWS, self.config.block_rows)
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of the buffers, barriers aside: keys and values; queries, on sm_80 probabilities."""
+        """Shared memory of keys and values, and of queries (on sm_80 probabilities); without the barriers."""
         config, itemsize = self.config, self.dtype.itemsize
         staged = config.num_stages * 2 * config.block_tokens * self.head_dim
         beside = config.block_rows * (self.head_dim if config.has_tma else config.block_tokens)
@@ -66,7 +66,7 @@ class Kernel(NamedTuple):
 
 
 def spans(kernel: Kernel, tile: Tile) -> tuple[Array, Array, Array, Array]:
-    """Returns begin, full_begin, full_end and end of a tile's steps; all rows see the middle ones whole."""
+    """Returns begin, full_begin, full_end and end of a tile's steps; every row sees the full ones whole."""
     tokens = jnp.int32(kernel.config.block_tokens)
     end = lax.div(tile.last + tokens - 1, tokens)
     begin = full_begin = jnp.int32(0)
@@ -78,7 +78,7 @@ def spans(kernel: Kernel, tile: Tile) -> tuple[Array, Array, Array, Array]:
 
 
 def walk(kernel: Kernel, tile: Tile, attend: Callable[..., Carry], carry: Carry) -> Array:
-    """Runs the steps of a tile, masks only where needed; returns the attention, 0 if there was nothing."""
+    """Runs a tile's steps, with masks only where needed; returns the attention, 0 if there was nothing."""
     begin, full_begin, full_end, end = spans(kernel, tile)
     masked = functools.partial(attend, is_full=False)
     if kernel.window is not None:
@@ -90,7 +90,7 @@ def walk(kernel: Kernel, tile: Tile, attend: Callable[..., Carry], carry: Carry)
 
 
 def start(kernel: Kernel, layout: Any, sinks_ref: Any) -> Carry:
-    """Returns the carry of the first step: a sink has a score, and no value."""
+    """Returns the carry before the first step: a sink has a score and no value."""
     acc = plgpu.layout_cast(jnp.zeros((kernel.rows, kernel.head_dim), jnp.float32), layout)
     largest = jnp.full((kernel.rows,), MASKED_SCORE, jnp.float32)
     total = jnp.full((kernel.rows,), 1.0 if kernel.has_sinks else 0.0, jnp.float32)
@@ -100,16 +100,16 @@ def start(kernel: Kernel, layout: Any, sinks_ref: Any) -> Carry:
 
 
 def softmax(kernel: Kernel, scores: Array, carry: Carry, live: Array | None) -> tuple[Array, Carry]:
-    """Returns the probabilities of a step, and the carry rescaled to them."""
+    """Returns the probabilities of a step, relative to the largest score so far, and the new carry."""
     acc, largest, total = carry
     factor = kernel.scale * LOG2E
     if kernel.soft_cap is not None:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), as the hardware's has 11 bits; softmax does not mind a 1 less. A
-        # power takes fewer registers than a division.
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), as the hardware's has 11 bits; softmax does not see the 1 left out.
+        # A power takes fewer registers than a division.
         power = jnp.exp2(scores * (2 * factor / kernel.soft_cap))
         scores, factor = -2 * lax.integer_pow(power + 1, -1), kernel.soft_cap * LOG2E
     if live is not None:
-        # Infinite: what a finite one leaves of itself in a fused multiply-add may be anything.
+        # Infinite: a finite score times the factor, less itself, is not 0 in a fused multiply-add.
         scores = jnp.where(live, scores, -jnp.inf)
     new_largest = jnp.maximum(largest, scores.max(axis=1) * factor)
     decay = jnp.exp2(largest - new_largest)
@@ -119,19 +119,20 @@ def softmax(kernel: Kernel, scores: Array, carry: Carry, live: Array | None) -> 
 
 
 def live(kernel: Kernel, tile: Tile, first_row: Array | int, step: Array, layout: Any) -> Array:
-    """Returns which tokens of a step each row sees; rows past the tile's last see what does not matter."""
+    """Returns which tokens of a step each row sees; what rows past the tile's last see does not matter."""
     shape = (kernel.rows, kernel.config.block_tokens)
     row = first_row + plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1))
     position = lax.div(row, jnp.full_like(row, kernel.group)) + tile.first
-    # The step is added here, not to the position: else the compiler keeps all columns in registers.
+    # The step is added to the tokens, not to the positions: otherwise the compiler keeps all columns in
+    # registers.
     token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + step * kernel.config.block_tokens
     distance = lax.broadcast_in_dim(position, shape, [0]) - token
-    # One comparison: what is ahead wraps around.
+    # One comparison does for both ends: a token ahead of the row wraps around to a large distance.
     return distance >= 0 if kernel.window is None else distance.astype(jnp.uint32) < kernel.window
 
 
 def clear_dead(kernel: Kernel, tile: Tile, values: Array, first_token: Array, layout: Any) -> Array:
-    """Clears the rows of slots outside context and window: 0 * NaN is NaN."""
+    """Clears the values of slots outside of context and window, as 0 * NaN is NaN."""
     token = tuning.iota(values.shape, 0, layout) + first_token
     live = token < tile.context_len
     if kernel.window is not None:
@@ -140,5 +141,6 @@ def clear_dead(kernel: Kernel, tile: Tile, values: Array, first_token: Array, la
 
 
 def pages_of(kernel: Kernel, tile: Tile, step: Array, tables_ref: Any) -> list[Array]:
+    """Returns the pages of a step."""
     pages = kernel.config.block_tokens // kernel.page_size
     return [tables_ref[tile.seq, step * pages + i] for i in range(pages)]

@@ -1,4 +1,4 @@
-"""Every op written plainly in jnp: what the backends mean, slowly and with a lot of memory. See ops."""
+"""Every op written plainly in jnp: slow and with much memory, it says what the backends compute. See ops."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def write_kv(kv_pages: Array, k: Array, v: Array, slot_mapping: Array) -> Array:
 
 
 def copy_blocks(kv_pages: Array, src: Array, dst: Array) -> Array:
-    """Writes page src[n] to page dst[n]."""
+    """Copies page src[n] to page dst[n]."""
     dst = jnp.where(src < len(kv_pages), dst, len(kv_pages))
     return kv_pages.at[dst].set(kv_pages.at[src].get(mode="clip"), mode="drop")
 

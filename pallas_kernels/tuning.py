@@ -1,4 +1,4 @@
-"""What the Pallas kernels share: the GPU they are made for, the sizes of their tiles, and the interpreter."""
+"""What the Pallas kernels share: the GPU they are lowered for, the sizes of tiles, and the interpreter."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ from jax.extend import backend as jax_backend
 from jaxtyping import Array, Float, Int
 
 LOG2E = 1.4426950408889634
-# Finite, so that a row with nothing to attend to gives exp2(0), masked away, and not NaN.
+# Finite: a row with nothing to attend to gets exp2(0), which is masked, and not NaN.
 MASKED_SCORE = -1e30
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
@@ -26,7 +26,7 @@ class Target:
     Args:
         capability: CUDA compute capability, (9, 0) for an H100.
         num_sms: Streaming multiprocessors.
-        smem_bytes: Most shared memory of a block.
+        smem_bytes: Maximum shared memory of a block of threads.
     """
 
     capability: tuple[int, int]
@@ -35,7 +35,7 @@ class Target:
 
     @property
     def has_tma(self) -> bool:
-        """Whether tiles come by TMA and a barrier; else by cp.async."""
+        """Whether tiles are copied by TMA, with a barrier; otherwise by cp.async."""
         return self.capability >= (9, 0)
 
 
@@ -44,11 +44,11 @@ class KernelConfig:
     """Sizes of an attention kernel's tiles.
 
     Args:
-        block_rows: Query rows of a tile, a sequence's heads of one kv head included.
-        block_tokens: Keys and values of a pipeline stage, a multiple of the page size.
-        num_stages: Pipeline stages, of which all but one are in flight.
-        num_items: Entries of the work list a kv head (paged_decode).
-        has_tma: Target.has_tma of the GPU that it was chosen for.
+        block_rows: Query rows per tile; a query has one row per query head of the kv head.
+        block_tokens: Tokens whose keys and values a pipeline stage holds, a multiple of the page size.
+        num_stages: Pipeline stages; all but one are in flight.
+        num_items: Entries of the work list per kv head (paged_decode).
+        has_tma: Target.has_tma of the GPU that the sizes were chosen for.
     """
 
     block_rows: int
@@ -61,11 +61,12 @@ class KernelConfig:
 def target(*, interpret: bool = False) -> Target:
     """Returns the GPU that a trace is lowered for, chosen as Mosaic itself does.
 
-    It is the default device, or the abstract mesh's where that is of another kind, and an H100 where that
-    does not say its `compute_capability`, as without a GPU. The interpreter runs the kernels of an H100.
+    This is the default device, or the device of the abstract mesh if that is of another kind. A device that
+    does not say its `compute_capability`, as on a machine without a GPU, counts as an H100, and so does the
+    interpreter.
 
     Args:
-        interpret: Whether the kernel is interpreted.
+        interpret: Whether the kernel runs in the interpreter.
 
     Raises:
         ValueError: If the device is a GPU that the kernels do not support.
@@ -103,7 +104,7 @@ def check_shape(q: Array, kv_pages: Array, *, interpret: bool) -> None:
     Args:
         q: [rows, H, D].
         kv_pages: [P, 2, K, S, D].
-        interpret: Whether the kernel is interpreted, which supports float32 too.
+        interpret: Whether the kernel runs in the interpreter, which supports float32 too.
     """
     _, _, kv_heads, page_size, head_dim = kv_pages.shape
     dtypes = ("bfloat16", "float16", "float32") if interpret else ("bfloat16", "float16")
@@ -111,7 +112,7 @@ def check_shape(q: Array, kv_pages: Array, *, interpret: bool) -> None:
         ("dtype", kv_pages.dtype.name, dtypes),
         ("head_dim", head_dim, HEAD_DIMS),
         ("page_size", page_size, PAGE_SIZES),
-        ("query heads a kv head", q.shape[1] // kv_heads, range(1, MAX_GROUP_SIZE + 1)),
+        ("query heads per kv head", q.shape[1] // kv_heads, range(1, MAX_GROUP_SIZE + 1)),
     ):
         if value not in allowed:
             raise ValueError(
@@ -122,7 +123,8 @@ def check_shape(q: Array, kv_pages: Array, *, interpret: bool) -> None:
 
 def interpret_params(interpret: bool) -> plgpu.InterpretGPUParams | bool:
     """Returns the `interpret` argument of plgpu.kernel; the interpreter raises at a race."""
-    # Copies that share a simulated TMA thread hide each other's races: more of them than are ever in flight.
+    # Copies that share a simulated TMA thread hide each other's races: take more threads than copies in
+    # flight.
     params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=64)
     return params if interpret else False
 
@@ -132,9 +134,9 @@ def smem_transforms(head_dim: int, dtype: jnp.dtype, cp_async_rows: int = 32) ->
 
     Args:
         head_dim: Elements of a row.
-        dtype: Of the elements.
-        cp_async_rows: Rows that one cp.async copy writes: its [8, swizzle] tiles must be a multiple of four,
-            one or more a warp. TMA does not mind.
+        dtype: Dtype of the elements.
+        cp_async_rows: Rows that one cp.async copy writes: the number of its [8, swizzle] tiles must be a
+            multiple of four, one or more per warp. TMA has no such limit.
 
     Raises:
         ValueError: If no swizzle fits.
@@ -162,26 +164,26 @@ def mma(
 def iota(shape: tuple[int, ...], dimension: int, layout: Any) -> Int[Array, "m n"]:
     """Returns each element's index along a dimension.
 
-    By way of one dimension: in two, JAX (0.11.2, 0.12.0) counts wrongly where a register holds two rows of a
-    column, as in the right operand of mma.sync; in other layouts it does not.
+    It counts in one dimension and broadcasts. In two dimensions JAX (0.11.2, 0.12.0) counts wrongly where a
+    register holds two rows of a column, as in the right operand of mma.sync.
     """
     line = plgpu.broadcasted_iota(jnp.int32, (shape[dimension],), 0, layout=layout.reduce(1 - dimension))
     return jax.lax.broadcast_in_dim(line, shape, [dimension])
 
 
 def store(ref: Any, value: Array) -> None:
-    """Writes `value` to global memory, rows that are not whole cache lines included."""
+    """Writes `value` to global memory, even rows that are not whole cache lines."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
-    else:  # jax 0.11 has the assignment alone, which 0.12 keeps for whole cache lines.
+    else:  # jax 0.11 has only the assignment, which 0.12 keeps for whole cache lines.
         ref[...] = value
 
 
 def row_layout(head_dim: int) -> Any:
-    """Returns a layout of [rows, head_dim] for any head_dim that 16 divides, or None where the default does.
+    """Returns a layout of [rows, head_dim] for any multiple of 16, or None where the default will do.
 
-    128 threads cannot share every number of elements evenly. In this layout a quarter of a warp has a run of
-    16 elements, and all quarters have the same.
+    128 threads cannot share every number of elements evenly. In this layout a quarter of a warp holds a run
+    of 16 elements, and all quarters hold the same.
     """
     if head_dim % 128 == 0:
         return None
@@ -202,7 +204,7 @@ def copy_to_smem(source: Any, target: Any, barrier: Any) -> None:
 
 
 def wait_cp_async(has_issued: Array, copies_in_flight: int) -> None:
-    """Waits for the oldest stage: for all but `copies_in_flight`, or for all once no more are issued."""
+    """Waits for all copies but the last `copies_in_flight`, or for all copies once no more are issued."""
 
     @pl.when(has_issued)
     def _():

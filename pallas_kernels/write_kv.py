@@ -1,4 +1,4 @@
-"""The write_kv kernel: reshape and block write in one pass, in place. One block of threads a token."""
+"""The write_kv kernel: reshape and block write in one pass, in place, with one block of threads per token."""
 
 import functools
 

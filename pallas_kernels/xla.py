@@ -1,4 +1,4 @@
-"""The CPU backend: the ops as fast as XLA makes them, and a plain GPU baseline.
+"""The backend "xla": the ops as fast as XLA makes them on a CPU, and a plain baseline on a GPU.
 
 Both attentions walk a work list. A tile is a few query rows of one sequence (one row in decode, up to
 PREFILL_TILE_ROWS in prefill); an item is a tile and ITEM_TOKENS tokens of the context that it sees:
@@ -8,10 +8,10 @@ PREFILL_TILE_ROWS in prefill); an item is a tile and ITEM_TOKENS tokens of the c
     b, 30 tokens           b0           (b0, 0-29)
     c, prefill of 20       c0 c1        (c0, 0-15) (c1, 0-19)
 
-The items that are there stand next to each other: a loop takes them chunk after chunk, as many as stay in
-a core's cache, and joins the chunks by an online softmax (Milakov and Gimelshein, 2018). So the cost follows
-the live tokens and not the padded tables. A gather of whole padded tables goes through memory three times.
-Temporary arrays stay below 32 MiB, from where on malloc maps and clears new pages at every step.
+The items are packed: a loop takes them chunk by chunk, as many as stay in the cache of a core, and joins the
+chunks by an online softmax (Milakov and Gimelshein, 2018). So the cost follows the live tokens and not the
+padded tables; a gather of whole padded tables would go through memory three times. Temporary arrays stay
+below 32 MiB, as above that size malloc maps and clears new memory at every step.
 """
 
 from typing import Any, NamedTuple
@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-# Finite, so that a row with nothing to attend to gives exp(0), masked away, and not NaN.
+# Finite: a row with nothing to attend to gets exp(0), which is masked, and not NaN.
 MASKED_SCORE = -1e30
 ITEM_TOKENS = 64
 PREFILL_TILE_ROWS = 16
-# Bytes of keys that a chunk loads.
+# Bytes of keys per chunk.
 DECODE_CHUNK_BYTES = 4 * 2**20
 PREFILL_CHUNK_BYTES = 2 * 2**20
 
@@ -39,8 +39,8 @@ def write_kv(
     num_pages, _, _, page_size, _ = kv_pages.shape
     kv = jnp.stack([k, v], axis=1).astype(kv_pages.dtype)
     if kv.shape[0] == 1:
-        # XLA makes a scatter of one row an update that it then computes twice, each on a copy of the pool.
-        # A second row that is dropped keeps it a scatter.
+        # XLA turns a scatter of one row into an update that it computes twice, each on a copy of the pool. A
+        # second row, which is dropped, keeps it a scatter.
         kv = jnp.pad(kv, ((0, 1), (0, 0), (0, 0), (0, 0)))
         slot_mapping = jnp.pad(slot_mapping, (0, 1), constant_values=num_pages * page_size)
     page, offset = slot_mapping // page_size, slot_mapping % page_size
@@ -57,13 +57,13 @@ def copy_blocks(
 
 
 class Tiles(NamedTuple):
-    """Query tiles. The R rows of a kv head are those of its group of heads, one head after the other.
+    """Query tiles; the R rows of a kv head are those of its query heads, one head after the other.
 
     Args:
         queries: [N, K, R, D] float32, scaled.
-        positions: int32 [N, R], position of each row in its sequence.
-        context_lens: int32 [N], tokens that the tile's last row sees; 0 in an unused tile.
-        seq: int32 [N], row of the block tables.
+        positions: int32 [N, R], the position of each row in its sequence.
+        context_lens: int32 [N], the tokens that the tile's last row sees; 0 in an unused tile.
+        seq: int32 [N], the row of the block tables.
     """
 
     queries: Float[Array, "n k r d"]
@@ -114,7 +114,7 @@ def ragged_attention(
         **options,
     )
 
-    # Each sequence leaves at most one tile that is not full, and has at least two rows.
+    # Each sequence leaves at most one tile partly filled, and has at least two rows.
     num_tiles = num_tokens // rows + min(num_seqs, num_tokens // 2) + 1
     tile_counts = jnp.where(is_decode, 0, -(-query_lens // rows))
     tile_ends = jnp.cumsum(tile_counts)
@@ -175,8 +175,8 @@ def _attend(
     num_tiles = tiles.queries.shape[0]
     pages = max(1, ITEM_TOKENS // page_size)
     tokens = pages * page_size
-    most_items = num_tiles * -(-block_tables.shape[1] // pages)
-    chunk_items = min(max(1, chunk_bytes // (tokens * kv_heads * head_dim * 4)), most_items)
+    max_num_items = num_tiles * -(-block_tables.shape[1] // pages)
+    chunk_items = min(max(1, chunk_bytes // (tokens * kv_heads * head_dim * 4)), max_num_items)
     tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % pages)))
     # A row of this view is the [S, D] tile of one page, one of keys and values, one head.
     page_tiles = kv_pages.reshape(num_pages * 2 * kv_heads, page_size * head_dim)
@@ -208,7 +208,7 @@ def _attend(
         is_there = is_used[:, None] & (token < tiles.context_lens[tile][:, None])
         if first_token is not None:
             is_there &= token >= first_token[tile][:, None]
-        # Pages that no row sees are not loaded: the table's rest may be anything, and costs nothing so.
+        # Page 0 stands for pages that no row sees: the table may say anything of them, and they cost nothing.
         page_is_there = is_there[:, ::page_size]
         if first_token is not None:
             page_is_there = is_there.reshape(-1, pages, page_size).any(-1)
@@ -227,7 +227,7 @@ def _attend(
             distance = jnp.clip(position - token, 0, bias.shape[2] - 1)
             scores += bias[head[..., None], jnp.arange(bias.shape[1])[:, None], distance]
         scores = jnp.where(live, scores, MASKED_SCORE)
-        # An unused item is nobody's: its tile is out of range, and what it adds is dropped.
+        # An unused item gets a tile out of range: what it adds is dropped.
         segment = jnp.where(is_used, tile, num_tiles)
         new_largest = largest.at[segment].max(scores.max(-1), mode="drop")
         probs = jnp.where(live, jnp.exp(scores - new_largest[tile][..., None]), 0)

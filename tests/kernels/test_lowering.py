@@ -90,7 +90,7 @@ def test_unsupported_shapes_are_errors():
         lower(H100, ops.paged_decode, *specs(8, 2, 64, 16, jnp.float32), scale=1.0)
     with pytest.raises(ValueError, match=r"page_size 8; allowed with backend 'pallas': 16, 32, 64"):
         lower(H100, ops.paged_decode, *specs(8, 2, 64, 8, jnp.bfloat16), scale=1.0)
-    with pytest.raises(ValueError, match=r"query heads a kv head 32; allowed"):
+    with pytest.raises(ValueError, match=r"query heads per kv head 32; allowed"):
         lower(H100, ops.paged_decode, *specs(32, 1, 64, 16, jnp.bfloat16), scale=1.0)
     with pytest.raises(ValueError, match=r"head_dim is 80 and page_size 16; allowed .* 32 or 64"):
         lower(A100, ops.paged_decode, *specs(8, 2, 80, 16, jnp.bfloat16), scale=1.0)

@@ -1,7 +1,7 @@
 """A GPU that is not there: plgpu.kernel compiles for it, and the emulator runs the PTX.
 
-Needs jax[cuda13], whose compiler works without a GPU. jit is switched off: a kernel runs when it is called. The
-only file of this package that knows jax_paged.
+Needs jax[cuda13], whose compiler works without a GPU. jit is switched off: a kernel runs when it is called.
+The only file of this package that knows jax_paged.
 """
 
 import contextlib
