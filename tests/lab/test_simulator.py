@@ -301,6 +301,10 @@ def test_the_simulated_schedule_is_the_engines(engine: LLMEngine) -> None:
 
 
 def steps_of(lines: list[str]) -> list[dict[str, Any]]:
-    """Returns the decisions without their time."""
+    """Returns the decisions without their time, and without the tokens, of which only the number counts."""
     steps = [event for event in map(json.loads, lines) if event["event"] == "schedule"]
-    return [{name: value for name, value in step.items() if name != "now"} for step in steps]
+    for step in steps:
+        del step["now"]
+        step["scheduled"] = [[i, start, len(tokens), *rest] for i, start, tokens, *rest in step["scheduled"]]
+        step["new_sequences"] = [[*ids, seed, len(out), t] for *ids, seed, out, t in step["new_sequences"]]
+    return steps

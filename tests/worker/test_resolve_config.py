@@ -60,13 +60,13 @@ def test_settings_win() -> None:
         "enable_prefix_caching": False,
         "scheduling_policy": "priority",
         "preemption_mode": "swap",
-        "delay_factor": 0.5,
+        "scheduler_delay_factor": 0.5,
         "seed": 8,
     }
     for platform in ("cpu", "gpu"):
         config = resolve(platform=platform, **settings)
         for name in settings.keys() - {"num_gpu_blocks_override", "kv_cache_memory_bytes", "swap_space"}:
-            assert getattr(config, name) == settings[name], name
+            assert getattr(config, name.removeprefix("scheduler_")) == settings[name], name
         assert (config.num_blocks, config.num_swap_blocks) == (9, 0)
     assert resolve(platform="gpu", kv_cache_memory_bytes=5999).num_blocks == 5
 
