@@ -61,7 +61,7 @@ def workload() -> list[dict[str, Any]]:
 
 
 class DeviceTimer:
-    """Stands before an engine's compiled programs and adds up the seconds that they run."""
+    """Stands before an engine's compiled steps and adds up the seconds that they run."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -111,7 +111,7 @@ def main() -> None:
     llm.generate([{"prompt_token_ids": [300] * 8}], warm, use_tqdm=False)
     startup_s = time.time() - process_start()
     executor = llm.llm_engine.executor
-    assert isinstance(executor, LocalExecutor), "the default"
+    assert isinstance(executor, LocalExecutor)
     runner = executor.runner
     runner.wait_until_compiled()
     compiled_s = time.time() - process_start()

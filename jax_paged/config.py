@@ -15,46 +15,20 @@ AttentionBackend = Literal["auto", "pallas", "pallas_interpret", "xla"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 
 
-# vLLM's arguments that have no meaning here, with the values that change no result.
-_IGNORED: Ignored = {
-    # How fast something is done, or what is logged.
-    "async_scheduling": ANY,
-    "compilation_config": ANY,
-    "cuda_graph_sizes": ANY,
-    "disable_async_output_proc": ANY,
-    "disable_cascade_attn": ANY,
-    "disable_custom_all_reduce": ANY,
-    "disable_frontend_multiprocessing": ANY,
-    "disable_hybrid_kv_cache_manager": ANY,
-    "disable_log_requests": ANY,
-    "disable_log_stats": ANY,
-    "enable_log_requests": ANY,
-    "enforce_eager": ANY,
-    "guided_decoding_backend": ANY,
-    "limit_mm_per_prompt": ANY,
-    "long_prefill_token_threshold": ANY,
-    "max_cpu_loras": ANY,
-    "max_log_len": ANY,
-    "max_long_partial_prefills": ANY,
-    "max_lora_rank": ANY,
-    "max_loras": ANY,
-    "max_num_partial_prefills": ANY,
-    "max_parallel_loading_workers": ANY,
-    "max_seq_len_to_capture": ANY,
-    "multi_step_stream_outputs": ANY,
-    "num_lookahead_slots": ANY,
-    "num_scheduler_steps": ANY,
-    "prefix_caching_hash_algo": ANY,
-    "ray_workers_use_nsight": ANY,
-    "served_model_name": ANY,
-    "show_hidden_metrics_for_version": ANY,
-    "stream_interval": ANY,
-    "structured_outputs_config": ANY,
-    "tokenizer_pool_size": ANY,
-    "tokenizer_pool_type": ANY,
-    "use_tqdm_on_load": ANY,
-    "use_v2_block_manager": ANY,
-    # What is computed, or from what: these values say what happens anyway.
+# vLLM's arguments that have no meaning here: how fast something is done, or what is logged ...
+_HARMLESS = """
+    async_scheduling compilation_config cuda_graph_sizes disable_async_output_proc disable_cascade_attn
+    disable_custom_all_reduce disable_frontend_multiprocessing disable_hybrid_kv_cache_manager
+    disable_log_requests disable_log_stats enable_log_requests enforce_eager guided_decoding_backend
+    limit_mm_per_prompt long_prefill_token_threshold max_cpu_loras max_log_len max_long_partial_prefills
+    max_lora_rank max_loras max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture
+    multi_step_stream_outputs num_lookahead_slots num_scheduler_steps optimization_level
+    prefix_caching_hash_algo ray_workers_use_nsight served_model_name show_hidden_metrics_for_version
+    stream_interval structured_outputs_config tokenizer_pool_size tokenizer_pool_type use_tqdm_on_load
+    use_v2_block_manager
+"""
+# ... and with the values that say what happens anyway: what is computed, and from what.
+_IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
     "allowed_local_media_path": ("", None),
     "code_revision": (None,),
     "config_format": ("auto", "hf"),

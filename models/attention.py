@@ -100,7 +100,7 @@ KVCacheSpec = FullAttentionSpec | SlidingWindowSpec | CrossAttentionSpec
 
 
 def window_of(spec: KVCacheSpec) -> int | None:
-    """Returns how many tokens a layer attends to; None for all."""
+    """Returns the window of a layer in tokens; None if its tokens attend to all before them."""
     return spec.window if isinstance(spec, SlidingWindowSpec) else None
 
 

@@ -119,7 +119,7 @@ class WeightTable:
             key, whether the checkpoint holds the transposed matrix). The first match counts. If the key
             contains {}, the checkpoint holds one weight per index of the first dimension.
         tied: Keys of weights that a tied model shares, each with the key of the weight that is kept.
-        ignored: Regular expression that matches whole keys which older checkpoints hold and nobody needs.
+        ignored: Regular expression that matches whole keys of older checkpoints which no model reads.
         prefix: Start of all keys except the tied ones; older checkpoints leave it out.
     """
 

@@ -127,7 +127,7 @@ for _ in range(2):
     )
 
 # %%
-print(engine.runner.compile_plan())
+print(engine.compile_plan())
 
 # %% [markdown]
 # ## Give the memory back

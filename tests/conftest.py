@@ -11,6 +11,10 @@ from helpers.scripted_engine import TEMPLATE, ScriptedExecutor
 from tokenizers import decoders, models, pre_tokenizers
 
 from jax_paged import LLM, EngineArgs, LLMEngine
+from jax_paged.worker.compilation import use_persistent_cache
+
+# What one test has compiled, the next one finds, and the next run: before any engine is made, too.
+use_persistent_cache()
 
 pytest_plugins = ["helpers.compilation_cache", "ptx_emulator.pytest_plugin"]
 

@@ -232,7 +232,7 @@ class AsyncLLMEngine:
         self._calls.put(lambda: self._end(stream.request_id, stream))
 
     def _stopped(self) -> RuntimeError:
-        stopped = RuntimeError(f"the engine has stopped: {self.error}")
+        stopped = RuntimeError(f"the engine has stopped: {str(self.error) or repr(self.error)}")
         stopped.__cause__ = self.error
         return stopped
 

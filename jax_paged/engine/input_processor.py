@@ -264,12 +264,14 @@ class InputProcessor:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(params, name) is not None:
                 problems.note(check_int, name, getattr(params, name), 0, config.max_logprobs)
-        if params.min_tokens:
-            num_bias = len(params.logit_bias or ()) + len(config.eos_token_ids)
-            num_stop = len(params.stop_token_ids or ())
-            problems.note(check_int, "the length of stop_token_ids", num_stop, 0, MAX_BIAS_IDS - num_bias)
         num_words = len(params.bad_words_token_ids or ())
         problems.note(check_int, "the number of bad words", num_words, 0, MAX_BAD_WORDS)
+        if params.min_tokens:
+            num_bias = (
+                len(params.logit_bias or ()) + len(config.eos_token_ids) + min(num_words, MAX_BAD_WORDS)
+            )
+            num_stop = len(params.stop_token_ids or ())
+            problems.note(check_int, "the length of stop_token_ids", num_stop, 0, MAX_BIAS_IDS - num_bias)
         if params.stop_strings and self._tokenizer is None:
             ok, allowed = False, "None, as the engine has no tokenizer"
             problems.note(check, ok, "stop", params.stop, allowed)

@@ -293,7 +293,6 @@ class LLMEngine:
         self._check_open()
         if self.has_unfinished_requests() or self.scheduler.block_manager.pinned:
             raise RuntimeError("requests are running or prefixes pinned; record before them")
-        self.advance()  # the executor lets go of the last requests
         self.scheduler = RecordedScheduler(self.scheduler, sink)
 
     def pool_map(self) -> PoolMap:

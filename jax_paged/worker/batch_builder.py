@@ -132,8 +132,9 @@ class BatchBuilder:
         batch, n, total, size = self._input_batch, len(seats), len(positions), self._block_size
         view["slot_mapping"][:] = self._num_blocks * size
         for g, group in enumerate(self._groups):
-            tables, width = batch.block_tables[g], int(batch.num_table_blocks[g, seats].max())
-            view["block_tables"][g, :n, :width] = tables[seats, :width]
+            tables = batch.block_tables[g]
+            # Whole rows and no copy in between: the cost does not depend on how long the contexts are.
+            np.take(tables, seats, axis=0, out=view["block_tables"][g, :n], mode="clip")
             if group.is_cross:
                 view["context_lens"][g, :n] = batch.num_encoder_tokens[seats]
             else:

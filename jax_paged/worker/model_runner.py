@@ -43,6 +43,10 @@ class ModelRunner:
         args: Model and limits.
         loaded: A model in memory to serve, in place of args.model; its weights stay the caller's.
 
+    Attributes:
+        config: What the settings have come to.
+        builder: Builds the inputs of steps.
+
     Raises:
         ValueError: If the model can't be loaded or a limit does not fit it.
     """
@@ -110,7 +114,7 @@ class ModelRunner:
             num_blocks=self.config.num_blocks,
             vocab_size=self.config.vocab_size,
         )
-        self._builder = BatchBuilder(
+        self.builder = BatchBuilder(
             self._input_batch,
             block_size=self.config.block_size,
             num_blocks=self.config.num_blocks,
@@ -165,7 +169,10 @@ class ModelRunner:
 
     @property
     def arrays(self) -> dict[str, list[Array]]:
-        """What lies on the device between steps: "weights", "kv_cache" and "token_counts"."""
+        """What lies on the device between steps: "weights", "kv_cache" and "token_counts".
+
+        The list of weights is the runner's own: who replaces one of them changes the model that it serves.
+        """
         return {
             "weights": self._weights,
             "kv_cache": self._kv_cache,
@@ -204,6 +211,10 @@ class ModelRunner:
         assert self._pending, "no step was dispatched whose result was not asked for yet"
         return self._pending.popleft().read()
 
+    def fill_kv_cache(self, value: float) -> None:
+        """Overwrites the whole pool, whatever sequences keep there: to see that nobody reads stale blocks."""
+        self._kv_cache = [jnp.full(x.shape, value, x.dtype, device=x.sharding) for x in self._kv_cache]
+
     def close(self) -> None:
         """Frees pool and weights (not those of a model that the caller brought); the runner is done."""
         self._compiled.stop()
@@ -218,7 +229,7 @@ class ModelRunner:
     def _step(self, output: SchedulerOutput, logits_rows: LogitsRows) -> PendingStep:
         targets = self._prompt_targets(output)
         bucket = self._bucket(output, wants_hidden=bool(targets))
-        inputs = self._builder.build(output, logits_rows, bucket)
+        inputs = self.builder.build(output, logits_rows, bucket)
         empty = self._empty(bucket)
         sampling_inputs = [e if x is None else x for x, e in zip(inputs[1:], empty, strict=True)]
         placed = jax.device_put([inputs.packed, *sampling_inputs], self._replicated)
@@ -259,7 +270,7 @@ class ModelRunner:
                 prompt, num_top = prompts[seat]
                 tokens = prompt_logprobs.targets_of(row, prompt)
                 if tokens:
-                    targets[i] = tokens, self.config.max_logprobs if num_top < 0 else num_top
+                    targets[i] = tokens, num_top
         return targets
 
     def _begin_prompt_logprobs(

@@ -1,4 +1,4 @@
-"""Calls as vLLM's scripts make them: of LLM, LLMEngine and AsyncLLMEngine; a scripted runner."""
+"""Calls as vLLM's scripts make them: of LLM, LLMEngine and AsyncLLMEngine; a scripted executor."""
 
 import asyncio
 import functools
@@ -18,7 +18,9 @@ def answer(prompt_text):
 
 
 def test_positional_arguments_of_llm(scripted, folder):
-    with LLM(folder, folder) as llm:
+    args, executor = scripted()
+    with LLM(args.model, folder, executor=executor) as llm:
+        assert llm.llm_engine.args.tokenizer == folder
         (output,) = llm.generate("abc?", LONG, use_tqdm=False, lora_request=None)
         assert output.outputs[0].text == "abc"
         assert output.outputs[0].finished()
@@ -110,7 +112,7 @@ def test_chat_refuses_what_a_template_does_not_take(llm):
 
 def test_output_kinds_of_step(scripted):
     kinds = {kind.name: kind for kind in RequestOutputKind}
-    with LLMEngine(scripted()) as engine:
+    with LLMEngine(*scripted()) as engine:
         for name, kind in kinds.items():
             engine.add_request(name, "abcd?", SamplingParams(max_tokens=None, output_kind=kind))
         texts = {name: [] for name in kinds}
@@ -132,7 +134,7 @@ def test_llm_returns_whole_outputs_of_any_kind(llm):
 
 def test_stops_in_the_text(scripted):
     stop_token = SamplingParams(stop_token_ids=[], include_stop_str_in_output=True)
-    with LLMEngine(scripted()) as engine:
+    with LLMEngine(*scripted()) as engine:
         stop_token.stop_token_ids = [engine.tokenizer.encode("c")[0]]
         engine.add_request("token", "abcde?", stop_token)
         for shown in (False, True):
@@ -145,7 +147,7 @@ def test_stops_in_the_text(scripted):
 
 
 def test_no_text(scripted):
-    with LLMEngine(scripted()) as engine:
+    with LLMEngine(*scripted()) as engine:
         engine.add_request("a", "abc?", SamplingParams(detokenize=False, logprobs=1, max_tokens=8))
         (completion,) = run(engine)["a"].outputs
     assert (completion.text, completion.token_ids[-1], len(completion.token_ids)) == ("", EOS, 4)
@@ -154,7 +156,7 @@ def test_no_text(scripted):
 
 def test_changes_while_a_request_runs_have_no_effect(scripted):
     params = SamplingParams(max_tokens=6, stop=["zz"])
-    with LLMEngine(scripted()) as engine:
+    with LLMEngine(*scripted()) as engine:
         engine.add_request("a", "abcdefghi?", params)
         engine.step()
         params.max_tokens, params.temperature = 2, -1
@@ -163,7 +165,7 @@ def test_changes_while_a_request_runs_have_no_effect(scripted):
 
 
 def test_aborts_of_several_requests(scripted):
-    with LLMEngine(scripted()) as engine:
+    with LLMEngine(*scripted()) as engine:
         for name in "abcd":
             engine.add_request(name, "abc?", LONG, None, priority=0)
         engine.step()
@@ -175,7 +177,7 @@ def test_aborts_of_several_requests(scripted):
 
 def test_async_engine(scripted):
     async def main():
-        engine = AsyncLLMEngine.from_engine_args(scripted())
+        engine = AsyncLLMEngine(*scripted())
         texts = {}
 
         async def collect(name, prompt, kind):

@@ -17,10 +17,12 @@ import tokenizers
 from helpers.real_model import largest_buckets
 from tokenizers import models, pre_tokenizers
 
+from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.worker import model_runner
 
 SCRIPTS = Path(__file__).parent.parent / "vllm_scripts"
 T5 = Path(__file__).parent.parent / "models" / "fixtures" / "t5_tied"
+PAGELET = Path(__file__).parent.parent.parent / "models" / "pagelet"
 BUDGET = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64")
 Run = Callable[..., list[str]]
 
@@ -89,7 +91,7 @@ def test_sampling(run: Run) -> None:
     lines = run("sampling.py", "pagelet")
     found = [re.fullmatch(r"([\w ,]+): (\d+) tokens, (\w+) (\w+): (.*)", line) for line in lines[:-1]]
     rows = [match.groups() for match in found if match]
-    assert len(rows) == len(lines) - 1 == 12
+    assert len(rows) == len(lines) - 1 == 14
     texts: dict[str, list[str]] = {}
     for name, _, _, _, text in rows:
         texts.setdefault(name, []).append(ast.literal_eval(text))
@@ -101,6 +103,10 @@ def test_sampling(run: Run) -> None:
     assert shown == cut + "class"
     assert greedy.startswith(cut)
     assert longer.startswith(greedy)
+    assert "class" in greedy
+    assert not re.search("class|file", texts["bad words"][0])
+    allowed = [Tokenizer(str(PAGELET)).decode([token_id]) for token_id in (300, 301, 302)]
+    assert re.fullmatch("|".join(map(re.escape, allowed)).join(("(", "){16}")), texts["allowed tokens"][0])
     assert texts["no text"] == [""]
     num_tokens = {name: int(count) for name, count, *_ in rows}
     assert num_tokens["min_tokens"] == 24

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.real_model import assert_no_block_lost
+from helpers.real_model import assert_no_block_lost, make_executor
 from helpers.wrapped_executor import WrappedExecutor
 
-from jax_paged import LLM, BeamSearchParams, SamplingParams
+from jax_paged import LLM, BeamSearchParams, EngineArgs, SamplingParams
 
 FOLDER = Path(__file__).parent.parent / "models" / "fixtures" / "t5_tied"
 BLOCK_SIZE = 4
@@ -16,10 +16,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm():
-    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 400}
-    with LLM(
-        str(FOLDER), dtype="float32", skip_tokenizer_init=True, block_size=BLOCK_SIZE, **settings
-    ) as llm:
+    args = EngineArgs(
+        str(FOLDER),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=400,
+    )
+    with LLM(str(FOLDER), skip_tokenizer_init=True, executor=make_executor(args)) as llm:
         yield llm
 
 

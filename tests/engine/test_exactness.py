@@ -214,14 +214,14 @@ def test_sharing_of_different_prefixes_is_noticed(
     engine: LLMEngine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prefix cache that looks at the length alone."""
-    manager = engine.scheduler.block_manager
-    content = manager._content
+    prefixes = engine.scheduler.block_manager.prefixes
+    content = prefixes._content
 
     def forgetful(seq, i, salt):
         real = content(seq, i, salt)
         return real._replace(hash=bytes([i]) * 32, tokens=[0] * 16, parent=b"")
 
-    monkeypatch.setattr(manager, "_content", forgetful)
+    monkeypatch.setattr(prefixes, "_content", forgetful)
     add(engine, REQUESTS[:40])
     outputs = finished_outputs(engine)
     assert tokens_of([outputs[str(i)] for i in range(40)]) != expected[:40]

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from helpers.real_model import (
     add,
     assert_no_block_lost,
     drain,
-    release_seats,
     reschedule,
     run,
     run_alone,
@@ -186,12 +184,9 @@ def test_abort_half_way(shared_engine: LLMEngine, alone: list[RequestOutput]) ->
 
 
 @pytest.fixture
-def stream_engine(shared_engine: LLMEngine) -> Iterator[AsyncLLMEngine]:
+def stream_engine(shared_engine: LLMEngine) -> AsyncLLMEngine:
     """An engine on the same executor, stepped by a thread; closing it does not close the executor."""
-    engine = AsyncLLMEngine(shared_engine.args, WrappedExecutor(shared_engine.executor))
-    yield engine
-    engine.close()
-    release_seats(engine.engine)
+    return AsyncLLMEngine(shared_engine.args, WrappedExecutor(shared_engine.executor))
 
 
 def test_streams(stream_engine: AsyncLLMEngine, alone: list[RequestOutput]) -> None:
@@ -265,7 +260,7 @@ def test_streams_of_which_the_best_is_known_at_the_end(
         streamed = asyncio.run(main())
     finally:
         stream_engine.close()
-    release_seats(stream_engine.engine)
+    reschedule(shared_engine)
     for name, outputs in zip(requests, streamed, strict=True):
         shared_engine.add_request(name, REQUESTS[1].prompt, requests[name])
         whole = drain(shared_engine)[name]

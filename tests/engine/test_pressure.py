@@ -181,7 +181,7 @@ MODES = {
     "priority": Mode({"policy": "priority"}),
     "priority, swap": Mode({"policy": "priority", "preemption_mode": "swap"}, recomputes=False),
     "no prefix caching": Mode({"enable_prefix_caching": False}),
-    "delay": Mode({"scheduler_delay_factor": 0.5}),
+    "delay": Mode({"delay_factor": 0.5}),
     "small budget": Mode({"max_num_batched_tokens": 32}),
 }
 

@@ -24,7 +24,7 @@ from helpers.real_model import (
 
 from jax_paged import LLMEngine, SamplingParams
 from jax_paged.outputs import RequestOutput
-from jax_paged.worker.sampler import SamplingBatch, sample
+from jax_paged.worker.sampler import IN_PROMPT, SamplingBatch, sample
 
 REQUESTS = mixed_requests(seed=1, count=16, max_prompt=100, max_output=40)
 
@@ -67,15 +67,16 @@ def _bias(request: Request, num_output: int) -> dict[int, float]:
 def test_tokens_are_those_of_the_dense_logits(alone: list[RequestOutput], dense: DenseModel) -> None:
     """The sampler, given the dense logits and parameters straight from the request, draws the same."""
     draw = jax.jit(sample, static_argnames="max_logprobs")
-    rows, length, num_bias = 40, 160, 8
+    rows, num_bias = 40, 8
     for request, output, logits in zip(REQUESTS, alone, dense.output_logits(alone), strict=True):
         p, n = request.params, len(logits)
         text = np.array(request.prompt + list(output.outputs[0].token_ids))
         total = len(request.prompt) + np.arange(rows)
-        history = np.full((rows, length), VOCAB_SIZE)
+        counts = np.zeros((rows, VOCAB_SIZE), np.int32)
         ids, values = np.full((rows, num_bias), VOCAB_SIZE), np.zeros((rows, num_bias))
         for i in range(n):
-            history[i, : total[i]] = text[: total[i]]
+            counts[i, request.prompt] = IN_PROMPT
+            np.add.at(counts[i], text[len(request.prompt) : total[i]], 1)
             bias = _bias(request, i)
             ids[i, : len(bias)], values[i, : len(bias)] = list(bias), list(bias.values())
 
@@ -94,10 +95,11 @@ def test_tokens_are_those_of_the_dense_logits(alone: list[RequestOutput], dense:
             logprob_temperature=column(1.0),
             seed=jnp.tile(jnp.array([p.seed & 0xFFFFFFFF, p.seed >> 32], jnp.uint32), (rows, 1)),
             position=jnp.asarray(total, jnp.int32),
-            prompt_len=column(len(request.prompt), np.int32),
-            total_len=jnp.asarray(total, jnp.int32),
             wants_logprobs=column(False, np.bool_),
-            history=jnp.asarray(history, jnp.int32),
+            count_seats=jnp.arange(rows, dtype=jnp.int32),
+            token_counts=jnp.asarray(counts, jnp.int32),
+            has_token_mask=column(False, np.bool_),
+            token_mask=jnp.zeros((rows, -(-VOCAB_SIZE // 32)), jnp.int32),
             bias_ids=jnp.asarray(ids, jnp.int32),
             bias_values=jnp.asarray(values, jnp.float32),
         )

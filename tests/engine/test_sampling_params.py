@@ -266,7 +266,7 @@ def test_good_beam_search_params() -> None:
 @pytest.mark.parametrize("penalty", [-10.0, 10.0])
 def test_scores_of_long_hypotheses_neither_overflow_nor_vanish(penalty):
     params = BeamSearchParams(2, length_penalty=penalty)
-    seqs = [Sequence([0] * 2**20, output_token_ids=[1], cum_logprob=-x) for x in (1.0, 2.0)]
+    seqs = [Sequence([0] * 2**20, output_token_ids=[1], cumulative_logprobs=[-x]) for x in (1.0, 2.0)]
     group = SequenceGroup("r", seqs[:1], SamplingParams(), RequestMetrics(0.0), beam_params=params)
     best, other = (beam_search.score(group, seq, frozenset()) for seq in seqs)
     assert -math.inf < other < best < 0

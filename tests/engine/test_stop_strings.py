@@ -77,5 +77,5 @@ def test_limits_name_what_is_allowed():
     assert SamplingParams(stop=["x" * MAX_STOP_STRING_LENGTH] * MAX_STOP_STRINGS).stop_strings
     with pytest.raises(ValueError, match=r"the number of stop strings is 65; allowed: .*\[0, 64\]"):
         SamplingParams(stop=["x"] * (MAX_STOP_STRINGS + 1))
-    with pytest.raises(ValueError, match=r"the length of a stop string is 257; allowed: .*\[1, 256\]"):
+    with pytest.raises(ValueError, match=r"the length of a stop string is 257; allowed: .*\[0, 256\]"):
         SamplingParams(stop=["a", "x" * (MAX_STOP_STRING_LENGTH + 1)])

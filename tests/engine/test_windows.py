@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers.real_model import DenseModel, assert_no_block_lost, make_engine
+from helpers.real_model import DenseModel, assert_no_block_lost, make_engine, reschedule
 
 from jax_paged import SamplingParams
 from jax_paged.models.weights import random_checkpoint
@@ -55,21 +55,24 @@ def want(folder, prompts):
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def engine_of(folder, **settings):
-    return make_engine(
+@pytest.fixture(scope="module")
+def session_engine(folder):
+    """In place of the engine that all tests share: one of a model with windows."""
+    with make_engine(
         folder,
         few_buckets=True,
         max_model_len=320,
         max_num_seqs=8,
         max_num_batched_tokens=CHUNK,
         block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=400,
         skip_tokenizer_init=True,
-        **settings,
-    )
+    ) as engine:
+        yield engine
 
 
-def test_no_more_than_the_window_and_a_block_is_held(folder, prompts, want):
-    engine = engine_of(folder, num_gpu_blocks_override=200)
+def test_no_more_than_the_window_and_a_block_is_held(engine, prompts, want):
+    reschedule(engine, num_blocks=200)
     manager = engine.scheduler.block_manager
     engine.add_request("long", prompts[0], GREEDY)
     most_in_prefill = most_in_decode = num_tokens = 0
@@ -89,7 +92,6 @@ def test_no_more_than_the_window_and_a_block_is_held(folder, prompts, want):
     assert most_in_decode == WINDOW // BLOCK_SIZE + 1
     assert most_in_prefill <= (WINDOW + CHUNK) // BLOCK_SIZE + 1
     assert_no_block_lost(engine)
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -97,12 +99,12 @@ def test_no_more_than_the_window_and_a_block_is_held(folder, prompts, want):
     [
         {},
         {"enable_prefix_caching": False},
-        {"num_gpu_blocks_override": 130},
-        {"num_gpu_blocks_override": 130, "preemption_mode": "swap"},
+        {"num_blocks": 130},
+        {"num_blocks": 130, "preemption_mode": "swap"},
     ],
 )
-def test_output_is_that_of_the_dense_call(folder, prompts, want, settings):
-    engine = engine_of(folder, **({"num_gpu_blocks_override": 400} | settings))
+def test_output_is_that_of_the_dense_call(engine, prompts, want, settings):
+    reschedule(engine, **settings)
     outputs = {}
     for run in range(2):  # the second one finds prefixes in the cache
         for i, prompt in enumerate(prompts):
@@ -111,9 +113,8 @@ def test_output_is_that_of_the_dense_call(folder, prompts, want, settings):
             outputs |= {o.request_id: o for o in engine.step() if o.finished}
     for run, i in itertools.product(range(2), range(len(prompts))):
         assert list(outputs[f"{run} {i}"].outputs[0].token_ids) == want[i]
-    if settings.get("num_gpu_blocks_override"):
+    if settings.get("num_blocks"):
         assert sum(o.metrics.num_preemptions for o in outputs.values())
     elif not settings:
         assert all(outputs[f"1 {i}"].num_cached_tokens >= len(prompts[i]) - BLOCK_SIZE for i in (0, 4))
     assert_no_block_lost(engine)
-    engine.close()

@@ -22,6 +22,7 @@ from jax_paged.models.weights import load_model
 from jax_paged.outputs import RequestOutput
 from jax_paged.worker import model_runner
 from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.executor import LocalExecutor
 
 VOCAB_SIZE, EOS = 384, 7
 MAX_MODEL_LEN = 400
@@ -146,11 +147,17 @@ def largest_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Buck
 
 def make_engine(folder: Path, *, few_buckets: bool = False, **settings: Any) -> LLMEngine:
     """Returns an engine; with few_buckets, only the largest bucket of each kind is compiled."""
+    defaults = {"dtype": "float32", "attention_backend": "xla", "max_model_len": MAX_MODEL_LEN}
+    args = EngineArgs(model=str(folder), **(defaults | settings))
+    return LLMEngine(args, make_executor(args, few_buckets=few_buckets))
+
+
+def make_executor(args: EngineArgs, *, few_buckets: bool = True) -> LocalExecutor:
+    """Returns an executor; with few_buckets, only the largest bucket of each kind is compiled."""
     with pytest.MonkeyPatch.context() as patch:
         if few_buckets:
             patch.setattr(model_runner, "plan_buckets", largest_buckets)
-        args = {"dtype": "float32", "attention_backend": "xla", "max_model_len": MAX_MODEL_LEN}
-        return LLMEngine(EngineArgs(model=str(folder), **(args | settings)))
+        return LocalExecutor(args)
 
 
 def add(engine: LLMEngine, requests: list[Request], prefix: str = "") -> None:
@@ -240,7 +247,6 @@ def reschedule(
         **settings: Of the scheduler, in place of the engine's.
     """
     assert not engine.has_unfinished_requests()
-    release_seats(engine)
     config = engine.config
     if num_swap_blocks is None:
         num_swap_blocks = config.num_swap_blocks
@@ -260,14 +266,6 @@ def reschedule(
         "eos_token_ids": config.eos_token_ids,
     }
     engine.scheduler = Scheduler(block_manager=manager, **(limits | settings))
-
-
-def release_seats(engine: LLMEngine) -> None:
-    """Tells the executor that the last sequences have ended: another scheduler uses their ids again."""
-    output = engine.scheduler.schedule(0.0)
-    assert not output.scheduled
-    engine.executor.dispatch(output)
-    engine.scheduler.update(output, engine.executor.result(), 0.0)
 
 
 class Steps(list[SchedulerOutput]):

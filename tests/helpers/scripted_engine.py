@@ -92,6 +92,8 @@ class ScriptedExecutor:
         return "a table"
 
     def _take_seats(self, output: SchedulerOutput) -> None:
+        if output.step_id == 0:  # the first of another scheduler
+            self._seats.clear()
         for seq_id in output.released_seq_ids:
             del self._seats[seq_id]
         for new in output.new_sequences:

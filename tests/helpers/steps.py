@@ -67,9 +67,9 @@ def make_output(
     swap_in: Sequence[tuple[int, int]] = (),
     copies: Sequence[tuple[int, int]] = (),
     to_encode: Sequence[EncoderInput] = (),
-    step_id: int = 0,
+    step_id: int = 1,
 ) -> SchedulerOutput:
-    """A step; its counts follow from the rows and the samples."""
+    """A step, not the first of its scheduler; its counts follow from the rows and the samples."""
     num_unsampled = len(set(range(len(rows))) - {sample.row for sample in samples})
     return SchedulerOutput(
         step_id=step_id,

@@ -1,4 +1,4 @@
-"""Makes the fixtures: tiny random checkpoints of every family, and what transformers says of them.
+"""Makes the fixtures: tiny random checkpoints of every family, and transformers' outputs for them.
 
 The tests need no torch; this script does. In an environment of its own (Python 3.11 has CPU builds):
 
@@ -9,9 +9,9 @@ Every folder under tests/models/fixtures then holds config.json, one or several 
 reference.json: {"cases": [{"prompt_token_ids", "token_ids", "logprobs", "top_token_ids", "top_logprobs"}]}
 with, for each of the greedy output tokens, its log-probability and the five largest.
 
-A prompt is drawn anew when at some step the two best tokens, or at some router the last expert that is chosen
-and the first that is not, are too close: then the greedy tokens depend on the model alone, and not on the
-order of float32 sums.
+A prompt is drawn again if at some step the two best tokens are too close, or at some router the last expert
+that is chosen and the first that is not. So the greedy tokens depend on the model alone, and not on the order
+of float32 sums.
 """
 
 import json
@@ -35,7 +35,7 @@ MIN_MARGIN = 1e-3
 MIN_ROUTER_MARGIN = 1e-4
 LAYER_SCALE = 2.0
 
-# The original context is shorter than the prompts, so that every branch of the scaling is at work.
+# The original context is shorter than the prompts, so that every branch of the scaling matters.
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -90,7 +90,7 @@ OPT = COMMON | {
     "max_position_embeddings": 256,
     "init_std": COMMON["initializer_range"],
 }
-# The names of fixtures of a family begin with its config class's; those without one are Llamas.
+# The name of a fixture begins with that of its family, except for some Llamas.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mha_old_config": ("LlamaConfig", BASE | {"num_key_value_heads": 4}),
     "gqa2_tied": ("LlamaConfig", BASE | {"tie_word_embeddings": True}),
@@ -274,8 +274,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 def make_model(name: str) -> Any:
     """Returns a random model.
 
-    Its biases and norms are random too: what is 0 or 1 hides mistakes. Its layers outweigh the embedding:
-    else a tied model repeats the last token.
+    Its biases and norms are random too, because zeros and ones would hide mistakes. Its layers outweigh the
+    embedding, because otherwise a tied model would repeat the last token.
     """
     config_class, values = CONFIGS[name]
     config = getattr(transformers, config_class)(**values)
@@ -299,7 +299,7 @@ def make_model(name: str) -> Any:
 
 @contextmanager
 def router_margins(model: Any) -> Iterator[list[float]]:
-    """Collects by how much the last expert that is chosen leads the next one."""
+    """Collects the margins between the last expert that is chosen and the next one."""
     margins: list[float] = []
 
     def note(module: Any, _: Any, out: Any) -> None:
@@ -314,7 +314,7 @@ def router_margins(model: Any) -> Iterator[list[float]]:
 
 @torch.no_grad()
 def run(model: Any, prompt: list[int]) -> tuple[dict[str, Any], bool]:
-    """Returns the case of one prompt, and whether all margins are large enough."""
+    """Returns the reference case of one prompt, and whether all margins are large enough."""
     with router_margins(model) as routers:
         out = model.generate(
             torch.tensor([prompt]),

@@ -1,4 +1,4 @@
-"""The config.json of every family: what is left out, what is refused, and all of that in one message."""
+"""The config.json of every family: defaults, rejected values, and all problems in one message."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from jax_paged.models.registry import MODELS, get_model_class
 
 FIXTURES = Path(__file__).parent / "fixtures"
-# One of each family.
+# One fixture per family.
 NAMES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_old_config",

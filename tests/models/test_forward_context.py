@@ -21,22 +21,33 @@ from jax_paged.models.registry import MODELS, get_model_class
 from jax_paged.models.weights import load_model
 
 FIXTURES = Path(__file__).parent / "fixtures"
-# Whole texts of a dense batch, and the same texts as the token rows of a paged one.
+# Two texts: a dense batch as they are, a paged one when flattened.
 TEXTS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 9)), jnp.int32)
 LENS = [9, 9]
-# Modules of the heads: `logits` calls them, whose rows are not token rows.
+# These modules belong to `logits`, which has no context.
 HEADS = {"lm_head", "project_out"}
 
 
 def fixture_configs() -> list[Any]:
-    """Returns one config.json per family: that of the fixture which has the longest."""
-    longest: dict[str, str] = {}
-    for file in sorted(FIXTURES.glob("*/config.json")):
-        text = file.read_text()
-        (architecture,) = json.loads(text)["architectures"]
-        longest[architecture] = max(text, longest.get(architecture, ""), key=len)
-    assert longest.keys() == MODELS.keys()
-    return [pytest.param(json.loads(text), id=name) for name, text in longest.items()]
+    """Returns one config.json per family, by architecture: of the fixture that has the most modules."""
+    names = (
+        "gemma2_variants",
+        "gemma3_old_config",
+        "gpt2_variants",
+        "llama3_tied_biases_old_config",
+        "mistral",
+        "mixtral",
+        "opt_post_norm_projected",
+        "phi3_window",
+        "qwen2_window",
+        "qwen3_bias_window",
+        "qwen3_moe_and_mlps",
+        "t5_gated_untied",
+    )
+    configs = [json.loads((FIXTURES / name / "config.json").read_text()) for name in names]
+    by_architecture = {config["architectures"][0]: config for config in configs}
+    assert by_architecture.keys() == MODELS.keys()
+    return [pytest.param(config, id=name) for name, config in by_architecture.items()]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

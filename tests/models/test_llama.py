@@ -1,4 +1,4 @@
-"""The Llama family: mistakes that its references notice, its gradients, how its weights are split."""
+"""The Llama family: mistakes that the references must notice, gradients, how weights are split."""
 
 import dataclasses
 import functools
@@ -64,21 +64,22 @@ def test_gradient_is_that_of_the_served_model() -> None:
     graph, state = nnx.split(load_model(FOLDER).model)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (4, 32)))
 
-    @jax.jit
     def loss(state: nnx.State) -> jax.Array:
         logprobs = jax.nn.log_softmax(nnx.merge(graph, state)(tokens[:, :-1]))
         return -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()
 
-    gradient = jax.grad(loss)(state)
+    loss_and_gradient = jax.jit(jax.value_and_grad(loss))
+    _, gradient = loss_and_gradient(state)
     for path, leaf in nnx.to_flat_state(gradient):
         assert float(jnp.abs(leaf[...]).max()) > 1e-4, path
 
-    # Along the gradient the central difference is its norm, up to O(step^2) and rounding over the step.
+    # The central difference along the gradient is its norm, up to O(step^2) and rounding divided by the step.
     norm = float(jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient))))
     step = 5e-4
 
     def moved(sign: float) -> float:
-        return float(loss(jax.tree.map(lambda p, g: p + sign * step * g / norm, state, gradient)))
+        stepped = jax.tree.map(lambda p, g: p + sign * step * g / norm, state, gradient)
+        return float(loss_and_gradient(stepped)[0])
 
     assert (moved(1) - moved(-1)) / (2 * step) == pytest.approx(norm, rel=1e-2)
 

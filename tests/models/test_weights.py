@@ -1,4 +1,4 @@
-"""Checkpoint folders: what is loaded, and what is refused before a weight is read."""
+"""Checkpoint folders: what is loaded, and what is rejected before a weight is read."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """A checkpoint of CONFIG to spoil."""
+    """A checkpoint of CONFIG that a test may modify."""
     return shutil.copytree(made, tmp_path / "folder")
 
 
@@ -100,9 +100,10 @@ def test_cast_to_bfloat16(folder: Path) -> None:
         np.testing.assert_array_equal(values(rounded.model)[path], value.astype(ml_dtypes.bfloat16))
     assert rounded.weight_bytes * 2 == exact.weight_bytes
     tokens = jnp.arange(32).reshape(2, 16)
-    a, b = exact.model(tokens), rounded.model(tokens)
+    call = nnx.jit(lambda model, tokens: model(tokens))
+    a, b = call(exact.model, tokens), call(rounded.model, tokens)
     assert b.dtype == jnp.float32
-    # bfloat16 rounds by 2^-9; over two layers the errors stay a few per cent of the logits' spread.
+    # bfloat16 rounds by 2^-9; over two layers the errors stay within a few per cent of the logits' spread.
     assert float(jnp.abs(a - b).max()) < 0.1 * float(a.std())
 
 
@@ -146,7 +147,7 @@ def test_all_wrong_weights_are_in_one_message(folder: Path, monkeypatch: pytest.
         "model.norm.weight": np.zeros(32, np.int8),
         "model.layers.2.mlp.up_proj.weight": np.zeros((48, 32), np.float32),
         "lm_head.weight": None,
-        # Older checkpoints hold this one, and nobody needs it.
+        # Older checkpoints hold this one, but no model reads it.
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32),
     }
     edit(folder, changes)
@@ -169,7 +170,7 @@ def test_vocabulary_larger_than_the_embedding(folder: Path) -> None:
 
 
 def test_square_weights_are_transposed(folder: Path) -> None:
-    # No shape shows a square matrix that is read the wrong way round.
+    # The shape of a square matrix doesn't show whether it was transposed.
     stored = load_file(folder / "model.safetensors")["model.layers.1.self_attn.q_proj.weight"]
     kernel = values(load_model(folder).model)["layers.1.self_attn.q_proj.kernel"]
     assert stored.shape == kernel.shape == (32, 32)

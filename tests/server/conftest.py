@@ -6,19 +6,18 @@ import json
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
+from helpers.wrapped_executor import WrappedExecutor
 
 from jax_paged import AsyncLLMEngine, EngineArgs, LLMEngine
 from jax_paged.core.runner_output import ModelRunnerOutput
-from jax_paged.core.scheduler_output import NewSequence, SchedulerOutput
+from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.server.app import OpenAIServer
-from jax_paged.worker.executor import Executor
 
 
 class Steps:
@@ -34,34 +33,28 @@ class Steps:
         self.delay_s = 0.0
         self.before: Callable[[], None] = lambda: None  # what it raises, the step raises
         self.spoiled: tuple[int, int] | None = None  # (seed of a sequence, its output tokens): see spoil
-        executor = engine.executor
-        self._sequences: dict[int, NewSequence] = {}
-        self._running: deque[SchedulerOutput] = deque()
-        self._dispatch, self._result = executor.dispatch, executor.result
-        monkeypatch.setattr(executor, "dispatch", self._begin)
-        monkeypatch.setattr(executor, "result", self._end)
+        self._engine = engine
+        executor = WrappedExecutor(engine.executor, self._begin, self._end)
+        monkeypatch.setattr(engine, "executor", executor)
 
     def spoil(self, seed: int, num_output_tokens: int) -> None:
         """Makes the logits NaN of the sequences with a seed, in the step after so many output tokens."""
         self.spoiled = (seed, num_output_tokens)
 
     def _begin(self, output: SchedulerOutput) -> None:
-        if output.scheduled:
-            time.sleep(self.delay_s)
-            self.before()
-        self._sequences |= {new.seq_id: new for new in output.new_sequences}
-        self._running.append(output)
-        self._dispatch(output)
+        time.sleep(self.delay_s)
+        self.before()
 
-    def _end(self) -> ModelRunnerOutput:
-        output, result = self._running.popleft(), self._result()
-        self.num_samples += sum(map(len, result.token_ids))
+    def _end(self, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
+        self.num_samples += len(output.samples)
+        is_finite = list(result.is_finite)
         for i, row in enumerate(output.scheduled):
-            sequence = self._sequences[row.seq_id]
-            num_output_tokens = row.start + row.num_tokens - len(sequence.prompt_token_ids)
-            if (sequence.seed, num_output_tokens) == self.spoiled:
-                result.is_finite[i] = False
-        return result
+            named = self._engine.scheduler.find(row.seq_id)
+            assert named is not None, row
+            _, seq = named
+            if (seq.seed, len(seq.output_token_ids)) == self.spoiled:
+                is_finite[i] = False
+        return dataclasses.replace(result, is_finite=is_finite)
 
 
 @dataclasses.dataclass
@@ -174,13 +167,13 @@ def steps(served: Served, monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 
 @pytest.fixture
-def scripted_engine(scripted: Callable[..., tuple[EngineArgs, Executor]]) -> Iterator[LLMEngine]:
+def scripted_engine(scripted: Callable[..., Any]) -> Iterator[LLMEngine]:
     with LLMEngine(*scripted()) as engine:
         yield engine
 
 
 @pytest.fixture
-def scripted_server(scripted: Callable[..., tuple[EngineArgs, Executor]]) -> Iterator[Served]:
+def scripted_server(scripted: Callable[..., Any]) -> Iterator[Served]:
     """A server that a test may break: it answers "text?" with text, and has 9 blocks of 16 tokens."""
     with serving(AsyncLLMEngine(*scripted(num_gpu_blocks_override=10)), "scripted") as served:
         yield served

@@ -17,6 +17,8 @@ settings = {
         temperature=0, stop=["exception", "class"], max_tokens=32, include_stop_str_in_output=True
     ),
     "min_tokens": SamplingParams(temperature=0, min_tokens=24, max_tokens=24),
+    "bad words": SamplingParams(temperature=0, bad_words=["class", "file"]),
+    "allowed tokens": SamplingParams(temperature=1.0, seed=7, allowed_token_ids=[300, 301, 302]),
     "no text": SamplingParams(temperature=0, max_tokens=4, detokenize=False),
     "to the end": SamplingParams(temperature=0, max_tokens=100_000, ignore_eos=True),
 }

@@ -8,7 +8,7 @@ import pytest
 from helpers.steps import make_output, make_row, new_sequence
 
 from jax_paged.core.scheduler_output import BlockTables, NewSequence, ScheduledSequence
-from jax_paged.worker.input_batch import InputBatch, TokenCountReset, pack_token_mask
+from jax_paged.worker.input_batch import ALL_LOGPROBS, InputBatch, TokenCountReset, pack_token_mask
 
 NUM_SEATS, NUM_GROUPS, MAX_BLOCKS, NUM_BLOCKS, VOCAB_SIZE = 6, 3, 12, 1000, 70
 
@@ -125,6 +125,31 @@ def test_a_sequence_may_come_back_in_the_step_it_is_released() -> None:
         [5, 0, 0, 0],
         [0, 0, 0, 0],
     ]
+
+
+def test_another_scheduler_finds_all_seats_empty() -> None:
+    batch = make_batch()
+    batch.update(make_output(new=[new_sequence(i, [1], tables=[[9], [8], []]) for i in range(NUM_SEATS)]))
+    new = [new_sequence(i, [1], tables=[[i + 1], [], []]) for i in range(NUM_SEATS)]
+    batch.update(make_output(new=new, step_id=0))
+    batch.check_integrity()
+    assert batch.block_tables[0, batch.seats_of(range(NUM_SEATS)), 0].tolist() == [1, 2, 3, 4, 5, 6]
+    assert not batch.block_tables[1].any()
+    batch.update(make_output(step_id=0))
+    batch.check_integrity()
+    assert not batch.num_table_blocks.any()
+
+
+def test_how_many_most_likely_tokens_are_reported() -> None:
+    batch = make_batch()
+    asked = [None, 0, 5, -1]
+    batch.update(
+        make_output(
+            new=[new_sequence(i, [1], tables=[[], [], []], num_top_logprobs=n) for i, n in enumerate(asked)]
+        )
+    )
+    reported = batch.num_top_logprobs[batch.seats_of(range(4))]
+    assert reported.tolist() == [-1, 0, 5, ALL_LOGPROBS]
 
 
 def test_what_can_not_be_is_not_taken() -> None:

@@ -32,7 +32,7 @@ def resolve(*, platform: str = "cpu", free: int = 10**6, **settings: Any) -> Eng
     return resolve_config(args, FACTS, platform=platform, backend="xla", free_bytes=free_bytes)
 
 
-def test_defaults_hang_on_the_device() -> None:
+def test_defaults_depend_on_the_device() -> None:
     cpu, gpu = resolve(), resolve(platform="gpu")
     assert (cpu.max_num_seqs, cpu.max_num_batched_tokens) == (64, 512)
     assert (gpu.max_num_seqs, gpu.max_num_batched_tokens) == (256, 2048)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from helpers.real_model import VOCAB_SIZE, DenseModel
@@ -346,6 +347,66 @@ def test_steps_in_flight(executor: LocalExecutor) -> None:
     with pytest.raises(AssertionError, match="no step"):
         executor.result()
     execute(runner, make_output(released=[13]))
+
+
+def test_nan_in_any_row_of_logits_is_noticed(executor: LocalExecutor) -> None:
+    """Of a row that is drawn from several times, and of a chunk without a sample; other rows are fine."""
+    runner, nan_token = executor.runner, 17
+    weights = runner.arrays["weights"]
+    (index,) = (i for i, w in enumerate(weights) if w.shape == (VOCAB_SIZE, 64))
+    kept = weights[index]
+    broken = np.array(kept)
+    broken[nan_token] = np.nan
+    prompts = [[1, 2, 3, nan_token], [4, 5, 6, 7], [8, nan_token, 9, 10]]
+    with Driver(runner) as driver:
+        texts = [Text(i, prompt, {}, place=i) for i, prompt in enumerate(prompts)]
+        driver.seat(*texts)
+        weights[index] = jax.device_put(broken, kept.sharding)
+        try:
+            result = driver.step([t.row(4 - (t.seq_id == 2)) for t in texts], [Sample(0, 0, 3), Sample(1, 1)])
+        finally:
+            weights[index] = kept
+    assert result.is_finite == [False, True, False]
+    assert [len(tokens) for tokens in result.token_ids] == [3, 1]
+    runner.fill_kv_cache(0.0)
+
+
+def test_what_unwritten_blocks_hold_does_not_matter(executor: LocalExecutor) -> None:
+    outputs = []
+    for value in (0.0, np.nan):
+        executor.runner.fill_kv_cache(value)
+        with Driver(executor.runner) as driver:
+            texts = [Text(i, random_prompt(60 + i, 3 + 5 * i), {}, place=i) for i in range(3)]
+            driver.seat(*texts)
+            for _ in range(6):
+                driver.draw(texts)
+            outputs.append([t.output for t in texts])
+    executor.runner.fill_kv_cache(0.0)
+    assert outputs[0] == outputs[1]
+
+
+def uses_outside_conditionals(jaxpr: Any, shape: tuple[int, ...]) -> list[str]:
+    """The primitives that read an int32 array of a shape, and are not in a branch."""
+    found = []
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        is_leaf = name == "cond" or name.startswith("scatter")
+        inner = [] if is_leaf else [v for v in equation.params.values() if hasattr(v, "jaxpr")]
+        for value in inner:
+            found += uses_outside_conditionals(value.jaxpr, shape)
+        avals = [v.aval for v in equation.invars]
+        if not inner and any(a.shape == shape and a.dtype == np.int32 for a in avals):
+            found.append(name)
+    return found
+
+
+def test_steps_without_penalties_only_count(executor: LocalExecutor) -> None:
+    """Outside the branch of bias and penalties, nothing reads the token counts but the scatter."""
+    context = dataclasses.replace(executor.runner.context, max_num_seqs=9)
+    for bucket in BUCKETS:
+        traced = StepProgram(bucket).trace(context)
+        uses = uses_outside_conditionals(traced.jaxpr.jaxpr, (9, VOCAB_SIZE))
+        assert sorted(uses) == ["cond", "scatter-add"]
 
 
 def test_nothing_large_is_copied(executor: LocalExecutor) -> None:

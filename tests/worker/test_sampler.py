@@ -40,7 +40,7 @@ class Row:
     `forbidden` tokens are biased by minus infinity, those outside `allowed` are masked.
     """
 
-    params: SamplingParams = dataclasses.field(default=GREEDY)
+    params: SamplingParams = dataclasses.field(default_factory=lambda: GREEDY)
     prompt: tuple[int, ...] = ()
     output: tuple[int, ...] = ()
     forbidden: tuple[int, ...] = ()
