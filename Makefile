@@ -65,4 +65,4 @@ $(KERNELS_VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(KERNELS_VENV) build *.egg-info
+	rm -rf $(VENV) $(KERNELS_VENV) build *.egg-info .pytest_cache

@@ -1,6 +1,7 @@
 """The public ops on every backend against a float64 oracle: permuted tables, NaN in dead slots, skew.
 
-The interpreter is slow, so it gets the small cases; it raises at a race. pytest -m gpu runs all on a GPU.
+The interpreter is slow, so it gets the small cases; it raises at a race. pytest -m gpu runs the full grid on
+a GPU.
 """
 
 import functools
@@ -20,9 +21,12 @@ GPU = [pytest.param("pallas", marks=pytest.mark.gpu)]
 
 
 def cases(everywhere, interpreted=(), on_gpu=None):
-    """Parameters: `everywhere` for xla and a GPU (`on_gpu` if given, float32 never); `interpreted`."""
+    """Parameters: `everywhere` for xla and a GPU (`on_gpu` if given, float32 never); `interpreted`.
+
+    xla computes in float32 whatever the dtype is, so its cases in float16 are slow ones.
+    """
     for case in everywhere:
-        yield pytest.param("xla", *case)
+        yield pytest.param("xla", *case, marks=[pytest.mark.slow] if case[0] == "float16" else [])
     for case in on_gpu or everywhere:
         if case[0] != "float32":
             yield pytest.param("pallas", *case, marks=pytest.mark.gpu)
@@ -88,16 +92,24 @@ def test_decode_of_all_edge_lengths(backend, dtype):
     check_decode(q, pool, tables, lens, backend, scale=0.2)
 
 
-BATCHES = [(n, page_size) for n in (1, 2, 15, 16, 17, 40) for page_size in (16, 32, 64)]
+BATCHES = [(n, page_size) for n in (1, 17, 2, 15, 16, 40) for page_size in (16, 32, 64)]
+FEW_BATCHES = [BATCHES[0], *BATCHES[3:6]]
 
 
 @pytest.mark.parametrize(
     ("backend", "dtype", "num_seqs", "page_size"),
-    cases(
-        [("float32", *batch) for batch in BATCHES],
-        [("bfloat16", 17, 32), ("float32", 3, 64)],
-        on_gpu=[("bfloat16", *batch) for batch in BATCHES],
-    ),
+    [
+        *cases(
+            [("float32", *batch) for batch in FEW_BATCHES],
+            [("bfloat16", 17, 32), ("float32", 3, 64)],
+            on_gpu=[("bfloat16", *batch) for batch in BATCHES],
+        ),
+        *(
+            pytest.param("xla", "float32", *batch, marks=pytest.mark.slow)
+            for batch in BATCHES
+            if batch not in FEW_BATCHES
+        ),
+    ],
 )
 def test_decode_of_any_batch_and_page_size(backend, dtype, num_seqs, page_size):
     lens = np.random.default_rng(num_seqs).zipf(1.3, size=num_seqs).clip(1, 700).tolist()
@@ -146,7 +158,7 @@ def give_away(pool, tables, counts):
     return pool, tables
 
 
-@pytest.mark.parametrize(("backend", "window"), [*cases([(7,), (33,), (100,)], [(33,), (100,)])])
+@pytest.mark.parametrize(("backend", "window"), [*cases([(33,)], [(33,)], on_gpu=[(7,), (33,), (100,)])])
 def test_pages_before_the_window_may_be_gone(backend, window):
     options = {"scale": 0.5, "window": window, "sinks": NO_SINKS}
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "page_size": S, "dtype": "float16"}
