@@ -133,8 +133,9 @@ class BatchBuilder:
         view["slot_mapping"][:] = self._num_blocks * size
         for g, group in enumerate(self._groups):
             tables = batch.block_tables[g]
-            # Whole rows and no copy in between: the cost does not depend on how long the contexts are.
-            np.take(tables, seats, axis=0, out=view["block_tables"][g, :n], mode="clip")
+            width = int(batch.num_table_blocks[g, seats].max())
+            # Straight into the buffer: 4 bytes per block are all that long contexts cost the host.
+            np.take(tables[:, :width], seats, axis=0, out=view["block_tables"][g, :n, :width], mode="clip")
             if group.is_cross:
                 view["context_lens"][g, :n] = batch.num_encoder_tokens[seats]
             else:
