@@ -19,6 +19,7 @@ def add_options(parser: Any, cls: type) -> None:
     for field in dataclasses.fields(cls):
         text = f"{texts[field.name]} (default: {field.default})".replace("%", "%%")
         option = "--" + field.name.replace("_", "-")
+        # SUPPRESS leaves out what is not given, so that "not given" is told from "given as the default".
         parser.add_argument(option, default=argparse.SUPPRESS, help=text, **_kind(hints[field.name]))
 
 

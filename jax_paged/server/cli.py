@@ -4,16 +4,12 @@ Nothing here imports JAX, transformers or the HTTP server: help and complaints a
 """
 
 import argparse
-import dataclasses
-import re
 import signal
 import sys
-import types
-import typing
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, Literal
 
+from jax_paged.cli_args import add_options
 from jax_paged.config import EngineArgs
 
 _USAGE = "jax-paged serve [MODEL] [options]\n       jax-paged [--model MODEL] [options]"
@@ -57,12 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--served-model-name", metavar="NAME", help="the model's name for clients (default: as --model)"
     )
     group = parser.add_argument_group("engine")
-    texts, hints = _field_texts(), typing.get_type_hints(EngineArgs)
-    for field in dataclasses.fields(EngineArgs):
-        text = f"{texts[field.name]} (default: {field.default})".replace("%", "%%")
-        option = "--" + field.name.replace("_", "-")
-        # SUPPRESS leaves out what is not given, so that "not given" is told from "given as the default".
-        group.add_argument(option, default=argparse.SUPPRESS, help=text, **_kind(hints[field.name]))
+    add_options(group, EngineArgs)
     return parser
 
 
@@ -97,24 +88,7 @@ def engine_args(args: argparse.Namespace) -> EngineArgs:
     Raises:
         ValueError: If a value is out of range.
     """
-    names = {field.name for field in dataclasses.fields(EngineArgs)}
-    return EngineArgs(**{name: value for name, value in vars(args).items() if name in names})
-
-
-def _kind(hint: Any) -> dict[str, Any]:
-    """Returns the arguments with which argparse reads a value of a field's type."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # X | None
-        hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)
-    if typing.get_origin(hint) is Literal:
-        return {"choices": typing.get_args(hint)}
-    return {"action": argparse.BooleanOptionalAction} if hint is bool else {"type": hint}
-
-
-def _field_texts() -> dict[str, str]:
-    """Returns the docstring of EngineArgs by field."""
-    section = (EngineArgs.__doc__ or "").split("Args:\n")[1].split("\n\n")[0]
-    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", text) for name, text in entries}
+    return EngineArgs.from_cli_args(args)
 
 
 def _exit(_: int, __: FrameType | None) -> None:
