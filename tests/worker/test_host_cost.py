@@ -1,7 +1,8 @@
 """The host's work for a step (schedule, build, update) follows the new tokens and not the context.
 
-Work is counted, not timed: the bytecode instructions that Python runs, and the bytes that it and NumPy
-allocate, both by the machine's own hooks.
+What follows the context is one copy of the block tables into the step's buffer, 4 bytes per block. Work is
+counted, not timed: the bytecode instructions that Python runs, and the bytes that it and NumPy allocate, both
+by the interpreter's own hooks.
 """
 
 import sys
@@ -124,7 +125,9 @@ def test_decode_steps_cost_the_same_at_any_context(values: dict[str, object]) ->
     instructions = [sum(work.instructions for work in each) for each in zip(*works, strict=True)]
     assert instructions[1] <= 1.02 * instructions[0], instructions
     allocated = [max(work.allocated_bytes for work in each) for each in zip(*works, strict=True)]
-    assert allocated[1] <= 1.05 * allocated[0], allocated
+    # The padded buffer holds the tables of all rows, 4 bytes per block.
+    table_bytes = 4 * NUM_SEQS * MAX_MODEL_LEN // BLOCK_SIZE
+    assert allocated[1] <= 1.05 * allocated[0] + table_bytes, allocated
 
 
 @pytest.mark.parametrize("context_len", [32_000, 131_200])
