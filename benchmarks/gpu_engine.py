@@ -223,10 +223,11 @@ def throughput(hf_config: Report, tiny: bool, backend: str) -> Iterator[Report]:
 
 def _engine(loaded: Any, backend: str, **limits: Any) -> Any:
     from jax_paged import EngineArgs, LLMEngine
+    from jax_paged.worker.executor import LocalExecutor
 
     name = "random weights"
     args = EngineArgs(model=name, skip_tokenizer_init=True, attention_backend=backend, **limits)
-    return LLMEngine(args, loaded=loaded)
+    return LLMEngine(args, LocalExecutor(args, loaded))
 
 
 def _run(

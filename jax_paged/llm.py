@@ -15,13 +15,13 @@ from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.tokenizer import Messages
 from jax_paged.inputs import Prompt, as_prompts
-from jax_paged.lab.pool_map import PoolMap
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from jax_paged.lab.pool_map import PoolMap
     from jax_paged.models.weights import LoadedModel
     from jax_paged.worker.executor import Executor
 
@@ -222,7 +222,7 @@ class LLM:
         """Returns a copy of the parameters of prompts that bring none: the model's generation_config.json."""
         return self.llm_engine.input_processor.default_params
 
-    def pool_map(self) -> PoolMap:
+    def pool_map(self) -> "PoolMap":
         """Returns what each block of the pool holds, as LLMEngine.pool_map does; a notebook draws it."""
         return self.llm_engine.pool_map()
 

@@ -22,14 +22,13 @@ from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.inputs import Prompt
-from jax_paged.lab.pool_map import PoolMap, pool_map
-from jax_paged.lab.recording import RecordedScheduler
 from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from jax_paged.lab.pool_map import PoolMap
     from jax_paged.worker.executor import Executor
 
 
@@ -293,10 +292,14 @@ class LLMEngine:
         self._check_open()
         if self.has_unfinished_requests() or self.scheduler.block_manager.pinned:
             raise RuntimeError("requests are running or prefixes pinned; record before them")
+        from jax_paged.lab.recording import RecordedScheduler
+
         self.scheduler = RecordedScheduler(self.scheduler, sink)
 
-    def pool_map(self) -> PoolMap:
+    def pool_map(self) -> "PoolMap":
         """Returns what each block of the pool holds, who holds it and how full it is; a notebook draws it."""
+        from jax_paged.lab.pool_map import pool_map
+
         self._check_not_closed()
         return pool_map(self.scheduler.block_manager, (state.group for state in self._requests.values()))
 

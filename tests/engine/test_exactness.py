@@ -142,13 +142,12 @@ def test_requests_that_arrive_and_leave_at_any_time(engine: LLMEngine, expected:
 
 def test_what_unwritten_blocks_hold_does_not_matter(engine: LLMEngine, expected: list[list[int]]) -> None:
     runner = engine.executor.runner
-    kept = runner._kv_cache
-    runner._kv_cache = [jnp.full(x.shape, jnp.nan, x.dtype, device=x.sharding) for x in kept]
+    runner.fill_kv_cache(jnp.nan)
     assert tokens_of(run(engine, REQUESTS)) == expected
     # Prefill and decode of other lengths over blocks that others have used, past their ends NaN.
     set_prefix_caching(engine, False)
     assert tokens_of(run(engine, REQUESTS[::-1])) == expected[::-1]
-    runner._kv_cache = [jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in kept]
+    runner.fill_kv_cache(0)
 
 
 Damage = Callable[[dict[str, np.ndarray], SchedulerOutput], None]
@@ -195,12 +194,13 @@ def _move_a_border(view: dict[str, np.ndarray], output: SchedulerOutput) -> None
 def test_a_mistake_in_the_batch_is_noticed(
     engine: LLMEngine, expected: list[list[int]], damage: Damage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    builder = engine.executor.runner._builder
+    runner = engine.executor.runner
+    builder, context = runner.builder, runner.context
     build = builder.build
 
     def build_wrongly(output: SchedulerOutput, logits_rows: LogitsRows, bucket: Bucket) -> StepInputs:
         inputs = build(output, logits_rows, bucket)
-        fields, _ = layout(bucket, builder._max_blocks_per_seq, len(builder._groups))
+        fields, _ = layout(bucket, context.max_blocks_per_seq, len(context.layout.groups))
         damage(views(inputs.packed, fields), output)
         return inputs
 
