@@ -137,7 +137,7 @@ while engine.has_unfinished_requests():
 # %% [markdown]
 # ## The map as data
 #
-# A map is two structured arrays: one row a block, and one row a reference.
+# A map is two structured arrays: one row per block, and one row per reference.
 
 # %%
 engine.add_request("samples", prompt, SamplingParams(n=2, max_tokens=40, seed=1))

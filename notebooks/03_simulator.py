@@ -47,7 +47,7 @@ print(f"{len(result.steps)} steps; {result.mean('num_running'):.1f} requests at 
 print(f"{result.share_of_slots_filled:.1%} of the slots of used blocks hold a token")
 
 # %% [markdown]
-# `steps` has a row a step, `requests` one a request: NumPy arrays with named fields.
+# `steps` has a row per step, `requests` one per request: NumPy arrays with named fields.
 
 # %%
 print(result.steps.dtype.names)
@@ -66,7 +66,7 @@ _ = below.set_xlabel("seconds")
 # %%
 for block_size in (1, 16, 256):
     filled = simulate(trace, make_scheduler(block_size), step_time).share_of_slots_filled
-    print(f"{block_size:4} tokens a block: {filled:.1%} of slots filled")
+    print(f"{block_size:4} tokens per block: {filled:.1%} of slots filled")
 
 # %% [markdown]
 # ## Sharing

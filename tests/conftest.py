@@ -67,7 +67,7 @@ def shared_engine(session_shared_engine: LLMEngine) -> LLMEngine:
 
 @pytest.fixture
 def small_engine(shared_engine: LLMEngine) -> LLMEngine:
-    """The same engine, with a pool that holds 636 tokens: full after a few requests."""
+    """The shared engine, with a pool that holds 636 tokens: full after a few requests."""
     reschedule(shared_engine, num_blocks=160, max_num_batched_tokens=32)
     return shared_engine
 

@@ -36,10 +36,10 @@ class PoolMap:
     """The blocks of a pool at one moment.
 
     Args:
-        blocks: One row a block, in the order of ids. state is "null", "free", "cached" (free, but found by
+        blocks: One row per block, in the order of ids. state is "null", "free", "cached" (free, but found by
             prompts that begin as it does), "used" or "pinned" (kept by a pinned prefix); group is the cache
             group, -1 if the block holds nothing; num_tokens is how many of its slots are filled.
-        owners: One row a reference, in the order of block ids. request_id, its arrival (place in the order
+        owners: One row per reference, in the order of block ids. request_id, its arrival (place in the order
             of requests) and the index of its sequence; of a pinned prefix, its name, -1 and -1. position is
             the block's place in the block table; num_tokens the slots that this owner has filled.
         host_blocks: As `blocks`: those in host memory that swapped-out requests hold.
@@ -163,7 +163,7 @@ def _drawing(title: str, blocks: np.ndarray, owners: np.ndarray, block_size: int
 
 
 def _cell(i: int, block: np.void, owners: list[np.void], block_size: int) -> str:
-    """Returns the i-th cell: stripes, one a request or a sequence, as high as the block is full."""
+    """Returns the i-th cell: stripes, one per request or sequence, as high as the block is full."""
     state, count, num_tokens = str(block["state"]), int(block["ref_count"]), int(block["num_tokens"])
     lines = [
         f"block {block['block_id']}: {state}" + f", {num_tokens} of {block_size} tokens" * (num_tokens > 0)

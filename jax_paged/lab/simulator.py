@@ -88,10 +88,10 @@ class StepTimeModel:
 
     Args:
         base_s: Of any step: reading the weights, launching kernels.
-        s_per_prefill_token: A token of a sequence that computes several.
-        s_per_decode_seq: A sequence that computes one token.
-        s_per_context_token: A token whose keys and values are read from the pool.
-        s_per_swapped_block: A block that is moved from or to host memory.
+        s_per_prefill_token: Of each token of a sequence that computes several.
+        s_per_decode_seq: Of each sequence that computes one token.
+        s_per_context_token: Of each token whose keys and values are read from the pool.
+        s_per_swapped_block: Of each block that is moved from or to host memory.
     """
 
     base_s: float
@@ -122,9 +122,9 @@ class SimulationResult:
     """What happened.
 
     Args:
-        steps: A row a step, with the fields of STEP.
-        requests: A row a request of the trace, in its order, with the fields of REQUEST (RequestMetrics).
-        block_size: Tokens a block.
+        steps: One row per step, with the fields of STEP.
+        requests: One row per request of the trace, in its order, with the fields of REQUEST (RequestMetrics).
+        block_size: Tokens per block.
     """
 
     steps: np.ndarray

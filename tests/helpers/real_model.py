@@ -97,7 +97,7 @@ def write_checkpoint(folder: Path) -> None:
 
 
 class DenseModel:
-    """The same checkpoint called densely, without any cache.
+    """The checkpoint, called densely and without any cache.
 
     Args:
         folder: The checkpoint.
