@@ -44,7 +44,7 @@ class PoolMap:
             the block's place in the block table; num_tokens the slots that this owner has filled.
         host_blocks: As `blocks`: those in host memory that swapped-out requests hold.
         host_owners: As `owners`, of these.
-        block_size: Tokens a block.
+        block_size: Tokens per block.
     """
 
     blocks: np.ndarray
