@@ -29,7 +29,11 @@ CORE = tuple(
         "state_machine",
     )
 )
-TESTS = {"worker/batch.py": ("worker/test_batch",), "worker/block_mover.py": ("worker/test_block_mover",)}
+TESTS = {
+    "worker/batch_builder.py": ("worker/test_batch",),
+    "worker/input_batch.py": ("worker/test_input_batch",),
+    "worker/block_mover.py": ("worker/test_block_mover",),
+}
 
 
 class Mutation(NamedTuple):
@@ -270,8 +274,8 @@ MUTATIONS = [
     ),
     Mutation(
         "core/sequence_updater.py",
-        "        if is_fork:\n            seq.num_computed_tokens = stop\n        else:",
-        "        if not is_fork:",
+        "                seq.num_computed_tokens = len(seq) - 1\n",
+        "                pass\n",
         "progress of samples not kept",
     ),
     Mutation(
@@ -363,27 +367,47 @@ MUTATIONS = [
         "preempted for one that does not fit",
     ),
     Mutation(
-        "worker/batch.py",
-        "slots[:total] = blocks * self.block_size + positions % self.block_size",
-        "slots[:total] = blocks * self.block_size + (positions + 1) % self.block_size",
+        "worker/batch_builder.py",
+        "blocks * size + positions % size",
+        "blocks * size + (positions + 1) % size",
         "slots shifted",
     ),
     Mutation(
-        "worker/batch.py", "end_loc[row_of_sample] - 1", "end_loc[row_of_sample]", "logits of the next row"
+        "worker/batch_builder.py",
+        "end_loc[logits_rows.rows] - 1 - logits_rows.tokens_back",
+        "end_loc[logits_rows.rows] - logits_rows.tokens_back",
+        "logits of the next row",
     ),
     Mutation(
-        "worker/batch.py",
-        "lens[: len(rows)] = start + num_tokens",
-        "lens[: len(rows)] = start",
+        "worker/batch_builder.py",
+        'view["context_lens"][g, :n] = stops\n',
+        'view["context_lens"][g, :n] = stops - 1\n',
         "own tokens not attended to",
     ),
     Mutation(
-        "worker/batch.py",
-        "(group.beam_params.temperature if group.beam_params else 0) or 1.0",
+        "core/seats.py",
+        "(beams.temperature if beams else 0) or 1.0",
         "1.0",
         "temperature of beams forgotten",
     ),
-    Mutation("worker/batch.py", "            slots[:] = out_of_range\n", "", "padding is written to block 0"),
+    Mutation(
+        "worker/batch_builder.py",
+        '        view["slot_mapping"][:] = self._num_blocks * size\n',
+        "",
+        "padding is written to block 0",
+    ),
+    Mutation(
+        "worker/input_batch.py",
+        "self.block_tables[g, seat, index] = block\n",
+        "pass\n",
+        "a replaced block is not taken in",
+    ),
+    Mutation(
+        "worker/input_batch.py",
+        "self._write(g, seat, int(self.num_table_blocks[g, seat]), blocks)",
+        "self._write(g, seat, 0, blocks)",
+        "new blocks stand at the wrong place",
+    ),
     Mutation(
         "worker/block_mover.py", "pairs = pairs[size:]", "pairs = ()", "copies beyond the first call left out"
     ),
