@@ -114,13 +114,21 @@ class Admission:
         Returns:
             Whether it finds room now; False, and nothing has changed, if all of them are not enough.
         """
-        manager, running = self.block_manager, self.queues.running
+        manager, running, last = self.block_manager, self.queues.running, self.queues.last_running()
+        if last is None or last.priority <= group.priority:
+            return False
         if manager.pool.num_held:
             return False  # blocks taken away now would not be free in this step
+        shared: list[int] = []
         if group.request_id in self.queues.swapped:
-            num_needed, shared = manager.num_swapped_blocks(group.unfinished), []
+            num_needed = manager.num_swapped_blocks(group.unfinished)
         else:
-            num_needed, shared = manager.needed_by(group.unfinished[0], group.cache_salt, **_needs(group))
+            seq = group.unfinished[0]
+            num_needed, prefix = manager.needed_by(seq, group.cache_salt, **_needs(group))
+            shared = prefix.blocks
+            num_uncached = len(seq) - prefix.num_blocks * manager.block_size
+            if not self.enable_chunked_prefill and num_uncached > step.budget:
+                return False  # it would not run in this step even so
         victims: list[SequenceGroup] = []
         num_seats, num_blocks = self.queues.num_seats_taken, manager.num_free_blocks
         for victim in reversed(running.values()):

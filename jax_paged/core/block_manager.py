@@ -120,11 +120,11 @@ class BlockManager:
 
     def needed_by(
         self, seq: Sequence, salt: str, *, use_cache: bool, num_encoder_tokens: int
-    ) -> tuple[int, list[int]]:
-        """Returns what `allocate` needs: how many free blocks, and which cached ones it would share."""
+    ) -> tuple[int, CachedPrefix]:
+        """Returns what `allocate` needs: how many free blocks, and the cached ones that it would share."""
         prefix = self._shared_prefix(seq, salt, use_cache)
         num_new = self._num_new(seq, prefix.num_blocks, num_encoder_tokens)
-        return self._num_taken(num_new, prefix.blocks), prefix.blocks
+        return self._num_taken(num_new, prefix.blocks), prefix
 
     def num_swapped_blocks(self, seqs: list[Sequence]) -> int:
         """Returns how many free blocks `swap_in` needs."""

@@ -106,8 +106,9 @@ class PrefixCache:
     def _invalidate(self, key: tuple[bytes, int]) -> None:
         walk = self._walk
         place = None if walk is None else walk.places.get(key)
-        if walk is not None and place is not None:
-            walk.num_valid, walk.result = min(walk.num_valid, place), None
+        # What lies behind a block that was missing is looked up when the walk comes there.
+        if walk is not None and place is not None and place < walk.num_valid:
+            walk.num_valid, walk.result = place, None
 
     def _extend(self, walk: _Walk) -> None:
         """Looks blocks up from the first position that is not valid, until a full cache group misses one."""

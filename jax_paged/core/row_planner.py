@@ -53,7 +53,7 @@ class RowPlanner:
             num_tokens = seq.num_new_tokens
             if num_tokens == 1:
                 return [(seq, 1)] if step.budget else []
-            num_tokens = self.within(num_tokens, step.budget - self._num_decode_tokens(behind))
+            num_tokens = self.within(num_tokens, self.available(behind, step))
             if num_tokens > 1 and self.enable_chunked_prefill:
                 limit = self.block_manager.within_windows(seq, num_tokens)
                 # Those behind it may not overtake it with the tokens that it leaves.
@@ -74,7 +74,7 @@ class RowPlanner:
                 return []
         rows, budget = [], step.budget
         if any(n > 1 for _, n in needed):
-            budget -= self._num_decode_tokens(behind)
+            budget = self.available(behind, step)
         for seq, n in needed:
             # Beams sample together, and none may end before the others share its blocks: the last token
             # waits until all are there.
@@ -83,6 +83,10 @@ class RowPlanner:
             if num_tokens:
                 rows.append((seq, num_tokens))
         return rows
+
+    def available(self, behind: Iterable[SequenceGroup], step: StepBuilder) -> int:
+        """Returns the tokens that a step has for prompts: those that decode behind them get theirs."""
+        return step.budget - self._num_decode_tokens(behind)
 
     def within(self, num_tokens: int, budget: int) -> int:
         """Returns how many of some tokens a step computes; without chunks all or none."""

@@ -39,8 +39,9 @@ class Scheduler:
     first request always advances, and no step that takes blocks from a running request for another one
     admits a third.
 
-    Every output of schedule() is handed back to update(), in order. A block that is freed in between (abort,
-    finish) is held back until update() has seen every step that may write to it.
+    Every output of schedule() is handed back to update() before the next is scheduled; add, abort and finish
+    may come in between. A block that is freed meanwhile is held back until update() has seen every step that
+    may write to it.
 
     Args:
         block_manager: Owner of the blocks; used by this scheduler alone.
@@ -117,6 +118,7 @@ class Scheduler:
             block_manager, self.queues, self._admission, self._preemption, enable_chunked_prefill
         )
         self._step_ids = itertools.count()
+        self._is_in_flight = False
 
     @property
     def has_unfinished(self) -> bool:
@@ -191,6 +193,8 @@ class Scheduler:
         Returns:
             The step; nothing is left to run if neither `scheduled` nor `ended` holds anything.
         """
+        assert not self._is_in_flight, "a step is scheduled after the update of the one before"
+        self._is_in_flight = True
         step = StepBuilder(self.max_num_batched_tokens)
         admission = self._admission
         admission.begin_step(now)
@@ -218,6 +222,7 @@ class Scheduler:
             result: What the executor made of it.
             now: Time, in the engine's clock (seconds).
         """
+        self._is_in_flight = False
         return self._updater.update(output, result, now)
 
     def _fill(
@@ -287,7 +292,9 @@ class Scheduler:
         was_swapped = group.request_id in self.queues.swapped
         if not self._admission.give_blocks(group, step):
             return Answer.NO_ROOM
-        if not was_swapped and not self._planner.within(seq.num_new_tokens, step.budget):
+        if not was_swapped and not self._planner.within(
+            seq.num_new_tokens, self._planner.available(behind, step)
+        ):
             self._admission.take_back(seq)
             return Answer.NO_TOKENS
         num_cached_tokens = seq.num_computed_tokens

@@ -45,7 +45,10 @@ class StepBuilder:
             blocks_to_swap_in=tuple(self.swap_in),
             blocks_to_copy=tuple(self.copies),
             to_encode=tuple(
-                [EncoderInput(g.request_id, g.encoder_token_ids, tables) for g, tables in self.to_encode]
+                [
+                    EncoderInput(group.request_id, group.encoder_token_ids, [list(table) for table in tables])
+                    for group, tables in self.to_encode
+                ]
             ),
             preempted=tuple(self.preempted),
             ended=tuple(self.ended),

@@ -101,12 +101,13 @@ class _RecordedBlockManager(BlockManager):
         self._note = note
 
     def pin(self, name: str, token_ids: list[int], salt: str) -> int:
+        num_tokens = super().pin(name, token_ids, salt)  # what fails is not to be replayed
         self._note("pin", name=name, token_ids=token_ids, salt=salt)
-        return super().pin(name, token_ids, salt)
+        return num_tokens
 
     def unpin(self, name: str) -> None:
-        self._note("unpin", name=name)
         super().unpin(name)
+        self._note("unpin", name=name)
 
 
 def decisions(output: SchedulerOutput) -> dict[str, Any]:

@@ -308,9 +308,21 @@ MUTATIONS = [
     ),
     Mutation(
         "core/prefix_cache.py",
-        "walk.num_valid, walk.result = min(walk.num_valid, place), None",
-        "walk.num_valid, walk.result = min(walk.num_valid, place + 1), None",
+        "walk.num_valid, walk.result = place, None",
+        "walk.num_valid, walk.result = place + 1, None",
         "an evicted block is found again",
+    ),
+    Mutation(
+        "core/prefix_cache.py",
+        "place is not None and place < walk.num_valid:",
+        "place is not None:",
+        "a walk goes on behind a hole",
+    ),
+    Mutation(
+        "core/scheduler.py",
+        "self._planner.available(behind, step)",
+        "step.budget",
+        "newcomers take the tokens of those that decode",
     ),
     Mutation(
         "core/seats.py",
@@ -424,9 +436,7 @@ def lay_out(folder: Path) -> Path:
     """Copies package and tests; returns where the package is."""
     ignore = shutil.ignore_patterns("__pycache__", "*.safetensors")
     shutil.copytree(ROOT / "jax_paged", folder / "jax_paged", ignore=ignore)  # links are followed
-    for name in ("core", "worker", "helpers"):
-        shutil.copytree(ROOT / "tests" / name, folder / "tests" / name, ignore=ignore)
-    shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder / "jax_paged"
 

@@ -7,9 +7,10 @@ from helpers.scheduling import EOS, make_group, make_scheduler, rows, step, take
 
 from jax_paged.core.block_pool import BlockPool
 from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.prefix_cache import CachedPrefix, PrefixCache
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.scheduler import Scheduler
-from jax_paged.core.sequence import SequenceStatus
+from jax_paged.core.sequence import Sequence, SequenceStatus
 from jax_paged.core.stop_conditions import POOL_TOO_SMALL
 from jax_paged.sampling_params import BeamSearchParams
 
@@ -115,6 +116,73 @@ def test_a_long_prompt_leaves_tokens_to_those_that_decode(policy: str) -> None:
     assert num_steps == 150  # ten tokens of the prompt in each step, beside six that decode
 
 
+def test_newcomers_leave_tokens_to_those_that_decode_behind_them() -> None:
+    """Three prompts of a higher priority come at once, to a budget that the decodes nearly fill."""
+    sched = make_scheduler(num_blocks=200, budget=10, policy="priority", max_num_seqs=9)
+    decoding = [make_group(i, [i] * 3, priority=1, max_tokens=60) for i in range(6)]
+    for group in decoding:
+        sched.add(group)
+    while any(not group.sequences[0].output_token_ids for group in decoding):
+        step(sched)
+    for index in range(6, 9):
+        sched.add(make_group(index, [index] * 60))
+    for _ in range(20):
+        before = [len(group.sequences[0]) for group in decoding]
+        output = step(sched)
+        assert output.preempted == ()
+        assert [len(group.sequences[0]) for group in decoding] == [n + 1 for n in before]
+        scheduled = {sched.find(row.seq_id)[0].request_id for row in output.scheduled}
+        assert sched.queues.running.keys() <= scheduled, "a request holds blocks and computes nothing"
+
+
+def test_a_cached_prompt_takes_no_token_of_those_that_decode() -> None:
+    """One token of it is left to compute, and a long prompt before it takes all but those of two that run."""
+    sched = make_scheduler(num_blocks=200, budget=5, policy="priority", max_num_seqs=5)
+    sched.add(make_group(0, [7] * 9, max_tokens=1))
+    while sched.has_unfinished:
+        step(sched)
+    decoding = [make_group(i, [i] * 2, priority=1, max_tokens=60) for i in range(1, 3)]
+    for group in decoding:
+        sched.add(group)
+    while any(not group.sequences[0].output_token_ids for group in decoding):
+        step(sched)
+    sched.add(make_group(3, [3] * 60))
+    for index in range(4, 6):
+        sched.add(make_group(index, [7] * 9))
+    before = [len(group.sequences[0]) for group in decoding]
+    output = step(sched)
+    assert [len(group.sequences[0]) for group in decoding] == [n + 1 for n in before]
+    assert output.num_batched_tokens == 5
+
+
+def test_no_prompt_preempts_for_a_step_that_has_no_tokens_for_it() -> None:
+    """Without chunks: the first newcomer's prompt takes the step, the second one's would not fit into it."""
+    sched = make_scheduler(
+        num_blocks=31,
+        block_size=4,
+        budget=64,
+        max_model_len=64,
+        policy="priority",
+        enable_chunked_prefill=False,
+    )
+    sched.add(make_group(0, [0] * 40, priority=2, max_tokens=9))
+    step(sched)
+    sched.add(make_group(1, [1] * 40, priority=1))
+    sched.add(make_group(2, [2] * 40, priority=0))
+    output = step(sched)
+    assert output.preempted == ()
+
+
+def test_a_step_is_scheduled_after_the_update_of_the_one_before() -> None:
+    sched = make_scheduler()
+    sched.add(make_group(0, [1]))
+    output = sched.schedule(0.0)
+    with pytest.raises(AssertionError, match="after the update"):
+        sched.schedule(0.0)
+    take_in(sched, output, 5)
+    sched.schedule(0.0)
+
+
 def test_a_request_that_never_runs_is_an_error() -> None:
     """All blocks but one are pinned: not the length of its output ends it."""
     sched = make_scheduler(num_blocks=6, block_size=4)
@@ -166,24 +234,54 @@ def test_a_long_prompt_that_waits_is_looked_up_once(
     assert len(lookups) - first <= (3 * 410 + 20) * len(groups)
 
 
-@pytest.mark.parametrize("seed", range(5))
+def kept_and_fresh(prefixes: PrefixCache, kept: Sequence) -> tuple[CachedPrefix, CachedPrefix]:
+    """Returns what the walk that is kept finds, and what a new one does."""
+    found = prefixes.longest(kept, "")
+    walk, prefixes._walk = prefixes._walk, None
+    fresh = prefixes.longest(Sequence(kept.prompt_token_ids), "")
+    prefixes._walk = walk
+    return found, fresh
+
+
+@pytest.mark.parametrize("seed", range(20))
 def test_a_walk_that_is_kept_finds_what_a_new_one_does(seed: int) -> None:
-    """Blocks are cached and evicted between the look-ups of one prompt."""
+    """Blocks of a prompt enter and leave the cache between two look-ups, in any order."""
     rng = random.Random(seed)
     for groups in ((CacheGroup(),), (CacheGroup(), CacheGroup(window=9)), (CacheGroup(window=9),)):
-        sched = make_scheduler(num_blocks=40 * len(groups), groups=groups, max_num_seqs=3, block_size=2)
-        prefixes, prompt = sched.block_manager.prefixes, [i % 3 for i in range(30)]
-        kept = make_group(99, prompt).sequences[0]
-        for index in range(60):
-            shared = prompt[: rng.choice([0, 4, 12, 29])]
-            sched.add(make_group(index, [*shared, *(rng.randrange(3) for _ in range(6))], max_tokens=3))
-            for _ in range(rng.randint(1, 3)):
-                step(sched)
-                prefixes_found = prefixes.longest(kept, "")
-                prefixes.forget_walk()
-                assert prefixes.longest(make_group(98, prompt).sequences[0], "") == prefixes_found
-                prefixes.forget_walk()
-                assert prefixes.longest(kept, "") == prefixes_found  # kept until the next step's changes
+        pool, num_blocks = BlockPool(100), 15
+        prefixes, kept = PrefixCache(pool, groups, 2), Sequence([i % 3 for i in range(2 * num_blocks + 1)])
+        held: dict[tuple[int, int], int] = {}  # block by position and cache group
+        for _ in range(400):
+            for _ in range(rng.randint(1, 4)):
+                i, g = place = rng.randrange(num_blocks), rng.randrange(len(groups))
+                if place in held:
+                    pool.forget(held[place])
+                    pool.release(held.pop(place))
+                elif rng.random() < 0.7:
+                    held[place] = pool.take()
+                    pool.remember(held[place], prefixes._content(kept, i, "")._replace(group=g))
+            found, fresh = kept_and_fresh(prefixes, kept)
+            assert found == fresh
+
+
+def test_a_walk_does_not_go_on_behind_a_hole() -> None:
+    """The cache loses a block of a kept prefix, then gains one behind the hole."""
+    sched = make_scheduler(num_blocks=30, block_size=4)
+    prompt = list(range(24))
+    sched.add(make_group(0, [*prompt, 99], max_tokens=1))
+    step(sched)
+    pool, kept = sched.block_manager.pool, Sequence([*prompt, 98])
+    assert sched.block_manager.prefixes.longest(kept, "").num_blocks == 6
+    blocks = {tuple(content.tokens): b for b, content in enumerate(pool.contents) if content is not None}
+    last = pool.contents[blocks[20, 21, 22, 23]]
+    pool.forget(blocks[12, 13, 14, 15])
+    assert sched.block_manager.prefixes.longest(kept, "").num_blocks == 3
+    pool.forget(blocks[20, 21, 22, 23])
+    pool.remember(blocks[20, 21, 22, 23], last)
+    found, fresh = kept_and_fresh(sched.block_manager.prefixes, kept)
+    assert found == fresh
+    assert found.num_blocks == 3
+    assert 0 not in found.tables[0]
 
 
 def test_entries_of_aborted_requests_are_dropped() -> None:

@@ -168,6 +168,7 @@ class Simulation:
         self.manager.check_integrity()
         self.device.wipe()
         self.check_first_tokens(had_first_token)
+        self.check_walk()
         counts = self.counts
         counts["steps"] += 1
         counts["tokens"] += len(token_ids)
@@ -280,6 +281,15 @@ class Simulation:
         for group in (group for group in computing if group.beam_params):
             sampling = {seq for g, seq in samples if g is group}
             assert not sampling or sampling == set(group.unfinished), "a beam is left behind"
+
+    def check_walk(self) -> None:
+        """The walk along a prefix that is kept finds what a new one does."""
+        prefixes = self.manager.prefixes
+        walk = prefixes._walk
+        if walk is not None:
+            found, prefixes._walk = prefixes.longest(walk.seq, walk.salt), None
+            assert prefixes.longest(walk.seq, walk.salt) == found, "a walk is out of date"
+            prefixes._walk = walk
 
     def check_first_tokens(self, had: set[SequenceGroup]) -> None:
         """First come, first served: no first token before that of an earlier request of the same class."""

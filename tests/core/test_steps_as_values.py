@@ -40,6 +40,19 @@ def test_a_step_survives_pickling() -> None:
         sched.update(output, result, 0.0)
 
 
+def test_a_step_does_not_change_after_it_was_scheduled() -> None:
+    sched = make_scheduler(groups=(CacheGroup(), CacheGroup(is_cross=True)), block_size=2)
+    group = make_group(0, [1] * 3)
+    group.encoder_token_ids = [5, 6, 7]
+    sched.add(group)
+    output = sched.schedule(0.0)
+    as_scheduled = pickle.dumps(output)
+    for _ in range(4):
+        take_in(sched, output, 5)
+        output, first = sched.schedule(0.0), output if output.step_id == 0 else first
+    assert pickle.dumps(first) == as_scheduled
+
+
 def test_what_the_executor_is_told_of_a_sequence() -> None:
     sched = make_scheduler()
     sched.add(make_group(0, [1] * 9, n=2, stop_token_ids=[7], logprobs=3))
