@@ -51,14 +51,14 @@ class RowPlanner:
         if len(group.sequences) == 1:
             seq = group.sequences[0]
             num_tokens = seq.num_new_tokens
-            if num_tokens == 1:
+            if num_tokens == 1 and seq.output_token_ids:
                 return [(seq, 1)] if step.budget else []
             num_tokens = self.within(num_tokens, self.available(behind, step))
-            if num_tokens > 1 and self.enable_chunked_prefill:
-                limit = self.block_manager.within_windows(seq, num_tokens)
-                # Those behind it may not overtake it with the tokens that it leaves.
-                step.is_closed |= limit < num_tokens
-                num_tokens = limit
+            if self.enable_chunked_prefill:
+                if num_tokens > 1:
+                    num_tokens = self.block_manager.within_windows(seq, num_tokens)
+                # Newcomers may not overtake it with the tokens that it leaves.
+                step.is_closed |= num_tokens < seq.num_new_tokens
             return [(seq, num_tokens)] if num_tokens else []
         seqs, tables = group.unfinished, self.block_manager.block_tables
         for seq in seqs:
@@ -95,12 +95,12 @@ class RowPlanner:
         return max(0, budget) if self.enable_chunked_prefill else 0
 
     def _num_decode_tokens(self, groups: Iterable[SequenceGroup]) -> int:
-        """Returns how many sequences of running requests have one token to compute."""
+        """Returns how many sequences of running requests decode: they have one token to compute, of output."""
         if not self.enable_chunked_prefill:
             return 0  # prompts have steps of their own
         tables = self.block_manager.block_tables
         return sum(
-            seq.num_new_tokens == 1 and seq in tables
+            seq.num_new_tokens == 1 and bool(seq.output_token_ids) and seq in tables
             for group in groups
             if group.request_id in self.queues.running
             for seq in group.unfinished

@@ -28,12 +28,14 @@ class StepUpdate(NamedTuple):
     Args:
         new_tokens: In the order of SchedulerOutput.samples; beams are not in it.
         changed: The requests that got a token or ended, each once.
+        ended: The requests of which a sequence has ended, each once.
         prompt_logprobs: (request, first position of the row, log-probabilities of the prompt tokens at the
             positions after it).
     """
 
     new_tokens: list[NewTokens]
     changed: list[SequenceGroup]
+    ended: list[SequenceGroup]
     prompt_logprobs: list[tuple[SequenceGroup, int, list[TokenLogprobs]]]
 
 
@@ -58,7 +60,6 @@ class SequenceUpdater:
         self.queues = queues
         self.seats = seats
         self.stop_conditions = stop_conditions
-        self._no_drafts: list[int] = []
         self._block_size = block_manager.block_size
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
@@ -67,13 +68,15 @@ class SequenceUpdater:
         assert len(result.token_ids) == len(output.samples), "a list of tokens per sample"
         self.block_manager.end_step(output.step_id)
         find, seats, scheduled = self.seats.find, self.seats.by_id, output.scheduled
+        after_token = self.stop_conditions.after_token
         changed: dict[SequenceGroup, None] = {}
+        ended: dict[SequenceGroup, None] = {}
         if not all(result.is_finite):
             for row, is_finite in zip(scheduled, result.is_finite, strict=True):
                 found = None if is_finite else find(row.seq_id)
                 if found is not None and not found[0].is_finished:
                     self.end_group(found[0], SequenceStatus.FINISHED_ABORTED, now, NON_FINITE)
-                    changed[found[0]] = None
+                    changed[found[0]] = ended[found[0]] = None
         prompt_logprobs: list[tuple[SequenceGroup, int, list[TokenLogprobs]]] = []
         if any(result.prompt_logprobs):
             for row, entries in zip(scheduled, result.prompt_logprobs, strict=True):
@@ -104,20 +107,26 @@ class SequenceUpdater:
                 self._note_computed(group, seq, row.start, row.start + row.num_tokens)
                 beams.setdefault(group, []).append((seq, top.top_token_ids, top.top_logprobs))
                 continue
-            drafts = row.token_ids[1 - num_logits :] if num_logits > 1 else self._no_drafts
-            num_accepted, ending = self._accept(group, seq, token_ids, logprobs, drafts)
+            if num_logits == 1 and len(token_ids) == 1:
+                seq.append(token_ids[0], logprobs[0].logprob)
+                ending = after_token(group, seq)
+            else:
+                drafts = row.token_ids[len(row.token_ids) + 1 - num_logits :]
+                n, ending = self._accept(group, seq, token_ids, logprobs, drafts)
+                token_ids, logprobs = token_ids[:n], logprobs[:n]
             if seq_id == row.seq_id:
                 self._note_computed(group, seq, seq.num_computed_tokens, len(seq) - 1)
             else:  # a fork, whose blocks are those of the row's own sequence
                 seq.num_computed_tokens = len(seq) - 1
             if ending is not None:
                 self.end(group, seq, ending[0], now, ending[1])
-            if num_accepted < len(token_ids):
-                token_ids, logprobs = token_ids[:num_accepted], logprobs[:num_accepted]
+                ended[group] = None
             new_tokens.append(NewTokens(group, seq, token_ids, logprobs))
         for group, candidates in beams.items():
             self._advance_beams(group, candidates, now)
-        return StepUpdate(new_tokens, list(changed), prompt_logprobs)
+            if group.is_finished:
+                ended[group] = None
+        return StepUpdate(new_tokens, list(changed), list(ended), prompt_logprobs)
 
     def _accept(
         self,

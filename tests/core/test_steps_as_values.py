@@ -225,6 +225,7 @@ def test_non_finite_logits_end_the_request_and_cache_nothing() -> None:
         sched.add(group)
     output = sched.schedule(0.0)
     update = sched.update(output, result_of(output, [5] * 4, is_finite=[False, True]), 3.0)
+    assert update.ended == [groups[0]]
     assert update.changed == groups
     assert [new.group for new in update.new_tokens] == [groups[1]] * 2
     assert {(s.status, s.stop_reason) for s in groups[0].sequences} == {
