@@ -327,8 +327,8 @@ MUTATIONS = [
     Mutation(
         "core/seats.py",
         "if tables.get(seq) is not seat.tables]",
-        "if seq not in tables]",
-        "a seat is kept with the tables of before a preemption",
+        "if False]",
+        "seats are kept by those that lost their blocks",
     ),
     Mutation(
         "core/seats.py",
