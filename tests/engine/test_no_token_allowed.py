@@ -1,4 +1,4 @@
-"""Requests whose parameters forbid every token: they end with a reason, and the rest of the batch is exact."""
+"""Requests whose parameters forbid every token end with a reason, and the rest of the batch is exact."""
 
 from typing import Any
 
