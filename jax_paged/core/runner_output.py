@@ -2,6 +2,9 @@
 
 import dataclasses
 
+# Stands in ModelRunnerOutput.token_ids where the request's parameters leave no token to choose.
+NO_TOKEN = -1
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -26,9 +29,10 @@ class ModelRunnerOutput:
 
     Args:
         step_id: That of the SchedulerOutput.
-        token_ids: One list per entry of SchedulerOutput.samples: a token per row of logits, in order of
-            position.
-        logprobs: Of these tokens, in the same nesting.
+        token_ids: One list per entry of SchedulerOutput.samples: one token per row of logits, in order of
+            position; NO_TOKEN where the request's parameters forbid every token: a request that gets there
+            has to end.
+        logprobs: Of these tokens, in the same nesting; those of NO_TOKEN mean nothing.
         is_finite: One per entry of SchedulerOutput.scheduled; False where the logits that were looked at
             held NaN or infinity: the request has to end.
         prompt_logprobs: One list per entry of SchedulerOutput.scheduled: those of the prompt tokens at

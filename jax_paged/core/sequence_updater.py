@@ -6,11 +6,13 @@ from jax_paged.core import beam_search
 from jax_paged.core.beam_search import Candidate
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.request_queues import RequestQueues
-from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.runner_output import NO_TOKEN, ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.seats import Seats
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from jax_paged.core.stop_conditions import NON_FINITE, Ending, StopConditions
+from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED, NON_FINITE, Ending, StopConditions
+
+_NO_TOKEN_LEFT: Ending = (SequenceStatus.FINISHED_ABORTED, NO_TOKEN_ALLOWED)
 
 
 class NewTokens(NamedTuple):
@@ -100,14 +102,14 @@ class SequenceUpdater:
                 continue
             group, seq, row = seat.group, seat.seq, scheduled[i]
             changed[group] = None
-            if group.metrics.first_token_time is None:
+            if group.metrics.first_token_time is None and token_ids[0] != NO_TOKEN:
                 group.metrics.first_token_time = now
             if group.beam_params:
                 (top,) = logprobs
                 self._note_computed(group, seq, row.start, row.start + row.num_tokens)
                 beams.setdefault(group, []).append((seq, top.top_token_ids, top.top_logprobs))
                 continue
-            if num_logits == 1 and len(token_ids) == 1:
+            if num_logits == 1 and len(token_ids) == 1 and token_ids[0] != NO_TOKEN:
                 seq.append(token_ids[0], logprobs[0].logprob)
                 ending = after_token(group, seq)
             else:
@@ -119,9 +121,13 @@ class SequenceUpdater:
             else:  # a fork, whose blocks are those of the row's own sequence
                 seq.num_computed_tokens = len(seq) - 1
             if ending is not None:
-                self.end(group, seq, ending[0], now, ending[1])
                 ended[group] = None
-            new_tokens.append(NewTokens(group, seq, token_ids, logprobs))
+                if ending is _NO_TOKEN_LEFT:  # all samples of the request have the same parameters
+                    self.end_group(group, SequenceStatus.FINISHED_ABORTED, now, NO_TOKEN_ALLOWED)
+                else:
+                    self.end(group, seq, ending[0], now, ending[1])
+            if token_ids:
+                new_tokens.append(NewTokens(group, seq, token_ids, logprobs))
         for group, candidates in beams.items():
             self._advance_beams(group, candidates, now)
             if group.is_finished:
@@ -142,10 +148,12 @@ class SequenceUpdater:
         is what it would be without drafts.
 
         Returns:
-            How many tokens the sequence has accepted, and how the last of them ends it.
+            How many tokens the sequence has accepted, and how it ends then, if it does.
         """
         ending, n = None, 0
         for token_id in token_ids:
+            if token_id == NO_TOKEN:
+                return n, _NO_TOKEN_LEFT
             seq.append(token_id, logprobs[n].logprob)
             n += 1
             ending = self.stop_conditions.after_token(group, seq)

@@ -5,6 +5,7 @@ from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 # Stop reasons of requests that ended without having finished.
 POOL_TOO_SMALL = "the pool has no room for it"
 NON_FINITE = "non-finite logits"
+NO_TOKEN_ALLOWED = "no token is allowed"
 
 # With which status, and which stop reason.
 Ending = tuple[SequenceStatus, int | str | None]

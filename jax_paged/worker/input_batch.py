@@ -14,9 +14,6 @@ from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.packed_batch import NUM_SAMPLING_COLUMNS, pack_sampling
 from jax_paged.worker.token_bias import TokenBias
 
-# More most likely tokens than any device reports.
-ALL_LOGPROBS = 2**31 - 1
-
 
 class TokenCountReset(NamedTuple):
     """A sequence with penalties that has taken a seat: its token counts have to be written."""
@@ -42,8 +39,7 @@ class InputBatch:
         num_encoder_tokens: int32 [S], tokens that groups of cross attention hold.
         sampling: int32 [S, 12], the field of the same name of the packed buffer.
         count_seats: int32 [S], the seat itself where a sequence has penalties, S elsewhere.
-        num_top_logprobs: int32 [S], most likely tokens to report, ALL_LOGPROBS for as many as the device
-            reports; -1 for no log-probabilities.
+        num_top_logprobs: int32 [S], how many most likely tokens to report; -1 for no log-probabilities.
         biases: The sequences whose logits may get a bias.
         token_masks: int32 [ceil(V / 32)] of the sequences that may only choose some tokens.
         prompts: Of the sequences whose prompt gets log-probabilities, the prompt and how many most likely
@@ -135,7 +131,7 @@ class InputBatch:
             self._write(g, seat, 0, table)
         params = new.sampling_params
         self.num_encoder_tokens[seat] = new.num_encoder_tokens
-        self.num_top_logprobs[seat] = -1 if new.num_top_logprobs is None else _num_top(new.num_top_logprobs)
+        self.num_top_logprobs[seat] = -1 if new.num_top_logprobs is None else new.num_top_logprobs
         self.sampling[seat] = pack_sampling(
             params,
             seed=new.seed,
@@ -148,7 +144,7 @@ class InputBatch:
         if params.allowed_token_ids is not None:
             self.token_masks[seat] = pack_token_mask(params.allowed_token_ids, self._vocab_size)
         if params.prompt_logprobs is not None:
-            self.prompts[seat] = new.prompt_token_ids, _num_top(params.prompt_logprobs)
+            self.prompts[seat] = new.prompt_token_ids, params.prompt_logprobs
         if not has_penalty(params):
             return None
         self.count_seats[seat] = seat
@@ -187,8 +183,3 @@ def pack_token_mask(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
     allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
     allowed[list(token_ids)] = True
     return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
-
-
-def _num_top(asked: int) -> int:
-    """Returns how many most likely tokens to report; a request asks for all of them by -1."""
-    return ALL_LOGPROBS if asked < 0 else asked

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Array
 
-from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.runner_output import NO_TOKEN, ModelRunnerOutput, TokenLogprobs
 from jax_paged.worker.logits_rows import LogitsRows
 from jax_paged.worker.prompt_logprobs import PendingPromptLogprobs
 
@@ -20,7 +20,7 @@ class PendingStep:
         num_samples: Entries of SchedulerOutput.samples.
         logits_rows: What the columns of `results` stand for.
         num_top: Per drawn token, how many most likely tokens to report; -1 for no log-probabilities.
-        results: int32 [3, B] of StepProgram; None if the step computes nothing.
+        results: int32 [4, B] of StepProgram; None if the step computes nothing.
         details: int32 [B, 1 + 2N] of StepProgram; None if no sample wants log-probabilities.
         prompt_logprobs: Of rows whose request wants them.
     """
@@ -45,13 +45,14 @@ class PendingStep:
         if self.results is None:
             return ModelRunnerOutput(self.step_id, [], [], [], [])
         num_drawn = self.logits_rows.num_drawn
-        token_ids, logprobs, is_finite = np.asarray(self.results)[:, : len(self.logits_rows.rows)]
+        columns = np.asarray(self.results)[:, : len(self.logits_rows.rows)]
+        token_ids, logprobs, is_finite, has_choice = columns
         finite = np.ones(self.num_rows, bool)
         finite[self.logits_rows.rows[is_finite == 0]] = False
         prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in range(self.num_rows)]
         for pending in self.prompt_logprobs:
             prompt_logprobs[pending.row] = pending.read()
-        tokens = token_ids[:num_drawn].tolist()
+        tokens = np.where(has_choice != 0, token_ids, NO_TOKEN)[:num_drawn].tolist()
         chosen = logprobs[:num_drawn].view(np.float32).tolist()
         if self.details is None:
             details = [TokenLogprobs(logprob, 0, [], []) for logprob in chosen]

@@ -77,6 +77,8 @@ class SampledTokens:
         top_logprobs: [B, max_logprobs] float32 of them; 0 where not wanted.
         is_finite: [B] bool; False where the logits held NaN or +inf, or nothing but -inf. Such a row's
             token is 0 and its other values mean nothing.
+        has_choice: [B] bool; False where the logits are finite, but mask and bias together leave no token
+            to choose. Such a row's token is 0, which may be forbidden and must not be used.
     """
 
     token_ids: Int[Array, " b"]
@@ -85,6 +87,7 @@ class SampledTokens:
     top_token_ids: Int[Array, "b k"]
     top_logprobs: Float[Array, "b k"]
     is_finite: Bool[Array, " b"]
+    has_choice: Bool[Array, " b"]
 
 
 def sample(logits: Float[Array, "b v"], batch: SamplingBatch, *, max_logprobs: int) -> SampledTokens:
@@ -112,15 +115,18 @@ def sample(logits: Float[Array, "b v"], batch: SamplingBatch, *, max_logprobs: i
     is_finite = jnp.isfinite(jax.nn.logsumexp(logits, axis=-1))
     adjusted = _adjust(logits, batch)
     greedy = _argmax(adjusted)
+    # One logit per row tells: the largest is -inf only where all are.
+    largest = jnp.take_along_axis(adjusted, greedy[:, None], axis=-1)[:, 0]
+    has_choice = ~is_finite | (largest != -jnp.inf)
     is_random = batch.temperature >= GREEDY_BELOW
     token_ids = lax.cond(
         jnp.any(is_random),
         lambda: jnp.where(is_random, _draw(adjusted, batch, is_random), greedy),
         lambda: greedy,
     )
-    token_ids = jnp.where(is_finite, token_ids, 0)
+    token_ids = jnp.where(is_finite & has_choice, token_ids, 0)
     logprobs = token_logprobs(logits, token_ids, batch.wants_logprobs, max_logprobs=max_logprobs)
-    return SampledTokens(token_ids, *logprobs, is_finite)
+    return SampledTokens(token_ids, *logprobs, is_finite, has_choice)
 
 
 def token_logprobs(

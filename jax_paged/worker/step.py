@@ -20,7 +20,8 @@ class StepProgram(Program):
 
     Its arguments are weights, pool, token counts (the two are donated), and the arrays of StepInputs. It
     returns:
-        int32 [3, B]: token ids, bits of their log-probabilities, whether the logits were finite.
+        int32 [4, B]: token ids, bits of their log-probabilities, whether the logits were finite, whether any
+            token could be chosen.
         int32 [B, 1 + 2N]: rank, most likely token ids, bits of their log-probabilities.
         The hidden states of all token rows, padded to those of the largest step if the step is mixed.
         The pool.
@@ -52,7 +53,8 @@ class StepProgram(Program):
             batch = sampling_batch(fields, token_counts, bias_ids, bias_values, token_mask)
             drawn = sample(logits, batch, max_logprobs=context.max_logprobs)
             token_counts = add_tokens(token_counts, batch.count_seats, drawn.token_ids)
-            results = jnp.stack([drawn.token_ids, bits(drawn.logprob), drawn.is_finite.astype(jnp.int32)])
+            flags = [drawn.is_finite.astype(jnp.int32), drawn.has_choice.astype(jnp.int32)]
+            results = jnp.stack([drawn.token_ids, bits(drawn.logprob), *flags])
             columns = [drawn.rank[:, None], drawn.top_token_ids, bits(drawn.top_logprobs)]
             padding = 0 if bucket.is_decode else context.max_num_batched_tokens - bucket.num_tokens
             hidden = jnp.pad(hidden, ((0, padding), (0, 0)))

@@ -18,11 +18,11 @@ from helpers.scheduling import (
 )
 
 from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.runner_output import TokenLogprobs
+from jax_paged.core.runner_output import NO_TOKEN, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceGroup, SequenceStatus
-from jax_paged.core.stop_conditions import NON_FINITE
+from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED, NON_FINITE
 from jax_paged.sampling_params import BeamSearchParams
 
 
@@ -234,6 +234,52 @@ def test_non_finite_logits_end_the_request_and_cache_nothing() -> None:
     cached = [c.tokens for c in sched.block_manager.pool.contents if c is not None]
     assert cached == [[1] * 4, [1] * 4]
     assert groups[0].metrics.finished_time == 3.0
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_request_that_allows_no_token_ends(index: int) -> None:
+    """All of its samples do, at whichever of them it is noticed first; the other request goes on."""
+    sched = make_scheduler()
+    groups = [make_group(i, [i] * 8, n=2) for i in range(2)]
+    for group in groups:
+        sched.add(group)
+    output = sched.schedule(0.0)
+    tokens = [5] * 4
+    tokens[index] = NO_TOKEN
+    update = sched.update(output, result_of(output, tokens), 3.0)
+    assert update.changed == groups
+    assert [(new.seq.index, new.token_ids) for new in update.new_tokens if new.group is groups[0]] == [
+        (i, [5]) for i in range(index)
+    ]
+    assert [new.token_ids for new in update.new_tokens if new.group is groups[1]] == [[5], [5]]
+    ends = {(s.status, s.stop_reason) for s in groups[0].sequences}
+    assert ends == {(SequenceStatus.FINISHED_ABORTED, NO_TOKEN_ALLOWED)}
+    assert [group.metrics.first_token_time for group in groups] == [3.0 if index else None, 3.0]
+    assert groups[0].metrics.finished_time == 3.0
+    sched.block_manager.check_integrity()
+    assert [request_id for request_id, _, _ in rows(sched, sched.schedule(4.0))] == ["r1", "r1"]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "accepted", "ends"),
+    [
+        ([NO_TOKEN, 21, 22, 23], [], True),
+        ([20, 21, NO_TOKEN, 23], [20, 21], True),
+        ([20, 29, NO_TOKEN, 23], [20, 29], False),  # after a draft that was wrong, nothing counts
+        ([20, EOS, NO_TOKEN, 23], [20, EOS], False),
+    ],
+)
+def test_no_token_after_a_draft_counts_if_the_draft_does(
+    drawn: list[int], accepted: list[int], ends: bool
+) -> None:
+    sched, group, output = running(num_drafts=3)
+    update = sched.update(output, result_of(output, [drawn]), 1.0)
+    (seq,) = group.sequences
+    assert [new.token_ids for new in update.new_tokens] == ([accepted] if accepted else [])
+    assert seq.output_token_ids == [19, *accepted]
+    assert (seq.stop_reason == NO_TOKEN_ALLOWED) == ends
+    assert sched.has_unfinished == (not ends and EOS not in accepted)
+    sched.block_manager.check_integrity()
 
 
 def test_blocks_are_held_back_until_the_steps_that_may_write_to_them_have_returned() -> None:

@@ -8,7 +8,7 @@ import pytest
 from helpers.steps import make_output, make_row, new_sequence
 
 from jax_paged.core.scheduler_output import BlockTables, NewSequence, ScheduledSequence
-from jax_paged.worker.input_batch import ALL_LOGPROBS, InputBatch, TokenCountReset, pack_token_mask
+from jax_paged.worker.input_batch import InputBatch, TokenCountReset, pack_token_mask
 
 NUM_SEATS, NUM_GROUPS, MAX_BLOCKS, NUM_BLOCKS, VOCAB_SIZE = 6, 3, 12, 1000, 70
 
@@ -142,14 +142,14 @@ def test_another_scheduler_finds_all_seats_empty() -> None:
 
 def test_how_many_most_likely_tokens_are_reported() -> None:
     batch = make_batch()
-    asked = [None, 0, 5, -1]
+    asked = [None, 0, 5, 300]
     batch.update(
         make_output(
             new=[new_sequence(i, [1], tables=[[], [], []], num_top_logprobs=n) for i, n in enumerate(asked)]
         )
     )
     reported = batch.num_top_logprobs[batch.seats_of(range(4))]
-    assert reported.tolist() == [-1, 0, 5, ALL_LOGPROBS]
+    assert reported.tolist() == [-1, 0, 5, 300]
 
 
 def test_what_can_not_be_is_not_taken() -> None:

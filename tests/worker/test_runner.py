@@ -12,7 +12,7 @@ from helpers.real_model import VOCAB_SIZE, DenseModel
 from helpers.steps import execute, make_output, make_row, new_sequence
 
 from jax_paged.config import EngineArgs
-from jax_paged.core.runner_output import ModelRunnerOutput
+from jax_paged.core.runner_output import NO_TOKEN, ModelRunnerOutput
 from jax_paged.core.scheduler_output import NewSequence, Sample, ScheduledSequence
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker import model_runner
@@ -290,6 +290,34 @@ def test_allowed_tokens_and_bad_words(executor: LocalExecutor, dense: DenseModel
     assert pair.output[0] == first
     assert pair.output[1] != second
     assert first not in single.output
+
+
+def test_rows_without_any_token_to_choose(executor: LocalExecutor) -> None:
+    """They are told apart, also within a row that is drawn from several times; other rows are as without."""
+    prompts, token = [random_prompt(35 + i, 5) for i in range(4)], 300
+    plain = Text(1, prompts[0], {})
+    with Driver(executor.runner) as driver:
+        driver.seat(plain)
+        driver.draw([plain])
+        texts = [
+            Text(2, prompts[0], {}, place=1),
+            Text(3, prompts[1], {"allowed_token_ids": [token], "bad_words_token_ids": [[token]]}, place=2),
+            Text(4, prompts[2], {"allowed_token_ids": [5], "end_token_ids": [5], "min_tokens": 2}, place=3),
+            # The second of these tokens may be chosen only where the first does not stand before it.
+            Text(5, prompts[3], {"allowed_token_ids": [token], "bad_words_token_ids": [[8, token]]}, place=4),
+        ]
+        driver.seat(*texts)
+        texts[3].output = [token, 8, token]
+        chunk = Text(
+            6, random_prompt(40, 9), {"allowed_token_ids": [5], "bad_words_token_ids": [[5]]}, place=5
+        )
+        driver.seat(chunk)
+        rows = [*(text.row() for text in texts), chunk.row(3)]
+        samples = [Sample(0, 2), Sample(1, 3), Sample(2, 4), Sample(3, 5, 4)]
+        result = driver.step(rows, samples)
+    missing = [NO_TOKEN]
+    assert result.token_ids == [plain.output, missing, missing, [token, token, NO_TOKEN, token]]
+    assert result.is_finite == [True] * 5
 
 
 def test_prompt_logprobs_of_chunks(executor: LocalExecutor, dense: DenseModel) -> None:

@@ -499,8 +499,41 @@ def test_forbidden_tokens() -> None:
     assert np.isfinite(got.logprob).all()
     row = dataclasses.replace(rows[0], params=SamplingParams(top_p=0.8, repetition_penalty=1.5))
     assert chi_square(run(LOGITS, draws(row)).token_ids, reference(LOGITS, row)) > 1e-4
-    rows = [Row(row.params, forbidden=tuple(range(V))) for row in assorted_rows(V)]
-    assert set(run(LOGITS, rows).token_ids.tolist()) <= set(range(V)), "a valid id even if all are forbidden"
+    assert got.has_choice.all()
+
+
+def test_rows_without_any_token_to_choose() -> None:
+    """By mask, by bias, by both together, or as the model rules out the rest; other rows don't notice."""
+    logits, rows = random_logits(64, V, scale=2), assorted_rows(V)
+    logits[:, LIKELY[4]] = -np.inf
+    others, expected = run(logits, rows), dict[int, list[int]]()
+    for i, row in enumerate(rows):
+        allowed, forbidden = {
+            0: ((LIKELY[0],), (LIKELY[0],)),
+            1: (LIKELY[:3], LIKELY[:4]),
+            2: (None, tuple(range(V))),
+            3: ((LIKELY[4],), ()),
+            4: (LIKELY[:3], LIKELY[:2]),
+            5: (None, tuple(t for t in range(V) if t != LIKELY[7])),
+        }.get(i % 8, (None, ()))
+        expected[i] = {4: [LIKELY[2]], 5: [LIKELY[7]]}.get(i % 8, [] if i % 8 < 4 else [others.token_ids[i]])
+        rows[i] = dataclasses.replace(row, allowed=allowed, forbidden=forbidden)
+    logits[8] = np.nan
+    got = run(logits, rows)
+    assert np.flatnonzero(~got.is_finite).tolist() == [8]
+    # What is not finite is not the request's fault.
+    assert np.flatnonzero(~got.has_choice).tolist() == [
+        i for i, left in expected.items() if not left and i != 8
+    ]
+    for i, left in expected.items():
+        assert got.token_ids[i] == (left[0] if left else 0), i
+
+
+def test_a_forced_token_is_a_choice() -> None:
+    row = Row(SamplingParams(logit_bias={3: -100.0}), forbidden=tuple(range(3)), allowed=(0, 1, 2, 3))
+    got = run(LOGITS, [row, dataclasses.replace(row, params=GREEDY), Row()])
+    assert got.has_choice.all()
+    assert got.token_ids[:2].tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e25])
