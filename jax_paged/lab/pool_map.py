@@ -40,8 +40,8 @@ class PoolMap:
             the prefix cache), "used" or "pinned" (kept by a pinned prefix); group is the cache group, -1 if
             the block holds nothing; num_tokens is how many of its slots are filled.
         owners: One row per reference to a block, in the order of block ids. request_id, arrival (place of
-            the request in the order of requests) and index (of the sequence in its request) name the owner; for a
-            pinned prefix they are its name, -1 and -1. position is the block's place in the owner's block
+            the request in the order of requests) and index (of its sequence) name the owner; for a pinned
+            prefix they are its name, -1 and -1. position is the block's place in the owner's block
             table, and num_tokens how many slots this owner has filled.
         host_blocks: The blocks in host memory that swapped-out requests hold, with the fields of `blocks`.
         host_owners: The references to these, with the fields of `owners`.
