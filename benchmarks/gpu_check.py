@@ -72,7 +72,7 @@ def llama(hf_config: Report, backend: str) -> Callable[[bool], Iterator[Report]]
     return lambda tiny: gpu_engine.throughput(hf_config, tiny, backend)
 
 
-# Name -> (what it runs, most seconds).
+# Name -> (what it runs, maximum seconds).
 SECTIONS: dict[str, tuple[Callable[[bool], Iterator[Report]], int]] = {
     "device": (device, 120),
     "exactness": (gpu_engine.exactness, 150),

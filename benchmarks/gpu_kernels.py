@@ -1,8 +1,9 @@
 """The kernel part of gpu_check: the kernel tests on a GPU, then their speed beside other implementations.
 
 Llama 8B's heads (32 queries, 8 keys and values, head_dim 128) in bfloat16. Decode is measured in bytes of
-keys and values a second, beside a plain device copy of this run; prefill in floating-point operations a
-second, of live scores only. Every call is repeated within one program, so that no dispatch is measured.
+keys and values per second, and compared with a plain device copy of the same run; prefill in floating-point
+operations per second, counting live scores only. Every call is repeated within one program, so that no
+dispatch is measured.
 """
 
 import contextlib
@@ -149,7 +150,7 @@ def repeats_of(num_bytes: float) -> int:
 
 
 def copy_speed(is_tiny: bool) -> float:
-    """Returns the bytes a second, read and written, of negating a large array."""
+    """Returns the bytes per second, read and written, of negating a large array."""
     import jax.numpy as jnp
 
     x = jnp.ones(2**20 if is_tiny else 2**29, jnp.bfloat16)
@@ -174,7 +175,7 @@ def make_pool(lens: list[int], page_size: int) -> tuple[Any, Any, Any]:
 
 
 def decode_speed(lens: list[int], page_size: int, backends: list[str], *, peers: bool) -> Report:
-    """Returns GB/s of keys and values by implementation, and microseconds a call."""
+    """Returns GB/s of keys and values by implementation, and microseconds per call."""
     import jax
     import jax.numpy as jnp
 

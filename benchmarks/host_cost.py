@@ -2,10 +2,10 @@
 
     python benchmarks/host_cost.py
 
-256 requests run, each a token per step, in a pool that holds them all; so every step is alike. No model is
-run: build is the seats' update and the padded buffer, as the worker makes them. Rounds of all settings take
-turns, so that whatever else the machine does falls on each. Of a round the median counts, of all rounds the
-median and the smallest.
+256 requests run, each computing one token per step, in a pool that holds them all, so every step is alike. No
+model is run: build is the seats' update and the padded buffer, as the worker makes them. Rounds of all
+settings take turns, so that whatever else the machine does falls on each. Reported are the median of the
+rounds' medians, and the smallest of them.
 """
 
 import argparse

@@ -4,9 +4,9 @@
     python benchmarks/paper_simulation.py --million  the speed of the simulator: a million short requests
 
 OPT-13B on an A100 with 40 GB: 15.7K slots for keys and values in blocks of 16. Lengths are drawn
-log-normally with the paper's means, and cut at 1024 tokens; the spreads are ours (the paper shows them as a
-picture only). Requests come by a Poisson process. A step takes as long as an A100 needs for its numbers,
-one after the other: reading the weights, multiplying, reading keys and values. Nothing is added for the host.
+log-normally with the paper's means, and cut at 1024 tokens; the spreads are our choice, as the paper shows
+them in a figure only. Requests arrive as a Poisson process. The time of a step is the sum of what an A100
+needs to read the weights, to multiply, and to read keys and values. Nothing is added for the host.
 
 Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, SOSP 2023, section 6.
 """
@@ -39,7 +39,7 @@ class Workload:
     """A trace of the paper.
 
     Args:
-        rate: Requests a second.
+        rate: Requests per second.
         prompt, output: Mean tokens, and the standard deviation of their logarithm.
         paper_batch: Requests that the paper's system batched on average (Figure 13).
     """
@@ -112,11 +112,11 @@ def main() -> None:
         steps = run(trace, 16, *SCHEDULES["chunked"]).steps
         seconds, num_rows = time.process_time() - start, steps["num_seqs"].sum()
         print(f"{len(trace)} requests, {len(steps)} steps, {num_rows} rows in {seconds:.0f} s of CPU time:")
-        print(f"{len(trace) / seconds:.0f} requests/s, {seconds / num_rows * 1e6:.2f} us a row")
+        print(f"{len(trace) / seconds:.0f} requests/s, {seconds / num_rows * 1e6:.2f} us per row")
         return
     print(STEP_TIME)
     columns = ["trace", "schedule", "block size", "batched requests (the paper's)", "slots filled"]
-    columns += ["blocks used", "ms a step", "ms a token (the paper's, by Little's law)", "preemptions"]
+    columns += ["blocks used", "ms per step", "ms per token (the paper's, by Little's law)", "preemptions"]
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for name, workload in WORKLOADS.items():
         trace = draw_trace(workload, round(workload.rate * TRACE_S))

@@ -96,7 +96,7 @@ for beam in found.sequences:
 
 # %%
 prefix = (
-    "# Methods of a pool of blocks. free is a list of block ids, and ref_counts has one number a block.\n"
+    "# Methods of a pool of blocks. free is a list of block ids, and ref_counts has one number per block.\n"
 )
 name = llm.pin_prefix(prefix)
 for i, start in enumerate(("def take(self):", "def share(self, block):", "def release(self, block):")):
@@ -137,7 +137,7 @@ while engine.has_unfinished_requests():
 # %% [markdown]
 # ## The map as data
 #
-# A map is two structured arrays: one row per block, and one row per reference.
+# A map holds structured arrays: one row per block, and one row per reference to a block.
 
 # %%
 engine.add_request("samples", prompt, SamplingParams(n=2, max_tokens=40, seed=1))

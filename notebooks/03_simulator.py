@@ -15,8 +15,8 @@
 # # The simulator
 #
 # `simulate` runs the engine's own scheduler and block manager on a trace of requests. A model of step times
-# takes the device's place, so minutes of traffic take seconds, and every run of it is the same. Here: a
-# 13B-parameter model on a GPU with room for 15,700 tokens, and two requests a second.
+# takes the device's place, so minutes of traffic take seconds, and every run gives the same result. Here: a
+# 13B-parameter model on a GPU with room for 15,700 tokens, and two requests per second.
 
 # %%
 import matplotlib.pyplot as plt
@@ -47,7 +47,7 @@ print(f"{len(result.steps)} steps; {result.mean('num_running'):.1f} requests at 
 print(f"{result.share_of_slots_filled:.1%} of the slots of used blocks hold a token")
 
 # %% [markdown]
-# `steps` has a row per step, `requests` one per request: NumPy arrays with named fields.
+# `steps` has one row per step, and `requests` one row per request: both are NumPy arrays with named fields.
 
 # %%
 print(result.steps.dtype.names)

@@ -104,7 +104,6 @@ def copy_blocks(
 
     With the Pallas backends no page may be in both src and dst.
 
-
     Args:
         kv_pages: The pool.
         src: int32 [N], pages to read.

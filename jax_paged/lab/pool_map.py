@@ -36,14 +36,15 @@ class PoolMap:
     """The blocks of a pool at one moment.
 
     Args:
-        blocks: One row per block, in the order of ids. state is "null", "free", "cached" (free, but found by
-            prompts that begin as it does), "used" or "pinned" (kept by a pinned prefix); group is the cache
-            group, -1 if the block holds nothing; num_tokens is how many of its slots are filled.
-        owners: One row per reference, in the order of block ids. request_id, its arrival (place in the order
-            of requests) and the index of its sequence; of a pinned prefix, its name, -1 and -1. position is
-            the block's place in the block table; num_tokens the slots that this owner has filled.
-        host_blocks: As `blocks`: those in host memory that swapped-out requests hold.
-        host_owners: As `owners`, of these.
+        blocks: One row per block, in the order of ids. state is "null", "free", "cached" (free, but still in
+            the prefix cache), "used" or "pinned" (kept by a pinned prefix); group is the cache group, -1 if
+            the block holds nothing; num_tokens is how many of its slots are filled.
+        owners: One row per reference to a block, in the order of block ids. request_id, arrival (place of
+            the request in the order of requests) and index (of its sequence) name the owner; for a pinned
+            prefix they are its name, -1 and -1. position is the block's place in the owner's block
+            table, and num_tokens how many slots this owner has filled.
+        host_blocks: The blocks in host memory that swapped-out requests hold, with the fields of `blocks`.
+        host_owners: The references to these, with the fields of `owners`.
         block_size: Tokens per block.
     """
 
@@ -58,7 +59,7 @@ class PoolMap:
         return f"<KV pool: {_summary(self.blocks, self.block_size)}{host}>"
 
     def _repr_html_(self) -> str:
-        """Returns a drawing: inline SVG, without scripts and without anything from elsewhere."""
+        """Returns a drawing: inline SVG, without scripts and without anything loaded from elsewhere."""
         parts = [_drawing("KV pool", self.blocks, self.owners, self.block_size)]
         if len(self.host_blocks):
             parts.append(_drawing("Host memory", self.host_blocks, self.host_owners, self.block_size))
@@ -70,14 +71,14 @@ def pool_map(manager: BlockManager, requests: Iterable[SequenceGroup]) -> PoolMa
 
     Args:
         manager: Owner of the blocks.
-        requests: All that may hold some.
+        requests: All requests that may hold blocks.
     """
     device: list[tuple] = []
     host: list[tuple] = []
 
     def note(rows: list[tuple], table: list[int], num_tokens: int, g: int, *owner: object) -> None:
         for position, block in enumerate(table):
-            if block != NULL_BLOCK:  # where a window has passed
+            if block != NULL_BLOCK:  # the null block stands where a window has passed
                 filled = min(max(num_tokens - position * manager.block_size, 0), manager.block_size)
                 rows.append((block, *owner, g, position, filled))
 
@@ -163,7 +164,7 @@ def _drawing(title: str, blocks: np.ndarray, owners: np.ndarray, block_size: int
 
 
 def _cell(i: int, block: np.void, owners: list[np.void], block_size: int) -> str:
-    """Returns the i-th cell: stripes, one per request or sequence, as high as the block is full."""
+    """Returns the i-th cell: stripes, one per request or sequence, filled as high as the block is."""
     state, count, num_tokens = str(block["state"]), int(block["ref_count"]), int(block["num_tokens"])
     lines = [
         f"block {block['block_id']}: {state}" + f", {num_tokens} of {block_size} tokens" * (num_tokens > 0)
@@ -206,7 +207,7 @@ def _box(state: str, colors: list[str], share: float, count: int) -> str:
 
 
 def _legend(blocks: np.ndarray, owners: np.ndarray) -> Iterator[str]:
-    """Yields what the marks mean, with how many blocks have them, and then the requests."""
+    """Yields the meaning of each mark with the number of such blocks, and then the requests."""
     num = Counter(blocks["state"].tolist())
     marks = (
         ("free", [], 0, num["free"], "free"),
@@ -254,6 +255,6 @@ def _name(owner: np.void) -> str:
 
 
 def _short(request_id: str) -> str:
-    """Returns an id that users chose as one short line; what can't be printed is left out."""
+    """Returns a user's request id as one short line, with a "?" for each character that can't be printed."""
     text = "".join(c if c.isprintable() else "?" for c in request_id)
     return text if len(text) <= 32 else f"{text[:20]}...{text[-8:]}"

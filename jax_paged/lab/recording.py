@@ -20,11 +20,11 @@ Note = Callable[..., None]
 
 
 class RecordedScheduler(Scheduler):
-    """A scheduler that writes down all it is told, and each step, as lines of JSON.
+    """A scheduler that writes down everything it is told, and every step it decides, as lines of JSON.
 
     Args:
-        like: Gives the settings, its own and its block manager's; the pool begins empty.
-        sink: Takes each line, such as a file's `write` or a list's `append`.
+        like: The scheduler whose settings are taken, and those of its block manager; the pool begins empty.
+        sink: Called with each line, such as a file's `write` or a list's `append`.
     """
 
     def __init__(self, like: Scheduler, sink: Callable[[str], object]) -> None:
@@ -114,8 +114,8 @@ def decisions(output: SchedulerOutput) -> dict[str, Any]:
     """Returns a step as values that JSON can hold.
 
     Returns:
-        The fields of SchedulerOutput, named tuples as lists; of a new sequence its ids, seed and blocks, as
-        the rest was told when its request was added.
+        The fields of SchedulerOutput, with named tuples as lists. A new sequence is reduced to its ids, seed,
+        output tokens and blocks: the rest was recorded when its request was added.
     """
     new = [[s.seq_id, s.request_id, s.seed, s.output_token_ids, s.block_tables] for s in output.new_sequences]
     fields = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
@@ -123,7 +123,7 @@ def decisions(output: SchedulerOutput) -> dict[str, Any]:
 
 
 def replay(lines: Iterable[str]) -> int:
-    """Tells a fresh scheduler all that a recorded one was told, and checks that it decides the same.
+    """Tells a fresh scheduler everything that a recorded one was told, and checks that it decides the same.
 
     Args:
         lines: A recording from its start, such as an open file or a list.
@@ -132,11 +132,11 @@ def replay(lines: Iterable[str]) -> int:
         The number of steps.
 
     Raises:
-        ValueError: If a decision differs; the message names the first step that does, and what differs. Or
-            if the first line begins no recording.
+        ValueError: If a decision differs; the message names the first such step, and what differs. Also if
+            the first line is not the start of a recording.
     """
     scheduler, num_steps = None, 0
-    outputs: dict[int, SchedulerOutput] = {}  # that have not been taken in yet
+    outputs: dict[int, SchedulerOutput] = {}  # whose results have not been handed back yet
     groups: dict[str, SequenceGroup] = {}
     for event in map(json.loads, lines):
         kind = event.pop("event")
@@ -168,7 +168,7 @@ def replay(lines: Iterable[str]) -> int:
 
 
 def _result(output: SchedulerOutput, event: dict[str, Any]) -> ModelRunnerOutput:
-    """Returns the result of a step as it was recorded, as far as it has an effect on the scheduler."""
+    """Returns the recorded result of a step, as far as it affects the scheduler."""
     logprobs = [[TokenLogprobs(x, 0, [], []) for x in entries] for entries in event["logprobs"]]
     for i, top_token_ids, top_logprobs in event["top"]:
         logprobs[i][0] = dataclasses.replace(

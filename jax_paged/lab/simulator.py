@@ -31,7 +31,7 @@ STEP = np.dtype(
         ("num_prefill_tokens", np.int32),  # of sequences that compute more than one
         ("num_context_tokens", np.int64),  # read from the pool, by each sequence for itself
         ("num_blocks_used", np.int32),
-        ("num_blocks_saved", np.int32),  # that would be used besides, if nothing were shared
+        ("num_blocks_saved", np.int32),  # that would be used in addition if nothing were shared
         ("num_slots_wasted", np.int32),  # of used blocks, without a token when the step ends
         ("num_preemptions", np.int32),
         ("num_blocks_swapped", np.int32),  # out and in
@@ -39,7 +39,7 @@ STEP = np.dtype(
     ]
 )
 _NO_LOGPROBS = TokenLogprobs(0.0, 0, [], [])
-# RequestMetrics; NaN for what never happened.
+# Fields of RequestMetrics; a time is NaN if the event never happened.
 TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_time")
 COUNTS = ("num_cached_tokens", "num_preemptions")
 REQUEST = np.dtype([*((name, np.float64) for name in TIMES), *((name, np.int32) for name in COUNTS)])
@@ -50,12 +50,13 @@ class Request:
     """One request of a trace; it ends after output_len tokens.
 
     Args:
-        arrival_s: When it comes, in seconds of the simulated clock.
-        prompt: Its tokens, which may share blocks with other requests; or only their number.
-        output_len: Tokens of each output.
-        n: Samples.
-        beam_width: Makes it a beam search, in place of samples.
-        priority: Lower is served earlier, if the scheduler's policy is "priority".
+        arrival_s: When it arrives, in seconds of the simulated clock.
+        prompt: Its token ids, which other requests may begin with too and share the blocks of; or only the
+            number of tokens.
+        output_len: Tokens per output.
+        n: Number of samples.
+        beam_width: Number of beams of a beam search; None draws samples instead.
+        priority: Lower values are served earlier, if the scheduler's policy is "priority".
 
     Raises:
         ValueError: If a value is out of range; the message names the argument, the value and the range.
@@ -87,11 +88,11 @@ class StepTimeModel:
     """How long a step takes: a sum of costs, each in seconds.
 
     Args:
-        base_s: Of any step: reading the weights, launching kernels.
-        s_per_prefill_token: Of each token of a sequence that computes several.
-        s_per_decode_seq: Of each sequence that computes one token.
-        s_per_context_token: Of each token whose keys and values are read from the pool.
-        s_per_swapped_block: Of each block that is moved from or to host memory.
+        base_s: Cost of any step: reading the weights, launching kernels.
+        s_per_prefill_token: Cost per token of the sequences that compute several tokens in the step.
+        s_per_decode_seq: Cost per sequence that computes a single token.
+        s_per_context_token: Cost per token whose keys and values are read from the pool.
+        s_per_swapped_block: Cost per block that is moved from or to host memory.
     """
 
     base_s: float
@@ -107,7 +108,7 @@ class StepTimeModel:
     def step_s(
         self, num_prefill_tokens: int, num_decode_seqs: int, num_context_tokens: int, num_blocks_swapped: int
     ) -> float:
-        """Returns the seconds of a step that does so much."""
+        """Returns how many seconds a step takes that does this much work."""
         return (
             self.base_s
             + self.s_per_prefill_token * num_prefill_tokens
@@ -119,7 +120,7 @@ class StepTimeModel:
 
 @dataclasses.dataclass(frozen=True)
 class SimulationResult:
-    """What happened.
+    """What happened in a simulation.
 
     Args:
         steps: One row per step, with the fields of STEP.
@@ -148,7 +149,7 @@ class SimulationResult:
 
     @property
     def share_of_blocks_saved(self) -> float:
-        """Share of the blocks that sharing saves, of those that would be used without, over time."""
+        """Share of the blocks saved by sharing, of those that would be used without it, over time."""
         saved = self.mean("num_blocks_saved")
         return saved / (saved + self.mean("num_blocks_used"))
 
@@ -156,14 +157,15 @@ class SimulationResult:
 def simulate(requests: Iterable[Request], scheduler: Scheduler, step_time: StepTimeModel) -> SimulationResult:
     """Serves a trace of requests to its end, in simulated time.
 
-    The scheduler and its block manager decide as they do in an engine. The tokens are dummies, so no request
-    shares what it was not given as equal prompts. The log-probabilities of beams are random, and the same
-    each time.
+    The scheduler and its block manager decide as they do in an engine. The tokens are dummies: requests share
+    prefixes only if the trace gives them prompts that begin alike. The log-probabilities of beams are random,
+    and the same in every run.
 
     Args:
-        requests: In the order of arrival.
-        scheduler: Without requests; it has none in the end. Of layers that need all of a sequence's past.
-        step_time: In the place of the device.
+        requests: The trace, in the order of arrival.
+        scheduler: It has no requests, and has none at the end. Its block manager has one cache group, of
+            layers that attend to all of a sequence's past.
+        step_time: How long each step takes.
 
     Raises:
         ValueError: If requests are out of order, or one can't run: too long, too many sequences, or a
@@ -216,14 +218,14 @@ def _group(index: int, request: Request, scheduler: Scheduler) -> SequenceGroup:
     check(num_seqs <= limit, f"the number of sequences of request {index}", num_seqs, f"at most {limit}")
     ok = scheduler.policy == "priority" or not request.priority
     check(ok, f"priority of request {index}", request.priority, "0 under 'fcfs'")
-    # A prompt without tokens of its own is like no other.
+    # A prompt that is given by its length has tokens that no other request has.
     prompt = request.prompt if isinstance(request.prompt, list) else [-1 - index] * request.prompt
     params, beams = _params(request.n, request.beam_width, request.output_len)
     metrics = RequestMetrics(request.arrival_s)
     return SequenceGroup(str(index), [Sequence(prompt)], params, metrics, "", request.priority, beams)
 
 
-@functools.lru_cache(maxsize=1 << 14)  # checking parameters takes longer than all else about a request
+@functools.lru_cache(maxsize=1 << 14)  # checking parameters takes longer than everything else about a request
 def _params(n: int, width: int | None, length: int) -> tuple[SamplingParams, BeamSearchParams | None]:
     beams = None if width is None else BeamSearchParams(width, max_tokens=length, ignore_eos=True)
     return SamplingParams(n=n, max_tokens=length, ignore_eos=True, seed=0), beams
@@ -232,7 +234,7 @@ def _params(n: int, width: int | None, length: int) -> tuple[SamplingParams, Bea
 def _step_row(
     clock: float, output: SchedulerOutput, scheduler: Scheduler, step_time: StepTimeModel
 ) -> tuple[Any, ...]:
-    """Returns the row of STEP of a step that was scheduled and not yet taken in."""
+    """Returns the row of STEP for a step that was scheduled and whose result is still out."""
     queues, pool, rows = scheduler.queues, scheduler.block_manager.pool, output.scheduled
     num_prefill_tokens, num_decode_seqs = 0, len(rows)
     for row in reversed(rows):
@@ -265,7 +267,7 @@ def _step_row(
 
 
 def _sharing(output: SchedulerOutput, scheduler: Scheduler, num_blocks_used: int) -> tuple[int, int]:
-    """Returns how many blocks sharing saves, and how many slots of used blocks will be without a token."""
+    """Returns how many blocks sharing saves, and how many slots of used blocks the step leaves empty."""
     manager = scheduler.block_manager
     size, tables = manager.block_size, manager.block_tables
     num_blocks = sum([len(table) for (table,) in tables.values()])
@@ -297,7 +299,7 @@ def _result(output: SchedulerOutput, scheduler: Scheduler, rng: random.Random | 
 
     Args:
         output: The step.
-        scheduler: Knows its sequences.
+        scheduler: Holds the requests of the step.
         rng: Draws the log-probabilities of beams: each candidate is less likely than the one before. None
             if there are no beams.
     """

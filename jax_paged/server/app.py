@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from jax_paged.checks import check
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.server.metrics import Metrics
@@ -87,9 +90,10 @@ class OpenAIServer:
         self._check_model(body.model)
         with _bad_input(body):
             params = body.sampling_params(self._config.sampling_defaults)
+            is_prompt = isinstance(body.prompt, str | list | dict)
+            check(is_prompt, "prompt", body.prompt, "text, a list of token ids, or a list of prompts")
             prompts = as_prompts(body.prompt)
-            if not prompts:
-                raise ValueError("prompt is []; allowed: at least one prompt")
+            check(bool(prompts), "prompt", prompts, "at least one prompt")
             checked = await asyncio.to_thread(self._check_all, prompts, params, body)
         n = body.num_outputs
         call = Call(checked, n, self._head("cmpl", "text_completion"), completion_choices(len(checked) * n))
@@ -104,8 +108,7 @@ class OpenAIServer:
             if tokenizer is None:
                 raise ValueError("chat needs a tokenizer, and the server runs without one")
             params = body.sampling_params(self._config.sampling_defaults)
-            prompt = await asyncio.to_thread(tokenizer.encode_chat, body.messages)
-            checked = self._check_all([prompt], params, body)
+            checked = await asyncio.to_thread(self._check_chat, tokenizer, params, body)
         n, num_top = body.num_outputs, body.top_logprobs or 0
         if body.stream:
             call = Call(checked, n, self._head("chatcmpl", "chat.completion.chunk"), chat_deltas(num_top))
@@ -121,6 +124,13 @@ class OpenAIServer:
     ) -> Response:
         events = self._runner.events(call, first=first or (), include_usage=body.include_usage)
         return await EventStream.begin(events)
+
+    # These two take milliseconds for long prompts: they run in a thread, beside the event loop.
+
+    def _check_chat(
+        self, tokenizer: Tokenizer, params: SamplingParams | BeamSearchParams, body: ChatRequest
+    ) -> list[CheckedRequest]:
+        return self._check_all([tokenizer.encode_chat(body.messages)], params, body)
 
     def _check_all(
         self,
@@ -165,17 +175,28 @@ class OpenAIServer:
 
 @contextlib.contextmanager
 def _bad_input(body: CompletionRequest | ChatRequest) -> Iterator[None]:
-    """Turns a ValueError about what the client sent into an answer with status 400.
-
-    By convention the message begins with the name of the argument, which may be one of the body's fields.
-    """
+    """Turns a ValueError about what the client sent into an answer with status 400."""
     try:
         yield
     except ValueError as error:
-        name = str(error).split(" ", 1)[0]
-        raise ApiError(
-            shortened(str(error), 600), param=name if name in type(body).model_fields else None
-        ) from error
+        message = str(error)
+        raise ApiError(shortened(message, 600), param=_wrong_field(message, body)) from error
+
+
+def _wrong_field(message: str, body: CompletionRequest | ChatRequest) -> str | None:
+    """Returns the field of a body that an error message is about, or None if it names none.
+
+    By convention the subject of a message names the argument: "n is 0", "the number of stop strings is 65".
+    """
+    subject = re.match(r".*?(?= is | has )|\S*", message)
+    assert subject is not None, "the second alternative matches everything"
+    fields = type(body).model_fields
+    prompt = "prompt" if "prompt" in fields else "messages"
+    for word in re.findall(r"\w+", subject.group()):
+        name = prompt if word in ("prompt", "prompt_token_ids") else word
+        if name in fields:
+            return name
+    return None
 
 
 async def _on_api_error(_: Request, error: Any) -> Response:

@@ -61,15 +61,19 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Parses a command line, without the program's name.
 
     Returns:
-        The server's options, and of the engine's options those that were given.
+        The server's options, and those of the engine's options that were given.
 
     Raises:
         SystemExit: If the command line is wrong, or asks for help.
     """
     parser = make_parser()
     has_command = list(argv[:1]) == ["serve"]
-    args = parser.parse_args(argv[1:] if has_command else argv)
+    args, unrecognized = parser.parse_known_args(argv[1:] if has_command else argv)
     model = vars(args).pop("model_after_serve")
+    if model == "serve" and not has_command:
+        parser.error("serve follows an option; allowed: serve as the first argument, before all options")
+    if unrecognized:
+        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
     if model is None:
         return args
     if not has_command:

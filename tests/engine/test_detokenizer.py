@@ -164,7 +164,7 @@ def test_special_tokens_are_skipped_or_shown(byte_level):
     ],
 )
 def test_stop_strings_across_tokens(byte_level, text, stop, expected, found):
-    ids = [i for c in text for i in byte_level.encode(c)]  # a token a character or less
+    ids = [i for c in text for i in byte_level.encode(c)]  # one token per character, or fewer
     parts, stopped = stream(byte_level, ids, stop=stop)
     assert ("".join(parts), stopped) == (expected, found)
 

@@ -1,4 +1,4 @@
-"""T5 in the engine: the encoder runs once a request, and what it wrote is shared by samples and beams."""
+"""T5 in the engine: the encoder runs once per request, and what it wrote is shared by samples and beams."""
 
 import json
 from pathlib import Path

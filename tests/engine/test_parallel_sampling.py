@@ -60,7 +60,7 @@ def content(output: CompletionOutput) -> dict[str, Any]:
 
 
 def assert_equal_logprobs(output: CompletionOutput, single: CompletionOutput) -> None:
-    """A batch of another shape may round a log-probability differently, by up to 2e-5 a token."""
+    """A batch of another shape may round a log-probability differently, by up to 2e-5 per token."""
     assert output.cumulative_logprob == pytest.approx(single.cumulative_logprob, abs=4e-4)
     assert (output.logprobs is None) == (single.logprobs is None)
     for ours, theirs in zip(output.logprobs or [], single.logprobs or [], strict=True):

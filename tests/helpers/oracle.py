@@ -63,7 +63,7 @@ def ragged_attention(
 
 
 def paged_decode(q, kv_pages, block_tables, context_lens, **options):
-    """Attention of one query a sequence; 0 where there is no context."""
+    """Attention of one query per sequence; 0 where there is no context."""
     start = np.arange(len(context_lens) + 1)
     return ragged_attention(q, kv_pages, block_tables, context_lens, start, **options)
 

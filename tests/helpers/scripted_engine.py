@@ -22,7 +22,7 @@ class ScriptedExecutor:
     Args:
         args: Limits.
         sampling_defaults: What a generation_config.json would say of sampling.
-        num_tokens: How many tokens a sequence gets at each step.
+        num_tokens: Tokens that each sequence gets per step.
     """
 
     def __init__(

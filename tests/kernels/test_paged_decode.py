@@ -75,7 +75,7 @@ def test_a_missing_wait_is_caught(monkeypatch, capsys, missing):
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("backend", ["pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu)])
 def test_items_of_many_blocks(backend, window):
-    """A GPU has so many multiprocessors that other tests have one block an item: no stage is used again."""
+    """Elsewhere a GPU's many multiprocessors get one block per item: here stages are used again."""
     interpret = backend == "pallas_interpret"
     lens = [700, 5, 0, 300] if interpret else [3000, 5, 0, 1000]
     case = make_case(lens, heads=8, kv_heads=2, head_dim=128, page_size=16, dtype="bfloat16")[:4]

@@ -46,7 +46,7 @@ def random_trace(seed: int, count: int) -> list[Request]:
 
 
 def test_a_trace_worked_out_by_hand() -> None:
-    """Two requests in a pool of 5 blocks of 4 tokens, at 10 ms a step and 1 ms a prefilled token."""
+    """Two requests in a pool of 5 blocks of 4 tokens, at 10 ms per step and 1 ms per prefilled token."""
     scheduler = make_scheduler(6, watermark=0)
     result = simulate([Request(1.0, 6, 4), Request(1.005, 3, 2)], scheduler, StepTimeModel(0.01, 0.001))
     fields = ["num_requests", "num_tokens", "num_prefill_tokens", "num_context_tokens"]

@@ -77,7 +77,7 @@ def fails(message, body, *arrays, **options):
 
 
 def copy(array, num_bytes, *, to_shared, at=0, threads=32):
-    """Between the array at %rd<40 + array> and shared memory, 4 bytes a thread at a time."""
+    """Between the array at %rd<40 + array> and shared memory, 4 bytes per thread at a time."""
     out = "mad.lo.u32 %r150, %r0, 4, %r1;\nmul.wide.u32 %rd30, %r0, 4;\n"
     out += f"add.s64 %rd30, %rd30, %rd{40 + array};\n"
     for i in range(0, num_bytes, 4 * threads):

@@ -104,6 +104,8 @@ def kept_signals():
         ("serve m --model pagelet", "MODEL is 'm' and --model is 'pagelet'"),
         ("serve m n", "unrecognized arguments: n"),
         ("bench m", "unrecognized arguments: m"),
+        ("--block-size 16 serve", "serve follows an option; allowed: serve as the first argument"),
+        ("--block-size 16 serve m", "serve follows an option; allowed: serve as the first argument"),
         ("m", "the command is 'm'; allowed: serve, or no command and --model MODEL"),
         ("--block-size 3", "block_size is 3; allowed: 1 or 2"),
         ("--model /nowhere/at/all", "model is '/nowhere/at/all'"),

@@ -1,3 +1,4 @@
+import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -161,19 +162,25 @@ BAD = [
     ("/completions", {}, "prompt is missing", "prompt"),
     ("/completions", {"prompt": "a", "foo": 1}, "foo is not a field", "foo"),
     ("/completions", {"prompt": ""}, "prompt is ''", "prompt"),
+    ("/completions", {"prompt": None}, "prompt is None", "prompt"),
     ("/completions", {"prompt": []}, "at least one prompt", "prompt"),
-    ("/completions", {"prompt": 5}, "prompts is 5", None),
+    (
+        "/completions",
+        {"prompt": 5},
+        "prompt is 5; allowed: text, a list of token ids, or a list of prompts",
+        "prompt",
+    ),
     ("/completions", {"prompt": ["a", ""]}, "prompt is ''", "prompt"),
-    ("/completions", {"prompt": [5, -1]}, "prompt_token_ids[1] is -1", None),
-    ("/completions", {"prompt": [5, True]}, "prompt_token_ids[1] is True", None),
-    ("/completions", {"prompt": [5, 1.5]}, "prompt_token_ids[1] is 1.5", None),
-    ("/completions", {"prompt": [2048]}, "allowed: an integer in [0, 2047]", None),
-    ("/completions", {"prompt": [10**30]}, "prompt_token_ids[0]", None),
+    ("/completions", {"prompt": [5, -1]}, "prompt_token_ids[1] is -1", "prompt"),
+    ("/completions", {"prompt": [5, True]}, "prompt_token_ids[1] is True", "prompt"),
+    ("/completions", {"prompt": [5, 1.5]}, "prompt_token_ids[1] is 1.5", "prompt"),
+    ("/completions", {"prompt": [2048]}, "allowed: an integer in [0, 2047]", "prompt"),
+    ("/completions", {"prompt": [10**30]}, "prompt_token_ids[0]", "prompt"),
     (
         "/completions",
         {"prompt": [5] * 500, "max_tokens": 13},
         "513 tokens in all; allowed: max_model_len, 512",
-        None,
+        "prompt",
     ),
     ("/completions", {"prompt": "a", "temperature": -1}, "temperature is -1.0", "temperature"),
     ("/completions", {"prompt": "a", "temperature": "1"}, "a valid number", "temperature"),
@@ -189,7 +196,7 @@ BAD = [
         "/completions",
         {"prompt": "a", "n": 17},
         "(max_num_seqs is 16) is 17; allowed: an integer in [1, 16]",
-        None,
+        "n",
     ),
     ("/completions", {"prompt": "a", "n": 3, "best_of": 2}, "best_of (n is 3) is 2", "best_of"),
     ("/completions", {"prompt": "a", "cache_salt": 5}, "a valid string", "cache_salt"),
@@ -217,16 +224,18 @@ BAD = [
     ("/completions", {**BEAM, "length_penalty": 101}, "length_penalty is 101", "length_penalty"),
     ("/chat/completions", {"messages": CHAT, "use_beam_search": True}, "max_tokens is None", "max_tokens"),
     ("/chat/completions", {"messages": CHAT, "best_of": 2}, "best_of is not a field", "best_of"),
-    ("/chat/completions", {"messages": CHAT, "n": 17}, "allowed: an integer in [1, 16]", None),
+    ("/chat/completions", {"messages": CHAT, "n": 17}, "allowed: an integer in [1, 16]", "n"),
     ("/completions", {"prompt": "a", "echo": True}, "echo is True", "echo"),
     ("/completions", {"prompt": "a", "suffix": "b"}, "suffix is 'b'", "suffix"),
     ("/completions", {"prompt": "a", "logprobs": 21}, "logprobs is 21", "logprobs"),
     ("/completions", {"prompt": "a", "stop": [1]}, "a valid string", "stop"),
     ("/completions", {"prompt": "a", "stop": ""}, "stop is ''", "stop"),
-    ("/completions", {"prompt": "a", "stop_token_ids": [2048]}, "stop_token_ids is 2048", None),
+    ("/completions", {"prompt": "a", "stop": ["x"] * 65}, "65", "stop"),
+    ("/completions", {"prompt": "a", "stop": "x" * 5000}, "5000", "stop"),
+    ("/completions", {"prompt": "a", "stop_token_ids": [2048]}, "stop_token_ids is 2048", "stop_token_ids"),
     ("/completions", {"prompt": "a", "logit_bias": {"x": 1}}, "token ids", "logit_bias"),
-    ("/completions", {"prompt": "a", "logit_bias": {"2048": 1}}, "logit_bias is 2048", None),
-    ("/completions", {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias[5] is 101", None),
+    ("/completions", {"prompt": "a", "logit_bias": {"2048": 1}}, "logit_bias is 2048", "logit_bias"),
+    ("/completions", {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias[5] is 101", "logit_bias"),
     (
         "/completions",
         {"prompt": "a", "stream_options": {"x": 1}},
@@ -236,13 +245,13 @@ BAD = [
     ("/chat/completions", {}, "messages is missing", "messages"),
     ("/chat/completions", {"messages": []}, "at least one message", "messages"),
     ("/chat/completions", {"messages": "hi"}, "a valid list", "messages"),
-    ("/chat/completions", {"messages": [{"content": "a"}]}, "messages[0]", None),
-    ("/chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content is None", None),
+    ("/chat/completions", {"messages": [{"content": "a"}]}, "messages[0]", "messages"),
+    ("/chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content is None", "messages"),
     (
         "/chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages[0].content",
-        None,
+        "messages",
     ),
     ("/chat/completions", {"messages": CHAT, "tools": [{}]}, "tools", "tools"),
     (
@@ -252,7 +261,7 @@ BAD = [
         "response_format",
     ),
     ("/chat/completions", {"messages": CHAT, "top_logprobs": 2}, "unless logprobs is true", "top_logprobs"),
-    ("/chat/completions", {"messages": CHAT, "max_tokens": 511}, "allowed: max_model_len", None),
+    ("/chat/completions", {"messages": CHAT, "max_tokens": 511}, "allowed: max_model_len", "messages"),
     ("/chat/completions", {"messages": CHAT, "prompt": "a"}, "prompt is not a field", "prompt"),
 ]
 
@@ -308,6 +317,20 @@ def test_errors_are_short(served, body, start, end):
     assert message.startswith(start)
     assert message.endswith(end)
     assert len(message) < 620
+
+
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
+def test_requests_are_checked_beside_the_event_loop(served, path, monkeypatch):
+    check, loops = served.engine.check_request, []
+
+    def recorded(*args, **kwargs):
+        loops.append(asyncio._get_running_loop())
+        return check(*args, **kwargs)
+
+    monkeypatch.setattr(served.engine, "check_request", recorded)
+    body = {"prompt": "a"} if path == "/completions" else {"messages": CHAT}
+    served.post(path, **body, max_tokens=1)
+    assert loops == [None]
 
 
 def test_unknown_model_and_path(served):
