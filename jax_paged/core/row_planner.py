@@ -95,7 +95,7 @@ class RowPlanner:
         return max(0, budget) if self.enable_chunked_prefill else 0
 
     def _num_decode_tokens(self, groups: Iterable[SequenceGroup]) -> int:
-        """Returns how many sequences of running requests decode: they have one token to compute, of output."""
+        """Returns how many sequences of running requests decode: they have one token of output to compute."""
         if not self.enable_chunked_prefill:
             return 0  # prompts have steps of their own
         tables = self.block_manager.block_tables
