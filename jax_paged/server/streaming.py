@@ -75,7 +75,7 @@ class RequestRunner:
     async def events(
         self, call: Call, *, first: Sequence[dict[str, Any]] = (), include_usage: bool = False
     ) -> AsyncGenerator[bytes]:
-        """Runs all requests of a call; yields server-sent events: one chunk per part of an output, and the end.
+        """Runs all requests of a call; yields server-sent events: a chunk per part of an output, and the end.
 
         The first event comes with the first part of an output: until then the answer has no status yet.
 
