@@ -125,7 +125,7 @@ class OpenAIServer:
         events = self._runner.events(call, first=first or (), include_usage=body.include_usage)
         return await EventStream.begin(events)
 
-    # These two take milliseconds for long prompts: they run in a thread, beside the event loop.
+    # These two take milliseconds for long prompts: they run in a thread, so that the event loop goes on.
 
     def _check_chat(
         self, tokenizer: Tokenizer, params: SamplingParams | BeamSearchParams, body: ChatRequest

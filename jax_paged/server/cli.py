@@ -44,7 +44,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jax-paged", usage=_USAGE, description="Serves a model with the OpenAI API.", allow_abbrev=False
     )
-    parser.add_argument("model_after_serve", metavar="MODEL", nargs="?", help="the same as --model MODEL")
+    parser.add_argument(
+        "model_after_serve", metavar="MODEL", nargs="?", help="the model to serve, as --model MODEL"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument(
         "--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)"

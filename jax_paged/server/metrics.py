@@ -15,7 +15,7 @@ class Metrics:
     """Counts requests as they end, and reads the engine's queues and pool when it is scraped.
 
     Args:
-        engine: Only its numbers of requests and blocks are read, from any thread.
+        engine: Only its numbers of requests and of blocks are read, from any thread.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -67,8 +67,8 @@ class Metrics:
         """Counts a request that has ended.
 
         Args:
-            output: Its last output.
-            num_tokens: Tokens that were generated, per output.
+            output: The last output of the request.
+            num_tokens: Generated tokens per output.
         """
         metrics = output.metrics
         self._requests.labels(_finish_reason(output)).inc()
@@ -106,6 +106,6 @@ class Metrics:
 
 
 def _finish_reason(output: RequestOutput) -> str:
-    """Returns why a request ended: an output that did not end well decides, otherwise the first one."""
+    """Returns why a request ended: the reason of an output that failed, if there is one, or of the first."""
     reasons = [completion.finish_reason for completion in output.outputs]
     return next((reason for reason in ("error", "abort") if reason in reasons), str(reasons[0]))

@@ -1,4 +1,4 @@
-"""The requests of the OpenAI API, and the sampling parameters they stand for."""
+"""The requests of the OpenAI API, and the sampling parameters that they ask for."""
 
 import dataclasses
 from typing import Any, Literal
@@ -27,12 +27,12 @@ _SAMPLING_FIELDS = (
     "n",
     "best_of",
 )
-# Those that a beam search accepts: n is the number of hypotheses it returns, and a seed changes nothing.
+# The fields that a beam search accepts: n is the number of hypotheses it returns, and a seed changes nothing.
 _BEAM_FIELDS = ("temperature", "ignore_eos", "n", "seed")
 
 
 class StreamOptions(BaseModel):
-    """What a streamed answer holds beside its choices."""
+    """What a streamed answer holds in addition to its choices."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -154,7 +154,7 @@ class CompletionRequest(_Request):
         """Returns the parameters that the request asks for.
 
         Args:
-            defaults: The model's, for fields that the request leaves out.
+            defaults: The model's values for fields that the request leaves out.
 
         Raises:
             ValueError: If a value is out of range; the message names the field, its value and the range.
@@ -186,7 +186,7 @@ class ChatRequest(_Request):
         """Returns the parameters that the request asks for.
 
         Args:
-            defaults: The model's, for fields that the request leaves out.
+            defaults: The model's values for fields that the request leaves out.
 
         Raises:
             ValueError: If a value is out of range; the message names the field, its value and the range.

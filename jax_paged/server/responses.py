@@ -19,8 +19,8 @@ class ApiError(Exception):
     Args:
         message: What is wrong.
         status: HTTP status.
-        param: The request's field that is wrong; None if it is not a single one.
-        code: A name that programs can test for, such as "model_not_found".
+        param: The field of the request that is wrong; None if it is not a single field.
+        code: A name for programs to compare with, such as "model_not_found".
     """
 
     def __init__(
@@ -52,7 +52,7 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
     """Returns the error for a body that does not have the right form.
 
     Args:
-        errors: What pydantic says; the first wrong field is reported.
+        errors: The errors that pydantic found; those of the first wrong field are reported.
     """
     kind, location = errors[0]["type"], [str(part) for part in errors[0]["loc"][1:]]
     if kind == "json_invalid":
@@ -101,7 +101,7 @@ def usage(outputs: Sequence[RequestOutput], num_output_tokens: int) -> dict[str,
     """Returns the token counts of an answer.
 
     Args:
-        outputs: One per prompt.
+        outputs: One output per prompt.
         num_output_tokens: Tokens of all choices together.
     """
     num_prompt = sum(num_prompt_tokens(output) for output in outputs)

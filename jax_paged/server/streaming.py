@@ -1,4 +1,4 @@
-"""Requests that run for a client: their parts as these come, server-sent events, and clients that leave."""
+"""Runs requests for a client: their output as it comes, server-sent events, and clients that leave."""
 
 import asyncio
 import contextlib
@@ -25,10 +25,10 @@ class Call:
     """One HTTP request, ready to run.
 
     Args:
-        requests: One per prompt; at least one.
-        num_outputs: How many outputs of each prompt the client gets.
-        head: What the answer, or every chunk of it, holds beside its choices. Its "id" names the requests.
-        choice: Makes the answer's choices.
+        requests: One request per prompt; at least one.
+        num_outputs: Outputs per prompt that the client gets.
+        head: Fields of the answer, or of every chunk of it, beside its choices. Its "id" names the requests.
+        choice: Makes the choices of the answer.
     """
 
     requests: Sequence[CheckedRequest]
@@ -85,7 +85,7 @@ class RequestRunner:
             include_usage: Whether a chunk of token counts comes last.
 
         Raises:
-            ApiError: If a request fails before the first event; later on, an event says so.
+            ApiError: If a request fails before the first event; a later failure becomes an event.
         """
         n = call.num_outputs
         no_usage = {"usage": None} if include_usage else {}
@@ -149,9 +149,9 @@ class _RunningRequest:
     """The output of one request, part by part; the metrics count it when it ends.
 
     Args:
-        stream: Its output, as the engine delivers it.
-        num_outputs: How many outputs the client gets.
-        metrics: Told once, when it ends.
+        stream: The request's output, as the engine delivers it.
+        num_outputs: Outputs that the client gets.
+        metrics: Told once, when the request ends.
     """
 
     def __init__(self, stream: RequestStream, num_outputs: int, metrics: Metrics) -> None:
@@ -226,7 +226,7 @@ class EventStream(StreamingResponse):
 
     @classmethod
     async def begin(cls, events: AsyncGenerator[bytes]) -> Self:
-        """Returns the answer as soon as its first event is there.
+        """Returns the answer as soon as its first event has come.
 
         Raises:
             ApiError: If the first event can't be made.
@@ -246,7 +246,7 @@ async def _chained(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[
 
 
 async def _merged(requests: Sequence[_RunningRequest]) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """Yields (index of the request, part) as the parts of any of the requests come."""
+    """Yields (index of the request, part) for the parts of all requests, in the order in which they come."""
     if len(requests) == 1:  # needs no task per part
         async for part in requests[0]:
             yield 0, part

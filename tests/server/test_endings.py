@@ -16,7 +16,7 @@ NOT_FINITE = {"prompt": "a", "seed": 666, "ignore_eos": True}
 
 
 class Gate:
-    """Lets so many steps pass, and holds the others back until it is opened."""
+    """Lets the first num_free steps pass, and holds the others back until it is opened."""
 
     def __init__(self, num_free: int) -> None:
         self._num_free = num_free

@@ -1,4 +1,4 @@
-"""What GET /metrics tells; requests whose client leaves are counted in test_endings."""
+"""What GET /metrics reports; test_endings covers requests whose client leaves."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Several outputs of one prompt over HTTP: parallel samples, the best of them, and beams."""
+"""Several outputs of one prompt over HTTP: parallel samples, the best of several, and beams."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
