@@ -23,8 +23,8 @@ def ignores[T](ignored: Ignored, *, none_is_default: tuple[str, ...] = ()) -> Ca
     argument that would change what comes out is accepted only with the values that describe what happens
     anyway.
 
-    The same holds for attributes that are set later, unless the class is frozen; setting an attribute that
-    is no field is an error then, because it would be silently ignored.
+    Unless the class is frozen, attributes that are set later are treated alike, and setting one that is
+    neither a field nor ignored raises AttributeError: it would have no effect.
 
     Args:
         ignored: The names, each with the values that are allowed.

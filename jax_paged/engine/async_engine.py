@@ -26,8 +26,8 @@ class RequestStream:
     """The outputs of one request as an asynchronous iterator.
 
     Each output holds only what has come since the one before: text, token ids and logprobs. What comes
-    while the consumer is busy is joined into one output. The outputs of beam searches, and of requests with
-    best_of > n, come with the last output. A stream must be iterated to the end or aborted, in the event
+    while the consumer is busy is joined into one output. Beam searches, and requests with best_of > n, have
+    their completions in the last output only. A stream must be iterated to the end or aborted, in the event
     loop that made it.
 
     Args:
@@ -161,7 +161,7 @@ class AsyncLLMEngine:
             )
         stream = RequestStream(request_id, whole, self._abort)
         self._calls.put(lambda: self._add(stream, prompt))
-        if self.error is not None:  # asked after the put: the thread sets it before it looks a last time
+        if self.error is not None:  # checked after the put: the thread sets it before its last look
             raise self._stopped()
         return stream
 

@@ -1,4 +1,4 @@
-"""What the front keeps of a running request: its texts and log-probabilities; makes its outputs."""
+"""The texts and log-probabilities of a running request, and the outputs that are made of them."""
 
 import dataclasses
 import functools
