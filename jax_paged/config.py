@@ -196,7 +196,7 @@ class AsyncEngineArgs(EngineArgs):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What an engine has come to: every setting resolved against the model and the device.
+    """The settings of an engine, all resolved against the model and the device.
 
     Made once, by the executor, and never changed. Needs no JAX, so that requests can be checked, scheduled
     and simulated where none is.
@@ -212,15 +212,16 @@ class EngineConfig:
         num_blocks: Blocks of the pool, null block included.
         num_swap_blocks: Blocks of host memory for requests that are swapped out.
         cache_groups: What the model's layers need of a sequence's past.
-        kv_cache_bytes: Of the pool.
-        weight_bytes: Of all weights.
+        kv_cache_bytes: Size of the pool.
+        weight_bytes: Size of all weights.
         max_num_seqs: Maximum sequences in one step.
         max_num_batched_tokens: Token budget of one step.
-        max_logprobs: Maximum most likely tokens that a request may ask for.
+        max_logprobs: Maximum number of most likely tokens that a request may ask for.
         eos_token_ids: The model's end tokens.
-        sampling_defaults: What generation_config.json says of sampling, in the words of SamplingParams.
+        sampling_defaults: The sampling settings of generation_config.json, by the names of SamplingParams.
         decoder_start_token_id: Of an encoder-decoder model; None for a decoder.
-        enable_prefix_caching: As EngineArgs; the next five as well (there it is scheduler_delay_factor).
+        enable_prefix_caching: As EngineArgs.enable_prefix_caching; so are the fields that follow.
+        delay_factor: As EngineArgs.scheduler_delay_factor.
     """
 
     model_name: str

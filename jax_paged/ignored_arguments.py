@@ -1,31 +1,38 @@
 """Arguments of vLLM's that have no meaning here: accepted with one warning, if they change no result."""
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-_PACKAGE = str(Path(__file__).parent)
+# A warning names the user's line, even if that calls dataclasses.replace. CPython 3.12 takes prefixes only
+# that are shorter than the file's name.
+_SKIPPED = (str(Path(__file__).parent), dataclasses.__file__.removesuffix("py"))
 
-# The allowed values of an ignored argument; ANY stands for whatever value.
+# The allowed values of an ignored argument; ANY allows every value.
 ANY = None
 Ignored = Mapping[str, tuple[Any, ...] | None]
 
 
 def ignores[T](ignored: Ignored, *, none_is_default: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
-    """Lets the constructor of a class take arguments that it ignores.
+    """Lets a dataclass take arguments that it ignores.
 
-    A warning names all that one call passes, because a user may expect something of them. An argument that
-    would change what comes out is accepted with those values only that say what happens anyway.
+    One warning names all of them that a call passes, because a user may expect them to do something. An
+    argument that would change what comes out is accepted only with the values that describe what happens
+    anyway.
+
+    Unless the class is frozen, attributes that are set later are treated alike, and setting one that is
+    neither a field nor ignored raises AttributeError: it would have no effect.
 
     Args:
         ignored: The names, each with the values that are allowed.
         none_is_default: Arguments of the class for which vLLM's scripts may pass None to get the default.
 
     Returns:
-        A decorator of classes. The constructor raises ValueError for a value that isn't allowed; the message
-        names the argument, its value and what is allowed.
+        A decorator of dataclasses. The constructor raises ValueError for a value that isn't allowed; the
+        message names the argument, its value and what is allowed.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -41,7 +48,20 @@ def ignores[T](ignored: Ignored, *, none_is_default: tuple[str, ...] = ()) -> Ca
                 _check_and_warn(type(self).__name__, {name: kwargs.pop(name) for name in names}, ignored)
             construct(self, *args, **kwargs)
 
+        def __setattr__(self: T, name: str, value: Any) -> None:
+            fields: dict[str, Any] = type(self).__dataclass_fields__  # pyright: ignore
+            if name in fields or hasattr(type(self), name):
+                object.__setattr__(self, name, value)
+            elif name in ignored:
+                _check_and_warn(type(self).__name__, {name: value}, ignored)
+            else:
+                message = f"{type(self).__name__} has no field {name!r}; allowed: {', '.join(fields)}"
+                raise AttributeError(message, name=name, obj=self)
+
+        # Set here, not written as a method of the class: type checkers go on to check the names.
         cls.__init__ = __init__  # pyright: ignore[reportAttributeAccessIssue]
+        if cls.__setattr__ is object.__setattr__:  # not frozen
+            cls.__setattr__ = __setattr__  # pyright: ignore[reportAttributeAccessIssue]
         return cls
 
     return decorate
@@ -56,5 +76,6 @@ def _check_and_warn(owner: str, values: dict[str, Any], ignored: Ignored) -> Non
             problems.append(f"{name} is {value!r}; allowed: {choices}, as this engine can do nothing else")
     if problems:
         raise ValueError("\n".join(problems))
-    message = f"{owner} ignores {', '.join(values)}, which have no meaning in this engine"
-    warnings.warn(message, UserWarning, skip_file_prefixes=(_PACKAGE,))
+    have = "which have" if len(values) > 1 else "which has"
+    message = f"{owner} ignores {', '.join(values)}, {have} no meaning in this engine"
+    warnings.warn(message, UserWarning, skip_file_prefixes=_SKIPPED)

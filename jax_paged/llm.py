@@ -73,6 +73,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes prompts, all of them together.
 
+        Requests that were added to llm_engine by hand go on meanwhile, and the last output of one that ends
+        is lost, as only LLMEngine.step returns it. The same is true of `chat` and `beam_search`.
+
         Args:
             prompts: A prompt or a list of them; each is text, a list or array of token ids, or one of the
                 dicts of inputs.py, such as {"prompt": text} or {"prompt_token_ids": ids}.
@@ -109,6 +112,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers a conversation, or a list of them, through the tokenizer's chat template.
 
@@ -124,7 +128,10 @@ class LLM:
             continue_final_message: Whether the answer continues the last message instead of following it;
                 needs add_generation_prompt=False.
             tools: JSON schemas of functions, for templates that use them.
-            chat_template_kwargs: Further variables of the template.
+            chat_template_kwargs: Further variables of the template. They take precedence over the
+                arguments chat_template, add_generation_prompt, continue_final_message and tools, which they
+                may also name.
+            mm_processor_kwargs: None or empty: there are no multimodal models.
 
         Returns:
             One output per conversation, in their order.
@@ -132,6 +139,8 @@ class LLM:
         Raises:
             ValueError: As `generate`; also if the tokenizer has no chat template.
         """
+        ok = mm_processor_kwargs in (None, {})
+        check(ok, "mm_processor_kwargs", mm_processor_kwargs, "None or empty, as models take text only")
         tokenizer = self.llm_engine.tokenizer
         if tokenizer is None:
             raise ValueError("chat needs a tokenizer, and skip_tokenizer_init is True")

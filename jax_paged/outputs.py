@@ -11,7 +11,8 @@ from jax_paged.core.sequence import RequestMetrics
 class Snapshot[T](Sequence[T]):
     """A read-only list of the items that a growing list has now; making one copies nothing.
 
-    It equals a list of the same items, and slices, sums and pickles are lists.
+    It equals a list of the same items. Its slices, sums, products, copies and pickles are lists. It is not a
+    list itself: use list(...) before what takes nothing else, such as json.dumps (or pass default=list).
 
     Args:
         items: A list to which items may be appended later, but that changes in no other way.
@@ -53,6 +54,18 @@ class Snapshot[T](Sequence[T]):
     def __radd__(self, other: Iterable[T]) -> list[T]:
         return [*other, *self]
 
+    def __mul__(self, count: int) -> list[T]:
+        return list(self) * count
+
+    __rmul__ = __mul__
+
+    def copy(self) -> list[T]:
+        """Returns a list of the items."""
+        return list(self)
+
+    def __copy__(self) -> list[T]:
+        return list(self)
+
     def __repr__(self) -> str:
         return repr(list(self))
 
@@ -92,7 +105,7 @@ class CompletionOutput:
         index: Which of the request's outputs it is.
         text: Its text, up to the stop string or stop token that ended it; "" without a tokenizer.
         token_ids: Its tokens, including the one that ended it. A list once the request has finished, and a
-            Snapshot while it runs.
+            Snapshot while it runs (list(...) makes a list of it, as json.dumps needs).
         cumulative_logprob: Sum of the log-probabilities of `token_ids`.
         logprobs: One dict per token, in a list or Snapshot as token_ids; None if not asked for.
         finish_reason: "stop", "length", "abort", or "error" for a request that could not run; None while
@@ -162,9 +175,11 @@ class RequestOutput:
         outputs: Its outputs. With best_of > n, and of a beam search, there are none before the end, because
             only then the best are known.
         finished: Whether all outputs have ended.
-        metrics: When it arrived, got its first token and ended, in seconds of time.monotonic().
+        metrics: When it arrived, got its first token and ended, in seconds of time.monotonic(), as far as
+            that has happened; it does not change later.
         num_cached_tokens: Prompt tokens that were found in the prefix cache.
-        encoder_prompt: The text that an encoder has read; None if it came as token ids, or without encoder.
+        encoder_prompt: The text that an encoder has read; None if it came as token ids, or if there is no
+            encoder.
         encoder_prompt_token_ids: The tokens that an encoder has read; None without an encoder.
     """
 
@@ -196,7 +211,13 @@ class RequestOutput:
             self.outputs = delta.outputs
         self.prompt_logprobs = delta.prompt_logprobs
         self.finished = delta.finished
+        self.metrics = delta.metrics
         self.num_cached_tokens = delta.num_cached_tokens
+
+    def snapshot(self) -> "RequestOutput":
+        """Returns it as it stands; what `extend` appends later does not change that."""
+        outputs = [output.snapshot(is_last=self.finished) for output in self.outputs]
+        return dataclasses.replace(self, outputs=outputs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,13 +13,14 @@ MAX_LOGIT_BIAS_ENTRIES = 300
 # Token ids per request that the device changes the logits of: those of logit_bias and, up to min_tokens, all
 # that end the output.
 MAX_BIAS_IDS = 512
-# Per request: what stop strings cost to prepare and to keep grows with their characters.
+# Per request. The time and memory that stop strings take grow with their characters.
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 256
-# Sequences of tokens per request; vLLM has the same limit.
+MAX_STOP_CHARACTERS = 4096
+# Token sequences per request; vLLM has the same limit.
 MAX_BAD_WORDS = 128
 
-# Arguments of vLLM's SamplingParams for features that are not built. These values leave them off.
+# Arguments of vLLM's SamplingParams for features that are not built, with the values that leave them off.
 _IGNORED: Ignored = {
     "early_stopping": (False,),
     "extra_args": (None, {}),
@@ -53,8 +54,9 @@ class RequestOutputKind(enum.Enum):
 class SamplingParams:
     """Sampling and stopping of one request; the names and defaults are vLLM's.
 
-    May be changed after construction. The engine checks it again when a request is added and works on a copy,
-    so that a change has no effect on requests that run.
+    May be changed after construction; setting an attribute that is no field is an AttributeError. The engine
+    checks it again when a request is added and works on a copy, so that a change has no effect on requests
+    that run.
 
     Logits are changed in this order: allowed_token_ids, bad_words, logit_bias, repetition, frequency and
     presence penalty, temperature, min_p, top_k, top_p.
@@ -76,12 +78,13 @@ class SamplingParams:
         repetition_penalty: Divides the logit of each token of prompt and output if it is positive,
             multiplies it if negative, in [1e-6, 1e6]; 1 changes nothing.
         seed: Makes the random choices repeatable, in [0, 2**63 - 1]; None takes one of the engine's seeds.
-        stop: Strings that end the output; at most 64, each of at most 256 characters.
+        stop: Strings that end the output; at most 64, each of at most 256 characters, and 4096 characters in
+            total.
         stop_token_ids: Tokens that end the output, in addition to the model's end tokens.
         bad_words: Words that are not generated: the last of a word's tokens is forbidden where it would
             complete the word. Needs a tokenizer.
-        bad_words_token_ids: Sequences of tokens that are not generated. The engine adds those of bad_words in
-            its copy.
+        bad_words_token_ids: Sequences of tokens that are not generated. In its copy, the engine adds those of
+            bad_words.
         include_stop_str_in_output: Whether the text includes the stop string or stop token that ended it.
         ignore_eos: Whether to continue after the model's end token.
         max_tokens: Maximum number of output tokens. What would exceed the engine's max_model_len is cut; None
@@ -98,7 +101,8 @@ class SamplingParams:
         output_kind: What each output of AsyncLLMEngine.generate and LLMEngine.step holds. LLM.generate always
             returns whole outputs.
         skip_reading_prefix_cache: Whether to compute the whole prompt instead of reading cached prefixes.
-            None does so with prompt_logprobs, which cached tokens lack.
+            None does so if prompt_logprobs are asked for, because cached tokens have none; False is an error
+            then.
         truncate_prompt_tokens: Number of tokens that are kept of a longer prompt, from its end; -1 keeps as
             many as leave room for one output token, None keeps all.
 
@@ -150,8 +154,11 @@ class SamplingParams:
         self._note_token_ids(problems)
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             problems.note(check_choice, name, getattr(self, name), (True, False))
-        skip = self.skip_reading_prefix_cache
-        problems.note(check_choice, "skip_reading_prefix_cache", skip, (None, True, False))
+        skip, name = self.skip_reading_prefix_cache, "skip_reading_prefix_cache"
+        if self.prompt_logprobs is None:
+            problems.note(check_choice, name, skip, (None, True, False))
+        else:
+            problems.note(check_choice, f"{name} (prompt_logprobs is not None)", skip, (None, True))
         problems.note(check_choice, "output_kind", self.output_kind, tuple(RequestOutputKind))
         problems.raise_if_any()
 
@@ -228,8 +235,11 @@ class SamplingParams:
         if ok:
             stops = self.stop_strings
             problems.note(check_int, "the number of stop strings", len(stops), 0, MAX_STOP_STRINGS)
-            longest = max(map(len, stops), default=0)
+            lengths = [len(stop) for stop in stops]
+            longest = max(lengths, default=0)
             problems.note(check_int, "the length of a stop string", longest, 0, MAX_STOP_STRING_LENGTH)
+            total = "the number of characters in all stop strings"
+            problems.note(check_int, total, sum(lengths), 0, MAX_STOP_CHARACTERS)
         if ok and self.stop and not self.detokenize:
             problems.note(check, False, "stop (detokenize is False)", self.stop, "None")
         ok = self.bad_words is None or _is_list_of_texts(self.bad_words)
@@ -266,7 +276,7 @@ class SamplingParams:
 @ignores({"include_stop_str_in_output": (False,)})
 @dataclasses.dataclass
 class BeamSearchParams:
-    """A beam search; the names are vLLM's. May be changed after construction, as SamplingParams.
+    """A beam search; the names are vLLM's. May be changed after construction, as SamplingParams may.
 
     Args:
         beam_width: Number of sequences that are kept at each step, and returned.

@@ -1,4 +1,4 @@
-"""The parts that an engine is made of: its tokenizer, executor, configuration and scheduler."""
+"""The parts of an engine: its tokenizer, executor, configuration and scheduler; and how it is described."""
 
 import dataclasses
 from pathlib import Path
@@ -70,3 +70,28 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
         enable_chunked_prefill=config.enable_chunked_prefill,
         delay_factor=config.delay_factor,
     )
+
+
+def described(config: EngineConfig, buckets: tuple[str, ...]) -> str:
+    """Returns what an engine is made of, in one line.
+
+    Args:
+        config: Its settings.
+        buckets: The names of its buckets, as its executor has them.
+    """
+    pool = f"{config.num_blocks} blocks of {config.block_size} tokens, {_size(config.kv_cache_bytes)}"
+    model = f"{config.model_name} ({config.architecture}, {_size(config.weight_bytes)}), {config.dtype}"
+    return f"{model}, backend {config.backend}, pool {pool}, buckets {_grouped(buckets)}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _grouped(names: tuple[str, ...]) -> str:
+    """Returns "decode 1", "decode 2", "mixed 64x8" as "decode 1 2, mixed 64x8"."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        kind, size = name.split(" ")
+        groups.setdefault(kind, []).append(size)
+    return ", ".join(" ".join([kind, *sizes]) for kind, sizes in groups.items())

@@ -2,19 +2,18 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
-from typing import TYPE_CHECKING, Self
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.inputs import Prompt
-from jax_paged.outputs import CompletionOutput, RequestOutput
+from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ class RequestStream:
     """The outputs of one request as an asynchronous iterator.
 
     Each output holds only what has come since the one before: text, token ids and logprobs. What comes
-    while the consumer is busy is joined into one output. The outputs of beam searches, and of requests with
-    best_of > n, come with the last output. A stream must be iterated to the end or aborted, in the event
+    while the consumer is busy is joined into one output. Beam searches, and requests with best_of > n, have
+    their completions in the last output only. A stream must be iterated to the end or aborted, in the event
     loop that made it.
 
     Args:
@@ -93,17 +92,15 @@ class CumulativeOutputs:
     """
 
     def __init__(self) -> None:
-        self._outputs: list[CompletionOutput] = []
+        self._whole: RequestOutput | None = None
 
     def add(self, part: RequestOutput) -> RequestOutput:
         """Takes the next part, which belongs to this from now on; returns all so far."""
-        if self._outputs:
-            for output, new in zip(self._outputs, part.outputs, strict=True):
-                output.extend(new)
+        if self._whole is None:
+            self._whole = part
         else:
-            self._outputs = part.outputs
-        outputs = [output.snapshot(is_last=part.finished) for output in self._outputs]
-        return dataclasses.replace(part, outputs=outputs)
+            self._whole.extend(part)
+        return self._whole.snapshot()
 
 
 class AsyncLLMEngine:
@@ -164,7 +161,7 @@ class AsyncLLMEngine:
             )
         stream = RequestStream(request_id, whole, self._abort)
         self._calls.put(lambda: self._add(stream, prompt))
-        if self.error is not None:  # asked after the put: the thread sets it before it looks a last time
+        if self.error is not None:  # checked after the put: the thread sets it before its last look
             raise self._stopped()
         return stream
 
@@ -209,10 +206,14 @@ class AsyncLLMEngine:
         finally:
             stream.abort()
 
-    def abort(self, request_id: str | Iterable[str]) -> Awaitable[None]:
+    def abort(self, request_id: str | Iterable[str]) -> "_Done":
         """Ends a request, or several; their streams end with what they have, as aborted.
 
-        The call alone does it. vLLM's scripts await the result.
+        The call alone does it.
+
+        Returns:
+            A coroutine that does nothing, because vLLM's scripts await it or make a task of it. It need not
+            be awaited, and may be more than once.
         """
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             self._calls.put(lambda one=one: self._end(one))
@@ -307,8 +308,17 @@ class AsyncLLMEngine:
                 loop.call_soon_threadsafe(_put_all, part)
 
 
-class _Done:
-    """An awaitable that is done, and that nobody has to await."""
+class _Done(Coroutine[Any, Any, None]):
+    """A coroutine that is done; unlike one of an `async def`, it gives no warning if nobody awaits it."""
+
+    def send(self, value: Any) -> NoReturn:
+        raise StopIteration
+
+    def throw(self, typ: Any, val: Any = None, tb: Any = None) -> NoReturn:
+        raise typ if val is None else val
+
+    def close(self) -> None:
+        pass
 
     def __await__(self) -> Generator[None, None, None]:
         return

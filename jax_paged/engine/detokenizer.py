@@ -15,8 +15,8 @@ _MAX_INCOMPLETE = 3
 class Detokenizer:
     """The text of one output, one token at a time; the cost of a token does not grow with the text.
 
-    `text` is what has been decoded. Its end may be the start of a stop string; the first `num_visible`
-    characters are certain, and may be shown.
+    `text` is what has been decoded. It may end with the start of a stop string; the first `num_visible`
+    characters are final, and may be shown.
 
     Args:
         tokenizer: The tokenizer of the model.
@@ -77,8 +77,8 @@ class Detokenizer:
     def finish(self) -> str | None:
         """Adds what was held back; returns the stop string as `append` does.
 
-        The U+FFFD that stands for an incomplete last character is shown, but no stop string can match it:
-        the model has not said it.
+        The U+FFFD that stands for an incomplete last character is shown, but no stop string can match it,
+        because the model has not generated it.
         """
         if self._finished:
             return None

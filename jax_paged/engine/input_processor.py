@@ -6,6 +6,7 @@ from typing import Any
 
 from jax_paged.checks import Problems, check, check_int
 from jax_paged.config import EngineConfig
+from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_list
 from jax_paged.sampling_params import MAX_BAD_WORDS, MAX_BIAS_IDS, BeamSearchParams, SamplingParams
@@ -25,6 +26,7 @@ class CheckedRequest:
         beam_params: A copy too, if the request is a beam search.
         cache_salt: Only requests of equal salt share cached prefixes.
         priority: Requests of a lower value are served earlier.
+        stop: The stop strings of params, prepared; None if there are none.
     """
 
     prompt: str | None
@@ -35,11 +37,12 @@ class CheckedRequest:
     beam_params: BeamSearchParams | None = None
     cache_salt: str = ""
     priority: int = 0
+    stop: StopStrings | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass
 class _Tokenized:
-    """A prompt's text, its token ids, and the cache_salt that it brings."""
+    """A prompt's text, its token ids, and the cache_salt that comes with it."""
 
     text: str | None
     token_ids: list[int]
@@ -107,6 +110,8 @@ class InputProcessor:
             beams,
             _one_salt(cache_salt, encoder, decoder),
             priority,
+            # Made here and not by the engine, whose thread must not wait for it.
+            StopStrings(own.stop_strings) if own.stop_strings else None,
         )
 
     def _check_priority(self, priority: int) -> None:
@@ -232,10 +237,7 @@ class InputProcessor:
         )
 
     def _resolve(self, params: SamplingParams) -> None:
-        """Replaces what stands for something else: -1 for the vocabulary, and words for their tokens."""
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(params, name) == -1:
-                setattr(params, name, self._config.vocab_size)
+        """Replaces what stands for something else; -1 of logprobs is replaced where it is checked."""
         params.skip_reading_prefix_cache = not params.reads_prefix_cache
         if params.bad_words:
             if self._tokenizer is None:
@@ -243,6 +245,17 @@ class InputProcessor:
                 raise ValueError(f"{given}; allowed: None, as the engine has no tokenizer")
             words = [ids for word in params.bad_words for ids in self._tokens_of_word(word, self._tokenizer)]
             params.bad_words_token_ids = [*(params.bad_words_token_ids or ()), *words]
+
+    def _resolve_logprobs(self, params: SamplingParams, name: str) -> None:
+        """Checks logprobs or prompt_logprobs, and replaces -1: nothing after this knows of it."""
+        value, vocab_size, high = getattr(params, name), self._config.vocab_size, self._config.max_logprobs
+        if value == -1:
+            if vocab_size > high:
+                given = f"{name} is -1, the vocabulary of {vocab_size} tokens"
+                raise ValueError(f"{given}; allowed: up to max_logprobs, {high}")
+            setattr(params, name, vocab_size)
+        elif value is not None:
+            check_int(name, value, 0, high)
 
     @staticmethod
     def _tokens_of_word(word: str, tokenizer: Tokenizer) -> list[list[int]]:
@@ -262,8 +275,7 @@ class InputProcessor:
         name = f"the larger of n and best_of (max_num_seqs is {high})"
         problems.note(check_int, name, num_samples, 1, high)
         for name in ("logprobs", "prompt_logprobs"):
-            if getattr(params, name) is not None:
-                problems.note(check_int, name, getattr(params, name), 0, config.max_logprobs)
+            problems.note(self._resolve_logprobs, params, name)
         num_words = len(params.bad_words_token_ids or ())
         problems.note(check_int, "the number of bad words", num_words, 0, MAX_BAD_WORDS)
         if params.min_tokens:

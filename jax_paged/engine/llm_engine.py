@@ -3,7 +3,7 @@
 Nothing here imports JAX: only the executor that LLMEngine makes, if it is given none, does.
 """
 
-import dataclasses
+import copy
 import hashlib
 import itertools
 import random
@@ -12,12 +12,18 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
-from jax_paged.engine.assembly import make_local_executor, make_scheduler, make_tokenizer, with_end_token
+from jax_paged.engine.assembly import (
+    described,
+    make_local_executor,
+    make_scheduler,
+    make_tokenizer,
+    with_end_token,
+)
 from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.output_processor import RequestState
@@ -39,7 +45,8 @@ class LLMEngine:
 
     Args:
         args: Model and limits.
-        executor: Runs the steps; the engine closes it. None runs them in this process.
+        executor: Runs the steps. The engine closes it, also if it can't be made. None runs them in this
+            process.
 
     Raises:
         ValueError: If the model, its tokenizer or a setting can't be used.
@@ -47,15 +54,18 @@ class LLMEngine:
 
     def __init__(self, args: EngineArgs, executor: "Executor | None" = None) -> None:
         self.args = args
-        self.tokenizer = make_tokenizer(args)
-        self.executor = make_local_executor(args) if executor is None else executor
-        self.config = with_end_token(self.executor.config, self.tokenizer)
         try:
+            self.tokenizer = make_tokenizer(args)
+            if executor is None:
+                executor = make_local_executor(args)
+            self.executor = executor
+            self.config = with_end_token(executor.config, self.tokenizer)
             self.input_processor = InputProcessor(self.config, self.tokenizer)
-        except ValueError:
-            self.executor.close()
+            self.scheduler = make_scheduler(self.config)
+        except BaseException:
+            if executor is not None:
+                executor.close()
             raise
-        self.scheduler = make_scheduler(self.config)
         self._requests: dict[str, RequestState] = {}
         self._pins = itertools.count()
         self._seeds = random.Random(self.config.seed)
@@ -122,7 +132,8 @@ class LLMEngine:
                 returned, which holds all of them.
             params: Without a seed they get one that depends on the engine's seed and how many requests came
                 before.
-            arrival_time: In seconds of time.monotonic(); None takes now.
+            arrival_time: In seconds of time.monotonic() (not of time.time(), as vLLM's) and not in the
+                future; None takes now.
             lora_request: None: adapters are not supported.
             cache_salt: As `check_request` takes it.
             priority: As `check_request` takes it.
@@ -133,16 +144,16 @@ class LLMEngine:
         self._check_open()
         check(isinstance(request_id, str), "request_id", request_id, "a string")
         check(request_id not in self._requests, "request_id", request_id, "an id that no running request has")
-        is_number = isinstance(arrival_time, int | float) and not isinstance(arrival_time, bool)
-        ok = arrival_time is None or (is_number and abs(arrival_time) <= sys.float_info.max)
-        check(ok, "arrival_time", arrival_time, "a finite number or None")
+        now = time.monotonic()
+        if arrival_time is not None:
+            _check_arrival_time(arrival_time, now)
         check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
         if not isinstance(prompt, CheckedRequest):
             prompt = self.check_request(prompt, params, cache_salt=cache_salt, priority=priority)
         params, cache_salt = prompt.params, prompt.cache_salt
         if params.seed is None:
-            params = dataclasses.replace(params, seed=self._seeds.getrandbits(63))
-        assert params.seed is not None, "just set"
+            params = copy.copy(params)  # dataclasses.replace would check all values again
+            params.seed = self._seeds.getrandbits(63)
         if prompt.encoder_token_ids:
             # What the decoder has computed is of use only beside the same encoder output.
             cache_salt += hashlib.sha256(array("q", prompt.encoder_token_ids).tobytes()).hexdigest()
@@ -150,19 +161,21 @@ class LLMEngine:
             request_id,
             [Sequence(prompt.prompt_token_ids, seed=params.seed)],
             params,
-            RequestMetrics(time.monotonic() if arrival_time is None else arrival_time),
+            RequestMetrics(now if arrival_time is None else arrival_time),
             cache_salt,
             prompt.priority,
             prompt.beam_params,
             prompt.encoder_token_ids,
         )
         tokenizer = self.tokenizer if params.detokenize else None
-        state = RequestState(group, prompt.prompt, tokenizer, prompt.encoder_prompt)
+        state = RequestState(group, prompt.prompt, tokenizer, prompt.encoder_prompt, prompt.stop)
         self.scheduler.add(group)
         self._requests[request_id] = state
 
     def abort_request(self, request_id: str | Iterable[str]) -> RequestState | None:
-        """Ends a request, or several, now and frees the blocks; an id of none that runs does nothing.
+        """Ends a request, or several, now and frees the blocks; does nothing if no request with the id runs.
+
+        If the engine has failed, a request ends with the text that it had then.
 
         Returns:
             The state of a single request that ran, else None.
@@ -173,10 +186,23 @@ class LLMEngine:
                 self.abort_request(one)
             return None
         state = self._requests.get(request_id)
-        if state is not None:
+        if state is None:
+            return None
+        state.group.metrics.finished_time = now = time.monotonic()
+        try:
             self.scheduler.abort(request_id)
-            state.group.metrics.finished_time = now = time.monotonic()
-            self._finish_ended(state, now)
+            if self._failure is None:
+                self._finish_ended(state, now)
+        except Exception as error:
+            if self._failure is None:
+                self._failure = error
+                raise
+            # Nothing can be expected of a scheduler whose step was left half done.
+            for seq in state.group.unfinished:
+                seq.status = SequenceStatus.FINISHED_ABORTED
+        finally:
+            state.give_up()
+            self._requests.pop(request_id, None)
         return state
 
     def has_unfinished_requests(self) -> bool:
@@ -324,16 +350,11 @@ class LLMEngine:
         self.close()
 
     def __repr__(self) -> str:
-        c = self.config
         if self._closed:
-            return f"<{c.model_name}, closed>"
+            return f"<{self.config.model_name}, closed>"
         if self._failure is not None:
-            return f"<{c.model_name}, failed: {self._failure!r}>"
-        pool = f"{c.num_blocks} blocks of {c.block_size} tokens, {_size(c.kv_cache_bytes)}"
-        return (
-            f"<{c.model_name} ({c.architecture}, {_size(c.weight_bytes)}), {c.dtype}, backend {c.backend}, "
-            f"pool {pool}, buckets {_grouped(self.executor.buckets)}>"
-        )
+            return f"<{self.config.model_name}, failed: {self._failure!r}>"
+        return f"<{described(self.config, self.executor.buckets)}>"
 
     def _finish_ended(self, state: RequestState, now: float) -> None:
         """Finishes the outputs whose sequences have ended; forgets a request that has ended as a whole."""
@@ -358,19 +379,14 @@ def _is_final_only(state: RequestState) -> bool:
     return state.group.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
 
 
+def _check_arrival_time(value: Any, now: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    ok = is_number and abs(value) <= sys.float_info.max
+    check(ok, "arrival_time", value, "a finite number or None")
+    allowed = f"at most {now}, the value of time.monotonic(); values of time.time() are on another clock"
+    check(value <= now, "arrival_time", value, allowed)
+
+
 def _output(state: RequestState) -> RequestOutput:
     is_delta = state.group.sampling_params.output_kind is RequestOutputKind.DELTA
     return state.take_delta() if is_delta else state.output()
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.1f} GiB"
-
-
-def _grouped(names: tuple[str, ...]) -> str:
-    """Returns "decode 1", "decode 2", "mixed 64x8" as "decode 1 2, mixed 64x8"."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        kind, size = name.split(" ")
-        groups.setdefault(kind, []).append(size)
-    return ", ".join(" ".join([kind, *sizes]) for kind, sizes in groups.items())

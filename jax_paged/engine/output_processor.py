@@ -1,4 +1,4 @@
-"""What the front keeps of a running request: its texts and log-probabilities; makes its outputs."""
+"""The texts and log-probabilities of a running request, and the outputs that are made of them."""
 
 import dataclasses
 import functools
@@ -113,6 +113,7 @@ class RequestState:
         prompt: Its text; None if it came as token ids.
         tokenizer: None leaves all texts empty.
         encoder_prompt: The text that an encoder reads; None if there is none.
+        stop: The stop strings; None for none.
     """
 
     def __init__(
@@ -121,14 +122,14 @@ class RequestState:
         prompt: str | None,
         tokenizer: Tokenizer | None,
         encoder_prompt: str | None = None,
+        stop: StopStrings | None = None,
     ) -> None:
         self.group = group
         self.prompt = prompt
         self._encoder_prompt = encoder_prompt
         self.is_finished = False
         self._tokenizer = tokenizer
-        stops = group.sampling_params.stop_strings
-        self._stop = StopStrings(stops) if stops else None
+        self._stop = stop
         # By the sequence's index. The others are forked from the first when the prompt is computed; until
         # then its state stands for all.
         self._samples = [SampleState(group.sequences[0], group, tokenizer, self._stop)]
@@ -173,6 +174,10 @@ class RequestState:
                     found.append((sample.seq, stop))
         return found
 
+    def give_up(self) -> None:
+        """Finishes it with the text that it has, after an error that may have come from decoding more."""
+        self.is_finished = True
+
     def output(self) -> RequestOutput:
         """Returns the request with all that it has so far."""
         return self._request_output(self._completions(only_new=False))
@@ -199,7 +204,7 @@ class RequestState:
             prompt_logprobs=None if logprobs is None else snapshot(logprobs, is_last=self.is_finished),
             outputs=outputs,
             finished=self.is_finished,
-            metrics=group.metrics,
+            metrics=dataclasses.replace(group.metrics),  # what happens later must not change this output
             num_cached_tokens=group.metrics.num_cached_tokens,
             encoder_prompt=self._encoder_prompt,
             encoder_prompt_token_ids=self._encoder_token_ids or None,

@@ -20,6 +20,18 @@ Messages = Sequence[dict[str, Any]]
 
 # Classes of transformers that need no other file than tokenizer.json.
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+# Arguments of transformers' apply_chat_template that determine what it returns, and in which form.
+_FORM_SETTINGS = (
+    "conversation",
+    "max_length",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "truncation",
+)
 
 
 class Tokenizer:
@@ -117,11 +129,22 @@ class Tokenizer:
             continue_final_message: Whether the answer continues the last message instead of following it;
                 needs add_generation_prompt=False.
             tools: JSON schemas of functions, for templates that use them.
-            template_kwargs: Further variables of the template.
+            template_kwargs: Further variables of the template. They take precedence over the
+                arguments chat_template, add_generation_prompt, continue_final_message and tools, which they
+                may also name.
 
         Raises:
-            ValueError: If the tokenizer has no chat template, or if it does not take the messages.
+            ValueError: If the tokenizer has no chat template, if it does not take the messages, or if
+                template_kwargs names a setting of transformers that would change the form of the result.
         """
+        values: dict[str, Any] = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **_checked_variables(template_kwargs),
+        }
+        chat_template, tools = values["chat_template"], values["tools"]
         formats = ("auto", "string", "openai")
         check(content_format in formats, "chat_template_content_format", content_format, f"one of {formats}")
         as_parts = content_format == "openai"
@@ -135,13 +158,9 @@ class Tokenizer:
         try:
             ids = self.hf.apply_chat_template(
                 plain,
-                chat_template=chat_template,
-                tools=tools,  # pyright: ignore[reportArgumentType]
                 tokenize=True,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
                 return_dict=False,
-                **(template_kwargs or {}),
+                **values,
             )
         except Exception as error:  # templates raise what they like
             raise ValueError(f"the chat template does not take these messages: {error}") from error
@@ -173,6 +192,18 @@ class Tokenizer:
             if token_id is not None:
                 return [token_id], len(self.decode([token_id]))
         return [], 0
+
+
+def _checked_variables(template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the variables that a user gives a template, unless one would change more than the template."""
+    values = {} if template_kwargs is None else template_kwargs
+    ok = isinstance(values, dict)
+    check(ok, "chat_template_kwargs", values, "None or a dict of the template's variables")
+    for name in _FORM_SETTINGS:
+        check(
+            name not in values, f"chat_template_kwargs[{name!r}]", values.get(name), "a template's variable"
+        )
+    return values
 
 
 def _special_tokens(file: Path) -> dict[str, Any]:

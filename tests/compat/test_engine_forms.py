@@ -97,6 +97,37 @@ def test_a_message_is_continued(llm):
         llm.chat(messages, LONG, use_tqdm=False, continue_final_message=True)
 
 
+def test_variables_of_the_template_take_precedence_over_arguments(llm):
+    template = "{{ x }}{% if add_generation_prompt %}y{% endif %}{{ tools[0].function.name }}?"
+    variables = {
+        "chat_template": template,
+        "add_generation_prompt": False,
+        "continue_final_message": False,
+        "tools": [{"function": {"name": "f"}}],
+        "x": "given",
+    }
+    arguments = {"chat_template": "not this", "tools": [{"function": {"name": "nor this"}}]}
+    for settings in ({}, arguments):
+        (output,) = llm.chat(HI, LONG, use_tqdm=False, chat_template_kwargs=variables, **settings)
+        assert llm.get_tokenizer().decode(output.prompt_token_ids) == "givenf?"
+    assert variables["x"] == "given"
+
+
+@pytest.mark.parametrize("name", ["tokenize", "return_dict", "return_tensors", "truncation"])
+def test_variables_of_the_template_are_no_settings(llm, name):
+    with pytest.raises(ValueError, match=rf"chat_template_kwargs\['{name}'\] is True; allowed: a template's"):
+        llm.chat(HI, LONG, chat_template_kwargs={name: True})
+    with pytest.raises(ValueError, match="chat_template_kwargs is 'x'; allowed: None or a dict"):
+        llm.chat(HI, LONG, chat_template_kwargs="x")
+
+
+def test_chat_takes_no_settings_of_images(llm):
+    for empty in (None, {}):
+        assert llm.chat(HI, LONG, use_tqdm=False, mm_processor_kwargs=empty)
+    with pytest.raises(ValueError, match=r"mm_processor_kwargs is \{'x': 1\}; allowed: None or empty"):
+        llm.chat(HI, LONG, mm_processor_kwargs={"x": 1})
+
+
 def test_chat_refuses_what_a_template_does_not_take(llm):
     with pytest.raises(
         ValueError, match=r"tools is .*; allowed: None, as the chat template does not use them"

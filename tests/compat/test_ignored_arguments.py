@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_paged import LLM, AsyncEngineArgs, EngineArgs
+from jax_paged import LLM, AsyncEngineArgs, EngineArgs, SamplingParams
 from jax_paged.config import _IGNORED
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "vllm-compatibility.md"
@@ -28,6 +28,14 @@ def test_one_warning_names_all_that_is_ignored() -> None:
     assert str(warning.message).startswith(f"EngineArgs ignores {names},")
     assert warning.filename == __file__
     assert args == EngineArgs(max_num_seqs=3)
+
+
+def test_one_warning_is_in_the_singular_and_names_the_line_of_replace() -> None:
+    with pytest.warns(UserWarning, match="SamplingParams ignores skip_clone, which has no meaning") as caught:
+        dataclasses.replace(SamplingParams(), skip_clone=True)  # pyright: ignore[reportCallIssue]
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="ignores device, enforce_eager, which have no meaning"):
+        EngineArgs(device="auto", enforce_eager=True)  # pyright: ignore[reportCallIssue]
 
 
 def test_llm_takes_them_too() -> None:

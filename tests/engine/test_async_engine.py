@@ -154,6 +154,30 @@ def test_async_abort_and_close(scripted):
     asyncio.run(main())
 
 
+def test_async_abort_can_be_awaited_in_every_way(scripted):
+    async def main():
+        engine = AsyncLLMEngine(*scripted())
+        engine.engine.executor.during_step = lambda output: time.sleep(0.001)
+        ways = [
+            lambda: asyncio.create_task(engine.abort("a")),
+            lambda: asyncio.gather(engine.abort("a"), engine.abort(["a", "nobody"])),
+            lambda: asyncio.wait_for(engine.abort("a"), 10),
+            lambda: engine.abort("a"),
+        ]
+        for way in ways:
+            stream = await engine.submit("abcdefghij?" * 20, LONG, "a")
+            await anext(stream)
+            await way()
+            assert [part async for part in stream][-1].outputs[0].finish_reason == "abort"
+        done = engine.abort("nobody")
+        await done
+        await done
+        engine.close()
+        asyncio.run_coroutine_threadsafe(engine.abort("late"), asyncio.get_running_loop())
+
+    asyncio.run(main())
+
+
 def test_idle_engine_sleeps(scripted):
     engine = AsyncLLMEngine(*scripted())
     start = time.process_time()

@@ -121,6 +121,10 @@ BAD: dict[str, tuple[Callable[[LLMEngine], None], str]] = {
     "stop": (_params(stop=[""]), "stop"),
     "cache_salt": (_option(cache_salt=None), "cache_salt is None; allowed: a string"),
     "arrival_time": (_option(arrival_time="now"), "arrival_time is 'now'; allowed: a finite number or None"),
+    "arrival_time of another clock": (
+        _option(arrival_time=1e300),
+        r"arrival_time is 1e\+300; allowed: at most .*, the value of time.monotonic\(\)",
+    ),
     "arrival_time NaN": (_option(arrival_time=math.nan), "arrival_time is nan"),
     "arrival_time infinite": (_option(arrival_time=-math.inf), "arrival_time is -inf"),
     "arrival_time beyond a float": (_option(arrival_time=10**400), "arrival_time is 10000"),

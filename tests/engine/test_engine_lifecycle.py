@@ -1,5 +1,6 @@
 """An engine from start to close: aborts, Ctrl-C, failures, what it costs; a scripted executor."""
 
+import dataclasses
 import os
 import signal
 import time
@@ -265,6 +266,60 @@ def test_bad_generation_config_is_found_at_the_start(scripted):
         with pytest.raises(ValueError, match=f"generation_config.json.*{message}"):
             LLMEngine(args, executor)
         assert executor.num_closed == 1
+
+
+@pytest.mark.parametrize("bad", [{"max_num_seqs": 0}, {"num_blocks": 0}])
+def test_an_engine_that_cannot_be_made_closes_its_executor(scripted, bad):
+    args, executor = scripted()
+    executor.config = dataclasses.replace(executor.config, **bad)
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        LLMEngine(args, executor)
+    assert executor.num_closed == 1
+
+
+def test_an_engine_without_its_tokenizer_closes_its_executor(scripted):
+    args, executor = scripted()
+    with pytest.raises(ValueError, match="nowhere"):
+        LLMEngine(dataclasses.replace(args, tokenizer="/nowhere/at/all"), executor)
+    assert executor.num_closed == 1
+
+
+def test_requests_can_be_aborted_after_any_failure(scripted, monkeypatch):
+    """Also if what has failed is what an abort would do again."""
+
+    def fail(*args, **kwargs):
+        raise OSError("half-way")
+
+    for owner, name in (("tokenizer", "decode"), ("scheduler", "abort")):
+        with LLMEngine(*scripted()) as engine:
+            engine.add_request("a", "abc🙂?", SamplingParams(stop=["b!"], max_tokens=None))
+            engine.add_request("b", "abc?", LONG)
+            engine.step()
+            engine.step()
+            monkeypatch.setattr(getattr(engine, owner), name, fail)
+            engine.executor.during_step = fail
+            with pytest.raises(OSError, match="half-way"):
+                engine.step()
+            output = engine.abort_request("a").output()
+            assert (output.finished, output.outputs[0].finish_reason) == (True, "abort")
+            assert output.outputs[0].text == "a"
+            engine.abort_request(["a", "b"])
+            assert not engine._requests
+
+
+def test_an_abort_that_fails_ends_the_engine(scripted, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("half-way")
+
+    with LLMEngine(*scripted()) as engine:
+        engine.add_request("a", "abc?", LONG)
+        engine.step()
+        monkeypatch.setattr(engine.tokenizer, "decode", fail)
+        with pytest.raises(OSError, match="half-way"):
+            engine.abort_request("a")
+        assert engine.abort_request("a") is None
+        with pytest.raises(RuntimeError, match=r"has failed: .*half-way"):
+            engine.add_request("b", "abc?")
 
 
 @pytest.mark.parametrize("num_requests", [64])

@@ -169,13 +169,23 @@ def test_defaults_are_the_models_and_nobody_can_change_them(processor: InputProc
 
 def test_minus_one_is_the_vocabulary(tokenizer: Tokenizer, processor: InputProcessor) -> None:
     params = SamplingParams(logprobs=-1, prompt_logprobs=-1)
-    with pytest.raises(ValueError, match=r"logprobs is 300.*\nprompt_logprobs is 300"):
+    message = "logprobs is -1, the vocabulary of 300 tokens; allowed: up to max_logprobs, 20"
+    with pytest.raises(ValueError, match=f"^{message}\nprompt_{message}$"):
         processor.check("abc", params)
     everything = InputProcessor(dataclasses.replace(CONFIG, max_logprobs=300), tokenizer)
     checked = everything.check("abc", params).params
     assert (checked.logprobs, checked.prompt_logprobs, params.logprobs) == (300, 300, -1)
     with pytest.raises(ValueError, match=r"logprobs is 21; allowed: an integer in \[0, 20\]"):
         processor.check("abc", SamplingParams(logprobs=21))
+
+
+def test_stop_strings_are_prepared_with_the_check(processor: InputProcessor) -> None:
+    """The engine's thread must not wait for it."""
+    prepared = processor.check("abc", SamplingParams(stop=["bc", "x"])).stop
+    assert prepared is not None
+    assert prepared.feed(prepared.start, "abc")[1] == (1, "bc")
+    assert processor.check("abc", SamplingParams()).stop is None
+    assert processor.check("abc", BeamSearchParams(2)).stop is None
 
 
 def test_bad_words_become_token_ids(processor: InputProcessor, tokenizer: Tokenizer) -> None:

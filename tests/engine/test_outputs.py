@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import gc
+import json
 import pickle
 import threading
 from collections.abc import Sequence
@@ -34,8 +35,11 @@ def test_a_snapshot_is_as_a_list_that_does_not_grow(items, later, start, stop, s
     assert bool(snapshot) == bool(items)
     assert snapshot[start:stop:step] == items[start:stop:step]
     assert (snapshot + later, later + snapshot) == (items + later, later + items)
+    assert (snapshot * 2, 2 * snapshot) == (items * 2, items * 2)
     assert repr(snapshot) == repr(items)
-    for copied in (copy.deepcopy(snapshot), pickle.loads(pickle.dumps(snapshot))):
+    assert json.dumps({"ids": snapshot}, default=list) == json.dumps({"ids": items})
+    copies = [snapshot.copy(), copy.copy(snapshot), copy.deepcopy(snapshot)]
+    for copied in (*copies, pickle.loads(pickle.dumps(snapshot))):
         assert type(copied) is list
         assert copied == items
     for i in range(-len(items), len(items)):
@@ -127,6 +131,25 @@ def test_the_last_output_has_lists_of_its_own(scripted, outputs_of):
     last.outputs[0].logprobs.clear()
     assert [(o.prompt_logprobs, o.outputs[0].token_ids) for o in outputs[:-1]] == kept
     assert len(last.outputs[1].token_ids) == 10
+
+
+@pytest.mark.parametrize("outputs_of", [generated, stepped])
+def test_metrics_of_an_output_stay_as_they_were(scripted, outputs_of):
+    *running, last = (output.metrics for output in outputs_of(scripted, 5))
+    assert [metrics.finished_time for metrics in running] == [None] * 4
+    assert last.finished_time > last.first_token_time == running[0].first_token_time
+
+
+def test_joined_parts_have_the_last_metrics(scripted):
+    with LLMEngine(*scripted(max_num_batched_tokens=4)) as engine:
+        engine.add_request("a", "abcdef?", LONG)
+        (state,) = [*engine.advance(), *engine.advance()]
+        whole = state.take_delta()
+        while engine.has_unfinished_requests():
+            engine.advance()
+        whole.extend(state.take_delta())
+    assert whole.metrics == state.group.metrics
+    assert whole.metrics.finished_time is not None
 
 
 def test_prompt_logprobs_of_an_output_do_not_grow(scripted):

@@ -83,7 +83,7 @@ BAD = [
     ([5] * 400, {"max_tokens": None}, "400 tokens"),
     ("a", {"logprobs": 20}, r"logprobs is 20; allowed: an integer in \[0, 19\]"),
     ("a", {"prompt_logprobs": 20}, "prompt_logprobs is 20"),
-    ("a", {"logprobs": -1}, r"logprobs is 300; allowed: an integer in \[0, 19\]"),
+    ("a", {"logprobs": -1}, "logprobs is -1, the vocabulary of 300 tokens; allowed: up to max_logprobs, 19"),
     ("a", {"allowed_token_ids": [5, 300]}, "a token id of allowed_token_ids is 300"),
     ("a", {"bad_words_token_ids": [[5], [6, 300]]}, "a token id of bad_words_token_ids is 300"),
     ("a", {"bad_words": ["x"] * 129}, "the number of bad words is 129"),

@@ -1,7 +1,9 @@
 """SamplingParams: what is let in, and what the message of a refusal says."""
 
+import copy
 import dataclasses
 import math
+import pickle
 import re
 from typing import Any
 
@@ -44,7 +46,8 @@ GOOD: list[dict[str, Any]] = [
     {"output_kind": RequestOutputKind.DELTA, "skip_reading_prefix_cache": True},
     {"truncate_prompt_tokens": -1},
     {"truncate_prompt_tokens": 1},
-    {"stop": ["a" * 256] * 64},
+    {"stop": ["a" * 256] * 16},
+    {"stop": ["a" * 64] * 64},
 ]
 
 NOT_NUMBERS: list[Any] = [None, True, "1", math.nan, math.inf, -math.inf, [1.0]]
@@ -160,6 +163,8 @@ def test_limits_of_stop_strings() -> None:
         SamplingParams(stop=["a"] * 65)
     with pytest.raises(ValueError, match="the length of a stop string is 257"):
         SamplingParams(stop="a" * 257)
+    with pytest.raises(ValueError, match=r"all stop strings is 4097; allowed: an integer in \[0, 4096\]"):
+        SamplingParams(stop=["a" * 256] * 16 + ["b"])
     with pytest.raises(ValueError, match=r"stop \(detokenize is False\) is 'a'; allowed: None"):
         SamplingParams(stop="a", detokenize=False)
 
@@ -173,23 +178,74 @@ def test_parameters_may_be_changed_and_are_checked_again() -> None:
             params.validate()
 
 
+@pytest.mark.parametrize("params", [SamplingParams(), BeamSearchParams(2)])
+def test_an_attribute_that_is_no_field_is_an_error(params: Any) -> None:
+    kind = type(params).__name__
+    for name in ("max_token", "stop_token"):
+        with pytest.raises(AttributeError, match=f"{kind} has no field {name!r}; allowed: .*max_tokens"):
+            setattr(params, name, 1)
+    with pytest.raises(AttributeError):
+        params.stop_strings = ("a",)
+
+
+def test_attributes_that_are_not_built_are_as_in_the_constructor() -> None:
+    params: Any = SamplingParams()
+    for name in ("structured_outputs", "logits_processors", "guided_decoding"):
+        with pytest.raises(ValueError, match=rf"{name} is \['x'\]; allowed: None"):
+            setattr(params, name, ["x"])
+        with pytest.warns(UserWarning, match=f"ignores {name}, which has no meaning") as caught:
+            setattr(params, name, None)
+        assert caught[0].filename == __file__
+    beams: Any = BeamSearchParams(2)
+    with pytest.raises(ValueError, match="include_stop_str_in_output is True; allowed: False"):
+        beams.include_stop_str_in_output = True
+    assert (params, beams) == (SamplingParams(), BeamSearchParams(2))
+
+
+class Tagged(SamplingParams):
+    """Parameters of a user who has something to add."""
+
+    tag = ""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self.tag = "mine"
+
+
+@pytest.mark.parametrize("params", [SamplingParams(n=3, stop=["a"]), Tagged(n=3), BeamSearchParams(3)])
+def test_parameters_can_be_copied(params: Any) -> None:
+    copies = [copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params))]
+    for copied in copies:
+        assert type(copied) is type(params)
+        assert vars(copied) == vars(params)
+        copied.max_tokens = 3
+        with pytest.raises(AttributeError, match="max_token'"):
+            copied.max_token = 3
+    assert dataclasses.replace(params, max_tokens=3) == copies[0]
+
+
 def test_clone_is_deep() -> None:
     params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, n=2)
-    copy = params.clone()
-    assert copy == params
-    assert copy.stop is not params.stop
-    assert copy.logit_bias is not params.logit_bias
+    clone = params.clone()
+    assert clone == params
+    assert clone.stop is not params.stop
+    assert clone.logit_bias is not params.logit_bias
 
 
 def test_who_reads_the_prefix_cache() -> None:
     cases: list[tuple[dict[str, Any], bool]] = [
         ({}, True),
         ({"prompt_logprobs": 0}, False),
-        ({"prompt_logprobs": 0, "skip_reading_prefix_cache": False}, True),
+        ({"prompt_logprobs": 0, "skip_reading_prefix_cache": True}, False),
+        ({"skip_reading_prefix_cache": False}, True),
         ({"skip_reading_prefix_cache": True}, False),
     ]
     for values, reads in cases:
         assert SamplingParams(**values).reads_prefix_cache == reads
+    with pytest.raises(
+        ValueError, match=r"skip_reading_prefix_cache \(prompt_logprobs.*is False; allowed: None"
+    ):
+        SamplingParams(prompt_logprobs=0, skip_reading_prefix_cache=False)
 
 
 def test_names_of_what_is_not_built() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from jax_paged import SamplingParams
 from jax_paged.engine.stop_strings import StopStrings
-from jax_paged.sampling_params import MAX_STOP_STRING_LENGTH, MAX_STOP_STRINGS
+from jax_paged.sampling_params import MAX_STOP_CHARACTERS, MAX_STOP_STRING_LENGTH, MAX_STOP_STRINGS
 
 
 class Naive:
@@ -74,7 +74,11 @@ def test_cost_of_a_character_does_not_depend_on_how_many_there_are():
 
 
 def test_limits_name_what_is_allowed():
-    assert SamplingParams(stop=["x" * MAX_STOP_STRING_LENGTH] * MAX_STOP_STRINGS).stop_strings
+    longest = ["x" * MAX_STOP_STRING_LENGTH] * (MAX_STOP_CHARACTERS // MAX_STOP_STRING_LENGTH)
+    for most in (longest, ["x" * (MAX_STOP_CHARACTERS // MAX_STOP_STRINGS)] * MAX_STOP_STRINGS):
+        assert SamplingParams(stop=most).stop_strings
+        with pytest.raises(ValueError, match="all stop strings is 4097"):
+            SamplingParams(stop=[*most[:-1], most[-1] + "x"])
     with pytest.raises(ValueError, match=r"the number of stop strings is 65; allowed: .*\[0, 64\]"):
         SamplingParams(stop=["x"] * (MAX_STOP_STRINGS + 1))
     with pytest.raises(ValueError, match=r"the length of a stop string is 257; allowed: .*\[0, 256\]"):
