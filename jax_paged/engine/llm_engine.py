@@ -234,16 +234,18 @@ class LLMEngine:
         update = self.scheduler.update(output, result, now)
         for group, start, logprobs in update.prompt_logprobs:
             self._requests[group.request_id].add_prompt_logprobs(start, logprobs)
+        ended = dict.fromkeys([*output.ended, *(group.request_id for group in update.ended)])
         for group, seq, token_ids, logprobs in update.new_tokens:
             found = self._requests[group.request_id].add_tokens(seq, token_ids, logprobs)
             if found is not None:
                 stop, num_output_tokens = found
                 status = SequenceStatus.FINISHED_STOPPED
                 self.scheduler.finish(group, seq, status, now, stop, num_output_tokens=num_output_tokens)
+                ended[group.request_id] = None
         request_ids = [*output.ended, *(group.request_id for group in update.changed)]
         changed = [self._requests[request_id] for request_id in request_ids]
-        for state in changed:
-            self._finish_ended(state, now)
+        for request_id in ended:
+            self._finish_ended(self._requests[request_id], now)
         return changed
 
     def pin_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> str:

@@ -56,6 +56,8 @@ class SampleState:
             The stop string that the text now holds, and how many output tokens there are up to its end; the
             tokens after them were not taken. None if there is none.
         """
+        if self._detokenizer is None and self._logprobs is None:
+            return None
         hides_last = self.seq.status is SequenceStatus.FINISHED_STOPPED and not self._shows_stop_token
         num_before = len(self.seq.output_token_ids) - len(token_ids)
         for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
