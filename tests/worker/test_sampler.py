@@ -574,11 +574,12 @@ def test_values_do_not_retrace() -> None:
 
 
 def conditional_depths(jaxpr: Any, depth: int = 0) -> dict[str, int]:
-    """The fewest conditionals that each primitive lies under."""
+    """The fewest conditionals that each primitive lies under, by its name, and by name and dimensions."""
     found: dict[str, int] = {}
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        found[name] = min(depth, found.get(name, depth))
+        for key in (name, f"{name} {getattr(equation.outvars[0].aval, 'ndim', 0)}d"):
+            found[key] = min(depth, found.get(key, depth))
         for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
@@ -596,7 +597,7 @@ def test_nothing_is_computed_that_no_row_asks_for() -> None:
     assert min(d for name, d in depths.items() if name.startswith(("random", "threefry"))) == 1
     assert depths["while"] == 2, "the search for a bound: only if a random row has top_k or top_p"
     assert min(d for name, d in depths.items() if name.startswith("scatter")) == 2
-    assert depths["shift_right_arithmetic"] == 2, "masks: only if a row has one"
+    assert depths["shift_right_arithmetic 3d"] == 2, "masks: only if a row has one"
     assert "stablehlo.sort" not in traced.lower().as_text()
 
 
