@@ -421,6 +421,30 @@ MUTATIONS = [
         "new blocks stand at the wrong place",
     ),
     Mutation(
+        "worker/input_batch.py",
+        "            self._changed_places.append(self._place(g, seat, index))\n",
+        "",
+        "the device is not told of a replaced block",
+    ),
+    Mutation(
+        "worker/input_batch.py",
+        "range(place, place + len(blocks))",
+        "range(place, place + 1)",
+        "the device is told of the first new block only",
+    ),
+    Mutation(
+        "worker/batch_builder.py",
+        "bias, mask, changes[:, :num_ahead])",
+        "bias, mask, changes[:, :0])",
+        "changes of tables that do not fit into the buffer are dropped",
+    ),
+    Mutation(
+        "worker/batch_builder.py",
+        '        view["seats"][n:] = batch.num_seats\n',
+        "",
+        "rows that are not used read the table of seat 0",
+    ),
+    Mutation(
         "worker/block_mover.py", "pairs = pairs[size:]", "pairs = ()", "copies beyond the first call left out"
     ),
     Mutation(
