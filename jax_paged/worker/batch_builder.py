@@ -116,6 +116,8 @@ class BatchBuilder:
         sample_seats = batch.seats_of([sample.seq_id for sample in output.samples])[logits_rows.samples]
         count_seats = batch.count_seats[sample_seats]
         view["sample_positions"][:num_drawn] = sample_positions
+        view["sample_seats"][:num_drawn] = sample_seats
+        view["sample_seats"][num_drawn:] = batch.num_seats
         view["count_seats"][:] = batch.num_seats
         view["count_seats"][:num_drawn] = count_seats
         view["sampling"][:num_drawn] = batch.sampling[sample_seats]

@@ -6,11 +6,13 @@ G cache groups, C changes of block tables:
     of the token rows:   tokens [T] | positions [T] | slot_mapping [G, T]
     of the rows:         seats [B] | context_lens [G, B] | query_start_loc [B + 1]
     of the block tables: table_changes [2, C]
-    of the logits rows:  logits_rows [B] | sample_positions [B] | count_seats [B] | sampling [B, 12]
+    of the logits rows:  logits_rows [B] | sample_positions [B] | sample_seats [B] | count_seats [B]
+                         | sampling [B, 12]
 
 The block tables themselves lie on the device, by seat (block_tables.py); a row that is not used has a seat
-that does not exist. logits_rows holds the token row after which each row of logits stands, and
-sample_positions the position of the token that is drawn from it. count_seats holds the seat whose token
+that does not exist. A token that the host does not know yet is NO_TOKEN, always the last of its row.
+logits_rows holds the token row after which each row of logits stands, sample_positions the position of the
+token that is drawn from it, and sample_seats the seat that gets it. count_seats holds the seat whose token
 counts its penalties read; a row of logits without penalties has a seat that does not exist. The columns of
 `sampling` are FLOATS, then INTS.
 """
@@ -70,6 +72,7 @@ def layout(bucket: Bucket, num_groups: int) -> tuple[dict[str, Field], int]:
         "table_changes": (2, num_step_changes(bucket, g)),
         "logits_rows": (b,),
         "sample_positions": (b,),
+        "sample_seats": (b,),
         "count_seats": (b,),
         "sampling": (b, NUM_SAMPLING_COLUMNS),
     }

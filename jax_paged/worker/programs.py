@@ -23,10 +23,13 @@ class SeatArrays[T](NamedTuple):
     Args:
         token_counts: int32 [S, V], see token_counts.py.
         block_tables: int32 [G, S, M], see block_tables.py.
+        last_tokens: int32 [S], the token that was drawn last for each sequence; a step that begins before the
+            host knows it reads it here.
     """
 
     token_counts: T
     block_tables: T
+    last_tokens: T
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,6 +107,7 @@ class TraceContext:
         return SeatArrays(
             token_counts=self.shape((s, self.vocab_size), jnp.int32),
             block_tables=self.shape((num_groups, s, self.max_blocks_per_seq), jnp.int32),
+            last_tokens=self.shape((s,), jnp.int32),
         )
 
     def merge(self, weights: list[Array]) -> LanguageModel:

@@ -4,8 +4,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
+from jax_paged.core.runner_output import NO_TOKEN
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker.block_tables import tables_of, write_changes
 from jax_paged.worker.buckets import Bucket
@@ -13,6 +14,15 @@ from jax_paged.worker.packed_batch import attention_metadata, layout, sampling_b
 from jax_paged.worker.programs import Program, SeatArrays, TraceContext, bits
 from jax_paged.worker.sampler import sample
 from jax_paged.worker.token_counts import add_tokens
+
+
+def known_tokens(fields: dict[str, Array], last_tokens: Int[Array, " s"]) -> Int[Array, " t"]:
+    """Returns the tokens of a step, with the last drawn token of a seat in place of its NO_TOKEN."""
+    tokens, first, seats = fields["tokens"], fields["query_start_loc"], fields["seats"]
+    rows = jnp.where(first[1:] > first[:-1], first[1:] - 1, len(tokens))  # rows that are not used: none
+    last = tokens.at[rows].get(mode="clip")
+    drawn = last_tokens.at[seats].get(mode="clip")
+    return tokens.at[rows].set(jnp.where(last == NO_TOKEN, drawn, last), mode="drop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +61,8 @@ class StepProgram(Program):
             block_tables = write_changes(seat_arrays.block_tables, fields["table_changes"])
             tables = tables_of(block_tables, fields["seats"])
             metadata = attention_metadata(fields, tables, bucket, context.backend, context.layout.places)
-            hidden, kv_cache = model.paged(fields["tokens"], kv_cache, metadata)
+            tokens = known_tokens(fields, seat_arrays.last_tokens)
+            hidden, kv_cache = model.paged(tokens, kv_cache, metadata)
             logits = model.logits(hidden[fields["logits_rows"]])
             batch = sampling_batch(fields, seat_arrays.token_counts, bias_ids, bias_values, token_mask)
             drawn = sample(logits, batch, max_logprobs=context.max_logprobs)
@@ -61,7 +72,8 @@ class StepProgram(Program):
             columns = [drawn.rank[:, None], drawn.top_token_ids, bits(drawn.top_logprobs)]
             padding = 0 if bucket.is_decode else context.max_num_batched_tokens - bucket.num_tokens
             hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
-            seat_arrays = SeatArrays(token_counts, block_tables)
+            last_tokens = seat_arrays.last_tokens.at[fields["sample_seats"]].set(drawn.token_ids, mode="drop")
+            seat_arrays = SeatArrays(token_counts, block_tables, last_tokens)
             return results, jnp.concatenate(columns, axis=1), hidden, kv_cache, seat_arrays
 
         pool, b = context.pool(), bucket.num_seqs
