@@ -58,7 +58,7 @@ class ModelRunner:
         use_persistent_cache()
         self._owns_weights = loaded is None
         if loaded is None:
-            loaded = load_model(resolve_model_dir(args.model), args.dtype)
+            loaded = load_model(resolve_model_dir(args.model), args.dtype, args.max_model_len)
         device = jax.devices()[0]
         mesh = Mesh(np.array([device]), (TENSOR,))
         self._replicated = NamedSharding(mesh, PartitionSpec())
