@@ -8,7 +8,10 @@ READY  := $(VENV)/.ready
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+# The native backend is compiled by the installation.
+NATIVE_SOURCES := setup.py $(wildcard pallas_kernels/native/*.cc pallas_kernels/native/*.h)
+
+$(READY): pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 		{ echo "jax-paged needs Python 3.12 or newer; '$(PYTHON)' is older. Try: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
 	@test -d jax_paged/models -a -d jax_paged/pallas_kernels || \
