@@ -11,7 +11,7 @@ from jax_paged.cli_args import add_options, values_of
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.ignored_arguments import ANY, Ignored, ignores
 
-AttentionBackend = Literal["auto", "pallas", "pallas_interpret", "xla"]
+AttentionBackend = Literal["auto", "native", "pallas", "pallas_interpret", "xla"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 
 
@@ -112,8 +112,8 @@ class EngineArgs:
             as the last step with a prompt took; then more are computed together.
         tensor_parallel_size: Devices that one model is split over; 1.
         seed: Determines the seeds of requests that bring none.
-        attention_backend: Which kernels attend: "pallas" (GPU), "pallas_interpret" (their CPU
-            interpreter), "xla", or "auto".
+        attention_backend: Which kernels attend: "native" (CPU, in C++), "pallas" (GPU), "pallas_interpret"
+            (their CPU interpreter), "xla", or "auto": "native" on a CPU if it was built, else "xla".
 
     Raises:
         ValueError: If a value is out of range; the message names the argument, the value and the range, for

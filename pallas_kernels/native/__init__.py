@@ -28,13 +28,10 @@ def problem() -> str | None:
 
 @functools.cache
 def target(symbol: str) -> str:
-    """Registers a handler of the library with XLA, once.
+    """Registers a handler of the library with XLA, once; returns its name for jax.ffi.ffi_call.
 
     Args:
         symbol: Its name in C++.
-
-    Returns:
-        Its name for jax.ffi.ffi_call.
 
     Raises:
         RuntimeError: If the library can't be used.
@@ -42,9 +39,8 @@ def target(symbol: str) -> str:
     loaded = _load()
     if isinstance(loaded, str):
         raise RuntimeError(f"the native backend can't be used: {loaded}")
-    name = f"jax_paged_{symbol}"
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, symbol)), platform="cpu")
-    return name
+    jax.ffi.register_ffi_target(symbol, jax.ffi.pycapsule(getattr(loaded, symbol)), platform="cpu")
+    return symbol
 
 
 @functools.cache

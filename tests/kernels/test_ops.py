@@ -254,7 +254,7 @@ def test_ragged_of_random_batches(backend, dtype):
         check_ragged(q, pool, *rest, backend, scale=0.25)
 
 
-@pytest.mark.parametrize("backend", ["xla", *GPU])
+@pytest.mark.parametrize("backend", ["xla", "native", *GPU])
 def test_one_sequence_with_nan_leaves_the_others_alone(backend):
     q, pool, tables, lens, start = make_case(
         [40, 50, 60], heads=4, kv_heads=2, head_dim=64, page_size=S, dtype="bfloat16", query_lens=[1, 20, 30]
