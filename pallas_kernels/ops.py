@@ -21,8 +21,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels import copy_blocks as copy_kernel
-from jax_paged.pallas_kernels import paged_decode as decode_kernel
 from jax_paged.pallas_kernels import native, ragged_prefill, tuning, xla
+from jax_paged.pallas_kernels import paged_decode as decode_kernel
 from jax_paged.pallas_kernels import write_kv as write_kernel
 from jax_paged.pallas_kernels.native import attention as native_ops
 
@@ -37,13 +37,13 @@ def resolve_backend(backend: str, *, name: str = "backend") -> Implementation:
 
     Args:
         backend: "native" (C++ on a CPU), "pallas" (Mosaic GPU kernels), "pallas_interpret" (the same in JAX's
-            interpreter, slow), "xla", or "auto": "native" on a CPU if it was built, else "xla"; never "pallas"
-            until the whole test suite has passed with it on a GPU.
+            interpreter, slow), "xla", or "auto": "native" on a CPU if it was built, else "xla", and never
+            "pallas" until the whole test suite has passed with it on a GPU.
         name: Name of the caller's argument, for error messages.
 
     Raises:
-        ValueError: If the backend is unknown, is "native" on a machine where it is not built or whose device is
-            no CPU, or is "pallas" on a machine without an NVIDIA GPU.
+        ValueError: If the backend is unknown, is "native" on a machine where it is not built or whose device
+            is no CPU, or is "pallas" on a machine without an NVIDIA GPU.
     """
     implementation = _implementation(backend, name)
     device = jax.devices()[0]

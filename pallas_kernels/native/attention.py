@@ -67,7 +67,7 @@ def ragged_attention(
     Args:
         q: As there, and so are the arguments that follow.
         query_start_loc: Empty if every sequence has one query.
-        max_width: Floats in the widest vectors to use: 16, 8 or 4. Fewer are used on a processor that has no such.
+        max_width: Floats in the widest vectors to use: 16, 8 or 4; fewer where the processor has no such.
     """
     _check_dtype(kv_pages)
     sinks = jnp.zeros(0) if sinks is None else sinks
@@ -86,7 +86,11 @@ def ragged_attention(
 
 
 def _call(
-    symbol: str, result: Array, *args: Array, input_output_aliases: dict[int, int] | None = None, **attributes: Any
+    symbol: str,
+    result: Array,
+    *args: Array,
+    input_output_aliases: dict[int, int] | None = None,
+    **attributes: Any,
 ) -> Array:
     """Calls a handler whose result is like its first argument."""
     shape = jax.ShapeDtypeStruct(result.shape, result.dtype)
