@@ -2,9 +2,10 @@
 
     python benchmarks/native_attention.py [--dtypes float32 bfloat16] [--rounds 7] [--only decode]
 
-A layer writes the step's keys and values into its pool and attends, as models/attention.py does; LAYERS of
-them, each with a pool of its own, run in one program, so that no layer finds its pages in a cache. Both backends
-take turns within each round. Printed are medians per layer in milliseconds, and the median of the rounds' ratios.
+A layer writes the step's keys and values into its pool and attends, as models/attention.py does. LAYERS of
+them, each with a pool of its own, run in one program, so that no layer finds its pages in a cache. Both
+backends take turns within each round. Printed are medians per layer in milliseconds, and the median of the
+rounds' ratios.
 """
 
 import argparse

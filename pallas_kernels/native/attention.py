@@ -44,7 +44,7 @@ def paged_decode(
     **options: Any,
 ) -> Float[Array, "b h d"]:
     """See ops.paged_decode; the options are those of ragged_attention."""
-    no_starts = jnp.zeros(0, jnp.int32)
+    no_starts = np.zeros(0, np.int32)
     return ragged_attention(q, kv_pages, block_tables, context_lens, no_starts, **options)
 
 
@@ -53,7 +53,7 @@ def ragged_attention(
     kv_pages: Float[Array, "p 2 k s d"],
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
-    query_start_loc: Int[Array, " b1"],
+    query_start_loc: Int[Array | np.ndarray, " b1"],
     *,
     scale: float,
     window: int | None = None,
@@ -70,14 +70,15 @@ def ragged_attention(
         max_width: Floats in the widest vectors to use: 16, 8 or 4; fewer where the processor has no such.
     """
     _check_dtype(kv_pages)
-    sinks = jnp.zeros(0) if sinks is None else sinks
-    bias = jnp.zeros((q.shape[1], 0)) if distance_bias is None else distance_bias
+    sinks = np.zeros(0, np.float32) if sinks is None else sinks.astype(jnp.float32)
+    no_bias = np.zeros((q.shape[1], 0), np.float32)
+    bias = no_bias if distance_bias is None else distance_bias.astype(jnp.float32)
     arrays = (q, kv_pages, block_tables, context_lens, query_start_loc)
     return _call(
         "jax_paged_attend",
         *arrays,
-        sinks.astype(jnp.float32),
-        bias.astype(jnp.float32),
+        sinks,
+        bias,
         scale=np.float32(scale),
         window=np.int64(NO_WINDOW if window is None else min(window, NO_WINDOW)),
         soft_cap=np.float32(0 if soft_cap is None else soft_cap),
@@ -88,7 +89,7 @@ def ragged_attention(
 def _call(
     symbol: str,
     result: Array,
-    *args: Array,
+    *args: Array | np.ndarray,
     input_output_aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> Array:
