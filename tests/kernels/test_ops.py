@@ -338,6 +338,17 @@ def test_errors_name_what_is_wrong():
         decode(q, pool, tables, lens, backend="pallas_interpret")
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="is about a CPU")
+def test_without_the_native_library_auto_is_xla(monkeypatch):
+    monkeypatch.setattr(native, "_load", lambda: "there was no compiler")
+    assert not native.is_built()
+    assert ops.resolve_backend("auto") == "xla"
+    with pytest.raises(
+        ValueError, match=r"attention_backend is 'native', .* there was no compiler; allowed .*'auto' or 'xla'"
+    ):
+        ops.resolve_backend("native", name="attention_backend")
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="is about a machine without a GPU")
 def test_pallas_without_a_gpu_is_an_error():
     q, pool, tables, lens, _ = make_case([5], heads=4, kv_heads=2, head_dim=64, page_size=16, dtype="float32")
