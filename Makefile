@@ -4,11 +4,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup serve test test-slow lint format bench gpu-check kernels-compile kernels-emulate clean
+.PHONY: setup serve test test-slow lint format bench gpu-check kernels-compile kernels-emulate native-sanitize clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+# The native backend is compiled by the installation.
+NATIVE_SOURCES := setup.py $(wildcard pallas_kernels/native/*.cc pallas_kernels/native/*.h)
+
+$(READY): pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 		{ echo "jax-paged needs Python 3.12 or newer; '$(PYTHON)' is older. Try: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
 	@test -d jax_paged/models -a -d jax_paged/pallas_kernels || \
@@ -58,6 +61,22 @@ kernels-emulate: $(KERNELS_READY)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate h100 $(ARGS)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate a100 $(ARGS)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest -m slow tests/kernels/test_planted_bugs.py $(ARGS)
+
+# The native backend with sanitizers: address and undefined behaviour in Python, where LeakSanitizer would report what
+# Python never frees; threads in a program of their own, as Python's and XLA's are not compiled for the sanitizer.
+SANITIZED := build/sanitized
+SANITIZE  := -fsanitize=address,undefined -fno-sanitize-recover=undefined -g
+NATIVE    := pallas_kernels/native
+native-sanitize: setup
+	CFLAGS='$(SANITIZE)' CXXFLAGS='$(SANITIZE)' LDFLAGS='$(SANITIZE)' $(BIN)/python -m pip install --quiet \
+		--disable-pip-version-check --no-deps --upgrade --target $(SANITIZED) .
+	PYTHONPATH=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+		$(BIN)/pytest -p no:cacheprovider -o pythonpath='$(SANITIZED) tests benchmarks' tests/kernels/test_native.py \
+		tests/kernels/test_ops.py -k 'native' $(ARGS)
+	g++ -std=c++17 -O1 -g -fsanitize=thread -Wno-psabi -pthread tests/kernels/native_threads.cc \
+		$(NATIVE)/kernels_*.cc -o $(SANITIZED)/native_threads
+	$(SANITIZED)/native_threads
 
 $(KERNELS_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERNELS_VENV)

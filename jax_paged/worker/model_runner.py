@@ -1,6 +1,7 @@
 """The device side of an engine: owns weights, pool and seats, and runs steps on them."""
 
 import collections
+import logging
 import math
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.layers import TENSOR
 from jax_paged.models.weights import LoadedModel, load_model
+from jax_paged.pallas_kernels import native
 from jax_paged.pallas_kernels.ops import resolve_backend
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker import prompt_logprobs
@@ -36,6 +38,8 @@ from jax_paged.worker.results import PendingStep
 from jax_paged.worker.step import StepProgram
 from jax_paged.worker.token_counts import ResetTokenCountsProgram, reset_token_counts
 from jax_paged.worker.weights import flatten
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -60,6 +64,8 @@ class ModelRunner:
         if loaded is None:
             loaded = load_model(resolve_model_dir(args.model), args.dtype, args.max_model_len)
         device = jax.devices()[0]
+        if args.attention_backend == "auto" and backend == "xla" and device.platform == "cpu":
+            _LOGGER.warning("attention runs in XLA; the native backend is quicker, but %s", native.problem())
         mesh = Mesh(np.array([device]), (TENSOR,))
         self._replicated = NamedSharding(mesh, PartitionSpec())
         model, weights, shardings = flatten(loaded.model, mesh)
