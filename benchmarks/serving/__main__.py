@@ -18,7 +18,9 @@ from serving.workloads import SCENARIOS
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m serving", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m serving", description="Compares engines on the scenarios of a server."
+    )
     parser.add_argument(
         "--engines",
         default="ours",
@@ -29,7 +31,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtypes", default="float32,bfloat16", help="comma-separated (default: both)")
     parser.add_argument("--rounds", type=int, default=1, help="rounds that count, after one that does not")
     parser.add_argument("--model", type=Path, help="a checkpoint's folder; default: random weights")
-    parser.add_argument("--reference", type=Path, help="JSON list of the expected outputs of 'crowd', float32")
+    parser.add_argument(
+        "--reference", type=Path, help="JSON list of the expected outputs of 'crowd', float32"
+    )
     parser.add_argument(
         "--peers", type=Path, default=ROOT / ".peers", help="the folder with the peers' environments"
     )

@@ -45,7 +45,7 @@ class Plan:
         num_rounds: Rounds that count; one before them does not, as it touches memory for the first time.
         vocab_size: Of the model.
         reference: The expected outputs of the scenario "crowd" in float32, if they are known. Where there is
-            none, the outputs of the last engine are expected of the others; in bfloat16 rounding makes them differ.
+            none, those of the last engine are expected of the others; in bfloat16 rounding tells them apart.
     """
 
     engines: Sequence[EngineSpec]
@@ -124,13 +124,17 @@ class Comparison:
                 answers[label], figures = _measure(process, requests, prefix_caching=scenario.shares_prefixes)
                 if i > 0:
                     runs[label].rounds.append(figures)
-                    self._say(f"{dtype} {scenario.name}, round {i} of {self._plan.num_rounds}, {label}: {figures}")
+                    self._say(
+                        f"{dtype} {scenario.name}, round {i} of {self._plan.num_rounds}, {label}: {figures}"
+                    )
             expected = self._expected(dtype, scenario, answers)
             for label, run in runs.items():
                 run.num_requests = len(requests)
                 if expected is not None:
                     num_equal = sum(a.output == b for a, b in zip(answers[label], expected, strict=True))
-                    run.num_equal = min(num_equal, run.num_requests if run.num_equal is None else run.num_equal)
+                    run.num_equal = min(
+                        num_equal, run.num_requests if run.num_equal is None else run.num_equal
+                    )
 
     def _expected(
         self, dtype: str, scenario: Scenario, answers: dict[str, list[Answer]]

@@ -44,7 +44,12 @@ class Figures:
 
 
 def figures_of(
-    requests: Sequence[Request], answers: Sequence[Answer], *, cores: float, other_cores: float, peak_mib: float
+    requests: Sequence[Request],
+    answers: Sequence[Answer],
+    *,
+    cores: float,
+    other_cores: float,
+    peak_mib: float,
 ) -> Figures:
     """Works out the figures of a run; the keywords are as Figures has them.
 
@@ -76,4 +81,3 @@ def figures_of(
 
 def _p99(values: Sequence[float]) -> float:
     return sorted(values)[int(0.99 * (len(values) - 1) + 0.5)]
-

@@ -21,7 +21,9 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     first_of = firsts(runs)
     dtypes = list(dict.fromkeys(run.dtype for run in runs))
     engines = list(dict.fromkeys(run.engine for run in runs))
-    figure, axes = plt.subplots(len(dtypes), 1, figsize=(11, 3.6 * len(dtypes)), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        len(dtypes), 1, figsize=(11, 3.6 * len(dtypes)), squeeze=False, layout="constrained"
+    )
     for axis, dtype in zip(axes[:, 0], dtypes, strict=True):
         chosen = [run for run in runs if run.dtype == dtype and run.rounds]
         names = list(dict.fromkeys(run.scenario for run in chosen))
@@ -36,7 +38,9 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             axis.bar(x, middle, width * 0.92, color=f"C{place}", label=label)
             axis.vlines(x, min(speeds), max(speeds), color="black", linewidth=1)
         axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set_xticks(range(len(names)), [SCENARIOS[n].title.replace(", ", ",\n", 1) for n in names], fontsize=8)
+        axis.set_xticks(
+            range(len(names)), [SCENARIOS[n].title.replace(", ", ",\n", 1) for n in names], fontsize=8
+        )
         axis.set_ylabel(f"speed, {engines[0]} = 1")
         axis.set_title(dtype, loc="left")
     axes[0, 0].legend(ncols=len(engines), loc="upper left", fontsize=8)

@@ -1,5 +1,6 @@
 """An engine's process: started once, asked for scenarios, and stopped while others are measured."""
 
+import contextlib
 import json
 import os
 import signal
@@ -77,14 +78,12 @@ class EngineProcess:
 
     def close(self) -> None:
         """Ends the process and those that it has started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
 
     def cpu_s(self) -> float:
-        """Returns the processor time of the session's processes so far, in seconds; 0 where there is no /proc."""
+        """Returns the processor time of the session's processes so far, in seconds."""
         fields = (_stat(pid) for pid in self._pids())
         return sum(int(f[11]) + int(f[12]) for f in fields if f) / _TICKS
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -14,28 +13,38 @@ from serving.compare import Comparison, Run
 from serving.figures import Figures
 from serving.workloads import SCENARIOS
 
-_HEADER = """\
-| scenario | engine | output tokens/s | {first} is so many times as fast | all tokens/s | first token s (p99) | \
-per token ms (p99) | gap p99 ms | cores | peak MiB | equal outputs |
-|---|---|---|---|---|---|---|---|---|---|---|
-"""
+_COLUMNS = (
+    "scenario",
+    "engine",
+    "output tokens/s",
+    "speed of {first} beside it",
+    "all tokens/s",
+    "first token s (p99)",
+    "per token ms (p99)",
+    "gap p99 ms",
+    "cores",
+    "peak MiB",
+    "equal outputs",
+)
 
 
 def processor() -> str:
     """Returns the processor's name and the number of cores, and what sets its speed here."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    fields = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
     fields = {key.strip(): value.strip() for key, value in fields.items()}
     flags = fields.get("flags", "").split()
     units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
-    name = fields.get("model name", platform.processor())
-    return f"{os.cpu_count()} cores of {name}, family {fields.get('cpu family', '?')} model {fields.get('model', '?')} ({', '.join(units)})"
+    family = f"family {fields.get('cpu family', '?')} model {fields.get('model', '?')}"
+    return f"{os.cpu_count()} cores of {fields.get('model name', '?')}, {family} ({', '.join(units)})"
 
 
 def ratios(run: Run, first: Run) -> list[float]:
     """Returns, round by round, how many times as fast as a run another one was."""
     if SCENARIOS[run.scenario].is_paced:
-        return [a.per_token_p50_ms / b.per_token_p50_ms for a, b in zip(run.rounds, first.rounds, strict=True)]
+        return [
+            a.per_token_p50_ms / b.per_token_p50_ms for a, b in zip(run.rounds, first.rounds, strict=True)
+        ]
     return [
         b.output_tokens_per_s / a.output_tokens_per_s for a, b in zip(run.rounds, first.rounds, strict=True)
     ]
@@ -60,7 +69,12 @@ def markdown(runs: Sequence[Run]) -> str:
     first_of = firsts(runs)
     text = ""
     for dtype in dict.fromkeys(run.dtype for run in runs):
-        text += f"### {dtype}\n\n" + _HEADER.format(first=runs[0].engine)
+        text += (
+            f"### {dtype}\n\n"
+            + _table_row(_COLUMNS).format(first=runs[0].engine)
+            + "|---" * len(_COLUMNS)
+            + "|\n"
+        )
         for run in runs:
             if run.dtype == dtype and run.rounds:
                 text += _row(run, first_of[dtype, run.scenario])
@@ -85,6 +99,10 @@ def _row(run: Run, first: Run) -> str:
         f"{median(lambda f: f.peak_mib):.0f}",
         "" if run.num_equal is None else f"{run.num_equal} of {run.num_requests}",
     ]
+    return _table_row(cells)
+
+
+def _table_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 

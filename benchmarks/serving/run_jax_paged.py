@@ -3,6 +3,7 @@
 import itertools
 
 import jax
+
 from jax_paged import EngineArgs, LLMEngine, SamplingParams
 from jax_paged.sampling_params import RequestOutputKind
 from serving import runner
@@ -38,8 +39,7 @@ class Engine:
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
-            prompt = {"prompt_token_ids": request.prompt}
-            self._engine.add_request(str(i), prompt, params, cache_salt=salt)
+            self._engine.add_request(str(i), request.prompt, params, cache_salt=salt)
 
         def step() -> list[tuple[int, list[int]]]:
             return [(int(out.request_id), list(out.outputs[0].token_ids)) for out in self._engine.step()]

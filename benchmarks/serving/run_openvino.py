@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import openvino_genai
 from openvino import Tensor
+
 from serving import runner
 from serving.runner import Answer, Settings
 from serving.workloads import Request

@@ -3,10 +3,11 @@
 import itertools
 
 import vllm
+from vllm.sampling_params import RequestOutputKind
+
 from serving import runner
 from serving.runner import Answer, Settings
 from serving.workloads import Request
-from vllm.sampling_params import RequestOutputKind
 
 
 class Engine:

@@ -55,7 +55,8 @@ class Answer:
 
 def drive(requests: list[Request], add: Add, step: Step) -> list[Answer]:
     """Runs requests through an engine that is stepped by hand, each from its arrival on."""
-    answers = [Answer([], 0, []) for _ in requests]
+    outputs: list[list[int]] = [[] for _ in requests]
+    times: list[list[float]] = [[] for _ in requests]
     waiting = sorted(range(len(requests)), key=lambda i: requests[i].arrival_s)
     num_running = 0
     start = time.perf_counter()
@@ -69,12 +70,10 @@ def drive(requests: list[Request], add: Add, step: Step) -> list[Answer]:
             continue
         for i, tokens in step():
             now = time.perf_counter() - start
-            answer = answers[i]
-            answer.output += tokens
-            answer.num_tokens += len(tokens)
-            answer.times += [now] * len(tokens)
-            num_running -= answer.num_tokens == requests[i].max_tokens
-    return answers
+            outputs[i] += tokens
+            times[i] += [now] * len(tokens)
+            num_running -= len(outputs[i]) == requests[i].max_tokens
+    return [Answer(tokens, len(tokens), at) for tokens, at in zip(outputs, times, strict=True)]
 
 
 def main(make: Callable[[Settings], Callable[[list[Request], bool], list[Answer]]], version: str) -> None:

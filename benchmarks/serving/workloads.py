@@ -1,4 +1,4 @@
-"""The scenarios: who asks for what, and when. Runs on every engine's own Python, so it imports nothing else."""
+"""The scenarios: who asks for what, and when. Every engine's own Python imports this, so it needs nothing."""
 
 import random
 from collections.abc import Callable
