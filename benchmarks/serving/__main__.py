@@ -1,4 +1,4 @@
-"""Compares engines on the scenarios of a server: see `python -m serving --help` and benchmarks/README.md."""
+"""The command line of the comparison; benchmarks/README.md describes it."""
 
 import argparse
 import json

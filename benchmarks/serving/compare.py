@@ -12,6 +12,10 @@ from serving.process import EngineProcess, Turn
 from serving.runner import Answer
 from serving.workloads import Request, Scenario
 
+# What takes more than this many cores beside the engine disturbs it; then a measurement is repeated.
+_QUIET_CORES = 0.15
+_MAX_TRIES = 3
+
 
 @dataclass
 class Run:
@@ -120,8 +124,7 @@ class Comparison:
             requests = scenario.make(self._plan.vocab_size, i)
             answers: dict[str, list[Answer]] = {}
             for label, process in processes.items():
-                self._turn.begin()
-                answers[label], figures = _measure(process, requests, prefix_caching=scenario.shares_prefixes)
+                answers[label], figures = self._measure_in_quiet(process, requests, scenario)
                 if i > 0:
                     runs[label].rounds.append(figures)
                     self._say(
@@ -136,6 +139,17 @@ class Comparison:
                         num_equal, run.num_requests if run.num_equal is None else run.num_equal
                     )
 
+    def _measure_in_quiet(
+        self, process: EngineProcess, requests: Sequence[Request], scenario: Scenario
+    ) -> tuple[list[Answer], Figures]:
+        tries = 1 if scenario.shares_prefixes else _MAX_TRIES  # a second try would find the prefixes cached
+        for _ in range(tries):
+            self._turn.begin()
+            answers, figures = _measure(process, requests, scenario)
+            if figures.other_cores < _QUIET_CORES:
+                break
+        return answers, figures
+
     def _expected(
         self, dtype: str, scenario: Scenario, answers: dict[str, list[Answer]]
     ) -> Sequence[list[int] | str] | None:
@@ -145,13 +159,13 @@ class Comparison:
 
 
 def _measure(
-    process: EngineProcess, requests: Sequence[Request], *, prefix_caching: bool
+    process: EngineProcess, requests: Sequence[Request], scenario: Scenario
 ) -> tuple[list[Answer], Figures]:
     process.go_on()
     try:
         process.forget_peak()
         own, everything, start = process.cpu_s(), _machine_cpu_s(), time.perf_counter()
-        answers = process.ask(list(requests), prefix_caching=prefix_caching)
+        answers = process.ask(list(requests), prefix_caching=scenario.shares_prefixes)
         elapsed = time.perf_counter() - start
         own, everything = process.cpu_s() - own, _machine_cpu_s() - everything
         peak_mib = process.peak_mib()
