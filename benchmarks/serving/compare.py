@@ -121,41 +121,47 @@ class Comparison:
         runs = {label: Run(label, scenario.name, dtype) for label in processes}
         self.runs += runs.values()
         for i in range(self._plan.num_rounds + 1):
-            requests = scenario.make(self._plan.vocab_size, i)
-            answers: dict[str, list[Answer]] = {}
-            for label, process in processes.items():
-                answers[label], figures = self._measure_in_quiet(process, requests, scenario)
+            found = self._run_round(scenario, i, processes)
+            expected = self._expected(dtype, scenario, [answers for answers, _ in found.values()])
+            for label, (answers, figures) in found.items():
+                run = runs[label]
+                run.num_requests = len(answers)
+                if expected is not None:
+                    num_equal = sum(a.output == b for a, b in zip(answers, expected, strict=True))
+                    run.num_equal = num_equal if run.num_equal is None else min(run.num_equal, num_equal)
                 if i > 0:
-                    runs[label].rounds.append(figures)
+                    run.rounds.append(figures)
                     self._say(
                         f"{dtype} {scenario.name}, round {i} of {self._plan.num_rounds}, {label}: {figures}"
                     )
-            expected = self._expected(dtype, scenario, answers)
-            for label, run in runs.items():
-                run.num_requests = len(requests)
-                if expected is not None:
-                    num_equal = sum(a.output == b for a, b in zip(answers[label], expected, strict=True))
-                    run.num_equal = min(
-                        num_equal, run.num_requests if run.num_equal is None else run.num_equal
-                    )
 
-    def _measure_in_quiet(
-        self, process: EngineProcess, requests: Sequence[Request], scenario: Scenario
-    ) -> tuple[list[Answer], Figures]:
-        tries = 1 if scenario.shares_prefixes else _MAX_TRIES  # a second try would find the prefixes cached
-        for _ in range(tries):
-            self._turn.begin()
-            answers, figures = _measure(process, requests, scenario)
-            if figures.other_cores < _QUIET_CORES:
+    def _run_round(
+        self, scenario: Scenario, round_: int, processes: dict[str, EngineProcess]
+    ) -> dict[str, tuple[list[Answer], Figures]]:
+        """Measures every engine once, and again if it was disturbed.
+
+        With shared prefixes the whole round is repeated, as a second try of one engine must not find those of
+        the first, and all engines must be asked the same.
+        """
+        found: dict[str, tuple[list[Answer], Figures]] = {}
+        labels = list(processes)
+        for attempt in range(_MAX_TRIES):
+            requests = scenario.make(self._plan.vocab_size, round_ * _MAX_TRIES + attempt)
+            for label in labels:
+                self._turn.begin()
+                found[label] = _measure(processes[label], requests, scenario)
+            disturbed = [label for label, (_, f) in found.items() if f.other_cores > _QUIET_CORES]
+            labels = labels if scenario.shares_prefixes else disturbed
+            if not disturbed:
                 break
-        return answers, figures
+        return found
 
     def _expected(
-        self, dtype: str, scenario: Scenario, answers: dict[str, list[Answer]]
+        self, dtype: str, scenario: Scenario, answers: list[list[Answer]]
     ) -> Sequence[list[int] | str] | None:
         if self._plan.reference is not None and scenario.name == "crowd" and dtype == "float32":
             return self._plan.reference
-        return [answer.output for answer in list(answers.values())[-1]] if len(answers) > 1 else None
+        return [answer.output for answer in answers[-1]] if len(answers) > 1 else None
 
 
 def _measure(
