@@ -63,7 +63,7 @@ def _at_once(count: int, prompt_len: int, max_tokens: int) -> Callable[[int, int
 
 
 def bursts(vocab_size: int, round_: int) -> list[Request]:
-    """Returns 6 bursts of 16 requests, two seconds apart; each starts with one of 4 prefixes of 512 tokens.
+    """Returns 4 bursts of 16 requests, two seconds apart; each starts with one of 4 prefixes of 512 tokens.
 
     The tokens differ from round to round, so that no round finds prefixes that an earlier one has left.
     """
@@ -71,7 +71,7 @@ def bursts(vocab_size: int, round_: int) -> list[Request]:
     prefixes = [_tokens(rng, 512, vocab_size) for _ in range(4)]
     return [
         Request([*prefixes[i % 4], *_tokens(rng, rng.randint(16, 64), vocab_size)], 32, 2.0 * burst)
-        for burst in range(6)
+        for burst in range(4)
         for i in range(16)
     ]
 
