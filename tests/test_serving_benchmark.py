@@ -18,16 +18,23 @@ ROOT = Path(__file__).parent.parent
 TINY = "ours:max_num_seqs=1:max_num_batched_tokens=16"
 
 
+def compare(engine: str, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "serving",
+        "--model",
+        str(ROOT / "models" / "pagelet"),
+        "--engines",
+        engine,
+    ]
+    command += ["--scenarios", "batch-1", "--dtypes", "float32", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'benchmarks'}{os.pathsep}{ROOT}"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
 def test_the_smallest_scenario_from_end_to_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "serving", "--model", str(ROOT / "models" / "pagelet")]
-    command += ["--engines", TINY, "--scenarios", "batch-1", "--dtypes", "float32"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path / "found")],
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'benchmarks'}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = compare(TINY, tmp_path / "found")
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "found.json").read_text())
     (run,) = found["runs"]
@@ -101,3 +108,11 @@ def test_scenarios_repeat_but_for_prefixes() -> None:
         assert (requests == scenario.make(2048, 2)) is (not scenario.shares_prefixes)
         assert max(len(r.prompt) + r.max_tokens for r in requests) <= 2048, name
     assert sum(r.max_tokens for r in SCENARIOS["crowd"].make(8192, 1)) == 4546
+
+
+def test_an_engine_that_does_not_come_up_is_reported(tmp_path: Path) -> None:
+    done = compare("ours:block_size=3", tmp_path / "found")
+    assert done.returncode == 1
+    assert "block_size is 3" in done.stderr
+    (failure,) = json.loads((tmp_path / "found.json").read_text())["failures"]
+    assert failure.startswith("float32 ours:block_size=3: ")

@@ -74,12 +74,17 @@ def main() -> None:
             print(f"left out, as there is no environment for them (make bench-peers): {names}")
             plan = replace(plan, engines=[spec for spec in specs if spec not in missing])
         comparison = Comparison(plan, launcher, Turn(shlex.split(args.under)), _say)
-        comparison.run()
+
+        def save() -> None:
+            if args.out:
+                report.write(comparison, commits, args.out)
+
+        comparison.run(save)
     print(f"\n{report.processor()}\n\n{report.markdown(comparison.runs)}")
-    if args.out:
-        report.write(comparison, commits, args.out)
-        if len(plan.engines) > 1:
-            picture.draw(comparison.runs, args.out.with_suffix(".svg"))
+    if args.out and len(plan.engines) > 1:
+        picture.draw(comparison.runs, args.out.with_suffix(".svg"))
+    if comparison.failures:
+        sys.exit("\n".join(["failed:", *comparison.failures]))
 
 
 def _say(line: str) -> None:

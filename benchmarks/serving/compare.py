@@ -74,6 +74,7 @@ class Comparison:
         versions: Of each engine, as it says itself.
         startup_s: Seconds until an engine's process was ready, by dtype and label. They are not measured in
             turn, so other processes may have slowed them down.
+        failures: What did not come up or ended early, and why; the others go on without it.
     """
 
     def __init__(self, plan: Plan, launcher: Launcher, turn: Turn, say: Callable[[str], None]) -> None:
@@ -84,27 +85,33 @@ class Comparison:
         self.runs: list[Run] = []
         self.versions: dict[str, str] = {}
         self.startup_s: dict[str, dict[str, float]] = {}
+        self.failures: list[str] = []
 
-    def run(self) -> None:
+    def run(self, save: Callable[[], None]) -> None:
         """Runs everything.
 
-        Raises:
-            RuntimeError: If an engine does not come up or ends.
-            ValueError: If an engine leaves a request unanswered.
+        Args:
+            save: Called after every scenario.
         """
         for dtype in self._plan.dtypes:
             for over_http in (False, True):
                 scenarios = [s for s in self._plan.scenarios if s.over_http is over_http]
                 if scenarios:
-                    self._run_group(dtype, scenarios, over_http)
+                    self._run_group(dtype, scenarios, over_http, save)
 
-    def _run_group(self, dtype: str, scenarios: Sequence[Scenario], over_http: bool) -> None:
+    def _run_group(
+        self, dtype: str, scenarios: Sequence[Scenario], over_http: bool, save: Callable[[], None]
+    ) -> None:
         specs = [spec for spec in self._plan.engines if spec.has_server or not over_http]
         processes: dict[str, EngineProcess] = {}
         try:
             for spec in specs:
                 self._say(f"{dtype}: starting {spec.label}{' as a server' if over_http else ''}")
-                process = self._launcher.start(spec, dtype, server=over_http)
+                try:
+                    process = self._launcher.start(spec, dtype, server=over_http)
+                except RuntimeError as error:
+                    self._fail(f"{dtype} {spec.label}: {error}")
+                    continue
                 processes[spec.label] = process
                 process.stop()
                 if not over_http:
@@ -112,6 +119,7 @@ class Comparison:
                     self.startup_s.setdefault(dtype, {})[spec.label] = round(process.startup_s, 1)
             for scenario in scenarios:
                 self._run_scenario(dtype, scenario, processes)
+                save()
         finally:
             self._turn.end()
             for process in processes.values():
@@ -149,12 +157,21 @@ class Comparison:
             requests = scenario.make(self._plan.vocab_size, round_ * _MAX_TRIES + attempt)
             for label in labels:
                 self._turn.begin()
-                found[label] = _measure(processes[label], requests, scenario)
+                try:
+                    found[label] = _measure(processes[label], requests, scenario)
+                except (OSError, RuntimeError, ValueError) as error:
+                    found.pop(label, None)
+                    processes.pop(label).close()
+                    self._fail(f"{scenario.name} {label}: {error}")
             disturbed = [label for label, (_, f) in found.items() if f.other_cores > _QUIET_CORES]
-            labels = labels if scenario.shares_prefixes else disturbed
+            labels = list(processes) if scenario.shares_prefixes else disturbed
             if not disturbed:
                 break
         return found
+
+    def _fail(self, text: str) -> None:
+        self.failures.append(text)
+        self._say(text)
 
     def _expected(
         self, dtype: str, scenario: Scenario, answers: list[list[Answer]]

@@ -25,7 +25,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         len(dtypes), 1, figsize=(11, 3.6 * len(dtypes)), squeeze=False, layout="constrained"
     )
     for axis, dtype in zip(axes[:, 0], dtypes, strict=True):
-        chosen = [run for run in runs if run.dtype == dtype and run.rounds]
+        chosen = [run for run in runs if run.dtype == dtype and ratios(run, first_of[dtype, run.scenario])]
         names = list(dict.fromkeys(run.scenario for run in chosen))
         width = 0.8 / len(engines)
         for run in chosen:

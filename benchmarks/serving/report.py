@@ -40,14 +40,11 @@ def processor() -> str:
 
 
 def ratios(run: Run, first: Run) -> list[float]:
-    """Returns, round by round, how many times as fast as a run another one was."""
+    """Returns, round by round, how many times as fast as a run the first engine's was."""
+    pairs = list(zip(run.rounds, first.rounds, strict=False))  # fewer where an engine ended early
     if SCENARIOS[run.scenario].is_paced:
-        return [
-            a.per_token_p50_ms / b.per_token_p50_ms for a, b in zip(run.rounds, first.rounds, strict=True)
-        ]
-    return [
-        b.output_tokens_per_s / a.output_tokens_per_s for a, b in zip(run.rounds, first.rounds, strict=True)
-    ]
+        return [theirs.per_token_p50_ms / ours.per_token_p50_ms for theirs, ours in pairs]
+    return [ours.output_tokens_per_s / theirs.output_tokens_per_s for theirs, ours in pairs]
 
 
 def spread(values: Sequence[float], form: str = ".0f") -> str:
@@ -86,11 +83,12 @@ def _row(run: Run, first: Run) -> str:
     def median(of: Callable[[Figures], float]) -> float:
         return statistics.median(of(figures) for figures in run.rounds)
 
+    speeds = [] if run is first else ratios(run, first)
     cells = [
         SCENARIOS[run.scenario].title if run is first else "",
         run.engine,
         spread([f.output_tokens_per_s for f in run.rounds]),
-        "" if run is first else spread(ratios(run, first), ".2f"),
+        spread(speeds, ".2f") if speeds else "",
         f"{median(lambda f: f.all_tokens_per_s):.0f}",
         f"{median(lambda f: f.first_token_p50_s):.3f} ({median(lambda f: f.first_token_p99_s):.3f})",
         f"{median(lambda f: f.per_token_p50_ms):.1f} ({median(lambda f: f.per_token_p99_ms):.1f})",
@@ -119,6 +117,7 @@ def as_json(comparison: Comparison, commits: dict[str, str]) -> dict[str, Any]:
         "versions": comparison.versions,
         "commits": commits,
         "startup_s": comparison.startup_s,
+        "failures": comparison.failures,
         "runs": [asdict(run) for run in comparison.runs],
     }
 

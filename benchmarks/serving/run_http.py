@@ -13,7 +13,7 @@ from serving.runner import Answer, Settings
 from serving.workloads import Request
 
 NAME = "benchmark"
-STARTUP_S = 300
+STARTUP_S = 900
 
 
 class Server:
