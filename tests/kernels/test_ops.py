@@ -343,10 +343,8 @@ def test_without_the_native_library_auto_is_xla(monkeypatch):
     monkeypatch.setattr(native, "_load", lambda: "there was no compiler")
     assert not native.is_built()
     assert ops.resolve_backend("auto") == "xla"
-    with pytest.raises(
-        ValueError,
-        match=r"attention_backend is 'native', .* there was no compiler; allowed .*'auto' or 'xla'",
-    ):
+    message = r"attention_backend is 'native', .* there was no compiler; allowed .*'auto' or 'xla'"
+    with pytest.raises(ValueError, match=message):
         ops.resolve_backend("native", name="attention_backend")
 
 

@@ -13,7 +13,7 @@ LENS, QUERY_LENS = [3, 40], [1, 9]
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": jnp.bfloat16}
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_interpret"])
+@pytest.mark.parametrize("backend", ["auto", "xla", "pallas_interpret"])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("kind", ["decode", "ragged"])
 def test_blocks_past_the_context_are_not_read(backend: str, window: int | None, kind: str) -> None:
