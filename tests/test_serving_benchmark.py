@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from serving import report
+from serving import picture, report
 from serving.compare import Run
 from serving.engines import KINDS, parse_engine
 from serving.figures import Figures, figures_of
@@ -89,6 +89,20 @@ def test_ratios_are_of_the_first_engine_round_by_round(scenario: str) -> None:
     table = report.markdown([ours, peer])
     assert "1.00 (0.50-1.50)" in table
     assert "63 of 64" in table
+
+
+def test_the_picture_shows_every_engine(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [
+        Run(engine, scenario, "float32", [figures_at(speed), figures_at(1.1 * speed)])
+        for scenario in ("crowd", "bursts")
+        for engine, speed in (("ours", 100), ("openvino", 200))
+    ]
+    runs.append(Run("vllm", "bursts", "float32"))  # did not come up
+    picture.draw(runs, tmp_path / "picture.svg")
+    text = (tmp_path / "picture.svg").read_text()
+    for name in ("ours", "openvino", "64 at once"):
+        assert f"<!-- {name} -->" in text
 
 
 def test_engines_are_named_with_trees_and_arguments() -> None:

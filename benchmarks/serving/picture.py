@@ -43,6 +43,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         )
         axis.set_ylabel(f"speed, {engines[0]} = 1")
         axis.set_title(dtype, loc="left")
-    axes[0, 0].legend(ncols=len(engines), loc="upper left", fontsize=8)
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(), ncols=len(engines), loc="outside upper right", fontsize=8
+    )
     figure.savefig(path)
     plt.close(figure)
