@@ -50,7 +50,7 @@ def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
     try:
         engine = AsyncLLMEngine(args)
         if engine.engine.tokenizer is not None:
-            _ = engine.engine.tokenizer.hf  # chat needs it: loaded now, not by the first request
+            engine.engine.tokenizer.prepare_chat()  # now, not by the first request
     except ValueError as error:
         sys.exit(f"jax-paged: {error}")
     return engine
