@@ -48,8 +48,8 @@ def serve(args: EngineArgs, host: str, port: int, model_name: str) -> None:
 
 
 def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
-    # Starting makes hundreds of thousands of objects, nearly all of which stay. To look through them for
-    # garbage takes a tenth of a second: it is put off until they are made, and they are left out of it then.
+    # Loading makes hundreds of thousands of objects, nearly all of which stay: to look through them for
+    # garbage again and again takes half a second.
     gc.disable()
     try:
         engine = AsyncLLMEngine(args)
@@ -59,7 +59,6 @@ def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
         sys.exit(f"jax-paged: {error}")
     finally:
         gc.enable()
-    gc.freeze()
     return engine
 
 
