@@ -20,12 +20,10 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from jax_paged.pallas_kernels import copy_blocks as copy_kernel
-from jax_paged.pallas_kernels import native, ragged_prefill, tuning, xla
-from jax_paged.pallas_kernels import paged_decode as decode_kernel
-from jax_paged.pallas_kernels import write_kv as write_kernel
+from jax_paged.pallas_kernels import native, xla
 from jax_paged.pallas_kernels.native import attention as native_ops
 
+# Kernels are imported where they are called: a CPU has no use for Mosaic, which takes a fifth of a second.
 Backend = Literal["auto", "native", "pallas", "pallas_interpret", "xla"]
 Implementation = Literal["native", "pallas", "pallas_interpret", "xla"]
 # Backends that are one module each and take every option.
@@ -59,6 +57,8 @@ def resolve_backend(backend: str, *, name: str = "backend") -> Implementation:
                 f"{name} is 'pallas', which needs an NVIDIA GPU; allowed on this machine, whose device is "
                 f"{device.device_kind!r}: 'auto' or 'native' or 'pallas_interpret' or 'xla'"
             )
+        from jax_paged.pallas_kernels import tuning
+
         tuning.target()
     return implementation
 
@@ -102,6 +102,8 @@ def write_kv(
     _check_int32(slot_mapping=slot_mapping)
     if (implementation := _choose(backend, k)) in _COMPLETE:
         return _COMPLETE[implementation].write_kv(kv_pages, k, v, slot_mapping)
+    from jax_paged.pallas_kernels import write_kv as write_kernel
+
     interpret = implementation == "pallas_interpret"
     return write_kernel.write_kv(kv_pages, k, v, slot_mapping, interpret=interpret)
 
@@ -131,6 +133,8 @@ def copy_blocks(
     _check_int32(src=src, dst=dst)
     if (implementation := _choose(backend, src)) in _COMPLETE:
         return _COMPLETE[implementation].copy_blocks(kv_pages, src, dst)
+    from jax_paged.pallas_kernels import copy_blocks as copy_kernel
+
     return copy_kernel.copy_blocks(kv_pages, src, dst, interpret=implementation == "pallas_interpret")
 
 
@@ -176,6 +180,8 @@ def paged_decode(
         options["distance_bias"] = distance_bias
         return _COMPLETE[implementation].paged_decode(q, kv_pages, block_tables, context_lens, **options)
     _check_no_bias(distance_bias, backend)
+    from jax_paged.pallas_kernels import paged_decode as decode_kernel
+
     options["interpret"] = implementation == "pallas_interpret"
     return decode_kernel.paged_decode(q, kv_pages, block_tables, context_lens, **options)
 
@@ -225,6 +231,8 @@ def ragged_attention(
         attend = _COMPLETE[implementation].ragged_attention
         return attend(q, kv_pages, block_tables, context_lens, query_start_loc, **options)
     _check_no_bias(distance_bias, backend)
+    from jax_paged.pallas_kernels import ragged_prefill
+
     options["interpret"] = implementation == "pallas_interpret"
     return ragged_prefill.ragged_attention(
         q, kv_pages, block_tables, context_lens, query_start_loc, **options

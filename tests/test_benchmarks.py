@@ -41,3 +41,13 @@ def test_a_part_of_the_gpu_check(tmp_path):
     assert "all sections passed" in done.stdout
     assert "test_work_list_covers_every_live_block_once" in done.stderr, "who watches sees each test"
     assert json.loads((tmp_path / "found.json").read_text())["kernel-tests"]["passed"] > 20
+
+
+@slow
+def test_starts_of_a_script_and_of_the_server(tmp_path):
+    program = PROGRAM.with_name("startup.py")
+    command = [sys.executable, str(program), "--rounds", "1", "--only", "warm", "--cache", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if "| here |" in line]
+    assert rows == ["generate, warm", "chat, warm", "server, warm"]

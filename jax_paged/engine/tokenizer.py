@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import tokenizers
 
 from jax_paged.checks import check
+from jax_paged.engine.chat_template import ChatTemplate, is_usual, read_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -150,12 +151,16 @@ class Tokenizer:
         as_parts = content_format == "openai"
         plain = [_plain_message(i, message, as_parts=as_parts) for i, message in enumerate(messages)]
         check(bool(plain), "messages", plain, "at least one message")
-        template = chat_template or self.hf.chat_template
+        usual = not (chat_template or continue_final_message or template_kwargs) and is_usual(plain, tools)
+        own = self._own_template if usual else None
+        template = own.source if own else chat_template or self.hf.chat_template
         if not template:
             raise ValueError(f"tokenizer {self.name!r} has no chat template: use completions instead")
         if tools and isinstance(template, str) and "tools" not in template:
             raise ValueError(f"tools is {tools!r}; allowed: None, as the chat template does not use them")
         try:
+            if own:
+                return self.encode(own.render(plain, tools, add_generation_prompt), add_special_tokens=False)
             ids = self.hf.apply_chat_template(
                 plain,
                 tokenize=True,
@@ -165,6 +170,20 @@ class Tokenizer:
         except Exception as error:  # templates raise what they like
             raise ValueError(f"the chat template does not take these messages: {error}") from error
         return cast(list[int], ids)
+
+    def prepare_chat(self) -> None:
+        """Loads what chats need, which may be transformers: now instead of for the first of them.
+
+        Raises:
+            ValueError: If the tokenizer can't be loaded.
+        """
+        if self._own_template is None:
+            _ = self.hf
+
+    @functools.cached_property
+    def _own_template(self) -> ChatTemplate | None:
+        """The chat template, if usual chats do without transformers."""
+        return None if self._settings is None else read_chat_template(Path(self.name), self._settings)
 
     def _load_backend(self) -> tokenizers.Tokenizer:
         """Reads tokenizer.json alone if there is nothing else to read: it takes a hundredth of the time."""

@@ -1,4 +1,5 @@
 import dataclasses
+import gc
 import re
 import signal
 import subprocess
@@ -121,6 +122,7 @@ def test_bad_arguments_end_with_one_line(line, message, capsys):
 @pytest.mark.usefixtures("kept_signals")
 def test_ctrl_c_while_the_model_loads_ends_quietly(monkeypatch, capsys):
     def load(_):
+        assert not gc.isenabled()
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(launch, "AsyncLLMEngine", load)
@@ -128,6 +130,7 @@ def test_ctrl_c_while_the_model_loads_ends_quietly(monkeypatch, capsys):
         main(["--port", "0"])
     assert end.value.code == 130
     assert capsys.readouterr() == ("", "")
+    assert gc.isenabled()
 
 
 @pytest.fixture(scope="module")

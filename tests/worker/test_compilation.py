@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +135,23 @@ def test_the_largest_steps_come_first_then_the_small_programs_then_the_rest():
     others, rest = [Other("a"), Other("b")], [StepProgram(buckets[i]) for i in (0, 1, 3)]
     assert max(position[p] for p in others) <= min(position[p] for p in rest) + 1
     assert len(order) == 7
+
+
+def test_one_program_at_a_time_is_traced():
+    tracing, most = [], []
+
+    def lower_slowly(program):
+        tracing.append(program)
+        most.append(len(tracing))
+        time.sleep(0.01)
+        lowered = lower_any(program)
+        tracing.remove(program)
+        return lowered
+
+    compiled = CompiledPrograms(BUCKETS, [Other("a"), Other("b")], lower_slowly)
+    compiled.wait()
+    compiled.stop()
+    assert most == [1] * 6
 
 
 def test_stop_leaves_the_rest_uncompiled():
