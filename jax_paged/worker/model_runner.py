@@ -252,9 +252,13 @@ class ModelRunner:
         empty = self._empty(bucket)
         given = inputs.bias_ids, inputs.bias_values, inputs.token_mask
         sampling_inputs = [e if x is None else x for x, e in zip(given, empty, strict=True)]
-        placed = jax.device_put([inputs.packed, *sampling_inputs], self._replicated)
         results, details, hidden, self._kv_cache, self._seat_arrays = self._run(
-            StepProgram(bucket), self._weights, self._kv_cache, self._seat_arrays, *placed
+            StepProgram(bucket),
+            self._weights,
+            self._kv_cache,
+            self._seat_arrays,
+            inputs.packed,
+            *sampling_inputs,
         )
         seats = self._input_batch.seats_of([sample.seq_id for sample in output.samples])
         num_top = self._input_batch.num_top_logprobs[seats][logits_rows.samples]
