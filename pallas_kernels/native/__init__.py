@@ -39,12 +39,21 @@ def target(symbol: str) -> str:
     Raises:
         RuntimeError: If the library can't be used.
     """
+    name = f"jax_paged_{symbol}"
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library(), symbol)), platform="cpu")
+    return name
+
+
+def library() -> ctypes.CDLL:
+    """Returns the library.
+
+    Raises:
+        RuntimeError: If it can't be used.
+    """
     loaded = _load()
     if isinstance(loaded, str):
         raise RuntimeError(f"the native backend can't be used: {loaded}")
-    name = f"jax_paged_{symbol}"
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, symbol)), platform="cpu")
-    return name
+    return loaded
 
 
 @functools.cache
