@@ -18,7 +18,7 @@ DTypeName = Literal["auto", "float32", "bfloat16"]
 
 # vLLM's arguments that have no meaning here: how fast something is done, or what is logged ...
 _HARMLESS = """
-    async_scheduling compilation_config cuda_graph_sizes disable_async_output_proc disable_cascade_attn
+    compilation_config cuda_graph_sizes disable_async_output_proc disable_cascade_attn
     disable_custom_all_reduce disable_frontend_multiprocessing disable_hybrid_kv_cache_manager
     disable_log_requests disable_log_stats enable_log_requests enforce_eager guided_decoding_backend
     limit_mm_per_prompt long_prefill_token_threshold max_cpu_loras max_log_len max_long_partial_prefills
@@ -112,6 +112,9 @@ class EngineArgs:
         scheduler_delay_factor: New requests wait until the first of them has waited this many times as long
             as the last step with a prompt took; then more are computed together.
         tensor_parallel_size: Devices that one model is split over; 1.
+        async_scheduling: Whether the next step begins before the host knows what the last one has drawn, so
+            that the device never waits for it. A sequence then ends a step late on the device, which nobody
+            sees but its successor. None takes True on a GPU, False on a CPU, which is host and device.
         seed: Determines the seeds of requests that bring none.
         attention_backend: Which kernels attend: "pallas" (GPU), "pallas_interpret" (their CPU
             interpreter), "xla", or "auto".
@@ -142,6 +145,7 @@ class EngineArgs:
     preemption_mode: Literal["recompute", "swap"] | None = None
     scheduler_delay_factor: float = 0.0
     tensor_parallel_size: int = 1
+    async_scheduling: bool | None = None
     seed: int = 0
     attention_backend: AttentionBackend = "auto"
     matmul_backend: MatmulBackend = "auto"
@@ -161,6 +165,7 @@ class EngineArgs:
         note(check_choice, "matmul_backend", self.matmul_backend, get_args(MatmulBackend))
         note(check_choice, "scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         note(check_choice, "preemption_mode", self.preemption_mode, (None, "recompute", "swap"))
+        note(check_choice, "async_scheduling", self.async_scheduling, (None, False, True))
         note(check_choice, "tensor_parallel_size", self.tensor_parallel_size, (1,))
         note(check_choice, "block_size", self.block_size, (1, 2, 4, 8, 16, 32, 64, 128))
         for name, low in (
@@ -254,6 +259,7 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     preemption_mode: Literal["recompute", "swap"] | None = None
     delay_factor: float = 0.0
+    async_scheduling: bool = False
     seed: int = 0
 
 

@@ -56,13 +56,13 @@ class GPT2Config:
     initializer_range: float
 
     @classmethod
-    def from_hf(cls, hf_config: dict[str, Any]) -> Self:
+    def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
         """Reads a config.json; what it leaves out has transformers' default.
 
         Raises:
             ValueError: If values are missing, out of range or not supported; the message lists all of them.
         """
-        read = ConfigReader(hf_config)
+        read = ConfigReader(hf_config, max_model_len=max_model_len)
         hidden_size, heads = read.integer("n_embd"), read.integer("n_head")
         ok, allowed = hidden_size % heads == 0, f"a multiple of n_head, which is {heads}"
         read.check(ok, "n_embd", hidden_size, allowed, also_needs=("n_head",))

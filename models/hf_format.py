@@ -19,11 +19,18 @@ class ConfigReader:
         config: The parsed config.json, or an object inside it.
         prefix: Put before the names in messages.
         problems: Problems noted so far, by name; a nested reader shares its parent's.
+        max_model_len: Maximum tokens of a text that the user asks for; None leaves it to the model. Only
+            rotary positions that depend on the length of the text ask for it.
     """
 
     def __init__(
-        self, config: Mapping[str, Any], prefix: str = "", problems: dict[str, str] | None = None
+        self,
+        config: Mapping[str, Any],
+        prefix: str = "",
+        problems: dict[str, str] | None = None,
+        max_model_len: int | None = None,
     ) -> None:
+        self.max_model_len = max_model_len
         self._config = config
         self._prefix = prefix
         self._problems: dict[str, str] = {} if problems is None else problems

@@ -75,13 +75,17 @@ class LlamaConfig:
     activation_name: ClassVar[str] = "hidden_act"
 
     @classmethod
-    def from_hf(cls, hf_config: dict[str, Any]) -> Self:
+    def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
         """Reads a config.json, of transformers 5 or older; what it leaves out has transformers' default.
+
+        Args:
+            hf_config: The parsed config.json.
+            max_model_len: Maximum tokens of a text that the user asks for; see rope.max_positions.
 
         Raises:
             ValueError: If values are missing, out of range or not supported; the message lists all of them.
         """
-        read = ConfigReader(cls.defaults | hf_config)
+        read = ConfigReader(cls.defaults | hf_config, max_model_len=max_model_len)
         fields = cls.read(read)
         read.finish()
         return cls(**fields)
@@ -125,12 +129,14 @@ class LlamaConfig:
     @classmethod
     def read_max_positions(cls, read: ConfigReader, max_position_embeddings: int) -> int:
         """Returns the maximum tokens of a text; max_position_embeddings is config.json's value."""
-        return max_positions(rope_values(read, max_position_embeddings), max_position_embeddings)
+        rope = rope_values(read, max_position_embeddings)
+        return max_positions(rope, max_position_embeddings, read.max_model_len)
 
     @classmethod
     def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
         """Returns the rotary positions; max_position_embeddings is config.json's value."""
-        return read_rope(rope_values(read, max_position_embeddings), head_dim, max_position_embeddings)
+        rope = rope_values(read, max_position_embeddings)
+        return read_rope(rope, head_dim, max_position_embeddings, max_model_len=read.max_model_len)
 
     @staticmethod
     def one_window(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

@@ -58,13 +58,13 @@ class OPTConfig:
     init_std: float
 
     @classmethod
-    def from_hf(cls, hf_config: dict[str, Any]) -> Self:
+    def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
         """Reads a config.json; what it leaves out has transformers' default.
 
         Raises:
             ValueError: If values are missing, out of range or not supported; the message lists all of them.
         """
-        read = ConfigReader(hf_config)
+        read = ConfigReader(hf_config, max_model_len=max_model_len)
 
         def flag(name: str, default: bool) -> bool:
             return read.choice(name, default, (False, True))

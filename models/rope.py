@@ -75,22 +75,34 @@ def _yarn_factor(read: ConfigReader, max_position_embeddings: int) -> float:
     return read.number("factor", implied, low=1.0, low_open=False)
 
 
-def max_positions(read: ConfigReader, max_position_embeddings: int) -> int:
+def _dynamic_length(read: ConfigReader, max_position_embeddings: int, max_model_len: int | None) -> int:
+    """Returns the length of text that the frequencies of "dynamic" are computed for; see max_positions."""
+    limit = int(max_position_embeddings * read.number("factor", low=1.0, low_open=False))
+    return min(max(max_model_len or 0, max_position_embeddings), limit)
+
+
+def max_positions(read: ConfigReader, max_position_embeddings: int, max_model_len: int | None = None) -> int:
     """Returns the maximum tokens of a text, given rotary values that may extend a model's context.
 
         rope_type         maximum
         default, llama3   max_position_embeddings (Llama 3's value already includes the scaling)
         linear            max_position_embeddings * factor
         yarn              original_max_position_embeddings * factor
-        dynamic           max_position_embeddings: in a longer text the frequencies change with its length,
-                          which would invalidate the keys that are cached already
+        dynamic           max_position_embeddings, or max_model_len if that is more, up to
+                          max_position_embeddings * factor
 
-    Source: vLLM's _get_and_verify_max_len, which also extends "dynamic", but with frequencies that differ
-    from transformers' in short texts.
+    Under "dynamic" the frequencies depend on the length of the text. transformers computes them anew as a
+    text grows, which would leave the keys that are cached already with other frequencies. Here they are
+    those of one length, the maximum, for all texts: so without max_model_len (or with one that does not
+    exceed max_position_embeddings) every text has transformers' frequencies; with a larger one those texts
+    have them that are as long as it allows, and the largest one gives vLLM's frequencies.
+
+    Source: vLLM's _get_and_verify_max_len, which always extends "dynamic" as far as possible.
 
     Args:
         read: As rope_values returns it; notes what is wrong.
         max_position_embeddings: Of config.json.
+        max_model_len: Maximum tokens of a text that the user asks for.
     """
     rope_type = _rope_type(read)
     if rope_type == "linear":
@@ -98,11 +110,17 @@ def max_positions(read: ConfigReader, max_position_embeddings: int) -> int:
     if rope_type == "yarn":
         factor = _yarn_factor(read, max_position_embeddings)
         return int(read.integer("original_max_position_embeddings") * factor)
+    if rope_type == "dynamic":
+        return _dynamic_length(read, max_position_embeddings, max_model_len)
     return max_position_embeddings
 
 
 def read_rope(
-    read: ConfigReader, head_dim: int, max_position_embeddings: int, theta: float = 10000.0
+    read: ConfigReader,
+    head_dim: int,
+    max_position_embeddings: int,
+    theta: float = 10000.0,
+    max_model_len: int | None = None,
 ) -> Rope:
     """Returns the rotary positions that a reader of their values describes.
 
@@ -111,20 +129,36 @@ def read_rope(
         head_dim: Size of a head.
         max_position_embeddings: Of config.json.
         theta: Base, if none is given.
+        max_model_len: Maximum tokens of a text that the user asks for; "dynamic" depends on it.
     """
     read.choice("partial_rotary_factor", 1.0, (1.0,))
     theta = read.number("rope_theta", theta, low=1.0)
     rope_type = _rope_type(read)
     base = base_frequencies(head_dim, theta)
-    if rope_type in ("default", "dynamic"):
-        # "dynamic" differs only in texts that are longer than max_positions allows.
+    if rope_type == "default":
         return Rope(base)
+    if rope_type == "dynamic":
+        length = _dynamic_length(read, max_position_embeddings, max_model_len)
+        return _dynamic(read, base, theta, length / max_position_embeddings)
     if rope_type == "linear":
         factor = read.number("factor", low=1.0, low_open=False)
         return Rope(tuple(f / factor for f in base))
     if rope_type == "llama3":
         return _llama3(read, base)
     return _yarn(read, base, theta, _yarn_factor(read, max_position_embeddings))
+
+
+def _dynamic(read: ConfigReader, base: tuple[float, ...], theta: float, ratio: float) -> Rope:
+    """Has a larger base, the larger the ratio of the text's length to the original context.
+
+    Source: bloc97 and emozilla, dynamically scaled NTK-aware RoPE, 2023; see Peng et al., YaRN, 2023.
+    """
+    factor, dim = read.number("factor", low=1.0, low_open=False), 2 * len(base)
+    if ratio <= 1:
+        return Rope(base)
+    if not read.check(dim > 2, "rope_type", "dynamic", "another type for heads of 2 dimensions"):
+        return Rope(base)
+    return Rope(base_frequencies(dim, theta * (factor * ratio - (factor - 1)) ** (dim / (dim - 2))))
 
 
 def _llama3(read: ConfigReader, base: tuple[float, ...]) -> Rope:

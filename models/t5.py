@@ -82,13 +82,13 @@ class T5Config:
     initializer_factor: float
 
     @classmethod
-    def from_hf(cls, hf_config: dict[str, Any]) -> Self:
+    def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
         """Reads a config.json; what it leaves out has transformers' default.
 
         Raises:
             ValueError: If values are missing, out of range or not supported; the message lists all of them.
         """
-        read = ConfigReader(hf_config)
+        read = ConfigReader(hf_config, max_model_len=max_model_len)
         names = {name: (name, False) for name in ACTIVATIONS}
         names |= {f"gated-{name}": (name, True) for name in ACTIVATIONS} | {"gated-gelu": ("gelu_new", True)}
         activation, is_gated = names[read.choice("feed_forward_proj", "relu", tuple(names))]

@@ -89,7 +89,11 @@ class _Stored:
     dtype: str
 
 
-def load_model(folder: Path, dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> LoadedModel:
+def load_model(
+    folder: Path,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    max_model_len: int | None = None,
+) -> LoadedModel:
     """Loads a checkpoint folder onto the default device.
 
     Names and shapes of all tensors are checked by the headers before any weight is read. A few tensors at a
@@ -98,6 +102,8 @@ def load_model(folder: Path, dtype: Literal["auto", "float32", "bfloat16"] = "au
     Args:
         folder: Holds config.json and model.safetensors, or shards and model.safetensors.index.json.
         dtype: "auto" takes the checkpoint's own.
+        max_model_len: Maximum tokens of a text that the user asks for. It extends the context of a model
+            whose rotary positions can be (rope.max_positions); it shortens none.
 
     Raises:
         ValueError: If the folder holds no supported model. The message lists every problem with the config,
@@ -105,7 +111,7 @@ def load_model(folder: Path, dtype: Literal["auto", "float32", "bfloat16"] = "au
     """
     hf_config = read_json(folder / "config.json")
     architecture, model_class = get_model_class(hf_config)
-    config = model_class.config_class.from_hf(hf_config)
+    config = model_class.config_class.from_hf(hf_config, max_model_len)
     generation_config = read_generation_config(folder)
     eos_token_ids = end_token_ids(generation_config, hf_config, config.vocab_size)
 
@@ -155,7 +161,7 @@ def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) ->
     Raises:
         ValueError: If `hf_config` describes another model.
     """
-    if model.config_class.from_hf(hf_config) != model.config:
+    if model.config_class.from_hf(hf_config, model.config.max_position_embeddings) != model.config:
         raise ValueError(f"hf_config is {hf_config!r}; allowed: the config of the model, {model.config}")
     tensors = {}
     for weight in _weights(model):

@@ -117,7 +117,8 @@ class Admission:
         manager, running, last = self.block_manager, self.queues.running, self.queues.last_running()
         if last is None or last.priority <= group.priority:
             return False
-        if manager.pool.num_held:
+        if step.is_ahead:
+            step.is_short = True
             return False  # blocks taken away now would not be free in this step
         shared: list[int] = []
         if group.request_id in self.queues.swapped:

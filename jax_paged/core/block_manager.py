@@ -142,7 +142,7 @@ class BlockManager:
             return num_tokens
         table = self.block_tables[seq][self._windows[0][0]]
         num_slots = (len(table) + self.pool.num_free // len(self._windows)) * self.block_size
-        return max(1, min(num_tokens, num_slots - seq.num_computed_tokens))
+        return max(1, min(num_tokens, num_slots - seq.next_position))
 
     def append_slots(self, rows: list[tuple[Sequence, int]]) -> Copies | None:
         """Makes sure that sequences of one group can write their next tokens, all of them or none.
@@ -163,7 +163,7 @@ class BlockManager:
         missing: list[tuple[Sequence, list[int], int]] = []
         writes: list[tuple[Sequence, int, list[int], int]] = []
         for seq, num_tokens in rows:
-            start = seq.num_computed_tokens
+            start = seq.next_position
             first, num_blocks = start // size, -(-(start + num_tokens) // size)
             for g, table in enumerate(self.block_tables[seq]):
                 if self.groups[g].is_cross:
@@ -358,7 +358,7 @@ class BlockManager:
             for i, window in self._windows:
                 table = tables[i]
                 # From the last one back: before it all are given back already.
-                j = min(self.prefixes.first_in_window(window, seq.num_computed_tokens), len(table)) - 1
+                j = min(self.prefixes.first_in_window(window, seq.next_position), len(table)) - 1
                 while j >= 0 and table[j] != NULL_BLOCK:
                     self.pool.release(table[j])
                     table[j] = NULL_BLOCK

@@ -59,6 +59,7 @@ class Preemption:
         for seq in group.unfinished:
             if seq in self.block_manager.block_tables:
                 self.block_manager.free(seq)
+            assert not seq.num_in_flight, "a step in flight computes it"
             seq.status, seq.num_computed_tokens = SequenceStatus.WAITING, 0
         self.queues.wait(group)
 
@@ -78,14 +79,15 @@ class Preemption:
     ) -> T | None:
         """Tries something for a running request, preempting the last ones until it works.
 
-        Blocks that are held back for a step in flight are waited for, and nobody is preempted in their place.
+        While a step is in flight its results are waited for, and nobody is preempted in their place.
 
         Returns:
             What worked; None if the request has to wait for a step in flight, or is alone and has ended, or
             is the last one: then it is itself preempted if it `gives_way`.
         """
         while (result := attempt()) is None:
-            if self.block_manager.pool.num_held:
+            if step.is_ahead:
+                step.is_short = True
                 return None
             last = self.queues.last_running()
             assert last is not None, "the request itself runs"

@@ -9,6 +9,7 @@ from jax_paged.core.preemption import Preemption
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.core.step_builder import StepBuilder
+from jax_paged.core.stop_conditions import StopConditions
 
 
 class RowPlanner:
@@ -19,6 +20,7 @@ class RowPlanner:
         queues: Owner of the requests.
         admission: Gives blocks to sequences that have lost theirs.
         preemption: Makes room for them.
+        stop_conditions: Say which sequences can go on before their last token is known.
         enable_chunked_prefill: Whether a prompt may be computed in parts.
     """
 
@@ -28,6 +30,7 @@ class RowPlanner:
         queues: RequestQueues,
         admission: Admission,
         preemption: Preemption,
+        stop_conditions: StopConditions,
         enable_chunked_prefill: bool,
     ) -> None:
         self.block_manager = block_manager
@@ -35,6 +38,7 @@ class RowPlanner:
         self.enable_chunked_prefill = enable_chunked_prefill
         self._admission = admission
         self._preemption = preemption
+        self._stop_conditions = stop_conditions
 
     def plan(
         self, group: SequenceGroup, behind: Iterable[SequenceGroup], step: StepBuilder, now: float
@@ -50,8 +54,10 @@ class RowPlanner:
         """
         if len(group.sequences) == 1:
             seq = group.sequences[0]
+            if seq.num_pending and not self._stop_conditions.can_run_ahead(group, seq):
+                return []
             num_tokens = seq.num_new_tokens
-            if num_tokens == 1 and seq.output_token_ids:
+            if num_tokens == 1 and seq.has_output:
                 return [(seq, 1)] if step.budget else []
             num_tokens = self.within(num_tokens, self.available(behind, step))
             if self.enable_chunked_prefill:
@@ -60,7 +66,11 @@ class RowPlanner:
                 # Newcomers may not overtake it with the tokens that it leaves.
                 step.is_closed |= num_tokens < seq.num_new_tokens
             return [(seq, num_tokens)] if num_tokens else []
-        seqs, tables = group.unfinished, self.block_manager.block_tables
+        tables, can_run_ahead = self.block_manager.block_tables, self._stop_conditions.can_run_ahead
+        seqs = [s for s in group.unfinished if not s.num_pending or can_run_ahead(group, s)]
+        if step.is_ahead and any(seq not in tables for seq in seqs):
+            step.is_short = True  # what they share may grow
+            return []
         for seq in seqs:
             if seq not in tables:
                 self._revive(group, seq, step, now)
@@ -100,7 +110,7 @@ class RowPlanner:
             return 0  # prompts have steps of their own
         tables = self.block_manager.block_tables
         return sum(
-            seq.num_new_tokens == 1 and bool(seq.output_token_ids) and seq in tables
+            seq.num_new_tokens == 1 and seq.has_output and seq in tables
             for group in groups
             if group.request_id in self.queues.running
             for seq in group.unfinished

@@ -39,9 +39,9 @@ class Scheduler:
     first request always advances, and no step that takes blocks from a running request for another one
     admits a third.
 
-    Every output of schedule() is handed back to update() before the next is scheduled; add, abort and finish
-    may come in between. A block that is freed meanwhile is held back until update() has seen every step that
-    may write to it.
+    Every output of schedule() is handed back to update(), in order; add, abort and finish may come in
+    between, and so may the schedule() of later steps, which then run ahead of the results. A block that is
+    freed meanwhile is held back until update() has seen every step that may write to it.
 
     Args:
         block_manager: Owner of the blocks; used by this scheduler alone.
@@ -115,15 +115,26 @@ class Scheduler:
             delay_factor=delay_factor,
         )
         self._planner = RowPlanner(
-            block_manager, self.queues, self._admission, self._preemption, enable_chunked_prefill
+            block_manager,
+            self.queues,
+            self._admission,
+            self._preemption,
+            stop_conditions,
+            enable_chunked_prefill,
         )
         self._step_ids = itertools.count()
-        self._is_in_flight = False
+        self._num_in_flight = 0
+        self._is_short = False  # the last step, of what the results of those before it bring
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is waiting, running or swapped out."""
         return len(self.queues) > 0
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether the next step can be scheduled before the results of those in flight are there."""
+        return self.has_unfinished and not self._is_short
 
     def find(self, seq_id: int) -> tuple[SequenceGroup, Sequence] | None:
         """Returns the sequence that steps name by an id, with its request; None if it has left its seat."""
@@ -187,15 +198,18 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput:
         """Chooses the sequences and token counts of the next step, and gives them their blocks.
 
+        It may be called before the steps before it have returned; tokens that these draw then have
+        NO_TOKEN in their place. Sequences that have to know them sit the step out. See can_run_ahead.
+
         Args:
             now: Time, in the engine's clock (seconds).
 
         Returns:
             The step; nothing is left to run if neither `scheduled` nor `ended` holds anything.
         """
-        assert not self._is_in_flight, "a step is scheduled after the update of the one before"
-        self._is_in_flight = True
-        step = StepBuilder(self.max_num_batched_tokens)
+        assert not self._num_in_flight or self.can_run_ahead, "the step has to know the results of others"
+        step = StepBuilder(self.max_num_batched_tokens, is_ahead=self._num_in_flight > 0)
+        self._num_in_flight += 1
         admission = self._admission
         admission.begin_step(now)
         if self.enable_chunked_prefill:
@@ -206,6 +220,7 @@ class Scheduler:
                 self._fill(step, now, admission.first_if_swapped, lambda n: n == 1)
         output = step.build(next(self._step_ids), self._seats)
         self.block_manager.begin_step(output.step_id)
+        self._is_short = step.is_short
         if output.scheduled and output.scheduled[-1].num_tokens > 1:
             admission.note_prompt(now)
         return output
@@ -222,7 +237,9 @@ class Scheduler:
             result: What the executor made of it.
             now: Time, in the engine's clock (seconds).
         """
-        self._is_in_flight = False
+        self._num_in_flight -= 1
+        if not self._num_in_flight:
+            self._is_short = False
         return self._updater.update(output, result, now)
 
     def _fill(
@@ -250,7 +267,7 @@ class Scheduler:
                     head = None
                     continue
                 if answer is Answer.NO_ROOM:
-                    if not self.queues.running and not self.block_manager.pool.num_held:
+                    if not self.queues.running and not step.is_ahead:
                         self._preemption.end_for_good(head, step, now)  # all is free, and it is not enough
                     elif not self._admission.make_room(head, step):
                         head = None
@@ -304,7 +321,7 @@ class Scheduler:
         if copies is None and was_swapped:
             # It waits for the next step, if others may leave blocks until then.
             step.is_closed = True
-            if len(self.queues.running) == 1 and not manager.pool.num_held:
+            if len(self.queues.running) == 1 and not step.is_ahead:
                 self._preemption.end_for_good(group, step, now)
             return Answer.ADMITTED
         if copies is None:

@@ -54,7 +54,8 @@ class ScheduledSequence(NamedTuple):
     Args:
         seq_id: The sequence; it has a seat, or takes one in this step.
         start: Position of the first token that the step computes.
-        token_ids: The tokens that the step computes, at positions start and on.
+        token_ids: The tokens that the step computes, at positions start and on. The last one is NO_TOKEN if
+            a step in flight draws it: it is the token that was drawn last for the sequence.
         new_blocks: Per cache group, the blocks appended to its table since its last row (none in the step
             of its NewSequence, which holds them all). Read-only.
         replaced_blocks: (cache group, index, block id) of entries of its table that have changed since its

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.runner_output import NO_TOKEN
 from jax_paged.core.scheduler_output import BlockTables, NewSequence, Sample, ScheduledSequence
 from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.core.stop_conditions import StopConditions
@@ -54,6 +55,7 @@ class Seats:
         # Shared by all rows without news; read-only.
         self._nothing_new: BlockTables = [[] for _ in block_manager.groups]
         self._nothing_replaced: list[tuple[int, int, int]] = []
+        self._pending_token = [NO_TOKEN]
 
     def find(self, seq_id: int) -> tuple[SequenceGroup, Sequence] | None:
         """Returns the sequence of an id, with its request; None if it has left its seat."""
@@ -71,6 +73,8 @@ class Seats:
     def rows(self, rows: Iterable[Row]) -> SeatedRows:
         """Seats the sequences of a step that have no seat yet; returns the step in terms of ids.
 
+        Notes in the sequences what the step computes and draws, now that it is in flight.
+
         Args:
             rows: In the order in which they are computed.
         """
@@ -87,15 +91,21 @@ class Seats:
                 replaced = changed.pop(seq)
                 new_blocks = [t[n:] for t, n in zip(seat.tables, seat.num_told, strict=True)]
                 seat.num_told = list(map(len, seat.tables))
-            start = seq.num_computed_tokens
-            if num_tokens == 1 and sampling:
+            start = seq.num_computed_tokens + seq.num_in_flight
+            if seq.num_pending:
+                token_ids = self._pending_token
+            elif num_tokens == 1 and sampling:
                 token_ids = (seq.output_token_ids or seq.prompt_token_ids)[-1:]
             else:
                 token_ids = seq.tokens(start, start + num_tokens)
             scheduled.append(ScheduledSequence(seq.seq_id, start, token_ids, new_blocks, replaced))
+            seq.num_in_flight += num_tokens
             for sample in sampling:
-                if sample is not seq and sample not in seats:
-                    self._take(group, sample, new)
+                if sample is not seq:
+                    sample.num_in_flight += num_tokens
+                    if sample not in seats:
+                        self._take(group, sample, new)
+                sample.num_pending += 1
                 samples.append(Sample(i, sample.seq_id, 1))
         return SeatedRows(new, scheduled, samples)
 

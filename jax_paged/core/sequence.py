@@ -46,6 +46,8 @@ class Sequence:
         seed: Of its random choices; with a position it is the key of one draw.
         output_token_ids: Grows by the sampled tokens.
         num_computed_tokens: Tokens whose keys and values lie in the pool.
+        num_in_flight: Tokens after these that the steps in flight compute.
+        num_pending: Tokens that the steps in flight draw for it: they are not known yet.
         stop_reason: The stop token id or stop string that ended it; None for the end token or no stop.
         block_hashes: Hashes of its first full blocks, as far as the block manager needed them.
         cumulative_logprobs: For each output token, the sum of the log-probabilities up to it.
@@ -58,6 +60,8 @@ class Sequence:
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
+    num_in_flight: int = 0
+    num_pending: int = 0
     stop_reason: int | str | None = None
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     cumulative_logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -69,9 +73,20 @@ class Sequence:
         return self.cumulative_logprobs[-1] if self.cumulative_logprobs else 0.0
 
     @property
+    def next_position(self) -> int:
+        """The first token that no step has computed, nor does one in flight."""
+        return self.num_computed_tokens + self.num_in_flight
+
+    @property
     def num_new_tokens(self) -> int:
-        """Tokens that are still to be computed."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids) - self.num_computed_tokens
+        """Tokens that are still to be computed; those that are not known yet count."""
+        num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
+        return num_tokens - self.num_computed_tokens - self.num_in_flight
+
+    @property
+    def has_output(self) -> bool:
+        """Whether a token was drawn for it, or is being drawn."""
+        return bool(self.output_token_ids) or self.num_pending > 0
 
     def append(self, token_id: int, logprob: float) -> None:
         """Appends a token to the output."""
@@ -85,11 +100,13 @@ class Sequence:
         del self.cumulative_logprobs[num_output_tokens:]
 
     def fork(self, index: int, seed: int) -> "Sequence":
-        """Returns a sequence with the same tokens, computed as far."""
+        """Returns a sequence with the same tokens, computed as far once the steps in flight have returned."""
         return dataclasses.replace(
             self,
             index=index,
             seed=seed,
+            num_computed_tokens=self.next_position,
+            num_in_flight=0,
             output_token_ids=list(self.output_token_ids),
             block_hashes=list(self.block_hashes),
             cumulative_logprobs=list(self.cumulative_logprobs),

@@ -91,6 +91,7 @@ class SequenceUpdater:
             for i, row in enumerate(scheduled):
                 found = None if i in sampled else find(row.seq_id)
                 if found is not None and found[1].status is SequenceStatus.RUNNING:
+                    found[1].num_in_flight -= row.num_tokens
                     self._note_computed(*found, row.start, row.start + row.num_tokens)
         new_tokens: list[NewTokens] = []
         beams: dict[SequenceGroup, list[tuple[Sequence, list[int], list[float]]]] = {}
@@ -101,6 +102,8 @@ class SequenceUpdater:
             if seat is None or seat.seq.status is not SequenceStatus.RUNNING:
                 continue
             group, seq, row = seat.group, seat.seq, scheduled[i]
+            seq.num_in_flight -= len(row.token_ids) + 1 - num_logits  # drafts are not its tokens yet
+            seq.num_pending -= 1
             changed[group] = None
             if group.metrics.first_token_time is None and token_ids[0] != NO_TOKEN:
                 group.metrics.first_token_time = now

@@ -10,10 +10,14 @@ class StepBuilder:
 
     Args:
         budget: Tokens that it may still compute.
+        is_ahead: Whether a step before it has not returned: then nobody is preempted, nor ends for lack of
+            blocks, as what returns may change the need for it.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, *, is_ahead: bool) -> None:
         self.budget = budget
+        self.is_ahead = is_ahead
+        self.is_short = False  # of what only the results of the steps before it can bring
         self._initial_budget = budget
         self.is_closed = False  # to requests that don't run yet
         self.rows_of_one: list[Row] = []  # that compute one token

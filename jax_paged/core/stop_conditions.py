@@ -48,6 +48,19 @@ class StopConditions:
             return SequenceStatus.FINISHED_LENGTH_CAPPED, None
         return None
 
+    def can_run_ahead(self, group: SequenceGroup, seq: Sequence) -> bool:
+        """Returns whether a sequence may compute tokens that are not known yet.
+
+        Not if it ends with them for certain, nor if the choice of the next token has to know them on the
+        host: beams are chosen there, and so are the tokens that would complete a bad word.
+        """
+        params, num_output_tokens = group.sampling_params, len(seq.output_token_ids) + seq.num_pending
+        if group.beam_params is not None or params.bad_words_token_ids:
+            return False
+        if params.max_tokens is not None and num_output_tokens >= params.max_tokens:
+            return False
+        return len(seq.prompt_token_ids) + num_output_tokens < self.max_model_len
+
     @staticmethod
     def without_room(group: SequenceGroup) -> SequenceStatus:
         """Returns the status of a request that can't run (on) even in an empty pool."""

@@ -3,6 +3,7 @@
 Nothing here imports JAX: only the executor that LLMEngine makes, if it is given none, does.
 """
 
+import collections
 import copy
 import hashlib
 import itertools
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
+from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
 from jax_paged.engine.assembly import (
     described,
@@ -67,6 +69,9 @@ class LLMEngine:
                 executor.close()
             raise
         self._requests: dict[str, RequestState] = {}
+        # Steps that the executor works on. A second one makes it busy while the host takes in the first.
+        self._in_flight: collections.deque[SchedulerOutput] = collections.deque()
+        self._max_in_flight = 2 if self.config.async_scheduling else 1
         self._pins = itertools.count()
         self._seeds = random.Random(self.config.seed)
         self._closed = False
@@ -206,8 +211,8 @@ class LLMEngine:
         return state
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a step has anything to do."""
-        return self.scheduler.has_unfinished
+        """Whether a step has anything to do, if only to wait for what the device still works on."""
+        return self.scheduler.has_unfinished or bool(self._in_flight)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the requests that got a token or ended, as their output_kind says."""
@@ -227,9 +232,12 @@ class LLMEngine:
                 raise
 
     def _advance(self) -> list[RequestState]:
-        output = self.scheduler.schedule(time.monotonic())
-        self.executor.dispatch(output)
-        result = self.executor.result()
+        while not self._in_flight or (
+            len(self._in_flight) < self._max_in_flight and self.scheduler.can_run_ahead
+        ):
+            self._in_flight.append(self.scheduler.schedule(time.monotonic()))
+            self.executor.dispatch(self._in_flight[-1])
+        output, result = self._in_flight.popleft(), self.executor.result()
         now = time.monotonic()
         update = self.scheduler.update(output, result, now)
         for group, start, logprobs in update.prompt_logprobs:

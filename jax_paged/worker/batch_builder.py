@@ -9,6 +9,7 @@ from jax_paged.core.cache_group import CacheGroup
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.pallas_kernels import ops
 from jax_paged.sampling_params import MAX_BIAS_IDS
+from jax_paged.worker.block_tables import pad_changes
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.logits_rows import LogitsRows
@@ -16,19 +17,23 @@ from jax_paged.worker.packed_batch import layout, neutral_sampling, views
 
 
 class StepInputs(NamedTuple):
-    """What a step sends to the device; all but the first are None if no row of the step needs them.
+    """What a step sends to the device.
 
     Args:
         packed: int32, the bucket's buffer.
-        bias_ids: int32 [B, MAX_BIAS_IDS], padded with the size of the vocabulary.
-        bias_values: float32 [B, MAX_BIAS_IDS].
-        token_mask: int32 [B, ceil(V / 32)], see SamplingBatch.
+        bias_ids: int32 [B, MAX_BIAS_IDS], padded with the size of the vocabulary; None if no row of the step
+            has a bias.
+        bias_values: float32 [B, MAX_BIAS_IDS], or None.
+        token_mask: int32 [B, ceil(V / 32)], see SamplingBatch; None if no row of the step has one.
+        changes_ahead: int32 [2, n], changes of block tables to write ahead of the step: those for which its
+            buffer has no room, when long tables take their seats.
     """
 
     packed: np.ndarray
     bias_ids: np.ndarray | None
     bias_values: np.ndarray | None
     token_mask: np.ndarray | None
+    changes_ahead: np.ndarray
 
 
 class BatchBuilder:
@@ -58,7 +63,6 @@ class BatchBuilder:
         self._groups = groups
         self._vocab_size = vocab_size
         self._checks_inputs = checks_inputs
-        self._max_blocks_per_seq = input_batch.block_tables.shape[2]
         self._num_mask_words = -(-vocab_size // 32)
         self._neutral = neutral_sampling()
 
@@ -75,7 +79,7 @@ class BatchBuilder:
         n, total = len(rows), output.num_batched_tokens
         assert max(n, len(logits_rows.rows)) <= bucket.num_seqs, (n, len(logits_rows.rows), bucket)
         assert total <= bucket.num_tokens, (total, bucket)
-        fields, size = layout(bucket, self._max_blocks_per_seq, len(self._groups))
+        fields, size = layout(bucket, len(self._groups))
         packed = np.zeros(size, np.int32)
         view = views(packed, fields)
 
@@ -96,7 +100,12 @@ class BatchBuilder:
         view["positions"][:total] = positions
         view["query_start_loc"][1 : n + 1] = end_loc
         view["query_start_loc"][n + 1 :] = total
-        self._fill_tables(view, seats, token_seats, positions, start + num_tokens)
+        view["seats"][:n] = seats
+        view["seats"][n:] = batch.num_seats
+        changes, most = batch.take_table_changes(), view["table_changes"].shape[1]
+        num_ahead = max(0, changes.shape[1] - most)
+        view["table_changes"][:] = pad_changes(changes[:, num_ahead:], most, batch.block_tables.size)
+        self._fill_slots(view, seats, token_seats, positions, start + num_tokens)
         if self._checks_inputs:
             self._check(view, output)
 
@@ -107,6 +116,8 @@ class BatchBuilder:
         sample_seats = batch.seats_of([sample.seq_id for sample in output.samples])[logits_rows.samples]
         count_seats = batch.count_seats[sample_seats]
         view["sample_positions"][:num_drawn] = sample_positions
+        view["sample_seats"][:num_drawn] = sample_seats
+        view["sample_seats"][num_drawn:] = batch.num_seats
         view["count_seats"][:] = batch.num_seats
         view["count_seats"][:num_drawn] = count_seats
         view["sampling"][:num_drawn] = batch.sampling[sample_seats]
@@ -118,9 +129,10 @@ class BatchBuilder:
                 "are not counted yet"
             )
         bias = self._bias(sample_seats, sample_positions, bucket)
-        return StepInputs(packed, *bias, self._token_mask(sample_seats, bucket))
+        mask = self._token_mask(sample_seats, bucket)
+        return StepInputs(packed, *bias, mask, changes[:, :num_ahead])
 
-    def _fill_tables(
+    def _fill_slots(
         self,
         view: dict[str, np.ndarray],
         seats: np.ndarray,
@@ -128,14 +140,11 @@ class BatchBuilder:
         positions: np.ndarray,
         stops: np.ndarray,
     ) -> None:
-        """Fills block_tables, slot_mapping and context_lens."""
+        """Fills slot_mapping and context_lens."""
         batch, n, total, size = self._input_batch, len(seats), len(positions), self._block_size
         view["slot_mapping"][:] = self._num_blocks * size
         for g, group in enumerate(self._groups):
             tables = batch.block_tables[g]
-            width = int(batch.num_table_blocks[g, seats].max())
-            # A copy of 4 bytes per block is all that long contexts cost the host.
-            view["block_tables"][g, :n, :width] = tables[seats, :width]
             if group.is_cross:
                 view["context_lens"][g, :n] = batch.num_encoder_tokens[seats]
             else:
@@ -149,7 +158,9 @@ class BatchBuilder:
         for g, group in enumerate(self._groups):
             # Cross attention has no causal order: a query may stand anywhere.
             starts = view["query_start_loc"] * (not group.is_cross)
-            tables, lens, slots = (view[x][g] for x in ("block_tables", "context_lens", "slot_mapping"))
+            n, lens, slots = len(output.scheduled), view["context_lens"][g], view["slot_mapping"][g]
+            tables = np.zeros((len(lens), self._input_batch.block_tables.shape[2]), np.int32)
+            tables[:n] = self._input_batch.block_tables[g, view["seats"][:n]]
             ops.check_inputs(self._num_blocks, self._block_size, tables, lens, starts, slots, *copies.T)
 
     def _bias(

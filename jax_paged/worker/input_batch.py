@@ -52,6 +52,8 @@ class InputBatch:
         self._num_blocks, self._vocab_size = num_blocks, vocab_size
         self._seats: dict[int, int] = {}
         self._free = list(reversed(range(max_num_seqs)))
+        assert num_groups * max_num_seqs * max_blocks_per_seq < 2**31, "places of block tables are int32"
+        self._changed_places: list[int] = []
         self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks_per_seq), np.int32)
         self.num_table_blocks = np.zeros((num_groups, max_num_seqs), np.int32)
         self.num_encoder_tokens = np.zeros(max_num_seqs, np.int32)
@@ -96,6 +98,16 @@ class InputBatch:
                 if bias is not None and bias.reads_tokens:
                     bias.record(row.start, row.token_ids)
         return resets
+
+    def take_table_changes(self) -> np.ndarray:
+        """Returns what has changed in block tables since the last call.
+
+        Returns:
+            int32 [2, n]: places, each once (see block_tables.py), and the blocks that stand there now.
+        """
+        places = np.unique(np.array(self._changed_places, np.int32))
+        self._changed_places.clear()
+        return np.stack([places, self.block_tables.reshape(-1)[places]])
 
     def check_integrity(self) -> None:
         """Asserts that every seat is either free and empty, or one sequence's."""
@@ -159,6 +171,11 @@ class InputBatch:
             assert index < self.num_table_blocks[g, seat], f"entry {index} of a table is past its end"
             assert 0 <= block < self._num_blocks, f"block {block} is out of the pool of {self._num_blocks}"
             self.block_tables[g, seat, index] = block
+            self._changed_places.append(self._place(g, seat, index))
+
+    def _place(self, g: int, seat: int, column: int) -> int:
+        _, num_seats, num_columns = self.block_tables.shape
+        return (g * num_seats + seat) * num_columns + column
 
     def _write(self, g: int, seat: int, first: int, blocks: list[int]) -> None:
         """Writes blocks to the end of a table."""
@@ -170,6 +187,8 @@ class InputBatch:
         stop = first + len(blocks)
         assert stop <= self.block_tables.shape[2], f"a table has {stop} blocks, more than a sequence can have"
         self.block_tables[g, seat, first:stop] = blocks
+        place = self._place(g, seat, first)
+        self._changed_places.extend(range(place, place + len(blocks)))
         self.num_table_blocks[g, seat] = stop
 
 

@@ -1,6 +1,7 @@
-"""The device side of an engine: owns weights, pool, token counts and seats, and runs steps on them."""
+"""The device side of an engine: owns weights, pool and seats, and runs steps on them."""
 
 import collections
+import math
 from typing import Any
 
 import jax
@@ -22,13 +23,14 @@ from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker import prompt_logprobs
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
+from jax_paged.worker.block_tables import WriteBlockTablesProgram, write_block_tables
 from jax_paged.worker.buckets import Bucket, plan_buckets
 from jax_paged.worker.compilation import ONE_GRAPH, CompiledPrograms, use_persistent_cache
 from jax_paged.worker.encoder import build_encoder_inputs, plan_encoders
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.kv_cache import allocate_kv_cache, device_memory, free_kv_cache_bytes, plan_layout
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
-from jax_paged.worker.programs import Program, TraceContext
+from jax_paged.worker.programs import Program, SeatArrays, TraceContext
 from jax_paged.worker.prompt_logprobs import PendingPromptLogprobs, PromptLogprobsProgram
 from jax_paged.worker.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.results import PendingStep
@@ -57,7 +59,7 @@ class ModelRunner:
         use_persistent_cache()
         self._owns_weights = loaded is None
         if loaded is None:
-            loaded = load_model(resolve_model_dir(args.model), args.dtype)
+            loaded = load_model(resolve_model_dir(args.model), args.dtype, args.max_model_len)
         device = jax.devices()[0]
         mesh = Mesh(np.array([device]), (TENSOR,))
         self._replicated = NamedSharding(mesh, PartitionSpec())
@@ -143,15 +145,22 @@ class ModelRunner:
         self._kv_cache = allocate_kv_cache(
             layout, self.config.num_blocks, self.config.block_size, loaded.dtype, mesh
         )
-        counts = self._context.token_counts()
-        self._token_counts: Array = jnp.zeros(counts.shape, counts.dtype, device=self._replicated)
+        self._seat_arrays: SeatArrays[Array] = SeatArrays(
+            *(jnp.zeros(x.shape, x.dtype, device=self._replicated) for x in self._context.seat_arrays())
+        )
         self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
         self._pending: collections.deque[PendingStep] = collections.deque()
         context, options = self._context, ONE_GRAPH if backend == "pallas" else None
         # Last, as it leaves threads behind.
         self._compiled = CompiledPrograms(
             plan_buckets(self.config.max_num_seqs, self.config.max_num_batched_tokens),
-            [*self._encoders, *self._mover.programs, ResetTokenCountsProgram(), self._prompt_logprobs],
+            [
+                *self._encoders,
+                *self._mover.programs,
+                WriteBlockTablesProgram(),
+                ResetTokenCountsProgram(),
+                self._prompt_logprobs,
+            ],
             lambda program: program.lower(context),
             options,
         )
@@ -178,14 +187,14 @@ class ModelRunner:
 
     @property
     def arrays(self) -> dict[str, list[Array]]:
-        """What lies on the device between steps: "weights", "kv_cache" and "token_counts".
+        """What lies on the device between steps: "weights", "kv_cache", and the SeatArrays by name.
 
         The list of weights is the runner's own: who replaces one of them changes the model that it serves.
         """
         return {
             "weights": self._weights,
             "kv_cache": self._kv_cache,
-            "token_counts": [self._token_counts],
+            **{name: [array] for name, array in self._seat_arrays._asdict().items()},
         }
 
     def compile_plan(self) -> str:
@@ -205,7 +214,8 @@ class ModelRunner:
         resets = self._input_batch.update(output)
         self._move_blocks(output)
         self._encode(output)
-        self._token_counts = reset_token_counts(self._run, self._token_counts, resets, self._place)
+        counts = reset_token_counts(self._run, self._seat_arrays.token_counts, resets, self._place)
+        self._seat_arrays = self._seat_arrays._replace(token_counts=counts)
         logits_rows = plan_logits_rows(output)
         if output.scheduled:
             pending = self._step(output, logits_rows)
@@ -227,23 +237,27 @@ class ModelRunner:
     def close(self) -> None:
         """Frees pool and weights (not those of a model that the caller brought); the runner is done."""
         self._compiled.stop()
-        arrays = [*self._kv_cache, self._token_counts]
+        arrays = [*self._kv_cache, *self._seat_arrays]
         arrays += [x for inputs in self._empty_inputs.values() for x in inputs]
         for array in arrays + (self._weights if self._owns_weights else []):
             array.delete()
         self._kv_cache, self._weights, self._empty_inputs = [], [], {}
         self._pending.clear()
-        del self._compiled, self._context, self._token_counts
+        del self._compiled, self._context, self._seat_arrays
 
     def _step(self, output: SchedulerOutput, logits_rows: LogitsRows) -> PendingStep:
         targets = self._prompt_targets(output)
         bucket = self._bucket(output, wants_hidden=bool(targets))
         inputs = self.builder.build(output, logits_rows, bucket)
+        tables = self._seat_arrays.block_tables
+        tables = write_block_tables(self._run, tables, inputs.changes_ahead, self._place)
+        self._seat_arrays = self._seat_arrays._replace(block_tables=tables)
         empty = self._empty(bucket)
-        sampling_inputs = [e if x is None else x for x, e in zip(inputs[1:], empty, strict=True)]
+        given = inputs.bias_ids, inputs.bias_values, inputs.token_mask
+        sampling_inputs = [e if x is None else x for x, e in zip(given, empty, strict=True)]
         placed = jax.device_put([inputs.packed, *sampling_inputs], self._replicated)
-        results, details, hidden, self._kv_cache, self._token_counts = self._run(
-            StepProgram(bucket), self._weights, self._kv_cache, self._token_counts, *placed
+        results, details, hidden, self._kv_cache, self._seat_arrays = self._run(
+            StepProgram(bucket), self._weights, self._kv_cache, self._seat_arrays, *placed
         )
         seats = self._input_batch.seats_of([sample.seq_id for sample in output.samples])
         num_top = self._input_batch.num_top_logprobs[seats][logits_rows.samples]
@@ -349,6 +363,6 @@ def step_bytes(context: TraceContext) -> int:
     row_bytes = 4 * (2 * MAX_BIAS_IDS + context.num_mask_words)
     # What steps without biases and masks read, of every size; and what a step with them brings along.
     sampling_inputs = row_bytes * (sum({b.num_seqs for b in buckets}) + context.max_num_seqs)
-    token_counts = 4 * context.max_num_seqs * context.vocab_size
+    seat_arrays = sum(math.prod(x.shape) * x.dtype.itemsize for x in context.seat_arrays())
     step = memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes
-    return step + sampling_inputs + token_counts
+    return step + sampling_inputs + seat_arrays

@@ -1,15 +1,20 @@
 """One int32 buffer per step, moved to the device in one transfer: its fields, and how the device reads them.
 
 The fields lie one after the other (floats as their bits). T token rows, B rows and as many rows of logits,
-G cache groups, M columns of block tables:
+G cache groups, C changes of block tables:
 
     of the token rows:   tokens [T] | positions [T] | slot_mapping [G, T]
-    of the rows:         block_tables [G, B, M] | context_lens [G, B] | query_start_loc [B + 1]
-    of the logits rows:  logits_rows [B] | sample_positions [B] | count_seats [B] | sampling [B, 12]
+    of the rows:         seats [B] | context_lens [G, B] | query_start_loc [B + 1]
+    of the block tables: table_changes [2, C]
+    of the logits rows:  logits_rows [B] | sample_positions [B] | sample_seats [B] | count_seats [B]
+                         | sampling [B, 12]
 
-logits_rows holds the token row after which each row of logits stands, and sample_positions the position of
-the token that is drawn from it. count_seats holds the seat whose token counts its penalties read; a row of
-logits without penalties has a seat that does not exist. The columns of `sampling` are FLOATS, then INTS.
+The block tables themselves lie on the device, by seat (block_tables.py); a row that is not used has a seat
+that does not exist. A token that the host does not know yet is NO_TOKEN, always the last of its row.
+logits_rows holds the token row after which each row of logits stands, sample_positions the position of the
+token that is drawn from it, and sample_seats the seat that gets it. count_seats holds the seat whose token
+counts its penalties read; a row of logits without penalties has a seat that does not exist. The columns of
+`sampling` are FLOATS, then INTS.
 """
 
 import math
@@ -38,6 +43,15 @@ INTS = ("top_k", "seed_low", "seed_high", "wants_logprobs", "has_token_mask")
 NUM_SAMPLING_COLUMNS = len(FLOATS) + len(INTS)
 
 
+def num_step_changes(bucket: Bucket, num_groups: int) -> int:
+    """Returns C, how many changes of block tables a step takes along.
+
+    In a decode step each row may append a block and lose one that has left a window, in each group. More
+    changes than these are written ahead of a step.
+    """
+    return 2 * num_groups * bucket.num_seqs
+
+
 class Field(NamedTuple):
     """Where a field lies in a bucket's buffer."""
 
@@ -45,18 +59,20 @@ class Field(NamedTuple):
     shape: tuple[int, ...]
 
 
-def layout(bucket: Bucket, max_blocks_per_seq: int, num_groups: int) -> tuple[dict[str, Field], int]:
+def layout(bucket: Bucket, num_groups: int) -> tuple[dict[str, Field], int]:
     """Returns the fields of a bucket's buffer, and the buffer's length."""
     t, b, g = bucket.num_tokens, bucket.num_seqs, num_groups
     shapes: dict[str, tuple[int, ...]] = {
         "tokens": (t,),
         "positions": (t,),
         "slot_mapping": (g, t),
-        "block_tables": (g, b, max_blocks_per_seq),
+        "seats": (b,),
         "context_lens": (g, b),
         "query_start_loc": (b + 1,),
+        "table_changes": (2, num_step_changes(bucket, g)),
         "logits_rows": (b,),
         "sample_positions": (b,),
+        "sample_seats": (b,),
         "count_seats": (b,),
         "sampling": (b, NUM_SAMPLING_COLUMNS),
     }
@@ -75,9 +91,9 @@ def views(packed: np.ndarray, fields: dict[str, Field]) -> dict[str, np.ndarray]
     }
 
 
-def unpack(packed: Array, bucket: Bucket, max_blocks_per_seq: int, num_groups: int) -> dict[str, Array]:
+def unpack(packed: Array, bucket: Bucket, num_groups: int) -> dict[str, Array]:
     """Returns the fields of a bucket's buffer, on the device; `sampling` stays packed."""
-    fields, _ = layout(bucket, max_blocks_per_seq, num_groups)
+    fields, _ = layout(bucket, num_groups)
     return {
         name: lax.slice_in_dim(packed, start, start + math.prod(shape)).reshape(shape)
         for name, (start, shape) in fields.items()
@@ -112,12 +128,21 @@ def neutral_sampling() -> np.ndarray:
 
 
 def attention_metadata(
-    fields: dict[str, Array], bucket: Bucket, backend: Backend, places: tuple[tuple[int, int], ...]
+    fields: dict[str, Array],
+    block_tables: Array,
+    bucket: Bucket,
+    backend: Backend,
+    places: tuple[tuple[int, int], ...],
 ) -> AttentionMetadata:
-    """Returns the part of an unpacked buffer that the model reads."""
-    names = ("positions", "slot_mapping", "block_tables", "context_lens", "query_start_loc")
-    fields = {name: fields[name] for name in names}
-    return AttentionMetadata(**fields, is_decode=bucket.is_decode, backend=backend, places=places)
+    """Returns what the model reads: part of an unpacked buffer, and the block tables of its rows."""
+    names = ("positions", "slot_mapping", "context_lens", "query_start_loc")
+    return AttentionMetadata(
+        **{name: fields[name] for name in names},
+        block_tables=block_tables,
+        is_decode=bucket.is_decode,
+        backend=backend,
+        places=places,
+    )
 
 
 def sampling_batch(

@@ -3,7 +3,7 @@
 import abc
 import contextlib
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,21 @@ from jax_paged.models.attention import Backend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.weights import FlatModel
+
+
+class SeatArrays[T](NamedTuple):
+    """What the device keeps of every sequence beside the pool, by seat; steps take it and hand it back.
+
+    Args:
+        token_counts: int32 [S, V], see token_counts.py.
+        block_tables: int32 [G, S, M], see block_tables.py.
+        last_tokens: int32 [S], the token that was drawn last for each sequence; a step that begins before the
+            host knows it reads it here.
+    """
+
+    token_counts: T
+    block_tables: T
+    last_tokens: T
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,9 +101,14 @@ class TraceContext:
         array = jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.pool_sharding)
         return [array] * self.layout.num_pools
 
-    def token_counts(self) -> jax.ShapeDtypeStruct:
-        """Returns the shape of the token counts of all seats."""
-        return self.shape((self.max_num_seqs, self.vocab_size), jnp.int32)
+    def seat_arrays(self) -> SeatArrays[jax.ShapeDtypeStruct]:
+        """Returns the shapes of what the device keeps by seat."""
+        num_groups, s = len(self.layout.groups), self.max_num_seqs
+        return SeatArrays(
+            token_counts=self.shape((s, self.vocab_size), jnp.int32),
+            block_tables=self.shape((num_groups, s, self.max_blocks_per_seq), jnp.int32),
+            last_tokens=self.shape((s,), jnp.int32),
+        )
 
     def merge(self, weights: list[Array]) -> LanguageModel:
         """Returns the model with the weights that a program is traced with."""

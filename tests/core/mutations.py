@@ -27,6 +27,7 @@ CORE = tuple(
         "steps_as_values",
         "scheduler_simulation",
         "state_machine",
+        "running_ahead",
     )
 )
 TESTS = {
@@ -419,6 +420,78 @@ MUTATIONS = [
         "self._write(g, seat, int(self.num_table_blocks[g, seat]), blocks)",
         "self._write(g, seat, 0, blocks)",
         "new blocks stand at the wrong place",
+    ),
+    Mutation(
+        "core/block_manager.py",
+        "            start = seq.next_position\n            first,",
+        "            start = seq.num_computed_tokens\n            first,",
+        "a step ahead has no block for its token",
+    ),
+    Mutation(
+        "core/sequence.py",
+        "            num_computed_tokens=self.next_position,\n            num_in_flight=0,\n",
+        "",
+        "a sample is forked from a prompt that is in flight",
+    ),
+    Mutation(
+        "core/stop_conditions.py",
+        "group.beam_params is not None or params.bad_words_token_ids",
+        "group.beam_params is not None",
+        "bad words are looked for without the last token",
+    ),
+    Mutation(
+        "core/stop_conditions.py",
+        "num_output_tokens >= params.max_tokens:",
+        "num_output_tokens > params.max_tokens:",
+        "a token is computed that nothing is drawn after",
+    ),
+    Mutation(
+        "core/preemption.py",
+        "            if step.is_ahead:\n",
+        "            if False:\n",
+        "a request is preempted while a step computes it",
+    ),
+    Mutation(
+        "core/scheduler.py",
+        "if not self.queues.running and not step.is_ahead:",
+        "if not self.queues.running:",
+        "a request ends for lack of blocks that are about to be freed",
+    ),
+    Mutation(
+        "core/row_planner.py",
+        "        if step.is_ahead and any(seq not in tables for seq in seqs):\n",
+        "        if False:\n",
+        "blocks are shared again while what is shared grows",
+    ),
+    Mutation(
+        "core/block_pool.py",
+        "        if self._last_step is None:\n",
+        "        if True:\n",
+        "a block is handed out that a step in flight still writes to",
+    ),
+    Mutation(
+        "worker/input_batch.py",
+        "            self._changed_places.append(self._place(g, seat, index))\n",
+        "",
+        "the device is not told of a replaced block",
+    ),
+    Mutation(
+        "worker/input_batch.py",
+        "range(place, place + len(blocks))",
+        "range(place, place + 1)",
+        "the device is told of the first new block only",
+    ),
+    Mutation(
+        "worker/batch_builder.py",
+        "bias, mask, changes[:, :num_ahead])",
+        "bias, mask, changes[:, :0])",
+        "changes of tables that do not fit into the buffer are dropped",
+    ),
+    Mutation(
+        "worker/batch_builder.py",
+        '        view["seats"][n:] = batch.num_seats\n',
+        "",
+        "rows that are not used read the table of seat 0",
     ),
     Mutation(
         "worker/block_mover.py", "pairs = pairs[size:]", "pairs = ()", "copies beyond the first call left out"

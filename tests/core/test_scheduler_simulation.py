@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from helpers.scheduling import found, result_of, samples_per_row
@@ -312,9 +312,13 @@ class Simulation:
             self.counts["early"] += 1
             self.manager.check_integrity()
 
-    def run(self, arrival: float = 0.4) -> "Simulation":
+    @property
+    def is_busy(self) -> bool:
+        return self.sched.has_unfinished
+
+    def run(self, arrival: float = 0.4) -> Self:
         num = self.setup.num_requests
-        while len(self.groups) < num or self.sched.has_unfinished:
+        while len(self.groups) < num or self.is_busy:
             while len(self.groups) < num and self.rng.random() < arrival:
                 self.add()
             self.step()

@@ -166,9 +166,9 @@ def _shift_a_position(view: dict[str, np.ndarray], output: SchedulerOutput) -> N
 
 
 def _swap_two_blocks(view: dict[str, np.ndarray], output: SchedulerOutput) -> None:
-    table = view["block_tables"][0, 0]
-    if table[1]:
-        table[:2] = table[1::-1]
+    places, blocks = view["table_changes"]
+    if np.diff(places[:2]) == 1:
+        blocks[:2] = blocks[1::-1]
 
 
 def _read_the_neighbours_row(view: dict[str, np.ndarray], output: SchedulerOutput) -> None:
@@ -200,7 +200,7 @@ def test_a_mistake_in_the_batch_is_noticed(
 
     def build_wrongly(output: SchedulerOutput, logits_rows: LogitsRows, bucket: Bucket) -> StepInputs:
         inputs = build(output, logits_rows, bucket)
-        fields, _ = layout(bucket, context.max_blocks_per_seq, len(context.layout.groups))
+        fields, _ = layout(bucket, len(context.layout.groups))
         damage(views(inputs.packed, fields), output)
         return inputs
 

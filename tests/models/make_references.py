@@ -7,7 +7,10 @@ The tests need no torch; this script does. In an environment of its own (Python 
 
 Every folder under tests/models/fixtures then holds config.json, one or several safetensors files, and
 reference.json: {"cases": [{"prompt_token_ids", "token_ids", "logprobs", "top_token_ids", "top_logprobs"}]}
-with, for each of the greedy output tokens, its log-probability and the five largest.
+with, for each of the greedy output tokens, its log-probability and the five largest. By the name
+"dynamic_rope", tests/models/dynamic_rope.json is made: [{"token_ids", "top_token_ids", "top_logprobs"}],
+texts longer than the original context of a model with dynamic rotary positions, and for each of their last
+tokens the most likely next ones.
 
 A prompt is drawn again if at some step the two best tokens are too close, or at some router the last expert
 that is chosen and the first that is not. So the greedy tokens depend on the model alone, and not on the order
@@ -34,6 +37,9 @@ NUM_TOP = 5
 MIN_MARGIN = 1e-3
 MIN_ROUTER_MARGIN = 1e-4
 LAYER_SCALE = 2.0
+# A fixture, and what of its config.json is another for dynamic_rope.json.
+DYNAMIC_ROPE = ("mha_old_config", 64, {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
+DYNAMIC_ROPE_LENS = (65, 128, 200, 256)
 
 # The original context is shorter than the prompts, so that every branch of the scaling matters.
 LLAMA3_ROPE = {
@@ -358,10 +364,30 @@ def make_old_config(file: Path) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
+@torch.no_grad()
+def make_dynamic_rope() -> None:
+    name, original, rope = DYNAMIC_ROPE
+    config = transformers.AutoConfig.from_pretrained(FIXTURES / name)
+    config.max_position_embeddings, config.rope_parameters = original, rope
+    model = transformers.AutoModelForCausalLM.from_pretrained(FIXTURES / name, config=config).eval()
+    cases = []
+    for length in DYNAMIC_ROPE_LENS:
+        tokens = torch.randint(COMMON["vocab_size"], (length,))
+        logprobs = model(tokens[None]).logits[0, -NUM_NEW_TOKENS:].double().log_softmax(-1)
+        top = logprobs.topk(NUM_TOP)
+        values = [[round(x, 6) for x in row] for row in top.values.tolist()]
+        case = {"token_ids": tokens.tolist(), "top_token_ids": top.indices.tolist(), "top_logprobs": values}
+        cases.append(json.dumps(case, separators=(",", ":")))
+    (FIXTURES.parent / "dynamic_rope.json").write_text("[\n" + ",\n".join(cases) + "\n]\n")
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    for name in sys.argv[1:] or CONFIGS:
+    for name in sys.argv[1:] or [*CONFIGS, "dynamic_rope"]:
         torch.manual_seed(zlib.crc32(name.encode()))
+        if name == "dynamic_rope":
+            make_dynamic_rope()
+            continue
         model = make_model(name)
         cases = []
         for length in PROMPT_LENS:

@@ -169,7 +169,7 @@ def test_longrope_ends_where_its_frequencies_change() -> None:
     assert read("phi3_longrope", rope_parameters=None).max_position_embeddings == 512
 
 
-def test_dynamic_rope_is_the_default_up_to_its_limit() -> None:
+def test_dynamic_rope_is_the_default_up_to_the_original_length() -> None:
     dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     plain = read("mistral", rope_parameters=None)
     assert read("mistral", rope_parameters=dynamic) == plain

@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.dynamic_rope import dynamic_checkpoint
 from paged_batch import paged_batch
 
 from jax_paged.models.registry import MODELS, get_model_class
-from jax_paged.models.weights import load_model, random_model
+from jax_paged.models.weights import load_model, random_model, save_model
 
 FIXTURES = Path(__file__).parent / "fixtures"
+# Float32 sums in another order move the log-probabilities of these models by up to 2e-5.
+TOLERANCE = 1e-4
 BASE: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 32,
@@ -49,15 +52,19 @@ TYPES: dict[str, tuple[dict[str, Any], int]] = {
     "yarn, factor left out": ({"rope_type": "yarn", "original_max_position_embeddings": 16}, 64),
     # Llama 3.1's max_position_embeddings already includes the scaling.
     "llama3": (LLAMA3 | {"original_max_position_embeddings": 8}, 64),
-    # Here the frequencies change with the length of the text.
+    # Longer only if asked for: the frequencies depend on the length of the text.
     "dynamic": ({"rope_type": "dynamic", "factor": 4.0}, 64),
 }
 FAMILIES = ("Gemma2", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
 
 
-def maximum(family: str, **changes: Any) -> int:
+def read(family: str, max_model_len: int | None = None, **changes: Any) -> Any:
     config = BASE | {"moe_intermediate_size": 32} | changes | {"architectures": [f"{family}ForCausalLM"]}
-    return get_model_class(config)[1].config_class.from_hf(config).max_position_embeddings
+    return get_model_class(config)[1].config_class.from_hf(config, max_model_len)
+
+
+def maximum(family: str, max_model_len: int | None = None, **changes: Any) -> int:
+    return read(family, max_model_len, **changes).max_position_embeddings
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -68,6 +75,54 @@ def test_maximum_length(name: str) -> None:
         assert maximum(family, rope_parameters=values) == expected
         assert maximum(family, rope_scaling=values, rope_theta=500000.0) == expected
         assert maximum(family, rope_scaling=older) == expected
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_maximum_length_that_is_asked_for(name: str) -> None:
+    """Only "dynamic" follows it, between its original context and `factor` times that."""
+    values, usual = TYPES[name]
+    for asked in (2, 63, 64, 65, 200, 256, 257, 10**6):
+        expected = min(max(asked, 64), 256) if name == "dynamic" else usual
+        for family in FAMILIES:
+            assert maximum(family, asked, rope_parameters=values) == expected
+    assert maximum("Llama", 100, rope_parameters={"rope_type": "dynamic", "factor": 1.3}) == 83
+    # A Gemma 3 states its context after scaling, so its frequencies do not change either.
+    dynamic = {"full_attention": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}
+    gemma3 = read("Gemma3", 256, head_dim=16, rope_parameters=dynamic)
+    assert gemma3.max_position_embeddings == 64
+    assert gemma3.rope.frequencies == pytest.approx(1e4 ** (-np.arange(8) / 8), rel=1e-12)
+
+
+def test_dynamic_frequencies() -> None:
+    """Beside the formulas of transformers, _compute_dynamic_ntk_parameters, and of vLLM."""
+    for theta, factor in ((10000.0, 4.0), (500000.0, 2.5)):
+        values = {"rope_type": "dynamic", "factor": factor, "rope_theta": theta}
+        for length in (65, 100, int(64 * factor)):
+            base = np.float64(theta) * (factor * length / 64 - (factor - 1)) ** (16 / 14)
+            expected = 1 / base ** (np.arange(0, 16, 2) / 16)
+            for family in ("Llama", "Gemma2"):
+                config = read(family, length, head_dim=16, rope_parameters=values)
+                assert config.rope.frequencies == pytest.approx(expected, rel=1e-12)
+        # vLLM's are those of the largest length, for texts of any length.
+        vllm = theta * ((factor * (64 * factor) / 64) - (factor - 1)) ** (16 / 14)
+        assert config.rope.frequencies[1] == pytest.approx(vllm ** (-2 / 16), rel=1e-12)
+        assert config.window_rope == config.rope
+        assert read("Llama", 64, rope_parameters=values) == read("Llama", rope_parameters=values)
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "message"),
+    [
+        ({}, {}, "factor is missing"),
+        ({"factor": 0.5}, {}, "factor is 0.5; allowed: a finite number of at least 1.0"),
+        ({"factor": 4.0}, {"head_dim": 2}, "rope_type is 'dynamic'; allowed: another type for heads of 2"),
+    ],
+)
+def test_dynamic_values_that_are_rejected(
+    values: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read("Llama", 256, rope_parameters={"rope_type": "dynamic"} | values, **changes)
 
 
 def test_original_context_outside_of_the_rotary_values() -> None:
@@ -98,6 +153,29 @@ def test_fixtures() -> None:
     for name, expected in (("qwen2_tied_yarn", 512), ("gemma3_linear_rope", 512), ("phi3_longrope", 128)):
         config = json.loads((FIXTURES / name / "config.json").read_text())
         assert get_model_class(config)[1].config_class.from_hf(config).max_position_embeddings == expected
+
+
+@pytest.mark.parametrize("length", [65, 128, 200, 256])
+def test_dynamic_texts_equal_transformers(length: int, tmp_path: Path) -> None:
+    """A text as long as the length that was asked for (make_references.py made dynamic_rope.json)."""
+    cases = json.loads((Path(__file__).parent / "dynamic_rope.json").read_text())
+    (case,) = (case for case in cases if len(case["token_ids"]) == length)
+    folder = dynamic_checkpoint(tmp_path)
+    loaded = load_model(folder, max_model_len=length)
+    assert loaded.max_model_len == length
+    dense = nnx.jit(lambda model, tokens: jax.nn.log_softmax(model(tokens[None])[0]))
+
+    def error(model: Any) -> float:
+        logprobs = np.asarray(dense(model, jnp.asarray(case["token_ids"], jnp.int32)))[-24:]
+        ours = np.take_along_axis(logprobs, np.array(case["top_token_ids"]), axis=1)
+        return float(np.abs(ours - case["top_logprobs"]).max())
+
+    assert error(loaded.model) < TOLERANCE
+    if length < 256:  # the frequencies of another length are not nearly as close
+        assert error(load_model(folder, max_model_len=256).model) > 10 * TOLERANCE
+    config = json.loads((folder / "config.json").read_text())
+    save_model(loaded.model, tmp_path / "saved", config)
+    assert load_model(tmp_path / "saved", max_model_len=length).config == loaded.config
 
 
 @pytest.mark.parametrize("name", ["linear", "yarn"])

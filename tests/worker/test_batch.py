@@ -13,6 +13,7 @@ from jax_paged.core.cache_group import CacheGroup
 from jax_paged.core.scheduler_output import BlockTables, EncoderInput, NewSequence, Sample, SchedulerOutput
 from jax_paged.sampling_params import MAX_BIAS_IDS, SamplingParams
 from jax_paged.worker.batch_builder import BatchBuilder, StepInputs, empty_sampling_inputs
+from jax_paged.worker.block_tables import tables_of, write_changes
 from jax_paged.worker.buckets import Bucket, plan_buckets
 from jax_paged.worker.encoder import build_encoder_inputs
 from jax_paged.worker.input_batch import InputBatch, pack_token_mask
@@ -29,6 +30,9 @@ class Worker:
 
     def __init__(self, *groups: CacheGroup, checks_inputs: bool = True) -> None:
         self.num_groups = len(groups)
+        shape = self.num_groups, NUM_SEATS, MAX_BLOCKS_PER_SEQ
+        # What the device has, garbage at first.
+        self.device_tables = jnp.full(shape, NUM_BLOCKS + 7, jnp.int32)
         self.input_batch = InputBatch(
             max_num_seqs=NUM_SEATS,
             num_groups=len(groups),
@@ -51,15 +55,19 @@ class Worker:
         return self.builder.build(output, plan_logits_rows(output), bucket)
 
     def fields(self, inputs: StepInputs, bucket: Bucket) -> dict[str, np.ndarray]:
-        fields = unpack(jnp.asarray(inputs.packed), bucket, MAX_BLOCKS_PER_SEQ, self.num_groups)
+        """What the device makes of a step: its fields, and the block tables of its rows."""
+        fields = unpack(jnp.asarray(inputs.packed), bucket, self.num_groups)
+        for changes in (jnp.asarray(inputs.changes_ahead), fields["table_changes"]):
+            self.device_tables = write_changes(self.device_tables, changes)
+        fields["block_tables"] = tables_of(self.device_tables, fields["seats"])
         return {k: np.asarray(v) for k, v in fields.items()}
 
     def sampling_batch(self, output: SchedulerOutput, bucket: Bucket) -> dict[str, np.ndarray]:
         """What the sampler reads of a step; token_counts are left out."""
         inputs = self.build(output, bucket)
-        fields = unpack(jnp.asarray(inputs.packed), bucket, MAX_BLOCKS_PER_SEQ, self.num_groups)
+        fields = unpack(jnp.asarray(inputs.packed), bucket, self.num_groups)
         empty = empty_sampling_inputs(bucket.num_seqs, VOCAB_SIZE, NUM_WORDS)
-        extra = [jnp.asarray(e if x is None else x) for x, e in zip(inputs[1:], empty, strict=True)]
+        extra = [jnp.asarray(e if x is None else x) for x, e in zip(inputs[1:4], empty, strict=True)]
         batch = sampling_batch(fields, jnp.zeros((NUM_SEATS, VOCAB_SIZE), jnp.int32), *extra)
         return {f.name: np.asarray(getattr(batch, f.name)) for f in dataclasses.fields(batch)}
 
@@ -182,8 +190,7 @@ def test_every_token_stands_where_it_belongs(bucket: Bucket, groups: tuple[Cache
                 assert fields["context_lens"][g, b] == context_len
                 table = text.new.block_tables[g]
                 num_longer += len(table) > -(-context_len // BLOCK_SIZE)
-                padding = [0] * (MAX_BLOCKS_PER_SEQ - len(table))
-                assert fields["block_tables"][g, b].tolist() == table + padding
+                assert fields["block_tables"][g, b, : len(table)].tolist() == table
         n, num_logits = len(texts), drawn + len(unsampled)
         # Rows without a sample have logits too, that are looked at for NaN.
         assert fields["logits_rows"][drawn:num_logits].tolist() == unsampled
@@ -204,7 +211,7 @@ def test_every_token_stands_where_it_belongs(bucket: Bucket, groups: tuple[Cache
 
 def test_layout_covers_the_buffer_once() -> None:
     for bucket in plan_buckets(16, 128):
-        fields, size = layout(bucket, MAX_BLOCKS_PER_SEQ, 2)
+        fields, size = layout(bucket, 2)
         owners = np.zeros(size, int)
         for field in fields.values():
             owners[field.start : field.start + math.prod(field.shape)] += 1
@@ -269,7 +276,7 @@ def test_plain_steps_move_one_array(worker: Worker) -> None:
     rows = [make_row(1, 0, [1, 2]), make_row(2, 0, [1])]
     bucket = Bucket(False, 4, 2)
     inputs = worker.build(make_output(rows, [Sample(0, 1)], new=new), bucket)
-    assert inputs[1:] == (None, None, None)
+    assert inputs[1:4] == (None, None, None)
     ids, values, mask = empty_sampling_inputs(2, VOCAB_SIZE, NUM_WORDS)
     assert (ids == VOCAB_SIZE).all()
     assert (values == 0).all()

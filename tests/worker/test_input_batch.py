@@ -85,6 +85,7 @@ class RandomScheduler:
 def test_deltas_add_up_to_the_true_tables(seed: int) -> None:
     scheduler, batch = RandomScheduler(seed), make_batch()
     rng = scheduler.rng
+    device = np.full(batch.block_tables.size, -1, np.int32)  # knows what it is told, and never forgets
     for _ in range(60):
         released = [seq_id for seq_id in scheduler.sequences if rng.random() < 0.2]
         for seq_id in released:
@@ -95,6 +96,14 @@ def test_deltas_add_up_to_the_true_tables(seed: int) -> None:
         rows = [scheduler.change(seq_id) for seq_id in old if rng.random() < 0.7]
         resets = batch.update(make_output(rows, new=new, released=released))
         batch.check_integrity()
+        if rng.random() < 0.7:  # not every step of a scheduler reaches the device
+            places, blocks = batch.take_table_changes()
+            assert len(np.unique(places)) == len(places)
+            device[places] = blocks
+            tables = device.reshape(batch.block_tables.shape)
+            for seat in batch.seats_of(scheduler.sequences).tolist():
+                for g, n in enumerate(batch.num_table_blocks[:, seat].tolist()):
+                    assert np.array_equal(tables[g, seat, :n], batch.block_tables[g, seat, :n])
         ids = list(scheduler.sequences)
         assert len(set(batch.seats_of(ids).tolist())) == len(ids)
         wanted = []

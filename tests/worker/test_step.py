@@ -25,6 +25,7 @@ from helpers.real_model import (
 
 from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from jax_paged.worker.block_mover import FEW_COPIES, SWAP_BLOCKS, SwapOutProgram
+from jax_paged.worker.block_tables import WriteBlockTablesProgram
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.executor import LocalExecutor
 from jax_paged.worker.model_runner import ModelRunner
@@ -107,18 +108,20 @@ def test_nothing_compiles_for_copies_and_swaps(engine: LLMEngine, monkeypatch: p
 
 
 def assert_pool_is_not_copied(engine: LLMEngine) -> None:
-    """No program has temporaries of its size; what writes to pool or token counts does it in place."""
+    """No program has temporaries of its size; what writes to pool or seats does it in place."""
     runner, pool_bytes = runner_of(engine), engine.config.kv_cache_bytes
     assert pool_bytes == sum(x.nbytes for x in runner.arrays["kv_cache"])
-    (counts,) = runner.arrays["token_counts"]
+    (counts,), (tables,) = runner.arrays["token_counts"], runner.arrays["block_tables"]
     for program in runner.compiled.programs:
         memory = runner.compiled[program].memory
         assert memory is not None
         assert memory.temp_size_in_bytes < 0.1 * pool_bytes, program
         if isinstance(program, StepProgram):
-            assert memory.alias_size_in_bytes >= pool_bytes + counts.nbytes, program
+            assert memory.alias_size_in_bytes >= pool_bytes + counts.nbytes + tables.nbytes, program
         elif isinstance(program, ResetTokenCountsProgram):
             assert memory.alias_size_in_bytes >= counts.nbytes
+        elif isinstance(program, WriteBlockTablesProgram):
+            assert memory.alias_size_in_bytes >= tables.nbytes
         elif not isinstance(program, SwapOutProgram | PromptLogprobsProgram):  # which only read
             assert memory.alias_size_in_bytes >= pool_bytes, program
 
@@ -150,7 +153,7 @@ def test_pool_of_the_default_engine_is_not_copied() -> None:
 def test_pool_stays_where_it_is(engine: LLMEngine) -> None:
     def in_place() -> list[jax.Array]:
         arrays = runner_of(engine).arrays
-        return [*arrays["kv_cache"], *arrays["token_counts"]]
+        return [*arrays["kv_cache"], *arrays["token_counts"], *arrays["block_tables"]]
 
     before = in_place()
     pointers = [x.unsafe_buffer_pointer() for x in before]

@@ -1,0 +1,187 @@
+"""Steps that are scheduled before the results of those before them are there."""
+
+import collections
+from typing import Any
+
+import pytest
+from helpers.scheduling import EOS, make_group, make_scheduler, result_of
+from helpers.value_device import ValueDevice
+from test_scheduler_simulation import CROSS, FULL, WINDOW, Simulation, root_of, total
+
+from jax_paged.core.runner_output import NO_TOKEN
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.sequence import SequenceStatus
+from jax_paged.sampling_params import BeamSearchParams
+
+
+class RunningAhead(Simulation):
+    """Random requests; up to `depth` steps are in flight, and the device runs them as late as it may."""
+
+    def __init__(self, seed: int, depth: int, **fixed: Any) -> None:
+        super().__init__(seed, **fixed)
+        self.depth = depth
+        self.in_flight: collections.deque[SchedulerOutput] = collections.deque()
+        manager = self.manager
+        sizes = manager.pool.num_blocks, manager.swap_pool.num_blocks, manager.block_size
+        self.values = ValueDevice(
+            *sizes, manager.groups, lambda request_id: root_of(self.groups[int(request_id[1:])])
+        )
+        self.counts |= {"ahead": 0, "empty": 0, "short": 0}
+
+    @property
+    def is_busy(self) -> bool:
+        return self.sched.has_unfinished or bool(self.in_flight)
+
+    def step(self) -> SchedulerOutput:
+        sched, counts = self.sched, self.counts
+        self.now += 1.0
+        while not self.in_flight or (len(self.in_flight) < self.depth and sched.can_run_ahead):
+            before = set(sched.queues.running), len(self.in_flight)
+            output = sched.schedule(self.now)
+            self.manager.check_integrity()
+            self.check_queues()
+            self.check_ahead(output, *before)
+            self.in_flight.append(output)
+            self.ended |= set(output.ended)
+        self.end_early()
+        output = self.in_flight.popleft()
+        token_ids, logprobs = self.values.execute(output)
+        had_first_token = {g for g in self.groups if g.metrics.first_token_time is not None}
+        update = sched.update(output, result_of(output, token_ids, logprobs), self.now)
+        self.manager.check_integrity()
+        self.check_first_tokens(had_first_token)
+        self.check_walk()
+        for group, seq, _, _ in update.new_tokens:  # a stop string, which ends it a step late on the device
+            if seq.status is SequenceStatus.RUNNING and self.rng.random() < 0.02:
+                sched.finish(group, seq, SequenceStatus.FINISHED_ABORTED, self.now)
+        pool = self.manager.pool
+        free = pool._free.keys()
+        self.values.spoil(lambda block: block in free and pool.contents[block] is None, self.rng)
+        counts["steps"] += 1
+        counts["tokens"] += len(token_ids)
+        counts["preemptions"] += len(output.preempted)
+        counts["swaps"] += bool(output.blocks_to_swap_out)
+        counts["copies"] += len(output.blocks_to_copy)
+        counts["short"] += sched._is_short
+        return output
+
+    def check_ahead(self, output: SchedulerOutput, ran_before: set[str], num_in_flight: int) -> None:
+        assert sum(row.num_tokens for row in output.scheduled) == output.num_batched_tokens
+        assert output.num_batched_tokens <= self.setup.budget
+        assert len({row.seq_id for row in output.scheduled}) == len(output.scheduled)
+        assert all(NO_TOKEN not in row.token_ids or row.num_tokens == 1 for row in output.scheduled)
+        if num_in_flight:
+            assert not output.preempted, "blocks are taken away that a step in flight may make free"
+            assert not output.ended
+            self.counts["ahead"] += 1
+            self.counts["empty"] += not output.scheduled
+        else:
+            assert output.scheduled or output.ended or not self.sched.has_unfinished, "no progress"
+            assert all(NO_TOKEN not in row.token_ids for row in output.scheduled)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_random_requests_in_a_tiny_pool(depth: int) -> None:
+    runs = [RunningAhead(seed, depth).run() for seed in range(40)]
+    runs += [
+        RunningAhead(seed, depth, preemption_mode="swap", num_swap_blocks=300).run() for seed in range(15)
+    ]
+    least = {"preemptions": 60, "swaps": 10, "cached": 300, "early": 100, "copies": 300}
+    if depth > 1:
+        least |= {"ahead": 2000, "short": 100}
+        assert sum(run.values.num_unknown for run in runs) > 2000
+    assert {name: total(runs, name) for name, n in least.items() if total(runs, name) < n} == {}
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (FULL, CROSS)])
+def test_with_room_for_all_every_step_runs_ahead(groups: tuple[Any, ...]) -> None:
+    kinds = ("one", "samples")
+    settings = {"groups": groups, "num_blocks": 2000, "kinds": kinds, "early_ends": 0.0, "policy": "fcfs"}
+    runs = [RunningAhead(seed, 2, **settings).run(arrival=0.9) for seed in range(10)]
+    assert total(runs, "preemptions") == 0
+    assert total(runs, "short") == 0
+    assert total(runs, "ahead") > 0.9 * total(runs, "steps")
+
+
+@pytest.mark.slow
+def test_many_more_random_requests() -> None:
+    for seed in range(60, 600):
+        RunningAhead(seed, 1 + seed % 3).run()
+
+
+def test_a_step_ahead_computes_the_token_that_is_being_drawn() -> None:
+    sched = make_scheduler(block_size=4)
+    sched.add(make_group(0, [5] * 6))
+    first, second, third = sched.schedule(0.0), sched.schedule(0.0), sched.schedule(0.0)
+    assert [(o.scheduled[0].start, o.scheduled[0].token_ids) for o in (first, second, third)] == [
+        (0, [5] * 6),
+        (6, [NO_TOKEN]),
+        (7, [NO_TOKEN]),
+    ]
+    assert [len(o.scheduled[0].new_blocks[0]) for o in (first, second, third)] == [0, 0, 0]
+    for output, token_id in zip((first, second, third), (11, 12, 13), strict=True):
+        sched.update(output, result_of(output, [token_id]), 0.0)
+    output = sched.schedule(0.0)
+    assert (output.scheduled[0].start, output.scheduled[0].token_ids) == (8, [13])
+
+
+def test_what_is_drawn_after_the_end_is_dropped() -> None:
+    sched = make_scheduler(block_size=4)
+    group = make_group(0, [5] * 6)
+    sched.add(group)
+    first, second = sched.schedule(0.0), sched.schedule(0.0)
+    assert sched.update(first, result_of(first, [EOS]), 1.0).ended == [group]
+    pool = sched.block_manager.pool
+    assert pool.num_held == 2  # the second step may still write to them
+    update = sched.update(second, result_of(second, [9]), 2.0)
+    assert update == ([], [], [], [])
+    assert pool.num_held == 0
+    assert (group.sequences[0].output_token_ids, group.metrics.finished_time) == ([EOS], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "values"),
+    [(6, {"max_tokens": 1}), (15, {"max_tokens": None}), (6, {"bad_words_token_ids": [[7, 8]]})],
+    ids=["max_tokens", "max_model_len", "bad words"],
+)
+def test_some_wait_for_their_token(prompt_len: int, values: dict[str, Any]) -> None:
+    """Those that end with it for certain, and those whose next choice depends on it on the host."""
+    bad_words = values.pop("bad_words_token_ids", None)
+    sched = make_scheduler(block_size=4, max_model_len=16)
+    group = make_group(0, [5] * prompt_len, **values)
+    group.sampling_params.bad_words_token_ids = bad_words
+    sched.add(group)
+    sched.add(make_group(1, [5] * 3))
+    first, second = sched.schedule(0.0), sched.schedule(0.0)
+    assert len(first.scheduled) == 2
+    assert [row.seq_id for row in second.scheduled] == [first.scheduled[1].seq_id]
+    sched.update(first, result_of(first, [9, 9]), 0.0)
+    assert len(sched.schedule(0.0).scheduled) == (2 if bad_words else 1)
+
+
+def test_beams_wait_for_their_tokens() -> None:
+    sched = make_scheduler()
+    sched.add(make_group(0, [5] * 6, beams=BeamSearchParams(2, max_tokens=4)))
+    first, second = sched.schedule(0.0), sched.schedule(0.0)
+    assert (len(first.scheduled), len(second.scheduled)) == (1, 0)
+
+
+def test_nobody_is_preempted_ahead_of_results() -> None:
+    """The blocks may come from a request that ends in the step in flight."""
+    sched = make_scheduler(num_blocks=5, block_size=4, caching=False)
+    ends, goes_on = make_group(0, [5] * 7, max_tokens=2), make_group(1, [6] * 8, max_tokens=9)
+    sched.add(ends)
+    sched.add(goes_on)
+    first = sched.schedule(0.0)
+    assert len(first.scheduled) == 2
+    second = sched.schedule(0.0)
+    assert [row.token_ids for row in second.scheduled] == [[NO_TOKEN]]
+    assert not second.preempted
+    assert not sched.can_run_ahead
+    sched.update(first, result_of(first, [9, 9]), 0.0)
+    sched.update(second, result_of(second, [9]), 0.0)
+    assert ends.is_finished
+    assert sched.can_run_ahead
+    third = sched.schedule(0.0)
+    assert [row.token_ids for row in third.scheduled] == [[9]]
+    assert not third.preempted

@@ -1,0 +1,132 @@
+"""A device in miniature that knows steps by their values alone, and runs them in order, as late as it may.
+
+Its cells hold what keys and values depend on, as toy_device.py's do; but whose they are it learns from the
+steps, as a real worker would, and a token that the host does not know yet is the one that it has drawn last.
+"""
+
+import random
+from collections.abc import Callable
+
+from helpers.toy_device import chain_of, extend, next_token, top_logprobs
+
+from jax_paged.core.block_pool import NULL_BLOCK
+from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.runner_output import NO_TOKEN, TokenLogprobs
+from jax_paged.core.scheduler_output import BlockTables, NewSequence, SchedulerOutput
+
+
+class ValueDevice:
+    """Runs steps.
+
+    Args:
+        num_blocks: Of the pool.
+        num_swap_blocks: Of host memory.
+        block_size: Tokens per block.
+        groups: Cache groups.
+        root_of: What stands before the first token of a request, by its id; see toy_device.root.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_swap_blocks: int,
+        block_size: int,
+        groups: tuple[CacheGroup, ...],
+        root_of: Callable[[str], int],
+    ) -> None:
+        self.groups, self.size, self.root_of = groups, block_size, root_of
+        self.cells = [[0] * block_size for _ in range(num_blocks)]
+        self.host = [[0] * block_size for _ in range(num_swap_blocks)]
+        self.sequences: dict[int, NewSequence] = {}
+        self.tables: dict[int, BlockTables] = {}
+        self.texts: dict[int, list[int]] = {}
+        self.num_unknown = 0
+
+    def execute(self, output: SchedulerOutput) -> tuple[list[int], list[TokenLogprobs]]:
+        """Runs a step; returns the tokens of its samples, and what a beam search needs to know of them."""
+        if output.step_id == 0:
+            self.sequences, self.tables, self.texts = {}, {}, {}
+        for seq_id in output.released_seq_ids:
+            del self.sequences[seq_id], self.tables[seq_id], self.texts[seq_id]
+        for new in output.new_sequences:
+            assert new.seq_id not in self.sequences
+            self.sequences[new.seq_id] = new
+            self.tables[new.seq_id] = [list(table) for table in new.block_tables]
+            self.texts[new.seq_id] = [*new.prompt_token_ids, *new.output_token_ids]
+        for pairs, source, target in (
+            (output.blocks_to_swap_out, self.cells, self.host),
+            (output.blocks_to_swap_in, self.host, self.cells),
+            (output.blocks_to_copy, self.cells, self.cells),
+        ):
+            moved = [list(source[block]) for block, _ in pairs]
+            for (_, block), values in zip(pairs, moved, strict=True):
+                target[block] = values
+        for text in output.to_encode:
+            for g in self._cross():
+                for position in range(len(text.token_ids)):
+                    value = hash((g, position, *text.token_ids))
+                    self.cells[text.block_tables[g][position // self.size]][position % self.size] = value
+        for seq_id, start, token_ids, new_blocks, replaced in output.scheduled:
+            tables, text = self.tables[seq_id], self.texts[seq_id]
+            for table, blocks in zip(tables, new_blocks, strict=False):
+                table.extend(blocks)
+            for g, index, block in replaced:
+                tables[g][index] = block
+            if token_ids[-1] == NO_TOKEN:
+                self.num_unknown += 1
+                assert start == len(text) - 1, "the token that was drawn last is computed next"
+                token_ids = text[-1:]
+            elif self.sequences[seq_id].num_top_logprobs:  # of a beam search: the host has chosen
+                text[start:] = token_ids
+            assert text[start : start + len(token_ids)] == token_ids
+            self._write(seq_id, start, start + len(token_ids))
+        for seq_id, start, token_ids, _, _ in output.scheduled:
+            self._check(seq_id, start, start + len(token_ids))
+        tokens, logprobs = [], []
+        for sample in output.samples:
+            row, new = output.scheduled[sample.row], self.sequences[sample.seq_id]
+            stop = row.start + row.num_tokens
+            chain = self._chain(row.seq_id, stop - 1)
+            tokens.append(next_token(chain, new.seed))
+            top = top_logprobs(chain, new.num_top_logprobs) if new.num_top_logprobs else ([], [])
+            logprobs.append(TokenLogprobs(0.0, 0, *top))
+            assert len(self.texts[sample.seq_id]) == stop, "a token is drawn after the last one"
+            self.texts[sample.seq_id].append(tokens[-1])
+        return tokens, logprobs
+
+    def spoil(self, is_free: Callable[[int], bool], rng: random.Random) -> None:
+        """Writes garbage to blocks that nobody may read."""
+        for block, cells in enumerate(self.cells):
+            if is_free(block):
+                cells[:] = [rng.random() for _ in cells]
+
+    def _cross(self) -> list[int]:
+        return [g for g, group in enumerate(self.groups) if group.is_cross]
+
+    def _chain(self, seq_id: int, position: int) -> int:
+        root = self.root_of(self.sequences[seq_id].request_id)
+        return chain_of(root, self.texts[seq_id][: position + 1])
+
+    def _write(self, seq_id: int, start: int, stop: int) -> None:
+        chain = self._chain(seq_id, start - 1)
+        for position in range(start, stop):
+            chain = extend(chain, self.texts[seq_id][position])
+            for g, table in enumerate(self.tables[seq_id]):
+                if not self.groups[g].is_cross:
+                    block = table[position // self.size]
+                    assert block != NULL_BLOCK
+                    self.cells[block][position % self.size] = hash((g, chain))
+
+    def _check(self, seq_id: int, start: int, stop: int) -> None:
+        """Asserts that the tokens at [start, stop) find all that they attend to."""
+        chain, chains = self.root_of(self.sequences[seq_id].request_id), []
+        for token_id in self.texts[seq_id][:stop]:
+            chain = extend(chain, token_id)
+            chains.append(chain)
+        for g, (group, table) in enumerate(zip(self.groups, self.tables[seq_id], strict=True)):
+            if group.is_cross:
+                continue
+            first = 0 if group.window is None else max(0, start - group.window + 1)
+            for position in range(first, stop):
+                found = self.cells[table[position // self.size]][position % self.size]
+                assert found == hash((g, chains[position])), f"position {position} of {stop}, group {g}"
