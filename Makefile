@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup serve test test-slow lint format bench gpu-check kernels-compile kernels-emulate clean
+.PHONY: setup serve test test-slow lint format bench gpu-check kernels-compile kernels-emulate native-sanitize clean
 
 setup: $(READY)
 
@@ -61,6 +61,22 @@ kernels-emulate: $(KERNELS_READY)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate h100 $(ARGS)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate a100 $(ARGS)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest -m slow tests/kernels/test_planted_bugs.py $(ARGS)
+
+# The native backend with sanitizers: address and undefined behaviour in Python, where LeakSanitizer would report what
+# Python never frees; threads in a program of their own, as Python's and XLA's are not compiled for the sanitizer.
+SANITIZED := build/sanitized
+SANITIZE  := -fsanitize=address,undefined -fno-sanitize-recover=undefined -g
+NATIVE    := pallas_kernels/native
+native-sanitize: setup
+	CFLAGS='$(SANITIZE)' CXXFLAGS='$(SANITIZE)' LDFLAGS='$(SANITIZE)' $(BIN)/python -m pip install --quiet \
+		--disable-pip-version-check --no-deps --upgrade --target $(SANITIZED) .
+	PYTHONPATH=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+		$(BIN)/pytest -p no:cacheprovider -o pythonpath='$(SANITIZED) tests benchmarks' tests/kernels/test_native.py \
+		tests/kernels/test_ops.py -k 'native' $(ARGS)
+	g++ -std=c++17 -O1 -g -fsanitize=thread -Wno-psabi -pthread tests/kernels/native_threads.cc \
+		$(NATIVE)/kernels_*.cc -o $(SANITIZED)/native_threads
+	$(SANITIZED)/native_threads
 
 $(KERNELS_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERNELS_VENV)

@@ -11,7 +11,7 @@ from jax_paged.cli_args import add_options, values_of
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.ignored_arguments import ANY, Ignored, ignores
 
-AttentionBackend = Literal["auto", "pallas", "pallas_interpret", "xla"]
+AttentionBackend = Literal["auto", "native", "pallas", "pallas_interpret", "xla"]
 MatmulBackend = Literal["auto", "onednn", "xla"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 
@@ -116,8 +116,8 @@ class EngineArgs:
             that the device never waits for it. A sequence then ends a step late on the device, which nobody
             sees but its successor. None takes True on a GPU, False on a CPU, which is host and device.
         seed: Determines the seeds of requests that bring none.
-        attention_backend: Which kernels attend: "pallas" (GPU), "pallas_interpret" (their CPU
-            interpreter), "xla", or "auto".
+        attention_backend: Which kernels attend: "native" (CPU, in C++), "pallas" (GPU), "pallas_interpret"
+            (their CPU interpreter), "xla", or "auto": "native" on a CPU if it was built, else "xla".
         matmul_backend: What multiplies by weights: "onednn" (CPU; packs them once), "xla", or "auto": oneDNN
             on a CPU where it is installed.
 

@@ -21,32 +21,43 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels import copy_blocks as copy_kernel
+from jax_paged.pallas_kernels import native, ragged_prefill, tuning, xla
 from jax_paged.pallas_kernels import paged_decode as decode_kernel
-from jax_paged.pallas_kernels import ragged_prefill, tuning, xla
 from jax_paged.pallas_kernels import write_kv as write_kernel
+from jax_paged.pallas_kernels.native import attention as native_ops
 
-Backend = Literal["auto", "pallas", "pallas_interpret", "xla"]
-Implementation = Literal["pallas", "pallas_interpret", "xla"]
+Backend = Literal["auto", "native", "pallas", "pallas_interpret", "xla"]
+Implementation = Literal["native", "pallas", "pallas_interpret", "xla"]
+# Backends that are one module each and take every option.
+_COMPLETE: dict[str, Any] = {"native": native_ops, "xla": xla}
 
 
 def resolve_backend(backend: str, *, name: str = "backend") -> Implementation:
     """Returns the backend that `backend` stands for on this machine.
 
     Args:
-        backend: "pallas" (Mosaic GPU kernels), "pallas_interpret" (the same in JAX's interpreter, slow),
-            "xla", or "auto": "xla" everywhere until the whole test suite has passed with "pallas" on a GPU.
+        backend: "native" (C++ on a CPU), "pallas" (Mosaic GPU kernels), "pallas_interpret" (the same in JAX's
+            interpreter, slow), "xla", or "auto": "native" on a CPU if it was built, else "xla", and never
+            "pallas" until the whole test suite has passed with it on a GPU.
         name: Name of the caller's argument, for error messages.
 
     Raises:
-        ValueError: If the backend is unknown, or is "pallas" on a machine without an NVIDIA GPU.
+        ValueError: If the backend is unknown, is "native" on a machine where it is not built or whose device
+            is no CPU, or is "pallas" on a machine without an NVIDIA GPU.
     """
     implementation = _implementation(backend, name)
+    device = jax.devices()[0]
+    if implementation == "native":
+        others = f"allowed on this machine, whose device is {device.device_kind!r}: 'auto' or 'xla'"
+        if device.platform != "cpu":
+            raise ValueError(f"{name} is 'native', which needs a CPU; {others}")
+        if (problem := native.problem()) is not None:
+            raise ValueError(f"{name} is 'native', which can't be used: {problem}; {others}")
     if implementation == "pallas":
-        device = jax.devices()[0]
         if device.platform != "gpu":
             raise ValueError(
                 f"{name} is 'pallas', which needs an NVIDIA GPU; allowed on this machine, whose device is "
-                f"{device.device_kind!r}: 'auto' or 'pallas_interpret' or 'xla'"
+                f"{device.device_kind!r}: 'auto' or 'native' or 'pallas_interpret' or 'xla'"
             )
         tuning.target()
     return implementation
@@ -55,11 +66,13 @@ def resolve_backend(backend: str, *, name: str = "backend") -> Implementation:
 def _implementation(backend: Any, name: str = "backend") -> Implementation:
     if backend not in get_args(Backend):
         raise ValueError(f"{name} is {backend!r}; allowed: {' or '.join(map(repr, get_args(Backend)))}")
-    return "xla" if backend == "auto" else backend
+    if backend != "auto":
+        return backend
+    return "native" if jax.default_backend() == "cpu" and native.is_built() else "xla"
 
 
 def _choose(backend: str, array: Array) -> Implementation:
-    """Returns the implementation; a trace may be for another machine, so there "pallas" is not checked."""
+    """Returns the implementation; a trace may be for another machine, so there its device is not checked."""
     return _implementation(backend) if isinstance(array, Tracer) else resolve_backend(backend)
 
 
@@ -87,8 +100,8 @@ def write_kv(
     _check("k", k.shape, (slot_mapping.shape[0], kv_pages.shape[2], kv_pages.shape[4]))
     _check("v", v.shape, k.shape)
     _check_int32(slot_mapping=slot_mapping)
-    if (implementation := _choose(backend, k)) == "xla":
-        return xla.write_kv(kv_pages, k, v, slot_mapping)
+    if (implementation := _choose(backend, k)) in _COMPLETE:
+        return _COMPLETE[implementation].write_kv(kv_pages, k, v, slot_mapping)
     interpret = implementation == "pallas_interpret"
     return write_kernel.write_kv(kv_pages, k, v, slot_mapping, interpret=interpret)
 
@@ -116,8 +129,8 @@ def copy_blocks(
     _check_pool(kv_pages)
     _check("dst", dst.shape, src.shape)
     _check_int32(src=src, dst=dst)
-    if (implementation := _choose(backend, src)) == "xla":
-        return xla.copy_blocks(kv_pages, src, dst)
+    if (implementation := _choose(backend, src)) in _COMPLETE:
+        return _COMPLETE[implementation].copy_blocks(kv_pages, src, dst)
     return copy_kernel.copy_blocks(kv_pages, src, dst, interpret=implementation == "pallas_interpret")
 
 
@@ -159,9 +172,9 @@ def paged_decode(
     _check_options(q, window, soft_cap, sinks, distance_bias)
     _check("block_tables", block_tables.shape[:1], q.shape[:1])
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    if (implementation := _choose(backend, q)) == "xla":
+    if (implementation := _choose(backend, q)) in _COMPLETE:
         options["distance_bias"] = distance_bias
-        return xla.paged_decode(q, kv_pages, block_tables, context_lens, **options)
+        return _COMPLETE[implementation].paged_decode(q, kv_pages, block_tables, context_lens, **options)
     _check_no_bias(distance_bias, backend)
     options["interpret"] = implementation == "pallas_interpret"
     return decode_kernel.paged_decode(q, kv_pages, block_tables, context_lens, **options)
@@ -207,9 +220,10 @@ def ragged_attention(
     _check("query_start_loc", query_start_loc.shape, (block_tables.shape[0] + 1,))
     _check_int32(query_start_loc=query_start_loc)
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    if (implementation := _choose(backend, q)) == "xla":
+    if (implementation := _choose(backend, q)) in _COMPLETE:
         options["distance_bias"] = distance_bias
-        return xla.ragged_attention(q, kv_pages, block_tables, context_lens, query_start_loc, **options)
+        attend = _COMPLETE[implementation].ragged_attention
+        return attend(q, kv_pages, block_tables, context_lens, query_start_loc, **options)
     _check_no_bias(distance_bias, backend)
     options["interpret"] = implementation == "pallas_interpret"
     return ragged_prefill.ragged_attention(

@@ -1,6 +1,7 @@
 """The device side of an engine: owns weights, pool and seats, and runs steps on them."""
 
 import collections
+import logging
 import math
 from typing import Any
 
@@ -17,7 +18,8 @@ from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.layers import TENSOR
 from jax_paged.models.weights import LoadedModel, load_model
-from jax_paged.pallas_kernels.native.products import resolve_products
+from jax_paged.pallas_kernels import native
+from jax_paged.pallas_kernels.native import products
 from jax_paged.pallas_kernels.ops import resolve_backend
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker import prompt_logprobs
@@ -37,6 +39,8 @@ from jax_paged.worker.results import PendingStep
 from jax_paged.worker.step import StepProgram
 from jax_paged.worker.token_counts import ResetTokenCountsProgram, reset_token_counts
 from jax_paged.worker.weights import flatten, packed
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -61,9 +65,14 @@ class ModelRunner:
         if loaded is None:
             loaded = load_model(resolve_model_dir(args.model), args.dtype, args.max_model_len)
         device = jax.devices()[0]
+        if args.attention_backend == "auto" and backend == "xla" and device.platform == "cpu":
+            _LOGGER.warning("attention runs in XLA; the native backend is quicker, but %s", native.problem())
         mesh = Mesh(np.array([device]), (TENSOR,))
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        matmul_backend = resolve_products(args.matmul_backend, loaded.dtype, name="matmul_backend")
+        matmul_backend = products.resolve_products(args.matmul_backend, loaded.dtype, name="matmul_backend")
+        if args.matmul_backend == "auto" and matmul_backend == "xla" and device.platform == "cpu":
+            problem = products.problem(loaded.dtype)
+            _LOGGER.warning("XLA packs the weights in every step; oneDNN does it once, but %s", problem)
         packs = matmul_backend == "onednn"
         own = packed(loaded.model, in_place=self._owns_weights) if packs else loaded.model
         model, weights, shardings = flatten(own, mesh)

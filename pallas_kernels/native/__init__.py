@@ -28,20 +28,16 @@ def problem() -> str | None:
 
 @functools.cache
 def target(symbol: str) -> str:
-    """Registers a handler of the library with XLA, once.
+    """Registers a handler of the library with XLA, once; returns its name for jax.ffi.ffi_call.
 
     Args:
         symbol: Its name in C++.
 
-    Returns:
-        Its name for jax.ffi.ffi_call.
-
     Raises:
         RuntimeError: If the library can't be used.
     """
-    name = f"jax_paged_{symbol}"
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library(), symbol)), platform="cpu")
-    return name
+    jax.ffi.register_ffi_target(symbol, jax.ffi.pycapsule(getattr(library(), symbol)), platform="cpu")
+    return symbol
 
 
 def library() -> ctypes.CDLL:

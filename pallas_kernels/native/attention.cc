@@ -1,43 +1,173 @@
-// The handlers that XLA calls.
+// The handlers of the four ops. ops.py says what they compute, and attention.py calls them.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <unordered_set>
+#include <vector>
 
+#include "attention.h"
+#include "parallel.h"
+#include "plan.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
+namespace jax_paged {
 namespace {
 
-// Copies each token's keys and values into its slot.
-ffi::Error WriteKv(ffi::AnyBuffer pool, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> slots,
-                   ffi::Result<ffi::AnyBuffer> out) {
-  if (pool.untyped_data() != out->untyped_data()) return ffi::Error::Internal("the pool was copied");
-  const auto shape = pool.dimensions();
-  const int64_t num_pages = shape[0], kv_heads = shape[2], page_size = shape[3];
-  const int64_t row = shape[4] * ffi::ByteWidth(pool.element_type());
-  char* base = static_cast<char*>(out->untyped_data());
-  const char* const from[2] = {static_cast<const char*>(k.untyped_data()),
-                               static_cast<const char*>(v.untyped_data())};
-  for (int64_t t = 0; t < slots.dimensions()[0]; t++) {
-    const int64_t slot = slots.typed_data()[t];
-    if (slot < 0) return ffi::Error::InvalidArgument("slot_mapping has a negative slot");
-    if (slot >= num_pages * page_size) continue;
-    for (int64_t i = 0; i < 2 * kv_heads; i++) {
-      const int64_t tile = (slot / page_size * 2 * kv_heads + i) * page_size;
-      std::memcpy(base + (tile + slot % page_size) * row, from[i / kv_heads] + (t * kv_heads + i % kv_heads) * row,
-                  row);
+using Indices = ffi::Buffer<ffi::S32, 1>;
+using Tables = ffi::Buffer<ffi::S32, 2>;
+using PerHead = ffi::Buffer<ffi::F32, 1>;
+using Bias = ffi::Buffer<ffi::F32, 2>;
+
+// The widest vectors that this processor has, of up to `max_width` floats.
+const Kernels& choose_kernels(int64_t max_width) {
+#if defined(__x86_64__)
+  if (max_width >= 16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    return kAvx512Kernels;
+  }
+  if (max_width >= 8 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2Kernels;
+#endif
+  return kBaselineKernels;
+}
+
+// The pool as bytes: tiles [page_size, head_dim] of 2 * kv_heads per page, keys before values.
+struct Pool {
+  char* data;
+  int64_t pages, tiles, page_size, row_bytes;
+
+  explicit Pool(ffi::AnyBuffer buffer)
+      : data(static_cast<char*>(buffer.untyped_data())),
+        pages(buffer.dimensions()[0]),
+        tiles(2 * buffer.dimensions()[2]),
+        page_size(buffer.dimensions()[3]),
+        row_bytes(buffer.dimensions()[4] * int64_t(ffi::ByteWidth(buffer.element_type()))) {}
+
+  int64_t page_bytes() const { return tiles * page_size * row_bytes; }
+};
+
+ffi::Error WriteKv(ffi::ThreadPool threads, ffi::AnyBuffer kv_pages, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                   Indices slot_mapping, ffi::Result<ffi::AnyBuffer> out) {
+  if (kv_pages.untyped_data() != out->untyped_data()) return ffi::Error::Internal("XLA copied the pool");
+  const Pool pool(kv_pages);
+  const int64_t tokens = slot_mapping.dimensions()[0], kv_heads = pool.tiles / 2;
+  const int32_t* slots = slot_mapping.typed_data();
+  if (std::any_of(slots, slots + tokens, [](int32_t slot) { return slot < 0; })) {
+    return ffi::Error::InvalidArgument("slot_mapping has a negative slot");
+  }
+  const char* from[] = {static_cast<const char*>(k.untyped_data()), static_cast<const char*>(v.untyped_data())};
+  constexpr int64_t PART = 64;  // tokens
+  const auto write = [&](int64_t part) {
+    for (int64_t t = part * PART; t < std::min((part + 1) * PART, tokens); t++) {
+      const int64_t slot = slots[t];
+      if (slot >= pool.pages * pool.page_size) continue;
+      char* to = pool.data + slot / pool.page_size * pool.page_bytes() + slot % pool.page_size * pool.row_bytes;
+      for (int64_t i = 0; i < pool.tiles; i++) {
+        const char* row = from[i / kv_heads] + (t * kv_heads + i % kv_heads) * pool.row_bytes;
+        std::memcpy(to + i * pool.page_size * pool.row_bytes, row, pool.row_bytes);
+      }
     }
+  };
+  const int64_t parts = (tokens + PART - 1) / PART;
+  parallel_for(parts, std::max<int64_t>(std::min(threads.num_threads(), parts / 2) - 1, 0),
+               [&](auto task) { threads.Schedule(std::move(task)); }, write);
+  return ffi::Error::Success();
+}
+
+ffi::Error CopyBlocks(ffi::AnyBuffer kv_pages, Indices src, Indices dst, ffi::Result<ffi::AnyBuffer> out) {
+  if (kv_pages.untyped_data() != out->untyped_data()) return ffi::Error::Internal("XLA copied the pool");
+  const Pool pool(kv_pages);
+  const int64_t bytes = pool.page_bytes();
+  struct Copy {
+    int64_t from, to;
+  };
+  std::vector<Copy> copies;
+  std::unordered_set<int64_t> read;
+  for (int64_t i = 0; i < int64_t(src.dimensions()[0]); i++) {
+    const Copy copy = {src.typed_data()[i], dst.typed_data()[i]};
+    if (copy.from < 0 || copy.to < 0) return ffi::Error::InvalidArgument("a page to copy is negative");
+    if (copy.from >= pool.pages || copy.to >= pool.pages) continue;
+    copies.push_back(copy);
+    read.insert(copy.from);
+  }
+  // A page that is read and written is read first: all are, then, from memory of their own.
+  std::vector<char> first;
+  if (std::any_of(copies.begin(), copies.end(), [&](const Copy& copy) { return read.count(copy.to) > 0; })) {
+    first.resize(copies.size() * bytes);
+    for (size_t i = 0; i < copies.size(); i++) {
+      std::memcpy(first.data() + i * bytes, pool.data + copies[i].from * bytes, bytes);
+    }
+  }
+  for (size_t i = 0; i < copies.size(); i++) {
+    const char* from = first.empty() ? pool.data + copies[i].from * bytes : first.data() + i * bytes;
+    std::memcpy(pool.data + copies[i].to * bytes, from, bytes);
   }
   return ffi::Error::Success();
 }
 
-}  // namespace
+ffi::Error Attend(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer kv_pages,
+                  Tables block_tables, Indices context_lens, Indices query_start_loc,
+                  PerHead sinks, Bias distance_bias,
+                  ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, float soft_cap, int64_t max_width) {
+  const auto rows = q.dimensions(), pool = kv_pages.dimensions(), tables = block_tables.dimensions();
+  Attention a = {};
+  switch (q.element_type()) {
+    case ffi::F32: a.dtype = DType::kFloat32; break;
+    case ffi::BF16: a.dtype = DType::kBFloat16; break;
+    case ffi::F16: a.dtype = DType::kFloat16; break;
+    default: return ffi::Error::InvalidArgument("q is not float32, bfloat16 or float16");
+  }
+  a.q = q.untyped_data(), a.pool = kv_pages.untyped_data(), a.out = out->untyped_data();
+  a.tables = block_tables.typed_data(), a.lens = context_lens.typed_data();
+  a.starts = query_start_loc.element_count() ? query_start_loc.typed_data() : nullptr;
+  a.rows = rows[0], a.heads = rows[1], a.head_dim = rows[2];
+  a.pages = pool[0], a.kv_heads = pool[2], a.page_size = pool[3];
+  a.seqs = tables[0], a.columns = tables[1];
+  a.scale = scale, a.soft_cap = soft_cap, a.window = window;
+  a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
+  a.bias = distance_bias.element_count() ? distance_bias.typed_data() : nullptr;
+  a.bias_len = distance_bias.dimensions()[1];
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(WriteKvHandler, WriteKv,
+  const int64_t num_threads = std::max<int64_t>(threads.num_threads(), 1);
+  Plan plan(a, choose_kernels(max_width), num_threads);
+  if (!plan.error().empty()) return ffi::Error::InvalidArgument(plan.error());
+  plan.run(num_threads, [&](auto task) { threads.Schedule(std::move(task)); });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jax_paged
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_paged_write_kv, jax_paged::WriteKv,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<jax_paged::Indices>()
+                                  .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_paged_copy_blocks, jax_paged::CopyBlocks,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<jax_paged::Indices>()
+                                  .Arg<jax_paged::Indices>()
                                   .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_paged_attend, jax_paged::Attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<jax_paged::Tables>()
+                                  .Arg<jax_paged::Indices>()
+                                  .Arg<jax_paged::Indices>()
+                                  .Arg<jax_paged::PerHead>()
+                                  .Arg<jax_paged::Bias>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int64_t>("max_width"));

@@ -1,8 +1,7 @@
 // Matrix products with kernels (weights, [in, out]) that oneDNN has packed, which XLA calls.
 //
-// oneDNN is loaded when LoadProducts is called, by its C interface, which is stable within a major version: so
-// neither building nor loading this file needs it. Its own threads would compete with XLA's for the cores, so it is
-// held to one thread per call, and a product is cut into tiles that XLA's pool computes:
+// oneDNN's own threads would compete with XLA's for the cores, so it is held to one thread per call, and a product is
+// cut into tiles that XLA's threads compute:
 //
 //               columns of the kernel, packed slice by slice
 //             +--------+--------+--------+-----+
@@ -11,93 +10,34 @@
 //             | tile 1 | tile 3 | tile 5 | ... |
 //             +--------+--------+--------+-----+
 
-#include <dlfcn.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <memory>
 #include <mutex>
+#include <new>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <tuple>
-#include <vector>
 
+#include "onednn.h"
+#include "parallel.h"
 #include "xla/ffi/api/ffi.h"
 
-namespace ffi = xla::ffi;
-
+namespace jax_paged {
 namespace {
 
-// Pointers to oneDNN's objects; their types don't matter here.
-using Handle = void*;
-
-struct Version {
-  int major, minor, patch;
-  const char* hash;
-  unsigned cpu_runtime, gpu_runtime;
-};
-
-struct Argument {
-  int kind;
-  Handle memory;
-};
-
-// Values of oneDNN's enumerations.
-constexpr int kMajorVersion = 3, kSequential = 1, kOpenMp = 2;
-constexpr int kCpu = 1, kInOrder = 1, kBFloat16 = 2, kFloat32 = 3, kAnyFormat = 1;
-constexpr int kStrictMath = 0, kScratchpadOfUser = 1;
-constexpr int kImplementationName = 8, kSourceShape = 129, kKernelShape = 131, kResultShape = 133, kScratchpad = 136;
-constexpr int kSource = 1, kResult = 17, kKernel = 33, kScratchpadArgument = 80;
+namespace ffi = xla::ffi;
+using namespace onednn;
 
 constexpr size_t kAlignment = 64;
-// The largest tile; smaller ones spend a larger share on reading the kernel or x. Slices are as narrow as
-// kMinColumns where there are many threads.
+// The largest tile; smaller ones spend a larger share of their time on reading the kernel or x. Slices are narrower, down
+// to kMinColumns, where there are many threads.
 constexpr int64_t kTileRows = 128, kMaxColumns = 256, kMinColumns = 64;
 
-// oneDNN's functions, and what is shared by all calls.
-struct OneDnn {
-  const Version* (*dnnl_version)();
-  int (*dnnl_engine_create)(Handle*, int kind, size_t index);
-  int (*dnnl_stream_create)(Handle*, Handle engine, unsigned flags);
-  int (*dnnl_stream_destroy)(Handle);
-  int (*dnnl_memory_create)(Handle*, Handle shape, Handle engine, void* data);
-  int (*dnnl_memory_destroy)(Handle);
-  int (*dnnl_memory_desc_create_with_strides)(Handle*, int rank, const int64_t* sizes, int type, const int64_t* strides);
-  int (*dnnl_memory_desc_create_with_tag)(Handle*, int rank, const int64_t* sizes, int type, int tag);
-  int (*dnnl_memory_desc_destroy)(Handle);
-  size_t (*dnnl_memory_desc_get_size)(Handle);
-  int (*dnnl_primitive_attr_create)(Handle*);
-  int (*dnnl_primitive_attr_set_fpmath_mode)(Handle, int);
-  int (*dnnl_primitive_attr_set_scratchpad_mode)(Handle, int);
-  int (*dnnl_matmul_primitive_desc_create)(Handle*, Handle engine, Handle source, Handle kernel, Handle bias,
-                                           Handle result, Handle attributes);
-  int (*dnnl_reorder_primitive_desc_create)(Handle*, Handle from, Handle from_engine, Handle to, Handle to_engine,
-                                            Handle attributes);
-  int (*dnnl_primitive_desc_query)(Handle, int what, int index, void* result);
-  Handle (*dnnl_primitive_desc_query_md)(Handle, int what, int index);
-  int (*dnnl_primitive_desc_destroy)(Handle);
-  int (*dnnl_primitive_create)(Handle*, Handle description);
-  int (*dnnl_primitive_destroy)(Handle);
-  int (*dnnl_primitive_execute)(Handle, Handle stream, int num_arguments, const Argument*);
-  // Null in a build without threads.
-  int (*omp_get_max_threads)();
-  void (*omp_set_num_threads)(int);
-
-  Handle engine, attributes;
-  int64_t num_threads;
-};
-
-// Set once, by LoadProducts, before any handler runs.
+// Set once, by jax_paged_load_onednn, before any handler runs.
 const OneDnn* library = nullptr;
-
-void Check(int status, const char* what) {
-  if (status != 0) throw std::runtime_error(std::string("oneDNN: ") + what + " failed with status " + std::to_string(status));
-}
 
 // While it lives, oneDNN starts no threads for its caller.
 class OneThread {
@@ -246,34 +186,23 @@ struct Slices {
   int64_t Width(int64_t i) const { return std::min(width, columns - i * width); }
 };
 
-// Calls work(0), ..., work(count - 1) on the threads of the pool and on this one, and returns when all have returned.
-// This thread waits for no task that another has not begun, so it does not matter if the pool is busy.
+// Calls work(0), ..., work(count - 1) on XLA's threads; throws the last of their errors.
 template <class F>
-void ParallelFor(ffi::ThreadPool pool, int64_t count, const F& work) {
-  struct State {
-    std::atomic<int64_t> next{0}, done{0};
-    std::mutex mutex;
-    std::string error;
-  };
-  const auto state = std::make_shared<State>();
-  const auto run = [state, count, work] {
+void ForEachTile(ffi::ThreadPool pool, int64_t count, const F& work) {
+  std::mutex mutex;
+  std::string error;
+  const auto guarded = [&](int64_t i) {
     const OneThread one_thread;
-    for (int64_t i; (i = state->next.fetch_add(1)) < count;) {
-      try {
-        work(i);
-      } catch (const std::exception& error) {
-        const std::lock_guard<std::mutex> lock(state->mutex);
-        state->error = error.what();
-      }
-      state->done.fetch_add(1, std::memory_order_release);
+    try {
+      work(i);
+    } catch (const std::exception& e) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      error = e.what();
     }
   };
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
-  for (int64_t i = 0; i < helpers; i++) pool.Schedule([run] { run(); });
-  run();
-  // What the others have begun ends within microseconds.
-  while (state->done.load(std::memory_order_acquire) < count) std::this_thread::yield();
-  if (!state->error.empty()) throw std::runtime_error(state->error);
+  parallel_for(count, helpers, [&](auto task) { pool.Schedule(std::move(task)); }, guarded);
+  if (!error.empty()) throw std::runtime_error(error);
 }
 
 int TypeOf(ffi::DataType type) {
@@ -309,7 +238,7 @@ ffi::Error PackKernel(ffi::ThreadPool pool, ffi::AnyBuffer kernel, ffi::Result<f
     const int64_t row_stride = transposed ? 1 : columns, column_stride = transposed ? rows : 1;
     const char* const from = static_cast<const char*>(kernel.untyped_data());
     char* const to = static_cast<char*>(packed->untyped_data());
-    ParallelFor(pool, slices.count, [=](int64_t i) {
+    ForEachTile(pool, slices.count, [&](int64_t i) {
       const int64_t width = slices.Width(i);
       const Product& product = GetProduct(kTileRows, rows, width, type, type);
       const Owned dense{DenseShape(rows, width, type, row_stride, column_stride), library->dnnl_memory_desc_destroy};
@@ -340,7 +269,7 @@ ffi::Error MultiplyPacked(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
     const char* const kernel = static_cast<const char*>(packed.untyped_data());
     char* const to = static_cast<char*>(result->untyped_data());
     const int64_t num_parts = (m + kTileRows - 1) / kTileRows;
-    ParallelFor(pool, slices.count * num_parts, [=](int64_t tile) {
+    ForEachTile(pool, slices.count * num_parts, [&](int64_t tile) {
       const int64_t i = tile / num_parts, row = tile % num_parts * kTileRows;
       const int64_t rows = std::min(kTileRows, m - row), width = slices.Width(i);
       const size_t bytes = BytesOf(result_type);
@@ -359,68 +288,14 @@ ffi::Error MultiplyPacked(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ff
   });
 }
 
-template <class F>
-void Find(void* file, const char* name, F*& function) {
-  function = reinterpret_cast<F*>(dlsym(file, name));
-  if (function == nullptr) throw std::runtime_error(std::string("it has no function ") + name);
-}
-
-const OneDnn* Load(const char* path) {
-  void* const file = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  if (file == nullptr) throw std::runtime_error(std::string("it does not load: ") + dlerror());
-  auto found = std::make_unique<OneDnn>();
-  OneDnn& f = *found;
-  Find(file, "dnnl_version", f.dnnl_version);
-  const Version& version = *f.dnnl_version();
-  if (version.major != kMajorVersion) {
-    throw std::runtime_error("it is version " + std::to_string(version.major) + "." + std::to_string(version.minor) +
-                             "." + std::to_string(version.patch) + "; allowed: 3.x");
-  }
-  if (version.cpu_runtime == kOpenMp) {
-    Find(file, "omp_get_max_threads", f.omp_get_max_threads);
-    Find(file, "omp_set_num_threads", f.omp_set_num_threads);
-  } else if (version.cpu_runtime != kSequential) {
-    throw std::runtime_error("its threads are of kind " + std::to_string(version.cpu_runtime) +
-                             "; allowed: a build with OpenMP, or without threads");
-  }
-#define FIND(name) Find(file, #name, f.name)
-  FIND(dnnl_engine_create);
-  FIND(dnnl_stream_create);
-  FIND(dnnl_stream_destroy);
-  FIND(dnnl_memory_create);
-  FIND(dnnl_memory_destroy);
-  FIND(dnnl_memory_desc_create_with_strides);
-  FIND(dnnl_memory_desc_create_with_tag);
-  FIND(dnnl_memory_desc_destroy);
-  FIND(dnnl_memory_desc_get_size);
-  FIND(dnnl_primitive_attr_create);
-  FIND(dnnl_primitive_attr_set_fpmath_mode);
-  FIND(dnnl_primitive_attr_set_scratchpad_mode);
-  FIND(dnnl_matmul_primitive_desc_create);
-  FIND(dnnl_reorder_primitive_desc_create);
-  FIND(dnnl_primitive_desc_query);
-  FIND(dnnl_primitive_desc_query_md);
-  FIND(dnnl_primitive_desc_destroy);
-  FIND(dnnl_primitive_create);
-  FIND(dnnl_primitive_destroy);
-  FIND(dnnl_primitive_execute);
-#undef FIND
-  Check(f.dnnl_engine_create(&f.engine, kCpu, 0), "dnnl_engine_create");
-  Check(f.dnnl_primitive_attr_create(&f.attributes), "dnnl_primitive_attr_create");
-  // Whatever the environment says, float32 is multiplied as float32.
-  Check(f.dnnl_primitive_attr_set_fpmath_mode(f.attributes, kStrictMath), "dnnl_primitive_attr_set_fpmath_mode");
-  // oneDNN's own scratchpads are shared by threads that run the same product.
-  Check(f.dnnl_primitive_attr_set_scratchpad_mode(f.attributes, kScratchpadOfUser),
-        "dnnl_primitive_attr_set_scratchpad_mode");
-  // Counted once, since the layout of packed kernels depends on it.
-  f.num_threads = std::max(1u, std::thread::hardware_concurrency());
-  return found.release();
-}
-
 }  // namespace
+}  // namespace jax_paged
+
+using namespace jax_paged;
+using namespace jax_paged::onednn;
 
 // Loads oneDNN from a file, unless it is loaded. Returns null, or why it can't be used.
-extern "C" const char* LoadProducts(const char* path) {
+extern "C" const char* jax_paged_load_onednn(const char* path) {
   static std::mutex mutex;
   static auto& problem = *new std::string();
   const std::lock_guard<std::mutex> lock(mutex);
@@ -436,7 +311,7 @@ extern "C" const char* LoadProducts(const char* path) {
 
 // Returns the bytes of a packed kernel of the given shape, 0 if oneDNN has nothing faster than plain loops for
 // this processor.
-extern "C" int64_t PackedBytes(int64_t rows, int64_t columns, bool is_float32) {
+extern "C" int64_t jax_paged_packed_bytes(int64_t rows, int64_t columns, bool is_float32) {
   try {
     const int type = is_float32 ? kFloat32 : kBFloat16;
     const Slices slices(rows, columns, type);
@@ -447,16 +322,16 @@ extern "C" int64_t PackedBytes(int64_t rows, int64_t columns, bool is_float32) {
   }
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PackKernelHandler, PackKernel,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::U8>>()
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_paged_pack_kernel, PackKernel,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()
                                   .Attr<bool>("transposed"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MultiplyPackedHandler, MultiplyPacked,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_paged_multiply_packed, MultiplyPacked,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
+                                  .Ret<xla::ffi::AnyBuffer>());

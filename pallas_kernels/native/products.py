@@ -90,7 +90,7 @@ def pack(
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _pack(kernel: Array, transposed: bool, num_bytes: int) -> Array:
     packed = jax.ShapeDtypeStruct((num_bytes,), jnp.uint8)
-    return jax.ffi.ffi_call(native.target("PackKernelHandler"), packed)(kernel, transposed=transposed)
+    return jax.ffi.ffi_call(native.target("jax_paged_pack_kernel"), packed)(kernel, transposed=transposed)
 
 
 def multiply(
@@ -108,13 +108,13 @@ def multiply(
     """
     rows = x.reshape(-1, x.shape[-1])
     result = jax.ShapeDtypeStruct((rows.shape[0], columns), dtype)
-    y = jax.ffi.ffi_call(native.target("MultiplyPackedHandler"), result)(rows, packed)
+    y = jax.ffi.ffi_call(native.target("jax_paged_multiply_packed"), result)(rows, packed)
     return y.reshape(*x.shape[:-1], columns)
 
 
 def _packed_bytes(rows: int, columns: int, dtype: jnp.dtype) -> int:
     """Returns the size of a packed kernel, 0 if oneDNN has no quick products for it."""
-    function = native.library().PackedBytes
+    function = native.library().jax_paged_packed_bytes
     function.restype = ctypes.c_int64
     return function(ctypes.c_int64(rows), ctypes.c_int64(columns), dtype == np.float32)
 
@@ -123,7 +123,7 @@ def _packed_bytes(rows: int, columns: int, dtype: jnp.dtype) -> int:
 def _load() -> str | None:
     """Loads oneDNN; returns why it can't be used, None if it can."""
     path = _find()
-    load = native.library().LoadProducts
+    load = native.library().jax_paged_load_onednn
     load.restype = ctypes.c_char_p
     reason = load(path.encode())
     if reason is None:

@@ -162,7 +162,7 @@ extern "C" const void* dnnl_version() {{ return &version; }}
 LOADED = """
 import ctypes, sys
 from jax_paged.pallas_kernels import native
-load = native.library().LoadProducts
+load = native.library().jax_paged_load_onednn
 load.restype = ctypes.c_char_p
 for path in sys.argv[1:]:
     print(load(path.encode()).decode())

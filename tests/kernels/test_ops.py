@@ -1,7 +1,7 @@
 """The public ops on every backend against a float64 oracle: permuted tables, NaN in dead slots, skew.
 
 The interpreter is slow, so it gets the small cases; it raises at a race. pytest -m gpu runs the full grid on
-a GPU.
+a GPU. What only the native backend can get wrong is in test_native.py.
 """
 
 import functools
@@ -12,21 +12,24 @@ import numpy as np
 import pytest
 from helpers.oracle import OUT_OF_POOL, TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
 
-from jax_paged.pallas_kernels import ops, reference, tuning
+from jax_paged.pallas_kernels import native, ops, reference, tuning
 
 S = 16
 EDGE_LENS = [1, S - 1, S, S + 1, 2 * S, 63, 64, 65, 127, 128, 129, 300, 0, 1000, 3000, 0, 5]
 FEW_LENS = [S + 1, 0, 150, 1]
 GPU = [pytest.param("pallas", marks=pytest.mark.gpu)]
+IF_BUILT = pytest.mark.skipif(not native.is_built(), reason=f"native: {native.problem()}")
+NATIVE = [pytest.param("native", marks=IF_BUILT)]
 
 
 def cases(everywhere, interpreted=(), on_gpu=None):
-    """Parameters: `everywhere` for xla and a GPU (`on_gpu` if given, float32 never); `interpreted`.
+    """Parameters: `everywhere` for xla, native and a GPU (`on_gpu` if given, float32 never); `interpreted`.
 
     xla computes in float32 whatever the dtype is, so its cases in float16 are slow ones.
     """
     for case in everywhere:
         yield pytest.param("xla", *case, marks=[pytest.mark.slow] if case[0] == "float16" else [])
+        yield pytest.param("native", *case, marks=IF_BUILT)
     for case in on_gpu or everywhere:
         if case[0] != "float32":
             yield pytest.param("pallas", *case, marks=pytest.mark.gpu)
@@ -105,7 +108,8 @@ FEW_BATCHES = [BATCHES[0], *BATCHES[3:6]]
             on_gpu=[("bfloat16", *batch) for batch in BATCHES],
         ),
         *(
-            pytest.param("xla", "float32", *batch, marks=pytest.mark.slow)
+            pytest.param(backend, "float32", *batch, marks=[pytest.mark.slow, *marks])
+            for backend, marks in (("xla", []), ("native", [IF_BUILT]))
             for batch in BATCHES
             if batch not in FEW_BATCHES
         ),
@@ -184,14 +188,15 @@ def test_soft_cap_of_large_scores(backend, dtype):
 BIAS = np.random.default_rng(0).normal(size=(4, 20)).astype(np.float32)
 
 
+@pytest.mark.parametrize("backend", ["xla", *NATIVE])
 @pytest.mark.parametrize("sinks", [None, SINKS])
-def test_distance_bias(sinks):
+def test_distance_bias(sinks, backend):
     options = {"scale": 1.0, "distance_bias": BIAS, **({} if sinks is None else {"sinks": sinks})}
     q, pool, tables, lens, start = make_case(
         FLAG_LENS, heads=4, kv_heads=2, head_dim=32, page_size=S, dtype="float32", query_lens=FLAG_QUERIES
     )
-    check_ragged(q, pool, tables, lens, start, "xla", **options)
-    check_decode(q[:5], pool, tables, lens, "xla", **options)
+    check_ragged(q, pool, tables, lens, start, backend, **options)
+    check_decode(q[:5], pool, tables, lens, backend, **options)
 
 
 @pytest.mark.parametrize("flags", [*FLAGS, {"distance_bias": BIAS}])
@@ -254,7 +259,7 @@ def test_ragged_of_random_batches(backend, dtype):
         check_ragged(q, pool, *rest, backend, scale=0.25)
 
 
-@pytest.mark.parametrize("backend", ["xla", *GPU])
+@pytest.mark.parametrize("backend", ["xla", *NATIVE, *GPU])
 def test_one_sequence_with_nan_leaves_the_others_alone(backend):
     q, pool, tables, lens, start = make_case(
         [40, 50, 60], heads=4, kv_heads=2, head_dim=64, page_size=S, dtype="bfloat16", query_lens=[1, 20, 30]
@@ -269,7 +274,7 @@ def test_one_sequence_with_nan_leaves_the_others_alone(backend):
     assert relative_error(got[rest], want[rest]) < TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_interpret", *GPU])
+@pytest.mark.parametrize("backend", ["xla", *NATIVE, "pallas_interpret", *GPU])
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 128), (3, 80), (1, 64)])
 def test_write_kv_is_exact_and_drops_padding(backend, kv_heads, head_dim):
     rng = np.random.default_rng(0)
@@ -286,7 +291,7 @@ def test_write_kv_is_exact_and_drops_padding(backend, kv_heads, head_dim):
     np.testing.assert_array_equal(reference.write_kv(jnp.asarray(pool), k, v, slots), want)
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_interpret", *GPU])
+@pytest.mark.parametrize("backend", ["xla", *NATIVE, "pallas_interpret", *GPU])
 def test_copy_blocks_skips_padding(backend):
     pool = np.random.default_rng(0).normal(size=(6, 2, 3, S, 64)).astype(np.float32)
     src, dst = np.array([1, 2, 6, 3, 1], np.int32), np.array([4, 5, 0, 6, 0], np.int32)
@@ -297,9 +302,10 @@ def test_copy_blocks_skips_padding(backend):
     np.testing.assert_array_equal(reference.copy_blocks(jnp.asarray(pool), src, dst), want)
 
 
-def test_copy_blocks_reads_before_it_writes():
+@pytest.mark.parametrize("backend", ["xla", *NATIVE])
+def test_copy_blocks_reads_before_it_writes(backend):
     pool = np.arange(6 * 2 * 1 * 2 * 2, dtype=np.float32).reshape(6, 2, 1, 2, 2)
-    got = ops.copy_blocks(jnp.asarray(pool), jnp.asarray([1, 2]), jnp.asarray([2, 3]), backend="xla")
+    got = ops.copy_blocks(jnp.asarray(pool), jnp.asarray([1, 2]), jnp.asarray([2, 3]), backend=backend)
     want = pool.copy()
     want[2], want[3] = pool[1], pool[2]
     np.testing.assert_array_equal(np.asarray(got), want)
@@ -332,6 +338,17 @@ def test_errors_name_what_is_wrong():
         decode(q, pool, tables, lens, backend="pallas_interpret")
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="is about a CPU")
+def test_without_the_native_library_auto_is_xla(monkeypatch):
+    monkeypatch.setattr(native, "_load", lambda: "there was no compiler")
+    assert not native.is_built()
+    assert ops.resolve_backend("auto") == "xla"
+    with pytest.raises(
+        ValueError, match=r"attention_backend is 'native', .* there was no compiler; allowed .*'auto' or 'xla'"
+    ):
+        ops.resolve_backend("native", name="attention_backend")
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="is about a machine without a GPU")
 def test_pallas_without_a_gpu_is_an_error():
     q, pool, tables, lens, _ = make_case([5], heads=4, kv_heads=2, head_dim=64, page_size=16, dtype="float32")
@@ -341,7 +358,7 @@ def test_pallas_without_a_gpu_is_an_error():
         ops.resolve_backend("pallas", name="attention_backend")
     with pytest.raises(ValueError, match=r"backend is 'pallas'.* this machine, whose device is 'cpu'"):
         ops.paged_decode(q, pool, tables, lens, scale=1.0, backend="pallas")
-    assert ops.resolve_backend("auto") == "xla"
+    assert ops.resolve_backend("auto") == ("native" if native.is_built() else "xla")
     assert ops.resolve_backend("pallas_interpret") == "pallas_interpret"
 
 

@@ -1,0 +1,86 @@
+// What an attention op works on, and the work that it is divided into.
+//
+// A tile is one query row of a sequence (decode) or up to TILE_LANES / group rows (prefill). Its context is cut at
+// fixed positions into splits, and an item is a tile, a split and some kv heads. A sequence of 1200 tokens that
+// decodes, and a prompt of 40 tokens with two query heads per kv head:
+//
+//     a0    | tokens 0-511 | 512-1023 | 1024-1199 |    three splits, whose softmaxes are joined
+//     b0    | 0-31 |                                   query rows 0-31 of b
+//     b1    | 0-39 |                                   query rows 32-39 of b
+//
+// Nothing of this depends on the number of threads, nor on the other sequences, and the softmax of a row goes over
+// blocks of BLOCK tokens that begin at fixed positions too. So a row's result is the same, to the bit, in every batch.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_paged {
+
+// Tokens that a row's softmax takes at once.
+constexpr int64_t BLOCK = 64;
+// Tokens of the context in an item; multiples of BLOCK.
+constexpr int64_t DECODE_SPLIT = 512, PREFILL_SPLIT = 2048;
+// Rows times query heads per kv head that a tile of several rows aims at.
+constexpr int64_t TILE_LANES = 64;
+// From so many query heads per kv head on, a decode is computed like a prefill.
+constexpr int64_t MANY_HEADS = 8;
+// Floats of a cache line: what is stored for each vector is padded to it.
+constexpr int64_t LINE = 16;
+
+enum class DType { kFloat32, kBFloat16, kFloat16 };
+
+// The arguments of an op, with the names that ops.py has for them.
+struct Attention {
+  DType dtype;
+  const void* q;        // [rows, heads, head_dim]
+  const void* pool;     // [pages, 2, kv_heads, page_size, head_dim]
+  const int32_t* tables;  // [sequences, columns]
+  const int32_t* lens;  // [sequences]
+  const int32_t* starts;  // [sequences + 1], or null where every sequence has one row
+  void* out;            // as q
+  int64_t rows, seqs, heads, kv_heads, pages, page_size, head_dim, columns;
+  float scale;
+  float soft_cap;       // 0 for none
+  int64_t window;       // INT64_MAX / 2 for none
+  const float* sinks;   // [heads] or null
+  const float* bias;    // [heads, bias_len] or null
+  int64_t bias_len;
+
+  int64_t group() const { return heads / kv_heads; }
+  // Floats per row of keys, values and sums in the kernels: head_dim, padded to vectors.
+  int64_t row() const { return (head_dim + LINE - 1) / LINE * LINE; }
+};
+
+// Some rows of a sequence, and a part of their context.
+struct Item {
+  int64_t seq;              // row of the block tables
+  int64_t first_row, rows;  // query rows
+  int64_t position;         // of the first row in the sequence
+  int64_t head, num_heads;  // kv heads
+  int64_t begin, end;       // tokens
+  float* partial;           // where an unfinished softmax goes, as partial_floats says; null if it is finished
+
+  int64_t lanes(const Attention& a) const { return rows * a.group(); }
+};
+
+// Floats of the unfinished softmax of one kv head: for each lane (a query row and query head) the largest score,
+// the sum of the exponentials, and the sum of the weighted values.
+inline int64_t partial_floats(const Attention& a, const Item& item) {
+  return item.lanes(a) * (a.row() + 2);
+}
+
+// The same code, compiled for instructions of different processors.
+struct Kernels {
+  // Computes an item; `scratch` has scratch_floats of that item.
+  void (*attend)(const Attention&, const Item&, float* scratch);
+  // Joins `splits` partial results, `stride` floats apart, into the output. They are overwritten.
+  void (*join)(const Attention&, const Item&, float* partials, int64_t splits, int64_t stride);
+  int64_t (*scratch_floats)(const Attention&, const Item&);
+};
+
+extern const Kernels kBaselineKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels, kAvx512Kernels;
+#endif
+
+}  // namespace jax_paged

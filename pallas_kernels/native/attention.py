@@ -1,0 +1,105 @@
+"""The backend "native": calls of the ops in attention.cc. See ops for what they compute."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jax_paged.pallas_kernels import native
+
+DTYPES = ("float32", "bfloat16", "float16")
+# A window that no context fills.
+NO_WINDOW = 2**31 - 1
+# Floats in the widest vectors of any processor (AVX-512).
+MAX_WIDTH = 16
+
+
+def write_kv(
+    kv_pages: Float[Array, "p 2 k s d"],
+    k: Float[Array, "t k d"],
+    v: Float[Array, "t k d"],
+    slot_mapping: Int[Array, " t"],
+) -> Float[Array, "p 2 k s d"]:
+    """See ops.write_kv."""
+    _check_dtype(kv_pages)
+    k, v = k.astype(kv_pages.dtype), v.astype(kv_pages.dtype)
+    return _call("jax_paged_write_kv", kv_pages, k, v, slot_mapping, input_output_aliases={0: 0})
+
+
+def copy_blocks(
+    kv_pages: Float[Array, "p 2 k s d"], src: Int[Array, " n"], dst: Int[Array, " n"]
+) -> Float[Array, "p 2 k s d"]:
+    """See ops.copy_blocks."""
+    _check_dtype(kv_pages)
+    return _call("jax_paged_copy_blocks", kv_pages, src, dst, input_output_aliases={0: 0})
+
+
+def paged_decode(
+    q: Float[Array, "b h d"],
+    kv_pages: Float[Array, "p 2 k s d"],
+    block_tables: Int[Array, "b m"],
+    context_lens: Int[Array, " b"],
+    **options: Any,
+) -> Float[Array, "b h d"]:
+    """See ops.paged_decode; the options are those of ragged_attention."""
+    no_starts = np.zeros(0, np.int32)
+    return ragged_attention(q, kv_pages, block_tables, context_lens, no_starts, **options)
+
+
+def ragged_attention(
+    q: Float[Array, "t h d"],
+    kv_pages: Float[Array, "p 2 k s d"],
+    block_tables: Int[Array, "b m"],
+    context_lens: Int[Array, " b"],
+    query_start_loc: Int[Array | np.ndarray, " b1"],
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " h"] | None = None,
+    distance_bias: Float[Array, "h n"] | None = None,
+    max_width: int = MAX_WIDTH,
+) -> Float[Array, "t h d"]:
+    """See ops.ragged_attention.
+
+    Args:
+        q: As there, and so are the arguments that follow.
+        query_start_loc: Empty if every sequence has one query.
+        max_width: Floats in the widest vectors to use: 16, 8 or 4; fewer where the processor has no such.
+    """
+    _check_dtype(kv_pages)
+    sinks = np.zeros(0, np.float32) if sinks is None else sinks.astype(jnp.float32)
+    no_bias = np.zeros((q.shape[1], 0), np.float32)
+    bias = no_bias if distance_bias is None else distance_bias.astype(jnp.float32)
+    arrays = (q, kv_pages, block_tables, context_lens, query_start_loc)
+    return _call(
+        "jax_paged_attend",
+        *arrays,
+        sinks,
+        bias,
+        scale=np.float32(scale),
+        window=np.int64(NO_WINDOW if window is None else min(window, NO_WINDOW)),
+        soft_cap=np.float32(0 if soft_cap is None else soft_cap),
+        max_width=np.int64(max_width),
+    )
+
+
+def _call(
+    symbol: str,
+    result: Array,
+    *args: Array | np.ndarray,
+    input_output_aliases: dict[int, int] | None = None,
+    **attributes: Any,
+) -> Array:
+    """Calls a handler whose result is like its first argument."""
+    shape = jax.ShapeDtypeStruct(result.shape, result.dtype)
+    call = jax.ffi.ffi_call(native.target(symbol), shape, input_output_aliases=input_output_aliases)
+    return call(result, *args, **attributes)
+
+
+def _check_dtype(kv_pages: Array) -> None:
+    if kv_pages.dtype.name not in DTYPES:
+        allowed = " or ".join(DTYPES)
+        raise ValueError(f"kv_pages has dtype {kv_pages.dtype}; allowed with backend 'native': {allowed}")

@@ -1,0 +1,169 @@
+// Many query rows and heads: they are the lanes of the vectors, so that a softmax needs no sum across lanes, and both
+// products have the same shape: scores [token, lane] = keys [token, d] queries [d, lane], and
+// sums [d, lane] = values [token, d] transposed, weights [token, lane].
+
+// out[c][lane] (+)= sum over i < n of left[c, i] right[i][lane], for C rows of V vectors.
+template <int C, int V, bool ADDS>
+INLINE void multiply(const float* left, int64_t left_row, int64_t left_column, const float* right, int64_t lanes,
+                     int64_t n, float* out) {
+  Vec sum[C][V] = {};
+  if (ADDS) {
+    for (int c = 0; c < C; c++) {
+      for (int v = 0; v < V; v++) sum[c][v] = load(out + c * lanes + v * WIDTH);
+    }
+  }
+  for (int64_t i = 0; i < n; i++) {
+    Vec x[V];
+    for (int v = 0; v < V; v++) x[v] = load(right + i * lanes + v * WIDTH);
+    for (int c = 0; c < C; c++) {
+      const float factor = left[c * left_row + i * left_column];
+      for (int v = 0; v < V; v++) sum[c][v] += x[v] * factor;
+    }
+  }
+  for (int c = 0; c < C; c++) {
+    for (int v = 0; v < V; v++) store(out + c * lanes + v * WIDTH, sum[c][v]);
+  }
+}
+
+// The same for all lanes, and `rows` rows, a multiple of 4.
+template <bool ADDS>
+static void multiply_all(int64_t rows, const float* left, int64_t left_row, int64_t left_column, const float* right,
+                         int64_t lanes, int64_t n, float* out) {
+  int64_t lane = 0;
+  for (; lane + WIDE * WIDTH <= lanes; lane += WIDE * WIDTH) {
+    for (int64_t c = 0; c < rows; c += 4) {
+      multiply<4, WIDE, ADDS>(left + c * left_row, left_row, left_column, right + lane, lanes, n,
+                              out + c * lanes + lane);
+    }
+  }
+  for (; lane < lanes; lane += WIDTH) {
+    for (int64_t c = 0; c < rows; c += 4) {
+      multiply<4, 1, ADDS>(left + c * left_row, left_row, left_column, right + lane, lanes, n,
+                           out + c * lanes + lane);
+    }
+  }
+}
+
+// Copies keys or values to rows of a.row() floats.
+template <class E>
+static void unpack(const Attention& a, const Item& item, int64_t head, int which, int64_t first, int64_t end,
+                   float* rows) {
+  const int64_t row = a.row();
+  for (int64_t t = first, n; t < end; t += n) {
+    n = tokens_together(a, t, end);
+    const E* from = token_at<E>(a, item, head, which, t);
+    float* to = rows + (t - first) * row;
+    if (a.head_dim == row) {
+      for (int64_t i = 0; i < n * row; i += WIDTH) store(to + i, load(from + i));
+    } else {
+      for (int64_t i = 0; i < n; i++) {
+        for (int64_t d = 0; d < row; d += WIDTH) {
+          store(to + i * row + d, load(from + i * a.head_dim + d, greater(a.head_dim - d, 0)));
+        }
+      }
+    }
+  }
+}
+
+// What a tile keeps per lane: int32 positions and query heads, and the state of the softmax.
+struct Lanes {
+  const float *positions, *heads;
+  float *largest, *total;
+};
+
+// Turns the scores of WIDTH lanes and n tokens into weights, and brings their sums to the new largest scores.
+template <bool IS_MASKED>
+static void soften_lanes(const Attention& a, int64_t first, int64_t n, const Lanes& state, int64_t lane,
+                         int64_t lanes, float* scores, float* sums) {
+  const IntVec position = bits_as<IntVec>(load(state.positions + lane));
+  const IntVec head = bits_as<IntVec>(load(state.heads + lane));
+  const int32_t window = int32_t(lesser(a.window, INT32_MAX));
+  const bool changes = a.soft_cap > 0 || a.bias;
+  const Vec old = load(state.largest + lane);
+  Vec now = old;
+  for (int64_t t = 0; t < n; t++) {
+    Vec score = load(scores + t * lanes);
+    if (changes || IS_MASKED) {
+      const IntVec distance = position - int32_t(first + t);
+      if (changes) score = changed(a, score, head, distance);
+      if (IS_MASKED) score = (distance >= 0) & (distance < window) ? score : broadcast(MASKED);
+      store(scores + t * lanes, score);
+    }
+    now = greater(now, score);
+  }
+  Vec sum = {};
+  for (int64_t t = 0; t < n; t++) {
+    Vec weight = exp(load(scores + t * lanes) - now);
+    if (IS_MASKED) {
+      const IntVec distance = position - int32_t(first + t);
+      weight = (distance >= 0) & (distance < window) ? weight : Vec{};
+    }
+    store(scores + t * lanes, weight);
+    sum += weight;
+  }
+  const Vec factor = exp(old - now);
+  store(state.total + lane, load(state.total + lane) * factor + sum);
+  store(state.largest + lane, now);
+  bool is_new = false;
+  for (int i = 0; i < WIDTH; i++) is_new |= now[i] != old[i];
+  if (!is_new) return;
+  for (int64_t d = 0; d < a.row(); d++) store(sums + d * lanes, load(sums + d * lanes) * factor);
+}
+
+// Scratch: queries and sums [row, lanes], scores [BLOCK, lanes], what Lanes has [lanes], and the keys or values of a
+// block [BLOCK, row].
+template <class E>
+static void attend_by_lanes(const Attention& a, const Item& item, float* scratch) {
+  const int64_t row = a.row(), used = item.lanes(a), lanes = lanes_of(a, item);
+  float *queries = scratch, *sums = queries + row * lanes, *scores = sums + row * lanes,
+        *positions = scores + BLOCK * lanes, *heads = positions + lanes, *largest = heads + lanes,
+        *total = largest + lanes, *tokens = total + lanes;
+  const Lanes state = {positions, heads, largest, total};
+  for (int64_t head = item.head; head < item.head + item.num_heads; head++) {
+    for (int64_t lane = 0; lane < lanes; lane++) {
+      // Lanes behind the last one see nothing.
+      const int64_t position = lane < used ? item.position + lane / a.group() : -1;
+      positions[lane] = bits_as<float>(int32_t(position));
+      heads[lane] = bits_as<float>(int32_t(head * a.group() + lane % a.group()));
+      largest[lane] = MASKED, total[lane] = 0;
+    }
+    for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
+      for (int64_t d = 0; d < row; d += WIDTH) {
+        Vec query[WIDTH] = {};
+        for (int i = 0; i < WIDTH && lane + i < used; i++) {
+          query[i] = load(query_at<E>(a, item, head, lane + i) + d, greater(a.head_dim - d, 0)) * a.scale;
+        }
+        transpose(query);
+        for (int i = 0; i < WIDTH; i++) {
+          store(queries + (d + i) * lanes + lane, query[i]);
+          store(sums + (d + i) * lanes + lane, Vec{});
+        }
+      }
+    }
+    for (int64_t first = item.begin, end; first < item.end; first = end) {
+      end = lesser(first / BLOCK * BLOCK + BLOCK, item.end);
+      const int64_t n = end - first;
+      unpack<E>(a, item, head, 0, first, end, tokens);
+      // Up to 3 tokens more than there are, whose scores nobody reads.
+      multiply_all<false>(padded(n, 4), tokens, row, 1, queries, lanes, row, scores);
+      const bool all_see_all = end - 1 <= item.position && first > item.position + item.rows - 1 - a.window;
+      for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
+        const auto soften = all_see_all ? soften_lanes<false> : soften_lanes<true>;
+        soften(a, first, n, state, lane, lanes, scores + lane, sums + lane);
+      }
+      unpack<E>(a, item, head, 1, first, end, tokens);
+      multiply_all<true>(row, tokens, 1, row, scores, lanes, n, sums);
+    }
+    // Back to a row per lane, in the memory of the queries.
+    float* out = queries;
+    for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
+      for (int64_t d = 0; d < row; d += WIDTH) {
+        Vec sum[WIDTH];
+        for (int i = 0; i < WIDTH; i++) sum[i] = load(sums + (d + i) * lanes + lane);
+        transpose(sum);
+        for (int i = 0; i < WIDTH; i++) store(out + (lane + i) * row + d, sum[i]);
+      }
+    }
+    write_out<E>(a, item, head, used, out, largest, total);
+  }
+}

@@ -1,0 +1,156 @@
+// The arithmetic of attention. A file per variant includes this with WIDTH and VARIANT defined, under the
+// instructions of its processors.
+//
+// It must call nothing that the linker could replace by the same function of another variant: no standard library
+// but built-ins and types, and everything here is static.
+
+namespace jax_paged {
+namespace {
+namespace VARIANT {
+
+#include "vectors.h"
+
+// Finite: a lane that has seen nothing gets exp(0), which is masked, and not NaN.
+constexpr float MASKED = -1e30f;
+// A row of scores in score_rows, with room for what is written behind it.
+constexpr int64_t SCORES = BLOCK + WIDTH;
+// Vectors that a row of `multiply` has in registers.
+constexpr int WIDE = WIDTH == 8 ? 2 : 4;
+
+INLINE int64_t padded(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+INLINE int64_t lanes_of(const Attention& a, const Item& item) { return padded(item.lanes(a), LINE); }
+INLINE bool is_by_rows(const Attention& a, const Item& item) {
+  return item.rows == 1 && a.group() < MANY_HEADS && a.head_dim % WIDTH == 0;
+}
+
+// A tile is laid out in two ways: by rows, where the lanes of a vector are elements of a head, for a single row of a
+// few query heads; and by lanes, where they are the query rows and heads of a tile. See attend_by_rows and
+// attend_by_lanes for the order of what they keep.
+static int64_t scratch_floats(const Attention& a, const Item& item) {
+  const int64_t lanes = lanes_of(a, item);
+  if (is_by_rows(a, item)) return a.heads * (2 * a.row() + 2 * LINE) + a.group() * SCORES;
+  return (2 * a.row() + BLOCK + 4) * lanes + BLOCK * a.row();
+}
+
+// The first element of a token's keys (which = 0) or values (1) in one head.
+template <class E>
+INLINE const E* token_at(const Attention& a, const Item& item, int64_t head, int which, int64_t token) {
+  const int64_t page = a.tables[item.seq * a.columns + token / a.page_size];
+  const int64_t tile = (page * 2 + which) * a.kv_heads + head;
+  return static_cast<const E*>(a.pool) + (tile * a.page_size + token % a.page_size) * a.head_dim;
+}
+
+// Tokens from `token` on that lie in one page, up to `end`.
+INLINE int64_t tokens_together(const Attention& a, int64_t token, int64_t end) {
+  return lesser(a.page_size - token % a.page_size, end - token);
+}
+
+template <class E>
+INLINE const E* query_at(const Attention& a, const Item& item, int64_t head, int64_t lane) {
+  const int64_t group = a.group(), row = item.first_row + lane / group;
+  return static_cast<const E*>(a.q) + (row * a.heads + head * group + lane % group) * a.head_dim;
+}
+
+// Ends the softmax of a lane, and writes its output.
+template <class E>
+INLINE void finish(const Attention& a, const Item& item, int64_t head, int64_t lane, const float* sums,
+                   float largest, float total) {
+  const int64_t group = a.group(), query_head = head * group + lane % group;
+  float factor = 1;
+  if (a.sinks) {
+    const float sink = a.sinks[query_head], old = largest;
+    largest = sink > old ? sink : old;
+    factor = exp(broadcast(old - largest))[0];
+    total = total * factor + exp(broadcast(sink - largest))[0];
+  }
+  factor /= total == 0 ? 1 : total;
+  E* out = static_cast<E*>(a.out) + ((item.first_row + lane / group) * a.heads + query_head) * a.head_dim;
+  for (int64_t d = 0; d < a.head_dim; d += WIDTH) store(out + d, load(sums + d) * factor, a.head_dim - d);
+}
+
+// Where the parts of an unfinished softmax are: see partial_floats.
+struct Partial {
+  float *largest, *total, *sums;
+  Partial(const Attention& a, const Item& item, float* at)
+      : largest(at), total(at + item.lanes(a)), sums(at + 2 * item.lanes(a)) {}
+};
+
+// Ends the softmax of `lanes` lanes, or leaves it for join.
+template <class E>
+static void write_out(const Attention& a, const Item& item, int64_t head, int64_t lanes, const float* sums,
+                      const float* largest, const float* total) {
+  const int64_t row = a.row();
+  if (!item.partial) {
+    for (int64_t i = 0; i < lanes; i++) finish<E>(a, item, head, i, sums + i * row, largest[i], total[i]);
+    return;
+  }
+  const Partial to(a, item, item.partial + (head - item.head) * partial_floats(a, item));
+  __builtin_memcpy(to.largest, largest, lanes * sizeof(float));
+  __builtin_memcpy(to.total, total, lanes * sizeof(float));
+  __builtin_memcpy(to.sums, sums, lanes * row * sizeof(float));
+}
+
+template <class E>
+static void join(const Attention& a, const Item& item, float* partials, int64_t splits, int64_t stride) {
+  for (int64_t i = 0; i < item.num_heads; i++) {
+    const Partial first(a, item, partials + i * partial_floats(a, item));
+    for (int64_t lane = 0; lane < item.lanes(a); lane++) {
+      float* sums = first.sums + lane * a.row();
+      for (int64_t split = 1; split < splits; split++) {
+        const Partial next(a, item, partials + split * stride + i * partial_floats(a, item));
+        const float old = first.largest[lane], other = next.largest[lane], now = other > old ? other : old;
+        const float factor = exp(broadcast(old - now))[0], other_factor = exp(broadcast(other - now))[0];
+        first.largest[lane] = now;
+        first.total[lane] = first.total[lane] * factor + next.total[lane] * other_factor;
+        for (int64_t d = 0; d < a.row(); d += WIDTH) {
+          store(sums + d, load(sums + d) * factor + load(next.sums + lane * a.row() + d) * other_factor);
+        }
+      }
+      finish<E>(a, item, item.head + i, lane, sums, first.largest[lane], first.total[lane]);
+    }
+  }
+}
+
+// Scores with a soft cap, or a bias by each lane's query head and the distance of its query to its key.
+INLINE Vec changed(const Attention& a, Vec score, IntVec query_head, IntVec distance) {
+  if (a.soft_cap > 0) return tanh(score / a.soft_cap) * a.soft_cap;
+  if (a.bias) {
+    for (int i = 0; i < WIDTH; i++) {
+      score[i] += a.bias[query_head[i] * a.bias_len + lesser(greater(distance[i], 0), a.bias_len - 1)];
+    }
+  }
+  return score;
+}
+
+INLINE IntVec iota() {
+  IntVec v;
+  for (int i = 0; i < WIDTH; i++) v[i] = i;
+  return v;
+}
+
+#include "by_rows.h"
+
+#include "by_lanes.h"
+
+template <class E>
+static void attend_in(const Attention& a, const Item& item, float* scratch) {
+  if (is_by_rows(a, item)) return attend_by_rows<E>(a, item, scratch);
+  return attend_by_lanes<E>(a, item, scratch);
+}
+
+static void attend(const Attention& a, const Item& item, float* scratch) {
+  if (a.dtype == DType::kFloat32) return attend_in<float>(a, item, scratch);
+  if (a.dtype == DType::kBFloat16) return attend_in<BFloat16>(a, item, scratch);
+  return attend_in<Float16>(a, item, scratch);
+}
+
+static void join_partials(const Attention& a, const Item& item, float* partials, int64_t splits,
+                          int64_t stride) {
+  if (a.dtype == DType::kFloat32) return join<float>(a, item, partials, splits, stride);
+  if (a.dtype == DType::kBFloat16) return join<BFloat16>(a, item, partials, splits, stride);
+  return join<Float16>(a, item, partials, splits, stride);
+}
+
+}  // namespace VARIANT
+}  // namespace
+}  // namespace jax_paged
