@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.layers import Linear
+from jax_paged.models.layers import Embedding, Linear
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ def packed(model: LanguageModel, *, in_place: bool) -> LanguageModel:
     if not in_place:
         model = nnx.merge(*nnx.split(model))
     for _, module in list(nnx.iter_modules(model)):
-        if isinstance(module, Linear) or module is model.head:
+        if isinstance(module, Linear) or (isinstance(module, Embedding) and module is model.head):
             module.pack()
     return model
 

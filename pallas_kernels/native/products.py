@@ -1,10 +1,10 @@
 """Matrix products with packed kernels on a CPU, by oneDNN.
 
-A step's weights are its arguments, so XLA brings them into the order that its products read them in anew at every
-step. Here it is done once: `pack` makes an array that only `multiply` can read, on the same machine and in the
-same process.
+A step's weights are its arguments, so XLA brings them into the order that its products read them in anew at
+every step. Here it is done once: `pack` makes an array that only `multiply` can read, in the same process.
 
-oneDNN is a library of its own (`pip install "jax-paged[onednn]"`), found and loaded when it is first asked for.
+oneDNN is a library of its own (`pip install "jax-paged[onednn]"`), found and loaded when it is first asked
+for.
 """
 
 import ctypes
@@ -21,13 +21,11 @@ from jax_paged.pallas_kernels import native
 
 Products = Literal["auto", "onednn", "xla"]
 
-# The package that the extra installs, and the library of any package: its name has the version of its interface.
+# The package that the extra installs, and the library of any package: its name has the interface's version.
 PACKAGE, LIBRARY = "onednn-cpu-gomp", "libdnnl.so.3"
 
 
-def resolve_products(
-    products: str, dtype: jnp.dtype, *, name: str = "products"
-) -> Literal["onednn", "xla"]:
+def resolve_products(products: str, dtype: jnp.dtype, *, name: str = "products") -> Literal["onednn", "xla"]:
     """Returns what multiplies on this machine.
 
     Args:
@@ -51,7 +49,7 @@ def resolve_products(
 
 
 def problem(dtype: jnp.dtype) -> str | None:
-    """Returns why oneDNN can't multiply arrays of a type here, None if it can: a clause without a full stop."""
+    """Returns why oneDNN can't multiply arrays of a type, None if it can: a clause without a full stop."""
     platform = jax.devices()[0].platform
     if platform != "cpu":
         return f"it multiplies on a CPU, and the device is a {platform}"

@@ -344,7 +344,8 @@ def test_without_the_native_library_auto_is_xla(monkeypatch):
     assert not native.is_built()
     assert ops.resolve_backend("auto") == "xla"
     with pytest.raises(
-        ValueError, match=r"attention_backend is 'native', .* there was no compiler; allowed .*'auto' or 'xla'"
+        ValueError,
+        match=r"attention_backend is 'native', .* there was no compiler; allowed .*'auto' or 'xla'",
     ):
         ops.resolve_backend("native", name="attention_backend")
 

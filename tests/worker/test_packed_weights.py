@@ -1,4 +1,4 @@
-"""Engines whose kernels oneDNN has packed: the same outputs, whose weights are exchanged, trained and freed."""
+"""Engines whose kernels oneDNN has packed: their outputs, the exchange of weights, and training beside them."""
 
 import dataclasses
 import functools
