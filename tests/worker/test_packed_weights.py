@@ -1,4 +1,4 @@
-"""Engines whose kernels oneDNN has packed: their outputs, the exchange of weights, and training beside them."""
+"""Engines whose kernels oneDNN has packed: outputs, the exchange of weights, and training beside them."""
 
 import dataclasses
 import functools
