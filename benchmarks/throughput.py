@@ -10,33 +10,16 @@ model: a Llama of 8 layers, 512 wide, 8 heads, 4 kv heads, vocabulary 8192, unti
 import argparse
 import json
 import os
-import random
 import resource
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-START = time.time()
+from serving.checkpoint import HF_CONFIG
+from serving.workloads import crowd
 
-HF_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "initializer_range": 0.05,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+START = time.time()
 
 
 def process_start() -> float:
@@ -47,17 +30,6 @@ def process_start() -> float:
     except OSError:
         return START
     return time.time() - (uptime - ticks / os.sysconf("SC_CLK_TCK"))
-
-
-def workload() -> list[dict[str, Any]]:
-    """Returns the 64 requests; always the same."""
-    rng = random.Random(0)
-    requests = []
-    for _ in range(64):
-        prompt_len, max_tokens = rng.randint(16, 256), rng.randint(16, 128)
-        prompt = [rng.randrange(260, 8192) for _ in range(prompt_len)]
-        requests.append({"prompt_token_ids": prompt, "max_tokens": max_tokens})
-    return requests
 
 
 class DeviceTimer:
@@ -116,9 +88,9 @@ def main() -> None:
     runner.wait_until_compiled()
     compiled_s = time.time() - process_start()
 
-    requests = workload()
-    prompts = [{"prompt_token_ids": r["prompt_token_ids"]} for r in requests]
-    params = [SamplingParams(temperature=0.0, max_tokens=r["max_tokens"], ignore_eos=True) for r in requests]
+    requests = crowd()
+    prompts = [{"prompt_token_ids": r.prompt} for r in requests]
+    params = [SamplingParams(temperature=0.0, max_tokens=r.max_tokens, ignore_eos=True) for r in requests]
     timer = runner._compiled = DeviceTimer(runner._compiled)
     rounds = []
     for _ in range(args.rounds):

@@ -50,7 +50,9 @@ class BlockManager:
         self.swapped_tables: dict[Sequence, BlockTables] = {}
         self.pinned: dict[str, BlockTables] = {}
         self.prefixes = PrefixCache(self.pool, groups, block_size)
-        # Sequences whose tables have changed since the executor was told last, and of entries that were
+        # Sequences that have lost their blocks on the device since the executor was told last, and ...
+        self.lost: list[Sequence] = []
+        # ... sequences whose tables have changed since the executor was told last, and of entries that were
         # replaced the (cache group, index, block id). Whoever tells it takes them out.
         self.changed: dict[Sequence, list[tuple[int, int, int]]] = {}
         self._windows = [(i, g.window) for i, g in enumerate(groups) if g.window is not None]
@@ -163,7 +165,7 @@ class BlockManager:
         missing: list[tuple[Sequence, list[int], int]] = []
         writes: list[tuple[Sequence, int, list[int], int]] = []
         for seq, num_tokens in rows:
-            start = seq.next_position
+            start = seq.num_computed_tokens + seq.num_in_flight
             first, num_blocks = start // size, -(-(start + num_tokens) // size)
             for g, table in enumerate(self.block_tables[seq]):
                 if self.groups[g].is_cross:
@@ -233,6 +235,7 @@ class BlockManager:
         self.changed.pop(seq, None)
         if seq in self.block_tables:
             _release(self.pool, self.block_tables.pop(seq))
+            self.lost.append(seq)
         else:
             _release(self.swap_pool, self.swapped_tables.pop(seq))
 
@@ -249,6 +252,7 @@ class BlockManager:
         if copies is not None:
             for seq in seqs:
                 self.changed.pop(seq, None)
+            self.lost.extend(seqs)
         return copies
 
     def swap_in(self, seqs: list[Sequence], *, num_reserved: int) -> Copies | None:

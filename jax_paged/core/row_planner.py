@@ -57,7 +57,7 @@ class RowPlanner:
             if seq.num_pending and not self._stop_conditions.can_run_ahead(group, seq):
                 return []
             num_tokens = seq.num_new_tokens
-            if num_tokens == 1 and seq.has_output:
+            if num_tokens == 1 and (seq.output_token_ids or seq.num_pending):
                 return [(seq, 1)] if step.budget else []
             num_tokens = self.within(num_tokens, self.available(behind, step))
             if self.enable_chunked_prefill:

@@ -42,7 +42,7 @@ class Seats:
     comes back with other blocks takes a new seat, under a new id.
 
     Args:
-        block_manager: Owner of the block tables; only read.
+        block_manager: Owner of the block tables; notes what has changed in them until it is told.
         stop_conditions: Tell the tokens that are held back until min_tokens.
     """
 
@@ -64,10 +64,11 @@ class Seats:
 
     def release(self) -> tuple[int, ...]:
         """Takes the seats of sequences that have lost their blocks; returns their ids."""
-        tables = self._manager.block_tables
-        left = [seat for seq, seat in self._seats.items() if tables.get(seq) is not seat.tables]
+        lost = self._manager.lost
+        left = [seat for seq in lost if (seat := self._seats.pop(seq, None)) is not None]
+        lost.clear()
         for seat in left:
-            del self._seats[seat.seq], self.by_id[seat.seq.seq_id]
+            del self.by_id[seat.seq.seq_id]
         return tuple([seat.seq.seq_id for seat in left])
 
     def rows(self, rows: Iterable[Row]) -> SeatedRows:

@@ -25,15 +25,17 @@ class SequenceStatus(enum.Enum):
     @property
     def finish_reason(self) -> str | None:
         """The word for a finished status: "stop", "length", "abort", "error"; None while unfinished."""
+        if not self.is_finished:
+            return None
         return {
             SequenceStatus.FINISHED_STOPPED: "stop",
             SequenceStatus.FINISHED_LENGTH_CAPPED: "length",
             SequenceStatus.FINISHED_ABORTED: "abort",
             SequenceStatus.FINISHED_IGNORED: "error",
-        }.get(self)
+        }[self]
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """The tokens of one sequence, and how far they are computed.
 
@@ -139,6 +141,10 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+
+    def snapshot(self) -> "RequestMetrics":
+        """Returns a copy: what happens later does not change it."""
+        return RequestMetrics(**vars(self))
 
 
 @dataclasses.dataclass(eq=False)

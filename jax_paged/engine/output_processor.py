@@ -206,7 +206,7 @@ class RequestState:
             prompt_logprobs=None if logprobs is None else snapshot(logprobs, is_last=self.is_finished),
             outputs=outputs,
             finished=self.is_finished,
-            metrics=dataclasses.replace(group.metrics),  # what happens later must not change this output
+            metrics=group.metrics.snapshot(),
             num_cached_tokens=group.metrics.num_cached_tokens,
             encoder_prompt=self._encoder_prompt,
             encoder_prompt_token_ids=self._encoder_token_ids or None,

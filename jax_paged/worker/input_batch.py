@@ -105,7 +105,7 @@ class InputBatch:
         Returns:
             int32 [2, n]: places, each once (see block_tables.py), and the blocks that stand there now.
         """
-        places = np.unique(np.array(self._changed_places, np.int32))
+        places = np.array(sorted(set(self._changed_places)), np.int32)
         self._changed_places.clear()
         return np.stack([places, self.block_tables.reshape(-1)[places]])
 

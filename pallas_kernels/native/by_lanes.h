@@ -86,7 +86,7 @@ static void soften_lanes(const Attention& a, int64_t first, int64_t n, const Lan
     if (changes || IS_MASKED) {
       const IntVec distance = position - int32_t(first + t);
       if (changes) score = changed(a, score, head, distance);
-      if (IS_MASKED) score = (distance >= 0) & (distance < window) ? score : broadcast(MASKED);
+      if (IS_MASKED) score = ((distance >= 0) & (distance < window)) ? score : broadcast(MASKED);
       store(scores + t * lanes, score);
     }
     now = greater(now, score);
@@ -96,7 +96,7 @@ static void soften_lanes(const Attention& a, int64_t first, int64_t n, const Lan
     Vec weight = exp(load(scores + t * lanes) - now);
     if (IS_MASKED) {
       const IntVec distance = position - int32_t(first + t);
-      weight = (distance >= 0) & (distance < window) ? weight : Vec{};
+      weight = ((distance >= 0) & (distance < window)) ? weight : Vec{};
     }
     store(scores + t * lanes, weight);
     sum += weight;

@@ -423,7 +423,7 @@ MUTATIONS = [
     ),
     Mutation(
         "core/block_manager.py",
-        "            start = seq.next_position\n            first,",
+        "            start = seq.num_computed_tokens + seq.num_in_flight\n            first,",
         "            start = seq.num_computed_tokens\n            first,",
         "a step ahead has no block for its token",
     ),

@@ -173,14 +173,17 @@ def test_no_prompt_preempts_for_a_step_that_has_no_tokens_for_it() -> None:
     assert output.preempted == ()
 
 
-def test_a_step_is_scheduled_after_the_update_of_the_one_before() -> None:
-    sched = make_scheduler()
-    sched.add(make_group(0, [1]))
-    output = sched.schedule(0.0)
-    with pytest.raises(AssertionError, match="after the update"):
-        sched.schedule(0.0)
-    take_in(sched, output, 5)
+def test_a_step_that_needs_the_results_is_not_scheduled_before_them() -> None:
+    """The first takes the last block of the second, which may be about to end."""
+    sched = make_scheduler(num_blocks=5, block_size=4, caching=False)
+    sched.add(make_group(0, [1] * 7))
+    sched.add(make_group(1, [2] * 8))
     sched.schedule(0.0)
+    assert sched.can_run_ahead
+    sched.schedule(0.0)
+    assert not sched.can_run_ahead
+    with pytest.raises(AssertionError, match="has to know the results"):
+        sched.schedule(0.0)
 
 
 def test_a_request_that_never_runs_is_an_error() -> None:

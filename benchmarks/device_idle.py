@@ -1,0 +1,147 @@
+"""How much of its time a device waits for the host, with one step in flight and with two.
+
+    python benchmarks/device_idle.py                       256 running requests, steps of 5 ms
+    python benchmarks/device_idle.py --step-ms 2 5 20      other devices
+
+The executor stands in for a device of known step time: it does all of the host's work for a step (seats,
+padded buffer, reading results), and then computes when such a device would have begun and finished it. Each
+request streams its text: tokens are random, and detokenized with the built-in tokenizer. As in the server,
+what was there before the first request is left out of garbage collection.
+"""
+
+import argparse
+import gc
+import time
+from collections import deque
+
+import numpy as np
+
+from jax_paged import EngineArgs, LLMEngine, SamplingParams
+from jax_paged.config import EngineConfig
+from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.runner_output import ModelRunnerOutput
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.sampling_params import RequestOutputKind
+from jax_paged.worker.batch_builder import BatchBuilder
+from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.input_batch import InputBatch
+from jax_paged.worker.logits_rows import plan_logits_rows
+from jax_paged.worker.results import PendingStep
+
+VOCAB_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, BLOCK_SIZE = 1000, 40_000, 2048, 16
+
+
+class StandIn:
+    """Runs steps on a device that is not there, and notes how long it would have waited for them."""
+
+    def __init__(self, num_seqs: int, step_s: float, async_scheduling: bool) -> None:
+        self.config = EngineConfig(
+            model_name="stand-in",
+            architecture="none",
+            dtype="float32",
+            backend="none",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            num_swap_blocks=1,
+            cache_groups=(CacheGroup(),),
+            kv_cache_bytes=1,
+            weight_bytes=1,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=max(num_seqs, 2048),
+            max_logprobs=20,
+            eos_token_ids=frozenset(),
+            sampling_defaults={},
+            async_scheduling=async_scheduling,
+        )
+        self.buckets = ()
+        self.finished, self.idle_s, self.busy_s = 0.0, 0.0, 0.0
+        self._step_s = step_s
+        self._rng = np.random.default_rng(0)
+        self._seats = InputBatch(
+            max_num_seqs=num_seqs,
+            num_groups=1,
+            max_blocks_per_seq=MAX_MODEL_LEN // BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            vocab_size=VOCAB_SIZE,
+        )
+        self._builder = BatchBuilder(
+            self._seats,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            groups=self.config.cache_groups,
+            vocab_size=VOCAB_SIZE,
+        )
+        self._dispatched: deque[tuple[SchedulerOutput, float]] = deque()
+
+    def dispatch(self, output: SchedulerOutput) -> None:
+        self._seats.update(output)
+        if output.scheduled:
+            n = len(output.scheduled)
+            is_decode = output.num_batched_tokens == n
+            num_tokens = n if is_decode else self.config.max_num_batched_tokens
+            bucket = Bucket(is_decode, num_tokens, self.config.max_num_seqs if not is_decode else n)
+            self._builder.build(output, plan_logits_rows(output), bucket)
+        start = max(time.perf_counter(), self.finished)
+        self.idle_s += start - self.finished
+        self.busy_s += self._step_s
+        self.finished = start + self._step_s
+        self._dispatched.append((output, self.finished))
+
+    def result(self) -> ModelRunnerOutput:
+        output, finished = self._dispatched.popleft()
+        time.sleep(max(0.0, finished - time.perf_counter()))
+        logits_rows = plan_logits_rows(output)
+        n = len(logits_rows.rows)
+        results = np.ones((4, n), np.int32)
+        results[0] = self._rng.integers(260, VOCAB_SIZE, n)
+        none = np.full(logits_rows.num_drawn, -1, np.int32)
+        return PendingStep(
+            output.step_id, len(output.scheduled), len(output.samples), logits_rows, none, results, None, []
+        ).read()
+
+    def close(self) -> None:
+        pass
+
+
+def idle_share(num_seqs: int, step_s: float, async_scheduling: bool, num_steps: int) -> tuple[float, float]:
+    """Returns which share of its time the device waits while all requests decode, and steps per second."""
+    executor = StandIn(num_seqs, step_s, async_scheduling)
+    engine = LLMEngine(EngineArgs(), executor)
+    params = SamplingParams(
+        max_tokens=MAX_MODEL_LEN - 64, ignore_eos=True, seed=0, output_kind=RequestOutputKind.DELTA
+    )
+    for i in range(num_seqs):
+        engine.add_request(str(i), {"prompt_token_ids": [300 + i % 500] * (8 + i % BLOCK_SIZE)}, params)
+    for _ in range(20):
+        engine.step()
+    gc.freeze()
+    executor.idle_s = executor.busy_s = 0.0
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        engine.step()
+    elapsed = time.perf_counter() - start
+    return executor.idle_s / (executor.idle_s + executor.busy_s), num_steps / elapsed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num-seqs", type=int, default=256)
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[5.0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    print(f"{args.num_seqs} running requests; idle share of the device, and steps per second, per round")
+    for step_ms in args.step_ms:
+        rows: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+        for _ in range(args.rounds):
+            for is_async, measured in rows.items():
+                measured.append(idle_share(args.num_seqs, step_ms / 1e3, is_async, args.steps))
+        for is_async, measured in rows.items():
+            text = "  ".join(f"{share:6.1%} {rate:6.1f}/s" for share, rate in measured)
+            print(f"steps of {step_ms:g} ms, async_scheduling={is_async!s:<5}  {text}")
+
+
+if __name__ == "__main__":
+    main()

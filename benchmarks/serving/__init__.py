@@ -1,0 +1,1 @@
+"""Compares engines that serve a language model on a CPU: `python -m serving --help`."""

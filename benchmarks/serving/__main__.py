@@ -1,0 +1,95 @@
+"""The command line of the comparison; benchmarks/README.md describes it."""
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from serving import picture, report
+from serving.checkpoint import write_checkpoint
+from serving.compare import Comparison, Plan
+from serving.engines import ROOT, Launcher, commit_of, parse_engine
+from serving.process import Turn
+from serving.workloads import SCENARIOS
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m serving", description="Compares engines on the scenarios of a server."
+    )
+    parser.add_argument(
+        "--engines",
+        default="ours",
+        help="comma-separated: ours, ours@TREE (another source tree), vllm (compiled), vllm-eager, openvino; "
+        "each may be followed by :NAME=VALUE of its own arguments. Ratios are of the first (default: ours)",
+    )
+    parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="comma-separated (default: all)")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="comma-separated (default: both)")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds that count, after one that does not")
+    parser.add_argument("--model", type=Path, help="a checkpoint's folder; default: random weights")
+    parser.add_argument(
+        "--reference", type=Path, help="JSON list of the expected outputs of 'crowd', float32"
+    )
+    parser.add_argument(
+        "--peers", type=Path, default=ROOT / ".peers", help="the folder with the peers' environments"
+    )
+    parser.add_argument(
+        "--under", default="", help="runs every turn of measurements under this command, such as 'flock FILE'"
+    )
+    parser.add_argument("--out", type=Path, help="writes OUT.json, OUT.md and OUT.svg")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
+    args = parser.parse_args()
+    try:
+        specs = [parse_engine(text) for text in args.engines.split(",")]
+    except ValueError as error:
+        parser.error(str(error))
+    for name in args.scenarios.split(","):
+        if name not in SCENARIOS:
+            parser.error(f"the scenario is {name!r}; allowed: {', '.join(SCENARIOS)}")
+    model = (args.model or ROOT / "benchmarks" / "checkpoints" / "serving").resolve()
+    if args.model is None:
+        write_checkpoint(model)
+    plan = Plan(
+        engines=specs,
+        scenarios=[SCENARIOS[name] for name in args.scenarios.split(",")],
+        dtypes=args.dtypes.split(","),
+        num_rounds=args.rounds,
+        vocab_size=json.loads((model / "config.json").read_text())["vocab_size"],
+        reference=json.loads(args.reference.read_text()) if args.reference else None,
+    )
+    commits = {spec.label: commit_of(spec.tree) for spec in specs if spec.kind == "ours"}
+    with tempfile.TemporaryDirectory() as logs:
+        launcher = Launcher(model, args.peers.resolve(), Path(logs))
+        missing = [spec for spec in specs if not launcher.python(spec).exists()]
+        if missing:
+            names = ", ".join(spec.label for spec in missing)
+            print(f"left out, as there is no environment for them (make bench-peers): {names}")
+            plan = replace(plan, engines=[spec for spec in specs if spec not in missing])
+        comparison = Comparison(plan, launcher, Turn(shlex.split(args.under)), _say)
+
+        def save() -> None:
+            if args.out:
+                report.write(comparison, commits, args.out)
+
+        comparison.run(save)
+    print(f"\n{report.processor()}\n\n{report.markdown(comparison.runs)}")
+    if args.out and len(plan.engines) > 1:
+        picture.draw(comparison.runs, args.out.with_suffix(".svg"))
+    if comparison.failures:
+        sys.exit("\n".join(["failed:", *comparison.failures]))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

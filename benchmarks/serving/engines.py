@@ -1,0 +1,158 @@
+"""The engines that can be compared: how each is named, and how its process is started."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serving.process import EngineProcess
+from serving.runner import MAX_MODEL_LEN, MAX_NUM_SEQS, OUR_POOL_BYTES, POOL_GIB, Settings
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+KINDS = ("ours", "vllm", "vllm-eager", "openvino")
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """An engine as the command line names it.
+
+    Args:
+        label: For tables.
+        kind: One of KINDS.
+        tree: Of "ours": the source tree whose jax_paged is served.
+        arguments: Further arguments of the engine's own.
+    """
+
+    label: str
+    kind: str
+    tree: Path
+    arguments: dict[str, Any]
+
+    @property
+    def has_server(self) -> bool:
+        """Whether it has a server of the OpenAI API."""
+        return self.kind != "openvino"
+
+
+def parse_engine(text: str) -> EngineSpec:
+    """Reads KIND, KIND@TREE or either with arguments: ours@../other:max_num_batched_tokens=256.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    head, *pairs = text.split(":")
+    kind, _, tree = head.partition("@")
+    if kind not in KINDS:
+        raise ValueError(f"the engine is {kind!r}; allowed: {', '.join(KINDS)}")
+    if tree and kind != "ours":
+        raise ValueError(f"{kind} is given the tree {tree!r}; allowed: a tree for ours only")
+    if tree and not (Path(tree) / "jax_paged").is_dir():
+        raise ValueError(f"the tree is {tree!r}; allowed: a folder that holds jax_paged")
+    arguments = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"an argument of {kind} is {pair!r}; allowed: NAME=VALUE")
+        arguments[name] = _value(value)
+    return EngineSpec(text, kind, Path(tree).resolve() if tree else ROOT, arguments)
+
+
+def commit_of(tree: Path) -> str:
+    """Returns the commit of a source tree, with "+" if files differ from it; "" outside of git."""
+    command = ["git", "-C", str(tree), "describe", "--always", "--exclude=*", "--dirty=+"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+class Launcher:
+    """Starts engines' processes.
+
+    Args:
+        model: The checkpoint's folder.
+        peers: The folder with the peers' environments.
+        logs: The folder for what the processes print.
+    """
+
+    def __init__(self, model: Path, peers: Path, logs: Path) -> None:
+        self._model = model
+        self._peers = peers
+        self._logs = logs
+
+    def python(self, spec: EngineSpec) -> Path:
+        """Returns the Python that an engine runs on."""
+        environments = {"ours": sys.prefix, "openvino": self._peers / "openvino"}
+        return Path(environments.get(spec.kind, self._peers / "vllm")) / "bin" / "python"
+
+    def start(self, spec: EngineSpec, dtype: str, *, server: bool) -> EngineProcess:
+        """Starts an engine, or its server with clients.
+
+        Raises:
+            RuntimeError: If it does not come up.
+        """
+        module = {"ours": "run_jax_paged", "openvino": "run_openvino"}.get(spec.kind, "run_vllm")
+        settings = Settings(str(self._folder(spec)), dtype, _arguments(spec))
+        if server:
+            module = "run_http"
+            settings = Settings(settings.model, dtype, {"command": list(self._server(spec, settings))})
+        log = self._logs / f"{spec.kind}-{spec.tree.name}-{dtype}{'-http' if server else ''}.log"
+        command = [str(self.python(spec)), "-m", f"serving.{module}"]
+        return EngineProcess(command, settings, _environment(spec), log)
+
+    def _server(self, spec: EngineSpec, settings: Settings) -> Iterator[str]:
+        yield str(self.python(spec))
+        if spec.kind == "ours":
+            yield from ("-c", "from jax_paged.server.cli import main; main()")
+            yield f"--kv-cache-memory-bytes={OUR_POOL_BYTES}"
+        else:
+            yield from ("-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1")
+            yield from ("--max-num-batched-tokens=2048", "--block-size=32", "--disable-uvicorn-access-log")
+        yield from ("--model", settings.model, "--served-model-name", "benchmark", "--dtype", settings.dtype)
+        yield from (f"--max-model-len={MAX_MODEL_LEN}", f"--max-num-seqs={MAX_NUM_SEQS}")
+        for name, value in settings.arguments.items():
+            option = "--" + name.replace("_", "-")
+            if isinstance(value, bool):
+                yield option if value else option.replace("--", "--no-", 1)
+            else:
+                yield f"{option}={value}"
+
+    def _folder(self, spec: EngineSpec) -> Path:
+        """Returns the checkpoint as an engine reads it; for OpenVINO it is converted, once."""
+        if spec.kind != "openvino":
+            return self._model
+        converted = ROOT / "benchmarks" / "checkpoints" / f"{self._model.name}-openvino"
+        if not converted.exists():
+            program = self._peers / "openvino" / "bin" / "optimum-cli"
+            task = "--task text-generation-with-past --weight-format fp32"
+            command = [str(program), "export", "openvino", "-m", str(self._model), *shlex.split(task)]
+            subprocess.run([*command, str(converted)], check=True, capture_output=True)
+        return converted
+
+
+def _arguments(spec: EngineSpec) -> dict[str, Any]:
+    return {**spec.arguments, "enforce_eager": True} if spec.kind == "vllm-eager" else spec.arguments
+
+
+def _environment(spec: EngineSpec) -> dict[str, str]:
+    paths = [HERE.parent]
+    environment = {"HF_HUB_OFFLINE": "1"}
+    if spec.kind == "ours":
+        paths.append(spec.tree)
+    elif spec.kind.startswith("vllm"):
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        environment |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(POOL_GIB),
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+    return {**environment, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+
+
+def _value(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
+    return int(text) if text.lstrip("-").isdigit() else text

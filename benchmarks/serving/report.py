@@ -1,0 +1,133 @@
+"""Tables of what was found: markdown for people, JSON for programs."""
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from serving.compare import Comparison, Run
+from serving.figures import Figures
+from serving.workloads import SCENARIOS
+
+_COLUMNS = (
+    "scenario",
+    "engine",
+    "output tokens/s",
+    "speed of {first} beside it",
+    "all tokens/s",
+    "first token s (p99)",
+    "per token ms (p99)",
+    "gap p99 ms",
+    "cores",
+    "peak MiB",
+    "equal outputs",
+)
+
+
+def processor() -> str:
+    """Returns the processor's name and the number of cores, and what sets its speed here."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in fields.items()}
+    flags = fields.get("flags", "").split()
+    units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    family = f"family {fields.get('cpu family', '?')} model {fields.get('model', '?')}"
+    return f"{os.cpu_count()} cores of {fields.get('model name', '?')}, {family} ({', '.join(units)})"
+
+
+def ratios(run: Run, first: Run) -> list[float]:
+    """Returns, round by round, how many times as fast as a run the first engine's was."""
+    pairs = list(zip(run.rounds, first.rounds, strict=False))  # fewer where an engine ended early
+    if SCENARIOS[run.scenario].is_paced:
+        return [theirs.per_token_p50_ms / ours.per_token_p50_ms for theirs, ours in pairs]
+    return [ours.output_tokens_per_s / theirs.output_tokens_per_s for theirs, ours in pairs]
+
+
+def spread(values: Sequence[float], form: str = ".0f") -> str:
+    """Returns the median of values, and the smallest and the largest."""
+    middle = format(statistics.median(values), form)
+    return middle if len(values) == 1 else f"{middle} ({min(values):{form}}-{max(values):{form}})"
+
+
+def firsts(runs: Sequence[Run]) -> dict[tuple[str, str], Run]:
+    """Returns the run of the first engine of every dtype and scenario."""
+    found: dict[tuple[str, str], Run] = {}
+    for run in runs:
+        found.setdefault((run.dtype, run.scenario), run)
+    return found
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """Returns one table per dtype; medians, with the smallest and largest of the rounds in brackets."""
+    first_of = firsts(runs)
+    text = ""
+    for dtype in dict.fromkeys(run.dtype for run in runs):
+        text += (
+            f"### {dtype}\n\n"
+            + _table_row(_COLUMNS).format(first=runs[0].engine)
+            + "|---" * len(_COLUMNS)
+            + "|\n"
+        )
+        for run in runs:
+            if run.dtype == dtype and run.rounds:
+                text += _row(run, first_of[dtype, run.scenario])
+        text += "\n"
+    return text
+
+
+def _row(run: Run, first: Run) -> str:
+    def median(of: Callable[[Figures], float]) -> float:
+        return statistics.median(of(figures) for figures in run.rounds)
+
+    speeds = [] if run is first else ratios(run, first)
+    cells = [
+        SCENARIOS[run.scenario].title if run is first else "",
+        run.engine,
+        spread([f.output_tokens_per_s for f in run.rounds]),
+        spread(speeds, ".2f") if speeds else "",
+        f"{median(lambda f: f.all_tokens_per_s):.0f}",
+        f"{median(lambda f: f.first_token_p50_s):.3f} ({median(lambda f: f.first_token_p99_s):.3f})",
+        f"{median(lambda f: f.per_token_p50_ms):.1f} ({median(lambda f: f.per_token_p99_ms):.1f})",
+        f"{median(lambda f: f.gap_p99_ms):.0f}",
+        f"{median(lambda f: f.cores):.2f}",
+        f"{median(lambda f: f.peak_mib):.0f}",
+        "" if run.num_equal is None else f"{run.num_equal} of {run.num_requests}",
+    ]
+    return _table_row(cells)
+
+
+def _table_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def as_json(comparison: Comparison, commits: dict[str, str]) -> dict[str, Any]:
+    """Returns everything that was found, and where.
+
+    Args:
+        comparison: After its run.
+        commits: Of the source trees, by the engine's label.
+    """
+    return {
+        "date": date.today().isoformat(),
+        "processor": processor(),
+        "versions": comparison.versions,
+        "commits": commits,
+        "startup_s": comparison.startup_s,
+        "failures": comparison.failures,
+        "runs": [asdict(run) for run in comparison.runs],
+    }
+
+
+def write(comparison: Comparison, commits: dict[str, str], stem: Path) -> None:
+    """Writes the JSON file and the tables next to each other, as STEM.json and STEM.md."""
+    found = as_json(comparison, commits)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    versions = ", ".join(f"{label} {version}" for label, version in comparison.versions.items())
+    named = ", ".join(f"{label} at {commit}" for label, commit in commits.items() if commit)
+    head = f"{found['processor']}; {found['date']}; {versions}; {named}.\n\n"
+    stem.with_suffix(".md").write_text(head + markdown(comparison.runs))

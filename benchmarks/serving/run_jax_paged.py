@@ -1,0 +1,51 @@
+"""jax-paged as a process that answers scenarios."""
+
+import itertools
+
+import jax
+
+from jax_paged import EngineArgs, LLMEngine, SamplingParams
+from jax_paged.sampling_params import RequestOutputKind
+from serving import runner
+from serving.runner import Answer, Settings
+from serving.workloads import Request
+
+
+class Engine:
+    """An engine whose buckets are all compiled."""
+
+    def __init__(self, settings: Settings) -> None:
+        arguments = {
+            "model": settings.model,
+            "dtype": settings.dtype,
+            "skip_tokenizer_init": True,
+            "max_model_len": runner.MAX_MODEL_LEN,
+            "max_num_seqs": runner.MAX_NUM_SEQS,
+            "kv_cache_memory_bytes": runner.OUR_POOL_BYTES,
+        }
+        self._engine = LLMEngine(EngineArgs(**{**arguments, **settings.arguments}))
+        self._engine.executor.wait_until_compiled()
+        self._runs = itertools.count()
+
+    def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
+        """Runs requests; a salt keeps their prefixes apart from those of other calls."""
+        salt = str(next(self._runs))
+
+        def add(i: int, request: Request) -> None:
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=request.max_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            self._engine.add_request(str(i), request.prompt, params, cache_salt=salt)
+
+        def step() -> list[tuple[int, list[int]]]:
+            return [(int(out.request_id), list(out.outputs[0].token_ids)) for out in self._engine.step()]
+
+        return runner.drive(requests, add, step)
+
+
+if __name__ == "__main__":
+    runner.main(Engine, f"jax {jax.__version__}")

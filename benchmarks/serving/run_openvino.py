@@ -1,0 +1,75 @@
+"""OpenVINO GenAI's paged pipeline as a process that answers scenarios."""
+
+import os
+from typing import Any
+
+import numpy as np
+import openvino_genai
+from openvino import Tensor
+
+from serving import runner
+from serving.runner import Answer, Settings
+from serving.workloads import Request
+
+PRECISION = {"float32": "f32", "bfloat16": "bf16"}
+
+
+class Engine:
+    """A pipeline, made again whenever prefix caching is switched: that can't be changed in a running one."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._pipeline: Any = None
+        self._caches_prefixes = False
+
+    def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
+        """Runs requests; their prompts must differ from those of earlier calls if prefixes are cached."""
+        if self._pipeline is None or self._caches_prefixes != prefix_caching:
+            self._pipeline = None
+            self._pipeline = self._make(prefix_caching)
+            self._caches_prefixes = prefix_caching
+            self._run([Request([300] * 8, 4)])
+        return self._run(requests)
+
+    def _make(self, prefix_caching: bool) -> Any:
+        config = openvino_genai.SchedulerConfig()
+        config.max_num_batched_tokens = 256
+        config.max_num_seqs = runner.MAX_NUM_SEQS
+        config.cache_size = runner.POOL_GIB
+        config.enable_prefix_caching = prefix_caching
+        config.dynamic_split_fuse = True
+        for name, value in self._settings.arguments.items():
+            setattr(config, name, value)
+        precision = PRECISION[self._settings.dtype]
+        properties = {
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
+            "INFERENCE_NUM_THREADS": len(os.sched_getaffinity(0)),
+        }
+        return openvino_genai.ContinuousBatchingPipeline(self._settings.model, config, "CPU", properties)
+
+    def _run(self, requests: list[Request]) -> list[Answer]:
+        handles = {}
+
+        def add(i: int, request: Request) -> None:
+            config = openvino_genai.GenerationConfig()
+            config.max_new_tokens = request.max_tokens
+            config.ignore_eos = True
+            config.do_sample = False
+            prompt = Tensor(np.array([request.prompt], dtype=np.int64))
+            handles[i] = self._pipeline.add_request(i, prompt, config)
+
+        def step() -> list[tuple[int, list[int]]]:
+            self._pipeline.step()
+            return [
+                (i, list(output.generated_ids))
+                for i, handle in handles.items()
+                if handle.can_read()
+                for output in handle.read().values()
+            ]
+
+        return runner.drive(requests, add, step)
+
+
+if __name__ == "__main__":
+    runner.main(Engine, openvino_genai.__version__)

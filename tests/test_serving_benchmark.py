@@ -1,0 +1,118 @@
+"""The comparison of engines runs from end to end, and its figures are what they are called."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serving import report
+from serving.compare import Run
+from serving.engines import KINDS, parse_engine
+from serving.figures import Figures, figures_of
+from serving.runner import Answer, drive
+from serving.workloads import SCENARIOS, Request
+
+ROOT = Path(__file__).parent.parent
+TINY = "ours:max_num_seqs=1:max_num_batched_tokens=16"
+
+
+def compare(engine: str, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "serving",
+        "--model",
+        str(ROOT / "models" / "pagelet"),
+        "--engines",
+        engine,
+    ]
+    command += ["--scenarios", "batch-1", "--dtypes", "float32", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'benchmarks'}{os.pathsep}{ROOT}"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_smallest_scenario_from_end_to_end(tmp_path: Path) -> None:
+    done = compare(TINY, tmp_path / "found")
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    (run,) = found["runs"]
+    (figures,) = run["rounds"]
+    assert run["engine"] == TINY
+    assert figures["output_tokens_per_s"] > 0
+    assert figures["all_tokens_per_s"] == pytest.approx(1.5 * figures["output_tokens_per_s"])
+    assert figures["peak_mib"] > 100
+    assert figures["cores"] > 0
+    assert "1 alone, 64 in, 128 out" in (tmp_path / "found.md").read_text()
+
+
+def test_figures_of_answers_at_known_times() -> None:
+    requests = [Request([5] * 10, 3), Request([5] * 20, 2, arrival_s=1.0)]
+    answers = [Answer([1, 2, 3], 3, [0.5, 0.75, 1.5]), Answer([1, 2], 2, [3.0, 4.0])]
+    figures = figures_of(requests, answers, cores=1.5, other_cores=0.1, peak_mib=7.0)
+    assert figures.output_tokens_per_s == pytest.approx(5 / 4)
+    assert figures.all_tokens_per_s == pytest.approx(35 / 4)
+    assert figures.first_token_p50_s == pytest.approx((0.5 + 2.0) / 2)
+    assert figures.first_token_p99_s == pytest.approx(2.0), "from the arrival, not from the start"
+    assert figures.per_token_p50_ms == pytest.approx((500 + 1000) / 2)
+    assert figures.gap_p99_ms == pytest.approx(1000)
+    short = [answers[0], Answer([1], 1, [3.0])]
+    with pytest.raises(ValueError, match="request 1 got 1 tokens of 2"):
+        figures_of(requests, short, cores=0, other_cores=0, peak_mib=0)
+
+
+def test_requests_are_added_when_they_arrive() -> None:
+    requests = [Request([5], 2, arrival_s=0.05), Request([6], 1)]
+    events: list[str] = []
+
+    def step() -> list[tuple[int, list[int]]]:
+        running = [event[1:] for event in events if event[0] == "+" and f"-{event[1:]}" not in events]
+        events.extend(f"-{i}" for i in running)
+        return [(int(i), [7] * requests[int(i)].max_tokens) for i in running]
+
+    answers = drive(requests, lambda i, _: events.append(f"+{i}"), step)
+    assert events == ["+1", "-1", "+0", "-0"]
+    assert [answer.output for answer in answers] == [[7, 7], [7]]
+    assert answers[0].times[0] >= 0.05
+
+
+def figures_at(speed: float) -> Figures:
+    return Figures(speed, 2 * speed, 0.1, 0.2, 1000 / speed, 1000 / speed, 9.0, 1.9, 0.0, 500.0)
+
+
+@pytest.mark.parametrize("scenario", ["crowd", "bursts"])
+def test_ratios_are_of_the_first_engine_round_by_round(scenario: str) -> None:
+    ours = Run("ours", scenario, "float32", [figures_at(100), figures_at(300)], 64, 64)
+    peer = Run("vllm", scenario, "float32", [figures_at(200), figures_at(200)], 63, 64)
+    assert report.ratios(peer, ours) == pytest.approx([0.5, 1.5])
+    table = report.markdown([ours, peer])
+    assert "1.00 (0.50-1.50)" in table
+    assert "63 of 64" in table
+
+
+def test_engines_are_named_with_trees_and_arguments() -> None:
+    spec = parse_engine(f"ours@{ROOT}:max_num_batched_tokens=256:enable_prefix_caching=False")
+    assert spec.tree == ROOT
+    assert spec.arguments == {"max_num_batched_tokens": 256, "enable_prefix_caching": False}
+    assert [parse_engine(kind).kind for kind in KINDS] == list(KINDS)
+    for wrong in ("theirs", "vllm@/tmp", "ours@/nowhere", "ours:block_size"):
+        with pytest.raises(ValueError, match="allowed"):
+            parse_engine(wrong)
+
+
+def test_scenarios_repeat_but_for_prefixes() -> None:
+    for name, scenario in SCENARIOS.items():
+        requests = scenario.make(2048, 1)
+        assert requests == scenario.make(2048, 1)
+        assert (requests == scenario.make(2048, 2)) is (not scenario.shares_prefixes)
+        assert max(len(r.prompt) + r.max_tokens for r in requests) <= 2048, name
+    assert sum(r.max_tokens for r in SCENARIOS["crowd"].make(8192, 1)) == 4546
+
+
+def test_an_engine_that_does_not_come_up_is_reported(tmp_path: Path) -> None:
+    done = compare("ours:block_size=3", tmp_path / "found")
+    assert done.returncode == 1
+    assert "block_size is 3" in done.stderr
+    (failure,) = json.loads((tmp_path / "found.json").read_text())["failures"]
+    assert failure.startswith("float32 ours:block_size=3: ")
