@@ -25,10 +25,12 @@ needs_onednn = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "models" / "fixtures"
-# Built in; tied embeddings; experts; biases and fused projections; an encoder.
+# Built in, its embeddings tied; experts; biases and fused projections; an encoder.
 FOLDERS = [
     ROOT / "models" / "pagelet",
-    *(FIXTURES / name for name in ("gqa2_tied", "mixtral", "gpt2_variants", "t5_gated_untied")),
+    FIXTURES / "mixtral",
+    FIXTURES / "gpt2_variants",
+    pytest.param(FIXTURES / "t5_gated_untied", marks=pytest.mark.slow),
 ]
 PROMPTS = [np.random.default_rng(n).integers(8, 250, n).tolist() for n in (1, 5, 17, 30)]
 load = functools.cache(functools.partial(load_model, dtype="float32"))
