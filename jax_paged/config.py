@@ -12,6 +12,7 @@ from jax_paged.core.cache_group import CacheGroup
 from jax_paged.ignored_arguments import ANY, Ignored, ignores
 
 AttentionBackend = Literal["auto", "native", "pallas", "pallas_interpret", "xla"]
+MatmulBackend = Literal["auto", "onednn", "xla"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 
 
@@ -117,6 +118,8 @@ class EngineArgs:
         seed: Determines the seeds of requests that bring none.
         attention_backend: Which kernels attend: "native" (CPU, in C++), "pallas" (GPU), "pallas_interpret"
             (their CPU interpreter), "xla", or "auto": "native" on a CPU if it was built, else "xla".
+        matmul_backend: What multiplies by weights: "onednn" (CPU; packs them once), "xla", or "auto": oneDNN
+            on a CPU where it is installed.
 
     Raises:
         ValueError: If a value is out of range; the message names the argument, the value and the range, for
@@ -145,6 +148,7 @@ class EngineArgs:
     async_scheduling: bool | None = None
     seed: int = 0
     attention_backend: AttentionBackend = "auto"
+    matmul_backend: MatmulBackend = "auto"
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -158,6 +162,7 @@ class EngineArgs:
             note(check_choice, name, getattr(self, name), (False, True))
         note(check_choice, "dtype", self.dtype, get_args(DTypeName))
         note(check_choice, "attention_backend", self.attention_backend, get_args(AttentionBackend))
+        note(check_choice, "matmul_backend", self.matmul_backend, get_args(MatmulBackend))
         note(check_choice, "scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         note(check_choice, "preemption_mode", self.preemption_mode, (None, "recompute", "swap"))
         note(check_choice, "async_scheduling", self.async_scheduling, (None, False, True))
@@ -211,6 +216,7 @@ class EngineConfig:
         architecture: The name under "architectures" in the model's config.json.
         dtype: Of weights and activations: "float32" or "bfloat16".
         backend: Which kernels attend.
+        matmul_backend: What multiplies by weights.
         vocab_size: Rows of the embedding.
         max_model_len: Maximum tokens of a prompt and its output together.
         block_size: Tokens per block.
@@ -233,6 +239,7 @@ class EngineConfig:
     architecture: str
     dtype: str
     backend: str
+    matmul_backend: str
     vocab_size: int
     max_model_len: int
     block_size: int

@@ -17,6 +17,7 @@ from jax_paged.models.attention import (
 )
 from jax_paged.models.forward_context import ForwardContext
 from jax_paged.models.hf_format import WeightTable
+from jax_paged.models.layers import Embedding, Linear
 
 
 class LanguageModel(nnx.Module):
@@ -52,6 +53,11 @@ class LanguageModel(nnx.Module):
 
         There is no context: the rows are those of `hidden` that somebody samples from, not the token rows.
         """
+
+    @property
+    @abc.abstractmethod
+    def head(self) -> Linear | Embedding:
+        """What makes logits of hidden states: the table of token embeddings where the two are tied."""
 
     @abc.abstractmethod
     def kv_cache_specs(self) -> list[KVCacheSpec]:

@@ -161,8 +161,11 @@ class GPT2LMHeadModel(CausalLM):
         return self.ln_f(x, context)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
-        head = self.wte if self.lm_head is None else self.lm_head
-        return head.logits(hidden)
+        return self.head.logits(hidden)
+
+    @property
+    def head(self) -> Linear | Embedding:
+        return self.wte if self.lm_head is None else self.lm_head
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         c = self.config

@@ -6,9 +6,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jax_paged.models.forward_context import ForwardContext, Module
+from jax_paged.pallas_kernels.native import products
 
 # Mesh axis that heads, MLP width and vocabulary are split over.
 TENSOR = "tensor"
@@ -37,8 +39,12 @@ def normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, std: float) -> 
     return (jax.random.normal(key, shape) * std).astype(dtype)
 
 
+class PackedKernel(nnx.Variable[Array]):
+    """A kernel as oneDNN reads it (pallas_kernels/native/products.py), to serve with and not to train."""
+
+
 class Linear(Module):
-    """y = x @ kernel + bias, the kernel laid out [in, out].
+    """y = x @ kernel + bias, the kernel laid out [in, out], or packed.
 
     Args:
         in_features: Size of x.
@@ -61,32 +67,52 @@ class Linear(Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ) -> None:
-        self.kernel = parameter(normal(rngs.params(), (in_features, out_features), dtype, std), split)
+        self.out_features = out_features
+        self.kernel: nnx.Param | PackedKernel = parameter(
+            normal(rngs.params(), (in_features, out_features), dtype, std), split
+        )
         self.bias = parameter(jnp.zeros(out_features, dtype), split[1:]) if bias else None
 
     def forward(self, x: Float[Array, "... i"], context: ForwardContext) -> Float[Array, "... o"]:
-        y = x @ self.kernel[...]
+        y = self.product(x)
         return y if self.bias is None else y + self.bias[...]
 
     def logits(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         """Returns float32 logits, whatever the type of the weights; such a head has no bias."""
-        return jnp.matmul(x, self.kernel[...], preferred_element_type=jnp.float32)
+        return self.product(x, jnp.float32)
+
+    def product(self, x: Float[Array, "... i"], dtype: DTypeLike | None = None) -> Float[Array, "... o"]:
+        """Returns x @ kernel, of another type if `dtype` says so."""
+        if isinstance(self.kernel, PackedKernel):
+            return products.multiply(x, self.kernel[...], self.out_features, dtype or x.dtype)
+        return jnp.matmul(x, self.kernel[...], preferred_element_type=dtype)
+
+    def pack(self) -> None:
+        """Replaces the kernel by its packed form."""
+        self.kernel = PackedKernel(products.pack(self.kernel[...]))
 
 
 class Embedding(Module):
-    """A table with one vector per token."""
+    """A table with one vector per token, and its packed transpose if it has been packed as a head."""
 
     def __init__(
         self, vocab_size: int, features: int, *, std: float, dtype: jnp.dtype, rngs: nnx.Rngs
     ) -> None:
         self.embedding = parameter(normal(rngs.params(), (vocab_size, features), dtype, std), (TENSOR, None))
+        self.packed_head: PackedKernel | None = nnx.data(None)
 
     def forward(self, x: Int[Array, "..."], context: ForwardContext) -> Float[Array, "... e"]:
         return self.embedding[...][x]
 
     def logits(self, x: Float[Array, "... e"]) -> Float[Array, "... v"]:
         """Returns the float32 logits of a head that is tied to this table."""
+        if self.packed_head is not None:
+            return products.multiply(x, self.packed_head[...], self.embedding.shape[0], jnp.float32)
         return jnp.einsum("...e,ve->...v", x, self.embedding[...], preferred_element_type=jnp.float32)
+
+    def pack(self) -> None:
+        """Packs the table as a head, beside the table: vectors are still read from that."""
+        self.packed_head = PackedKernel(products.pack(self.embedding[...], transposed=True))
 
 
 class RMSNorm(Module):

@@ -251,8 +251,11 @@ class LlamaForCausalLM(CausalLM):
         return self.norm(x, context)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return head.logits(hidden)
+        return self.head.logits(hidden)
+
+    @property
+    def head(self) -> Linear | Embedding:
+        return self.embed_tokens if self.lm_head is None else self.lm_head
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         c = self.config

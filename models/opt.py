@@ -175,9 +175,12 @@ class OPTForCausalLM(CausalLM):
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
         if self.project_out is not None:
-            hidden = hidden @ self.project_out.kernel[...]
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return head.logits(hidden)
+            hidden = self.project_out.product(hidden)
+        return self.head.logits(hidden)
+
+    @property
+    def head(self) -> Linear | Embedding:
+        return self.embed_tokens if self.lm_head is None else self.lm_head
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         c = self.config

@@ -289,8 +289,11 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
         if self.config.scale_decoder_outputs:
             hidden = hidden * self.config.hidden_size**-0.5
-        head = self.shared if self.lm_head is None else self.lm_head
-        return head.logits(hidden)
+        return self.head.logits(hidden)
+
+    @property
+    def head(self) -> Linear | Embedding:
+        return self.shared if self.lm_head is None else self.lm_head
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         shape = (self.config.num_heads, self.config.d_kv)

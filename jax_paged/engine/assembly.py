@@ -81,7 +81,8 @@ def described(config: EngineConfig, buckets: tuple[str, ...]) -> str:
     """
     pool = f"{config.num_blocks} blocks of {config.block_size} tokens, {_size(config.kv_cache_bytes)}"
     model = f"{config.model_name} ({config.architecture}, {_size(config.weight_bytes)}), {config.dtype}"
-    return f"{model}, backend {config.backend}, pool {pool}, buckets {_grouped(buckets)}"
+    backends = f"backend {config.backend}, products {config.matmul_backend}"
+    return f"{model}, {backends}, pool {pool}, buckets {_grouped(buckets)}"
 
 
 def _size(num_bytes: int) -> str:

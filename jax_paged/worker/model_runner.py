@@ -19,6 +19,7 @@ from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.layers import TENSOR
 from jax_paged.models.weights import LoadedModel, load_model
 from jax_paged.pallas_kernels import native
+from jax_paged.pallas_kernels.native import products
 from jax_paged.pallas_kernels.ops import resolve_backend
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker import prompt_logprobs
@@ -37,7 +38,7 @@ from jax_paged.worker.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.results import PendingStep
 from jax_paged.worker.step import StepProgram
 from jax_paged.worker.token_counts import ResetTokenCountsProgram, reset_token_counts
-from jax_paged.worker.weights import flatten
+from jax_paged.worker.weights import flatten, packed
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -68,7 +69,13 @@ class ModelRunner:
             _LOGGER.warning("attention runs in XLA; the native backend is quicker, but %s", native.problem())
         mesh = Mesh(np.array([device]), (TENSOR,))
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        model, weights, shardings = flatten(loaded.model, mesh)
+        matmul_backend = products.resolve_products(args.matmul_backend, loaded.dtype, name="matmul_backend")
+        if args.matmul_backend == "auto" and matmul_backend == "xla" and device.platform == "cpu":
+            problem = products.problem(loaded.dtype)
+            _LOGGER.warning("XLA packs the weights in every step; oneDNN does it once, but %s", problem)
+        packs = matmul_backend == "onednn"
+        own = packed(loaded.model, in_place=self._owns_weights) if packs else loaded.model
+        model, weights, shardings = flatten(own, mesh)
         self._weights: list[Array] = jax.device_put(weights, shardings)
         layout = plan_layout(loaded.model.kv_cache_specs())
         self._encodes = isinstance(loaded.model, EncoderDecoderLM)
@@ -110,7 +117,12 @@ class ModelRunner:
             return free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization)
 
         self.config = resolve_config(
-            args, facts, platform=memory.platform, backend=backend, free_bytes=free_bytes
+            args,
+            facts,
+            platform=memory.platform,
+            backend=backend,
+            matmul_backend=matmul_backend,
+            free_bytes=free_bytes,
         )
         self._context = context_of(self.config, self.config.num_blocks)
         self._encoders = plan_encoders(self.config.max_model_len) if self._encodes else []

@@ -49,6 +49,7 @@ def resolve_config(
     *,
     platform: str,
     backend: str,
+    matmul_backend: str,
     free_bytes: Callable[[EngineConfig], int],
 ) -> EngineConfig:
     """Resolves every setting against the model and the device.
@@ -58,6 +59,7 @@ def resolve_config(
         model: The model.
         platform: "cpu", "gpu" or another of JAX's names.
         backend: Which kernels attend.
+        matmul_backend: What multiplies by weights.
         free_bytes: Returns the bytes that the device has left for the pool of an engine with a
             configuration whose pool is empty. Is called if no setting says how large the pool is, and the
             device is no CPU.
@@ -83,6 +85,7 @@ def resolve_config(
         architecture=model.architecture,
         dtype=model.dtype,
         backend=backend,
+        matmul_backend=matmul_backend,
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         block_size=args.block_size,

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.models.layers import Embedding, Linear
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,6 +27,24 @@ class FlatModel:
     def merge(self, weights: list[Array]) -> LanguageModel:
         """Returns the model with these weights."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights))
+
+
+def packed(model: LanguageModel, *, in_place: bool) -> LanguageModel:
+    """Returns a model whose products are oneDNN's: its kernels are packed.
+
+    Packed kernels are made of the weights as they are now: whoever changes these packs them again.
+
+    Args:
+        model: In one of the types that oneDNN multiplies.
+        in_place: Whether each kernel may be freed when it is packed; else a copy is packed, which shares all
+            other weights.
+    """
+    if not in_place:
+        model = nnx.merge(*nnx.split(model))
+    for _, module in list(nnx.iter_modules(model)):
+        if isinstance(module, Linear) or (isinstance(module, Embedding) and module is model.head):
+            module.pack()
+    return model
 
 
 def flatten(

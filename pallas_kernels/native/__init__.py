@@ -36,11 +36,20 @@ def target(symbol: str) -> str:
     Raises:
         RuntimeError: If the library can't be used.
     """
+    jax.ffi.register_ffi_target(symbol, jax.ffi.pycapsule(getattr(library(), symbol)), platform="cpu")
+    return symbol
+
+
+def library() -> ctypes.CDLL:
+    """Returns the library.
+
+    Raises:
+        RuntimeError: If it can't be used.
+    """
     loaded = _load()
     if isinstance(loaded, str):
         raise RuntimeError(f"the native backend can't be used: {loaded}")
-    jax.ffi.register_ffi_target(symbol, jax.ffi.pycapsule(getattr(loaded, symbol)), platform="cpu")
-    return symbol
+    return loaded
 
 
 @functools.cache

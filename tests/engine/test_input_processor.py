@@ -21,6 +21,7 @@ CONFIG = EngineConfig(
     architecture="none",
     dtype="float32",
     backend="xla",
+    matmul_backend="xla",
     vocab_size=300,
     max_model_len=40,
     block_size=4,

@@ -33,6 +33,7 @@ class ScriptedExecutor:
             architecture="None",
             dtype="float32",
             backend="none",
+            matmul_backend="none",
             vocab_size=VOCAB_SIZE,
             max_model_len=args.max_model_len or 400,
             block_size=args.block_size,

@@ -29,7 +29,9 @@ def resolve(*, platform: str = "cpu", free: int = 10**6, **settings: Any) -> Eng
         return free
 
     args = EngineArgs(model="m", **settings)
-    return resolve_config(args, FACTS, platform=platform, backend="xla", free_bytes=free_bytes)
+    return resolve_config(
+        args, FACTS, platform=platform, backend="xla", matmul_backend="xla", free_bytes=free_bytes
+    )
 
 
 def test_defaults_depend_on_the_device() -> None:

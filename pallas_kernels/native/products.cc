@@ -1,0 +1,337 @@
+// Matrix products with kernels (weights, [in, out]) that oneDNN has packed, which XLA calls.
+//
+// oneDNN's own threads would compete with XLA's for the cores, so it is held to one thread per call, and a product is
+// cut into tiles that XLA's threads compute:
+//
+//               columns of the kernel, packed slice by slice
+//             +--------+--------+--------+-----+
+//        rows | tile 0 | tile 2 | tile 4 | ... |      a tile: kTileRows rows of x times a whole slice
+//             +--------+--------+--------+-----+
+//             | tile 1 | tile 3 | tile 5 | ... |
+//             +--------+--------+--------+-----+
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "onednn.h"
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_paged {
+namespace {
+
+namespace ffi = xla::ffi;
+using namespace onednn;
+
+constexpr size_t kAlignment = 64;
+// The largest tile; smaller ones spend a larger share of their time on reading the kernel or x. Slices are narrower, down
+// to kMinColumns, where there are many threads.
+constexpr int64_t kTileRows = 128, kMaxColumns = 256, kMinColumns = 64;
+
+// Set once, by jax_paged_load_onednn, before any handler runs.
+const OneDnn* library = nullptr;
+
+// While it lives, oneDNN starts no threads for its caller.
+class OneThread {
+ public:
+  OneThread() : before_(library->omp_get_max_threads ? library->omp_get_max_threads() : 1) { Set(1); }
+  ~OneThread() { Set(before_); }
+
+ private:
+  void Set(int n) {
+    if (before_ != 1) library->omp_set_num_threads(n);
+  }
+  const int before_;
+};
+
+// Bytes that are reused from call to call.
+class Buffer {
+ public:
+  ~Buffer() { std::free(data_); }
+  void* Get(size_t size) {
+    if (size > size_) {
+      std::free(data_);
+      size_ = (size + kAlignment - 1) / kAlignment * kAlignment;
+      data_ = std::aligned_alloc(kAlignment, size_);
+      if (data_ == nullptr) throw std::bad_alloc();
+    }
+    return data_;
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+// What each thread has of its own.
+struct Workspace {
+  Handle stream = nullptr;
+  Buffer scratchpad, tile;
+
+  Workspace() { Check(library->dnnl_stream_create(&stream, library->engine, kInOrder), "dnnl_stream_create"); }
+  ~Workspace() { library->dnnl_stream_destroy(stream); }
+};
+
+Workspace& workspace() {
+  static thread_local Workspace mine;
+  return mine;
+}
+
+// An object of oneDNN's that is destroyed with its owner.
+struct Owned {
+  const Handle handle;
+  int (*const destroy)(Handle);
+
+  ~Owned() { destroy(handle); }
+  Owned(const Owned&) = delete;
+};
+
+// An array of the caller, as oneDNN wants it.
+Owned Memory(Handle shape, const void* data) {
+  Handle memory;
+  Check(library->dnnl_memory_create(&memory, shape, library->engine, const_cast<void*>(data)), "dnnl_memory_create");
+  return {memory, library->dnnl_memory_destroy};
+}
+
+Handle DenseShape(int64_t rows, int64_t columns, int type, int64_t row_stride, int64_t column_stride = 1) {
+  const int64_t sizes[] = {rows, columns}, strides[] = {row_stride, column_stride};
+  Handle shape;
+  Check(library->dnnl_memory_desc_create_with_strides(&shape, 2, sizes, type, strides), "a dense shape");
+  return shape;
+}
+
+// The product of an [m, k] array with a slice of n columns.
+struct Product {
+  Handle primitive, source, kernel, result, scratchpad;
+  size_t kernel_bytes, scratchpad_bytes;
+  const char* implementation;
+};
+
+Product MakeProduct(int64_t m, int64_t k, int64_t n, int type, int result_type, Handle kernel) {
+  const OneThread one_thread;
+  Handle description;
+  Check(library->dnnl_matmul_primitive_desc_create(&description, library->engine, DenseShape(m, k, type, k), kernel,
+                                                   nullptr, DenseShape(m, n, result_type, n), library->attributes),
+        "dnnl_matmul_primitive_desc_create");
+  Product p;
+  p.source = library->dnnl_primitive_desc_query_md(description, kSourceShape, 0);
+  p.kernel = library->dnnl_primitive_desc_query_md(description, kKernelShape, 0);
+  p.result = library->dnnl_primitive_desc_query_md(description, kResultShape, 0);
+  p.scratchpad = library->dnnl_primitive_desc_query_md(description, kScratchpad, 0);
+  p.kernel_bytes = library->dnnl_memory_desc_get_size(p.kernel);
+  p.scratchpad_bytes = library->dnnl_memory_desc_get_size(p.scratchpad);
+  Check(library->dnnl_primitive_desc_query(description, kImplementationName, 0, &p.implementation), "a name");
+  Check(library->dnnl_primitive_create(&p.primitive, description), "dnnl_primitive_create");
+  return p;
+}
+
+using ProductKey = std::tuple<int64_t, int64_t, int64_t, int, int>;
+
+// oneDNN chooses the layout of a slice for a whole tile of rows; products of any number of rows then take it.
+const Product& FindOrMakeProduct(std::map<ProductKey, Product>& made, int64_t m, int64_t k, int64_t n, int type,
+                                 int result_type) {
+  const ProductKey key(m, k, n, type, result_type);
+  const auto found = made.find(key);
+  if (found != made.end()) return found->second;
+  Handle kernel;
+  if (m == kTileRows && result_type == type) {
+    const int64_t sizes[] = {k, n};
+    Check(library->dnnl_memory_desc_create_with_tag(&kernel, 2, sizes, type, kAnyFormat), "a free shape");
+  } else {
+    kernel = FindOrMakeProduct(made, kTileRows, k, n, type, type).kernel;
+  }
+  return made.emplace(key, MakeProduct(m, k, n, type, result_type, kernel)).first->second;
+}
+
+// Products are made once per shape and kept: a program has few shapes, and making one compiles code.
+const Product& GetProduct(int64_t m, int64_t k, int64_t n, int type, int result_type) {
+  static std::mutex mutex;
+  static auto& made = *new std::map<ProductKey, Product>();
+  const std::lock_guard<std::mutex> lock(mutex);
+  return FindOrMakeProduct(made, m, k, n, type, result_type);
+}
+
+void Execute(const Product& p, const void* source, const void* kernel, void* result) {
+  Workspace& mine = workspace();
+  const Owned from = Memory(p.source, source), packed = Memory(p.kernel, kernel), to = Memory(p.result, result);
+  const Owned scratchpad = Memory(p.scratchpad, mine.scratchpad.Get(p.scratchpad_bytes));
+  const Argument arguments[] = {{kSource, from.handle},
+                                {kKernel, packed.handle},
+                                {kResult, to.handle},
+                                {kScratchpadArgument, scratchpad.handle}};
+  Check(library->dnnl_primitive_execute(p.primitive, mine.stream, 4, arguments), "dnnl_primitive_execute");
+}
+
+// How the columns of a kernel are cut; the last slice may be narrower.
+struct Slices {
+  int64_t columns, width, count;
+  size_t bytes;  // of each packed slice but the last
+  size_t total_bytes;
+
+  Slices(int64_t rows, int64_t columns, int type) : columns(columns) {
+    const int64_t share = (columns + library->num_threads - 1) / library->num_threads;
+    width = std::clamp((share + kMinColumns - 1) / kMinColumns * kMinColumns, kMinColumns, kMaxColumns);
+    count = (columns + width - 1) / width;
+    bytes = GetProduct(kTileRows, rows, std::min(width, columns), type, type).kernel_bytes;
+    total_bytes = (count - 1) * bytes + GetProduct(kTileRows, rows, Width(count - 1), type, type).kernel_bytes;
+  }
+  int64_t Width(int64_t i) const { return std::min(width, columns - i * width); }
+};
+
+// Calls work(0), ..., work(count - 1) on XLA's threads; throws the last of their errors.
+template <class F>
+void ForEachTile(ffi::ThreadPool pool, int64_t count, const F& work) {
+  std::mutex mutex;
+  std::string error;
+  const auto guarded = [&](int64_t i) {
+    const OneThread one_thread;
+    try {
+      work(i);
+    } catch (const std::exception& e) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      error = e.what();
+    }
+  };
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), count) - 1;
+  parallel_for(count, helpers, [&](auto task) { pool.Schedule(std::move(task)); }, guarded);
+  if (!error.empty()) throw std::runtime_error(error);
+}
+
+int TypeOf(ffi::DataType type) {
+  if (type == ffi::DataType::F32) return kFloat32;
+  if (type == ffi::DataType::BF16) return kBFloat16;
+  throw std::invalid_argument("products are of float32 and bfloat16");
+}
+
+size_t BytesOf(int type) { return type == kFloat32 ? 4 : 2; }
+
+template <class F>
+ffi::Error Guarded(const F& body) {
+  if (library == nullptr) return ffi::Error::Internal("oneDNN was not loaded");
+  try {
+    body();
+  } catch (const std::invalid_argument& error) {
+    return ffi::Error::InvalidArgument(error.what());
+  } catch (const std::exception& error) {
+    return ffi::Error::Internal(error.what());
+  }
+  return ffi::Error::Success();
+}
+
+// Packs a kernel [in, out], or its transpose.
+ffi::Error PackKernel(ffi::ThreadPool pool, ffi::AnyBuffer kernel, ffi::Result<ffi::Buffer<ffi::U8>> packed,
+                      bool transposed) {
+  return Guarded([&] {
+    const auto shape = kernel.dimensions();
+    const int64_t rows = shape[transposed], columns = shape[!transposed];
+    const int type = TypeOf(kernel.element_type());
+    const Slices slices(rows, columns, type);
+    if (packed->element_count() != slices.total_bytes) throw std::invalid_argument("packed has another size");
+    const int64_t row_stride = transposed ? 1 : columns, column_stride = transposed ? rows : 1;
+    const char* const from = static_cast<const char*>(kernel.untyped_data());
+    char* const to = static_cast<char*>(packed->untyped_data());
+    ForEachTile(pool, slices.count, [&](int64_t i) {
+      const int64_t width = slices.Width(i);
+      const Product& product = GetProduct(kTileRows, rows, width, type, type);
+      const Owned dense{DenseShape(rows, width, type, row_stride, column_stride), library->dnnl_memory_desc_destroy};
+      Handle handle;
+      Check(library->dnnl_reorder_primitive_desc_create(&handle, dense.handle, library->engine, product.kernel,
+                                                        library->engine, nullptr),
+            "dnnl_reorder_primitive_desc_create");
+      const Owned description{handle, library->dnnl_primitive_desc_destroy};
+      Check(library->dnnl_primitive_create(&handle, description.handle), "dnnl_primitive_create");
+      const Owned reorder{handle, library->dnnl_primitive_destroy};
+      const Owned source = Memory(dense.handle, from + i * slices.width * column_stride * BytesOf(type));
+      const Owned result = Memory(product.kernel, to + i * slices.bytes);
+      const Argument arguments[] = {{kSource, source.handle}, {kResult, result.handle}};
+      Check(library->dnnl_primitive_execute(reorder.handle, workspace().stream, 2, arguments), "packing");
+    });
+  });
+}
+
+// Multiplies x [m, in] by a packed kernel.
+ffi::Error MultiplyPacked(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> packed,
+                          ffi::Result<ffi::AnyBuffer> result) {
+  return Guarded([&] {
+    const int64_t m = x.dimensions()[0], k = x.dimensions()[1], n = result->dimensions()[1];
+    const int type = TypeOf(x.element_type()), result_type = TypeOf(result->element_type());
+    const Slices slices(k, n, type);
+    if (packed.element_count() != slices.total_bytes) throw std::invalid_argument("packed has another size");
+    const char* const source = static_cast<const char*>(x.untyped_data());
+    const char* const kernel = static_cast<const char*>(packed.untyped_data());
+    char* const to = static_cast<char*>(result->untyped_data());
+    const int64_t num_parts = (m + kTileRows - 1) / kTileRows;
+    ForEachTile(pool, slices.count * num_parts, [&](int64_t tile) {
+      const int64_t i = tile / num_parts, row = tile % num_parts * kTileRows;
+      const int64_t rows = std::min(kTileRows, m - row), width = slices.Width(i);
+      const size_t bytes = BytesOf(result_type);
+      const Product& product = GetProduct(rows, k, width, type, result_type);
+      const char* const from = source + row * k * BytesOf(type);
+      char* const corner = to + (row * n + i * slices.width) * bytes;
+      // oneDNN's fast products write results without gaps only.
+      const bool is_dense = width == n || rows == 1;
+      void* const tile_result = is_dense ? corner : workspace().tile.Get(rows * width * bytes);
+      Execute(product, from, kernel + i * slices.bytes, tile_result);
+      if (is_dense) return;
+      for (int64_t r = 0; r < rows; r++) {
+        std::memcpy(corner + r * n * bytes, static_cast<char*>(tile_result) + r * width * bytes, width * bytes);
+      }
+    });
+  });
+}
+
+}  // namespace
+}  // namespace jax_paged
+
+using namespace jax_paged;
+using namespace jax_paged::onednn;
+
+// Loads oneDNN from a file, unless it is loaded. Returns null, or why it can't be used.
+extern "C" const char* jax_paged_load_onednn(const char* path) {
+  static std::mutex mutex;
+  static auto& problem = *new std::string();
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (library != nullptr) return nullptr;
+  try {
+    library = Load(path);
+    return nullptr;
+  } catch (const std::exception& error) {
+    problem = error.what();
+    return problem.c_str();
+  }
+}
+
+// Returns the bytes of a packed kernel of the given shape, 0 if oneDNN has nothing faster than plain loops for
+// this processor.
+extern "C" int64_t jax_paged_packed_bytes(int64_t rows, int64_t columns, bool is_float32) {
+  try {
+    const int type = is_float32 ? kFloat32 : kBFloat16;
+    const Slices slices(rows, columns, type);
+    const Product& product = GetProduct(kTileRows, rows, slices.Width(0), type, type);
+    return std::strncmp(product.implementation, "brg", 3) == 0 ? slices.total_bytes : 0;
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_paged_pack_kernel, PackKernel,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()
+                                  .Attr<bool>("transposed"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_paged_multiply_packed, MultiplyPacked,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
+                                  .Ret<xla::ffi::AnyBuffer>());
