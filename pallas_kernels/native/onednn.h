@@ -81,7 +81,7 @@ void Find(void* file, const char* name, F*& function) {
 // Returns oneDNN from a file; throws std::runtime_error with the reason if it can't be used.
 inline const OneDnn* Load(const char* path) {
   void* const file = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  if (file == nullptr) throw std::runtime_error(std::string("it does not load: ") + dlerror());
+  if (file == nullptr) throw std::runtime_error(dlerror());
   auto found = std::make_unique<OneDnn>();
   OneDnn& f = *found;
   Find(file, "dnnl_version", f.dnnl_version);

@@ -126,7 +126,7 @@ def _load() -> str | None:
     reason = load(path.encode())
     if reason is None:
         return None
-    return f"oneDNN ({path}): {reason.decode()}; to install it, pip install 'jax-paged[onednn]'"
+    return f"{path} can't be used ({reason.decode()}): pip install 'jax-paged[onednn]'"
 
 
 def _find() -> str:

@@ -215,8 +215,8 @@ for call in (
 def test_without_onednn_xla_multiplies() -> None:
     chosen, refused, unpacked = run_python(ABSENT).splitlines()
     reason = (
-        "oneDNN (libnowhere.so.3): it does not load: libnowhere.so.3: cannot open shared object file: No "
-        "such file or directory; to install it, pip install 'jax-paged[onednn]'"
+        "libnowhere.so.3 can't be used (libnowhere.so.3: cannot open shared object file: No such file or "
+        "directory): pip install 'jax-paged[onednn]'"
     )
     assert chosen == "xla"
     wanted = f"matmul_backend is 'onednn', which can't be used: {reason}; allowed here: 'auto' or 'xla'"
