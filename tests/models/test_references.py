@@ -14,6 +14,8 @@ from flax import nnx
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.registry import MODELS
 from jax_paged.models.weights import load_model, save_model
+from jax_paged.pallas_kernels.native import products
+from jax_paged.worker.weights import packed
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").iterdir())
 MAX_LEN = 128
@@ -27,6 +29,7 @@ RELATIVES = {
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 }
+PROBLEM = products.problem(jnp.dtype("float32"))
 load = functools.cache(load_model)  # no test here modifies a model
 
 
@@ -95,6 +98,15 @@ def test_equals_transformers(folder: Path) -> None:
     assert equal
     assert error < TOLERANCE
     assert sum(f.stat().st_size for f in folder.iterdir()) < 500_000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+@pytest.mark.parametrize("folder", FIXTURES, ids=lambda f: f.name)
+def test_packed_kernels_equal_transformers(folder: Path) -> None:
+    equal, error = compare(packed(load(folder).model, in_place=False), folder)
+    assert equal
+    assert error < TOLERANCE
 
 
 def test_every_family_has_two_fixtures() -> None:
