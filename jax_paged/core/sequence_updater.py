@@ -83,7 +83,7 @@ class SequenceUpdater:
         if any(result.prompt_logprobs):
             for row, entries in zip(scheduled, result.prompt_logprobs, strict=True):
                 found = find(row.seq_id) if entries else None
-                if found is not None:
+                if found is not None and not found[0].is_finished:
                     prompt_logprobs.append((found[0], row.start, entries))
         # Tokens of a sequence that samples count once it has accepted what it got.
         sampled = {sample.row for sample in output.samples}

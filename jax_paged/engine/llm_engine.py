@@ -31,7 +31,7 @@ from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.inputs import Prompt
 from jax_paged.outputs import RequestOutput
-from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -216,7 +216,8 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the requests that got a token or ended, as their output_kind says."""
-        return [_output(s) for s in self.advance() if s.is_finished or not _is_final_only(s)]
+        outputs = (state.next_output() for state in self.advance())
+        return [output for output in outputs if output is not None]
 
     def advance(self) -> list[RequestState]:
         """Runs one step as `step` does; returns the states of the requests, of which outputs can be made.
@@ -232,12 +233,11 @@ class LLMEngine:
                 raise
 
     def _advance(self) -> list[RequestState]:
-        while not self._in_flight or (
-            len(self._in_flight) < self._max_in_flight and self.scheduler.can_run_ahead
-        ):
-            self._in_flight.append(self.scheduler.schedule(time.monotonic()))
-            self.executor.dispatch(self._in_flight[-1])
-        output, result = self._in_flight.popleft(), self.executor.result()
+        in_flight, most = self._in_flight, self._max_in_flight
+        while not in_flight or (len(in_flight) < most and self.scheduler.can_run_ahead):
+            in_flight.append(self.scheduler.schedule(time.monotonic()))
+            self.executor.dispatch(in_flight[-1])
+        output, result = in_flight.popleft(), self.executor.result()
         now = time.monotonic()
         update = self.scheduler.update(output, result, now)
         for group, start, logprobs in update.prompt_logprobs:
@@ -385,18 +385,9 @@ class LLMEngine:
             raise RuntimeError("this engine is closed; make a new one")
 
 
-def _is_final_only(state: RequestState) -> bool:
-    return state.group.sampling_params.output_kind is RequestOutputKind.FINAL_ONLY
-
-
 def _check_arrival_time(value: Any, now: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     ok = is_number and abs(value) <= sys.float_info.max
     check(ok, "arrival_time", value, "a finite number or None")
     allowed = f"at most {now}, the value of time.monotonic(); values of time.time() are on another clock"
     check(value <= now, "arrival_time", value, allowed)
-
-
-def _output(state: RequestState) -> RequestOutput:
-    is_delta = state.group.sampling_params.output_kind is RequestOutputKind.DELTA
-    return state.take_delta() if is_delta else state.output()

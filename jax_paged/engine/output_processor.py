@@ -9,6 +9,7 @@ from jax_paged.engine.detokenizer import Detokenizer
 from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobDict, snapshot
+from jax_paged.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
     from jax_paged.core.runner_output import TokenLogprobs
@@ -179,6 +180,13 @@ class RequestState:
     def give_up(self) -> None:
         """Finishes it with the text that it has, after an error that may have come from decoding more."""
         self.is_finished = True
+
+    def next_output(self) -> RequestOutput | None:
+        """Returns what a step gives its caller of the request, by its output_kind; None for nothing yet."""
+        kind = self.group.sampling_params.output_kind
+        if kind is RequestOutputKind.FINAL_ONLY and not self.is_finished:
+            return None
+        return self.take_delta() if kind is RequestOutputKind.DELTA else self.output()
 
     def output(self) -> RequestOutput:
         """Returns the request with all that it has so far."""

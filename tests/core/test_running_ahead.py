@@ -1,10 +1,11 @@
 """Steps that are scheduled before the results of those before them are there."""
 
 import collections
+import dataclasses
 from typing import Any
 
 import pytest
-from helpers.scheduling import EOS, make_group, make_scheduler, result_of
+from helpers.scheduling import EOS, NO_LOGPROBS, make_group, make_scheduler, result_of
 from helpers.value_device import ValueDevice
 from test_scheduler_simulation import CROSS, FULL, WINDOW, Simulation, root_of, total
 
@@ -185,3 +186,13 @@ def test_nobody_is_preempted_ahead_of_results() -> None:
     third = sched.schedule(0.0)
     assert [row.token_ids for row in third.scheduled] == [[9]]
     assert not third.preempted
+
+
+def test_what_is_in_flight_of_an_aborted_request_reaches_nobody() -> None:
+    sched = make_scheduler()
+    sched.add(make_group(0, [5] * 6, prompt_logprobs=1))
+    output = sched.schedule(0.0)
+    sched.abort("r0")
+    result = result_of(output, [9])
+    result = dataclasses.replace(result, prompt_logprobs=[[NO_LOGPROBS] * 5], is_finite=[False])
+    assert sched.update(output, result, 0.0) == ([], [], [], [])
