@@ -104,30 +104,24 @@ def _table_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def as_json(comparison: Comparison, commits: dict[str, str]) -> dict[str, Any]:
-    """Returns everything that was found, and where.
-
-    Args:
-        comparison: After its run.
-        commits: Of the source trees, by the engine's label.
-    """
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """Returns everything that was found so far, and where."""
     return {
         "date": date.today().isoformat(),
         "processor": processor(),
         "versions": comparison.versions,
-        "commits": commits,
         "startup_s": comparison.startup_s,
         "failures": comparison.failures,
         "runs": [asdict(run) for run in comparison.runs],
     }
 
 
-def write(comparison: Comparison, commits: dict[str, str], stem: Path) -> None:
+def write(comparison: Comparison, stem: Path) -> None:
     """Writes the JSON file and the tables next to each other, as STEM.json and STEM.md."""
-    found = as_json(comparison, commits)
+    found = as_json(comparison)
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     versions = ", ".join(f"{label} {version}" for label, version in comparison.versions.items())
-    named = ", ".join(f"{label} at {commit}" for label, commit in commits.items() if commit)
-    head = f"{found['processor']}; {found['date']}; {versions}; {named}.\n\n"
+    commits = dict.fromkeys(f"{run.engine} at {run.commit}" for run in comparison.runs if run.commit)
+    head = f"{found['processor']}; {found['date']}; {versions}; {', '.join(commits)}.\n\n"
     stem.with_suffix(".md").write_text(head + markdown(comparison.runs))
