@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from serving.engines import EngineSpec, Launcher, commit_of
-from serving.figures import Figures, figures_of
+from serving.figures import QUIET_CORES, Figures, figures_of
 from serving.process import EngineProcess, Turn
 from serving.runner import Answer
 from serving.workloads import Request, Scenario
 
-# What takes more than this many cores beside the engine disturbs it; then a measurement is repeated.
-_QUIET_CORES = 0.15
 _MAX_TRIES = 3
 
 
@@ -167,7 +165,7 @@ class Comparison:
                     found.pop(label, None)
                     processes.pop(label).close()
                     self._fail(f"{scenario.name} {label}: {error}")
-            disturbed = [label for label, (_, f) in found.items() if f.other_cores > _QUIET_CORES]
+            disturbed = [label for label, (_, f) in found.items() if f.other_cores > QUIET_CORES]
             labels = list(processes) if scenario.shares_prefixes else disturbed
             if not disturbed:
                 break

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.compare import Comparison, Run
-from serving.figures import Figures
+from serving.figures import QUIET_CORES, Figures
 from serving.workloads import SCENARIOS
 
 _COLUMNS = (
@@ -83,6 +83,8 @@ def _row(run: Run, first: Run) -> str:
     def median(of: Callable[[Figures], float]) -> float:
         return statistics.median(of(figures) for figures in run.rounds)
 
+    others = median(lambda f: f.other_cores)
+    disturbed = f" (others {others:.2f})" if others > QUIET_CORES else ""
     speeds = [] if run is first else ratios(run, first)
     cells = [
         SCENARIOS[run.scenario].title if run is first else "",
@@ -93,7 +95,7 @@ def _row(run: Run, first: Run) -> str:
         f"{median(lambda f: f.first_token_p50_s):.3f} ({median(lambda f: f.first_token_p99_s):.3f})",
         f"{median(lambda f: f.per_token_p50_ms):.1f} ({median(lambda f: f.per_token_p99_ms):.1f})",
         f"{median(lambda f: f.gap_p99_ms):.0f}",
-        f"{median(lambda f: f.cores):.2f}",
+        f"{median(lambda f: f.cores):.2f}{disturbed}",
         f"{median(lambda f: f.peak_mib):.0f}",
         "" if run.num_equal is None else f"{run.num_equal} of {run.num_requests}",
     ]
