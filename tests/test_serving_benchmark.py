@@ -1,5 +1,6 @@
 """The comparison of engines runs from end to end, and its figures are what they are called."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -89,6 +90,9 @@ def test_ratios_are_of_the_first_engine_round_by_round(scenario: str) -> None:
     table = report.markdown([ours, peer])
     assert "1.00 (0.50-1.50)" in table
     assert "63 of 64" in table
+    assert "others" not in table
+    disturbed = dataclasses.replace(figures_at(200), other_cores=0.9)
+    assert "1.90 (others 0.90)" in report.markdown([Run("ours", scenario, "float32", [disturbed])])
 
 
 def test_the_picture_shows_every_engine(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from serving import picture, report
 from serving.checkpoint import write_checkpoint
 from serving.compare import Comparison, Plan
-from serving.engines import ROOT, Launcher, commit_of, parse_engine
+from serving.engines import ROOT, Launcher, parse_engine
 from serving.process import Turn
 from serving.workloads import SCENARIOS
 
@@ -65,7 +65,6 @@ def main() -> None:
         vocab_size=json.loads((model / "config.json").read_text())["vocab_size"],
         reference=json.loads(args.reference.read_text()) if args.reference else None,
     )
-    commits = {spec.label: commit_of(spec.tree) for spec in specs if spec.kind == "ours"}
     with tempfile.TemporaryDirectory() as logs:
         launcher = Launcher(model, args.peers.resolve(), Path(logs))
         missing = [spec for spec in specs if not launcher.python(spec).exists()]
@@ -77,7 +76,7 @@ def main() -> None:
 
         def save() -> None:
             if args.out:
-                report.write(comparison, commits, args.out)
+                report.write(comparison, args.out)
 
         comparison.run(save)
     print(f"\n{report.processor()}\n\n{report.markdown(comparison.runs)}")

@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from serving.engines import EngineSpec, Launcher
-from serving.figures import Figures, figures_of
+from serving.engines import EngineSpec, Launcher, commit_of
+from serving.figures import QUIET_CORES, Figures, figures_of
 from serving.process import EngineProcess, Turn
 from serving.runner import Answer
 from serving.workloads import Request, Scenario
 
-# What takes more than this many cores beside the engine disturbs it; then a measurement is repeated.
-_QUIET_CORES = 0.15
 _MAX_TRIES = 3
 
 
@@ -28,6 +26,7 @@ class Run:
         rounds: One per round that counts.
         num_equal: How many outputs are as expected, in the worst round; None if nothing is expected.
         num_requests: Of the scenario.
+        commit: Of the source tree when the process was started; "" of peers.
     """
 
     engine: str
@@ -36,6 +35,7 @@ class Run:
     rounds: list[Figures] = field(default_factory=list)
     num_equal: int | None = None
     num_requests: int = 0
+    commit: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Comparison:
         self.versions: dict[str, str] = {}
         self.startup_s: dict[str, dict[str, float]] = {}
         self.failures: list[str] = []
+        self._commits: dict[str, str] = {}
 
     def run(self, save: Callable[[], None]) -> None:
         """Runs everything.
@@ -107,6 +108,7 @@ class Comparison:
         try:
             for spec in specs:
                 self._say(f"{dtype}: starting {spec.label}{' as a server' if over_http else ''}")
+                self._commits[spec.label] = commit_of(spec.tree) if spec.kind == "ours" else ""
                 try:
                     process = self._launcher.start(spec, dtype, server=over_http)
                 except RuntimeError as error:
@@ -126,7 +128,7 @@ class Comparison:
                 process.close()
 
     def _run_scenario(self, dtype: str, scenario: Scenario, processes: dict[str, EngineProcess]) -> None:
-        runs = {label: Run(label, scenario.name, dtype) for label in processes}
+        runs = {label: Run(label, scenario.name, dtype, commit=self._commits[label]) for label in processes}
         self.runs += runs.values()
         for i in range(self._plan.num_rounds + 1):
             found = self._run_round(scenario, i, processes)
@@ -163,7 +165,7 @@ class Comparison:
                     found.pop(label, None)
                     processes.pop(label).close()
                     self._fail(f"{scenario.name} {label}: {error}")
-            disturbed = [label for label, (_, f) in found.items() if f.other_cores > _QUIET_CORES]
+            disturbed = [label for label, (_, f) in found.items() if f.other_cores > QUIET_CORES]
             labels = list(processes) if scenario.shares_prefixes else disturbed
             if not disturbed:
                 break

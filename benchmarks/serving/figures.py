@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from serving.runner import Answer
 from serving.workloads import Request
 
+# What takes more than this many cores beside the engine disturbs it; then a measurement is repeated.
+QUIET_CORES = 0.15
+
 
 @dataclass(frozen=True)
 class Figures:

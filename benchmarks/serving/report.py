@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.compare import Comparison, Run
-from serving.figures import Figures
+from serving.figures import QUIET_CORES, Figures
 from serving.workloads import SCENARIOS
 
 _COLUMNS = (
@@ -83,6 +83,8 @@ def _row(run: Run, first: Run) -> str:
     def median(of: Callable[[Figures], float]) -> float:
         return statistics.median(of(figures) for figures in run.rounds)
 
+    others = median(lambda f: f.other_cores)
+    disturbed = f" (others {others:.2f})" if others > QUIET_CORES else ""
     speeds = [] if run is first else ratios(run, first)
     cells = [
         SCENARIOS[run.scenario].title if run is first else "",
@@ -93,7 +95,7 @@ def _row(run: Run, first: Run) -> str:
         f"{median(lambda f: f.first_token_p50_s):.3f} ({median(lambda f: f.first_token_p99_s):.3f})",
         f"{median(lambda f: f.per_token_p50_ms):.1f} ({median(lambda f: f.per_token_p99_ms):.1f})",
         f"{median(lambda f: f.gap_p99_ms):.0f}",
-        f"{median(lambda f: f.cores):.2f}",
+        f"{median(lambda f: f.cores):.2f}{disturbed}",
         f"{median(lambda f: f.peak_mib):.0f}",
         "" if run.num_equal is None else f"{run.num_equal} of {run.num_requests}",
     ]
@@ -104,30 +106,24 @@ def _table_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def as_json(comparison: Comparison, commits: dict[str, str]) -> dict[str, Any]:
-    """Returns everything that was found, and where.
-
-    Args:
-        comparison: After its run.
-        commits: Of the source trees, by the engine's label.
-    """
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """Returns everything that was found so far, and where."""
     return {
         "date": date.today().isoformat(),
         "processor": processor(),
         "versions": comparison.versions,
-        "commits": commits,
         "startup_s": comparison.startup_s,
         "failures": comparison.failures,
         "runs": [asdict(run) for run in comparison.runs],
     }
 
 
-def write(comparison: Comparison, commits: dict[str, str], stem: Path) -> None:
+def write(comparison: Comparison, stem: Path) -> None:
     """Writes the JSON file and the tables next to each other, as STEM.json and STEM.md."""
-    found = as_json(comparison, commits)
+    found = as_json(comparison)
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     versions = ", ".join(f"{label} {version}" for label, version in comparison.versions.items())
-    named = ", ".join(f"{label} at {commit}" for label, commit in commits.items() if commit)
-    head = f"{found['processor']}; {found['date']}; {versions}; {named}.\n\n"
+    commits = dict.fromkeys(f"{run.engine} at {run.commit}" for run in comparison.runs if run.commit)
+    head = f"{found['processor']}; {found['date']}; {versions}; {', '.join(commits)}.\n\n"
     stem.with_suffix(".md").write_text(head + markdown(comparison.runs))
