@@ -23,12 +23,15 @@ from jaxtyping import Array, Float, Int
 
 # Finite: a row with nothing to attend to gets exp(0), which is masked, and not NaN.
 MASKED_SCORE = -1e30
+# Longer items take fewer and larger products, but more of them is padding.
 DECODE_ITEM_TOKENS = 32
+MANY_SEQS = 32
+MANY_DECODE_ITEM_TOKENS = 64
 PREFILL_ITEM_TOKENS = 64
 PREFILL_TILE_ROWS = 16
 # Bytes of keys per chunk. All of a chunk is computed, so in decode it grows with the sequences: it holds
 # CHUNK_TOKENS_PER_SEQ of each, within these bounds.
-CHUNK_TOKENS_PER_SEQ = 64
+CHUNK_TOKENS_PER_SEQ = 128
 MIN_DECODE_CHUNK_BYTES = 2**18
 MAX_DECODE_CHUNK_BYTES = 2**21
 PREFILL_CHUNK_BYTES = 2**20
@@ -98,7 +101,7 @@ def paged_decode(
         tiles,
         kv_pages,
         block_tables,
-        item_tokens=DECODE_ITEM_TOKENS,
+        item_tokens=DECODE_ITEM_TOKENS if num_seqs < MANY_SEQS else MANY_DECODE_ITEM_TOKENS,
         chunk_bytes=chunk_bytes,
         scale=scale,
         **options,

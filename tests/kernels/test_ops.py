@@ -23,7 +23,7 @@ GPU = [pytest.param("pallas", marks=pytest.mark.gpu)]
 def cases(everywhere, interpreted=(), on_gpu=None):
     """Parameters: `everywhere` for xla and a GPU (`on_gpu` if given, float32 never); `interpreted`.
 
-    xla computes in float32 whatever the dtype is, so its cases in float16 are slow ones.
+    xla does with float16 what it does with bfloat16, so its cases in float16 are slow ones.
     """
     for case in everywhere:
         yield pytest.param("xla", *case, marks=[pytest.mark.slow] if case[0] == "float16" else [])
