@@ -326,9 +326,9 @@ MUTATIONS = [
         "newcomers take the tokens of those that decode",
     ),
     Mutation(
-        "core/seats.py",
-        "if tables.get(seq) is not seat.tables]",
-        "if False]",
+        "core/block_manager.py",
+        "            self.lost.append(seq)\n",
+        "",
         "seats are kept by those that lost their blocks",
     ),
     Mutation(

@@ -37,6 +37,7 @@ NUM_TOP = 5
 # The same float32 sums, but for those of the attention.
 DENSE_TOLERANCE = 1e-5
 SETTINGS: dict[str, Any] = {
+    "matmul_backend": "xla",
     "few_buckets": True,
     "skip_tokenizer_init": True,
     "max_num_batched_tokens": 128,
