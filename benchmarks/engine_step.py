@@ -37,20 +37,18 @@ def abstract_context(
     *,
     num_blocks: int,
     backend: Backend = "pallas",
-    dtype: str = "bfloat16",
     max_model_len: int = 8192,
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 2048,
     block_size: int = 16,
 ) -> TraceContext:
-    """Returns what programs of a model are traced for; its weights are shapes.
+    """Returns what programs of a model in bfloat16 are traced for; its weights are shapes.
 
     Args:
         hf_config: A config.json.
         mesh: One device, of a machine at hand or not.
         num_blocks: Blocks of the pool.
         backend: Of the attention.
-        dtype: Of weights, activations and pool.
         max_model_len: Sets the columns of block tables.
         max_num_seqs: Seats.
         max_num_batched_tokens: Token rows of the largest bucket.
@@ -58,7 +56,8 @@ def abstract_context(
     """
     _, model_class = get_model_class(hf_config)
     config = model_class.config_class.from_hf(hf_config)
-    model = nnx.eval_shape(lambda: model_class(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+    dtype = jnp.dtype(jnp.bfloat16)
+    model = nnx.eval_shape(lambda: model_class(config, dtype=dtype, rngs=nnx.Rngs(0)))
     flat, weights, shardings = flatten(model, mesh)
     return TraceContext(
         model=flat,
@@ -69,7 +68,7 @@ def abstract_context(
         layout=plan_layout(model.kv_cache_specs()),
         num_blocks=num_blocks,
         block_size=block_size,
-        dtype=jnp.dtype(dtype),
+        dtype=dtype,
         vocab_size=config.vocab_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

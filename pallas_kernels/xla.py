@@ -3,16 +3,15 @@
 Both attentions walk a work list. A tile is a few query rows of one sequence (one row in decode, up to
 PREFILL_TILE_ROWS in prefill); an item is a tile and ITEM_TOKENS tokens of the context that it sees:
 
-    sequence, context      tiles        items (32 tokens each)
-    a, 80 tokens           a0           (a0, 0-31) (a0, 32-63) (a0, 64-79)
+    sequence, context      tiles        items (64 tokens each)
+    a, 150 tokens          a0           (a0, 0-63) (a0, 64-127) (a0, 128-149)
     b, 30 tokens           b0           (b0, 0-29)
     c, prefill of 20       c0 c1        (c0, 0-15) (c1, 0-19)
 
-The items are packed: a loop takes them chunk by chunk, as many as stay in the caches of the cores. So the
-cost follows the live tokens and not the padded tables; a gather of whole padded tables would go through
-memory three times. The items of a tile are neighbours, so a chunk finishes all its tiles but the last, whose
-softmax goes on in the next chunk (Milakov and Gimelshein, 2018). Temporary arrays stay below 32 MiB, as above
-that size malloc maps and clears new memory at every step.
+The items are packed: a loop takes them chunk by chunk, as many as stay in the cache of a core, and joins the
+chunks by an online softmax (Milakov and Gimelshein, 2018). So the cost follows the live tokens and not the
+padded tables; a gather of whole padded tables would go through memory three times. Temporary arrays stay
+below 32 MiB, as above that size malloc maps and clears new memory at every step.
 """
 
 from typing import Any, NamedTuple
@@ -23,18 +22,11 @@ from jaxtyping import Array, Float, Int
 
 # Finite: a row with nothing to attend to gets exp(0), which is masked, and not NaN.
 MASKED_SCORE = -1e30
-# Longer items take fewer and larger products, but more of them is padding.
-DECODE_ITEM_TOKENS = 32
-MANY_SEQS = 32
-MANY_DECODE_ITEM_TOKENS = 64
-PREFILL_ITEM_TOKENS = 64
+ITEM_TOKENS = 64
 PREFILL_TILE_ROWS = 16
-# Bytes of keys per chunk. All of a chunk is computed, so in decode it grows with the sequences: it holds
-# CHUNK_TOKENS_PER_SEQ of each, within these bounds.
-CHUNK_TOKENS_PER_SEQ = 128
-MIN_DECODE_CHUNK_BYTES = 2**18
-MAX_DECODE_CHUNK_BYTES = 2**21
-PREFILL_CHUNK_BYTES = 2**20
+# Bytes of keys per chunk.
+DECODE_CHUNK_BYTES = 4 * 2**20
+PREFILL_CHUNK_BYTES = 2 * 2**20
 
 
 def write_kv(
@@ -68,7 +60,7 @@ class Tiles(NamedTuple):
     """Query tiles; the R rows of a kv head are those of its query heads, one head after the other.
 
     Args:
-        queries: [N, K, R, D].
+        queries: [N, K, R, D] float32, scaled.
         positions: int32 [N, R], the position of each row in its sequence.
         context_lens: int32 [N], the tokens that the tile's last row sees; 0 in an unused tile.
         seq: int32 [N], the row of the block tables.
@@ -91,21 +83,10 @@ def paged_decode(
 ) -> Float[Array, "b h d"]:
     """See ops.paged_decode: every sequence is a tile of one row; the options go to _attend."""
     num_seqs, _, head_dim = q.shape
-    queries = q.reshape(num_seqs, kv_pages.shape[2], -1, head_dim)
+    queries = q.reshape(num_seqs, kv_pages.shape[2], -1, head_dim).astype(jnp.float32) * scale
     positions = jnp.broadcast_to(context_lens[:, None] - 1, (num_seqs, queries.shape[2]))
     tiles = Tiles(queries, positions, context_lens, jnp.arange(num_seqs))
-    token_bytes = kv_pages.shape[2] * head_dim * kv_pages.dtype.itemsize
-    chunk_bytes = num_seqs * CHUNK_TOKENS_PER_SEQ * token_bytes
-    chunk_bytes = min(max(chunk_bytes, MIN_DECODE_CHUNK_BYTES), MAX_DECODE_CHUNK_BYTES)
-    out = _attend(
-        tiles,
-        kv_pages,
-        block_tables,
-        item_tokens=DECODE_ITEM_TOKENS if num_seqs < MANY_SEQS else MANY_DECODE_ITEM_TOKENS,
-        chunk_bytes=chunk_bytes,
-        scale=scale,
-        **options,
-    )
+    out = _attend(tiles, kv_pages, block_tables, DECODE_CHUNK_BYTES, **options)
     return out.reshape(q.shape).astype(q.dtype)
 
 
@@ -145,15 +126,8 @@ def ragged_attention(
     positions = (context_lens[seq] - query_lens[seq] + offset)[:, None] + jnp.arange(rows)
     seen = jnp.where(is_used, jnp.minimum(positions[:, -1] + 1, context_lens[seq]), 0)
     positions = jnp.tile(positions, (1, num_heads // kv_heads))
-    out = _attend(
-        Tiles(queries, positions, seen, seq),
-        kv_pages,
-        block_tables,
-        item_tokens=PREFILL_ITEM_TOKENS,
-        chunk_bytes=PREFILL_CHUNK_BYTES,
-        scale=scale,
-        **options,
-    )
+    tiles = Tiles(queries.astype(jnp.float32) * scale, positions, seen, seq)
+    out = _attend(tiles, kv_pages, block_tables, PREFILL_CHUNK_BYTES, **options)
     out = out.reshape(num_tiles, kv_heads, -1, rows, head_dim).transpose(0, 3, 1, 2, 4)
     out = out.reshape(num_tiles * rows, num_heads, head_dim).astype(q.dtype)
 
@@ -189,10 +163,8 @@ def _attend(
     tiles: Tiles,
     kv_pages: Float[Array, "p 2 k s d"],
     block_tables: Int[Array, "b m"],
-    *,
-    item_tokens: int,
     chunk_bytes: int,
-    scale: float,
+    *,
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " h"] | None = None,
@@ -200,113 +172,79 @@ def _attend(
 ) -> Float[Array, "n k r d"]:
     """Attends with every tile over its context, a chunk of items at a time; 0 in unused tiles."""
     num_pages, _, kv_heads, page_size, head_dim = kv_pages.shape
-    num_tiles, _, rows, _ = tiles.queries.shape
-    dtype = jnp.promote_types(tiles.queries.dtype, kv_pages.dtype)
-    pages = max(1, item_tokens // page_size)
+    num_tiles = tiles.queries.shape[0]
+    pages = max(1, ITEM_TOKENS // page_size)
     tokens = pages * page_size
     max_num_items = num_tiles * -(-block_tables.shape[1] // pages)
-    size = min(max(1, chunk_bytes // (tokens * kv_heads * head_dim * dtype.itemsize)), max_num_items)
+    chunk_items = min(max(1, chunk_bytes // (tokens * kv_heads * head_dim * 4)), max_num_items)
     tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % pages)))
     # A row of this view is the [S, D] tile of one page, one of keys and values, one head.
     page_tiles = kv_pages.reshape(num_pages * 2 * kv_heads, page_size * head_dim)
+    head = jnp.arange(kv_heads)[:, None]
     item_counts = -(-tiles.context_lens // tokens)
-    first_token = jnp.zeros_like(tiles.context_lens)
-    if window is not None:
-        first_token = jnp.maximum(tiles.positions[:, 0] - window + 1, 0)
+    first_token = None if window is None else jnp.maximum(tiles.positions[:, 0] - window + 1, 0)
+    if first_token is not None:
         item_counts = jnp.maximum(item_counts - first_token // tokens, 0)
     item_ends = jnp.cumsum(item_counts)
-    # Tiles that have items are neighbours in the output, so that a chunk writes one slice of it.
-    place = jnp.cumsum(item_counts > 0) - 1
 
     def of_rows(of_heads: Array) -> Array:
         of_heads = of_heads.astype(jnp.float32).reshape(kv_heads, -1, *of_heads.shape[1:])
-        return jnp.repeat(of_heads, rows // of_heads.shape[1], axis=1)
-
-    def of_page_tiles(values: Array) -> Array:
-        values = jnp.broadcast_to(values, (size, kv_heads, pages))
-        return lax.optimization_barrier(values.reshape(-1))
-
-    def load(page: Array, which: int) -> Array:
-        row = of_page_tiles((page[:, None] * 2 + which) * kv_heads + jnp.arange(kv_heads)[:, None])
-        return page_tiles.at[row].get(mode="promise_in_bounds").astype(dtype)
-
-    def as_tokens(loaded: Array) -> Array:
-        # A loop over whole page tiles is made of vectors; fused with the reshape it would go by head_dim, and
-        # LLVM unrolls such short loops before it looks for vectors.
-        return lax.optimization_barrier(loaded).reshape(size, kv_heads, tokens, head_dim)
+        return jnp.repeat(of_heads, tiles.queries.shape[2] // of_heads.shape[1], axis=1)
 
     bias = None if distance_bias is None else of_rows(distance_bias)
-    sink = None if sinks is None else of_rows(sinks)
-    page_start, token = jnp.arange(pages) * page_size, jnp.arange(tokens)
 
-    def attend_chunk(chunk: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        out, last_acc, last_largest, last_total = carry
-        tile, index, is_used = _spread(item_ends - chunk * size, item_counts, size)
-        # Tokens count from the start of their item; those from low to high are there.
-        start = (index + first_token[tile] // tokens) * tokens
-        low, high = first_token[tile] - start, jnp.where(is_used, tiles.context_lens[tile] - start, 0)
-        position = tiles.positions[tile] - start[:, None]
+    def load(page: Array, which: int) -> Array:
+        row = (page[:, None, :] * 2 + which) * kv_heads + head
+        loaded = page_tiles.at[row].get(mode="promise_in_bounds")
+        return loaded.reshape(-1, kv_heads, tokens, head_dim).astype(jnp.float32)
+
+    def attend_chunk(chunk: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        acc, largest, total = carry
+        ends = item_ends - chunk * chunk_items
+        tile, index, is_used = _spread(ends, item_counts, chunk_items)
+        if first_token is not None:
+            index += first_token[tile] // tokens
+        token = index[:, None] * tokens + jnp.arange(tokens)
+        is_there = is_used[:, None] & (token < tiles.context_lens[tile][:, None])
+        if first_token is not None:
+            is_there &= token >= first_token[tile][:, None]
         # Page 0 stands for pages that no row sees: the table may say anything of them, and they cost nothing.
-        page_is_there = (page_start < high[:, None]) & (page_start + page_size > low[:, None])
-        column = jnp.where(page_is_there, start[:, None] // page_size + jnp.arange(pages), 0)
+        page_is_there = is_there[:, ::page_size]
+        if first_token is not None:
+            page_is_there = is_there.reshape(-1, pages, page_size).any(-1)
+        column = jnp.where(page_is_there, token[:, ::page_size] // page_size, 0)
         page = jnp.where(page_is_there, tables[tiles.seq[tile][:, None], column], 0)
-        # An unused item gets a segment out of range: what it adds is dropped.
-        segment = jnp.where(is_used, place[tile] - place[tile[0]], size)
-        queries = tiles.queries[tile].astype(dtype)
-        # The barriers here and below end fusions, which would compute all this again for each element.
-        low, high, position, page, segment, queries = lax.optimization_barrier(
-            (low, high, position, page, segment, queries)
-        )
-        live = token < jnp.minimum(position + 1, high[:, None])[:, None, :, None]
+        position = tiles.positions[tile][:, None, :, None]
+        token, is_there = token[:, None, None], is_there[:, None, None]
+        live = is_there & (token <= position)
         if window is not None:
-            live &= token > position[:, None, :, None] - window
+            live &= token > position - window
 
-        keys = as_tokens(load(page, 0))
-        scores = jnp.einsum("nkrd,nktd->nkrt", queries, keys, preferred_element_type=jnp.float32) * scale
+        scores = jnp.einsum("nkrd,nktd->nkrt", tiles.queries[tile], load(page, 0))
         if soft_cap is not None:
             scores = jnp.tanh(scores / soft_cap) * soft_cap
         if bias is not None:
-            distance = jnp.clip(position[:, None, :, None] - token, 0, bias.shape[2] - 1)
-            head = jnp.arange(kv_heads)[:, None, None]
-            scores += bias[head, jnp.arange(rows)[:, None], distance]
-        # The first segment may go on with the last tile of the chunk before.
-        is_continued = index[0] > 0
-        last_largest = jnp.where(is_continued, last_largest, MASKED_SCORE)
-        largest = jnp.full((size, kv_heads, rows), MASKED_SCORE).at[0].set(last_largest)
-        largest = largest.at[segment].max(jnp.where(live, scores, MASKED_SCORE).max(-1), mode="drop")
-        shift = lax.optimization_barrier(largest.at[segment].get(mode="clip"))[..., None]
-        # In one dimension, the exponential is made of vectors.
-        exponents = jnp.where(live, scores - shift, -jnp.inf).reshape(-1)
-        probs = jnp.exp(lax.optimization_barrier(exponents))
-        probs = lax.optimization_barrier(probs).reshape(scores.shape)
+            distance = jnp.clip(position - token, 0, bias.shape[2] - 1)
+            scores += bias[head[..., None], jnp.arange(bias.shape[1])[:, None], distance]
+        scores = jnp.where(live, scores, MASKED_SCORE)
+        # An unused item gets a tile out of range: what it adds is dropped.
+        segment = jnp.where(is_used, tile, num_tiles)
+        new_largest = largest.at[segment].max(scores.max(-1), mode="drop")
+        probs = jnp.where(live, jnp.exp(scores - new_largest[tile][..., None]), 0)
+        decay = jnp.exp(largest - new_largest)
         # 0 * NaN is NaN: what a dead slot holds must not reach the product.
-        slot = jnp.arange(page_size * head_dim) // head_dim
-        values = load(page, 1)
-        is_there = slot < of_page_tiles(high[:, None, None] - page_start)[:, None]
-        if window is not None:
-            is_there &= slot >= of_page_tiles(low[:, None, None] - page_start)[:, None]
-        values = as_tokens(jnp.where(is_there, values, 0))
-        weighted = jnp.einsum(
-            "nkrt,nktd->nkrd", probs.astype(dtype), values, preferred_element_type=jnp.float32
-        )
-        decay = jnp.exp(last_largest - largest[0])
-        acc = jnp.zeros(weighted.shape).at[0].set(jnp.where(is_continued, last_acc * decay[..., None], 0))
-        total = jnp.zeros(largest.shape).at[0].set(jnp.where(is_continued, last_total * decay, 0))
-        acc = acc.at[segment].add(weighted, mode="drop")
-        total = total.at[segment].add(probs.sum(-1), mode="drop")
+        values = jnp.where(is_there.swapaxes(-1, -2), load(page, 1), 0)
+        weighted = jnp.einsum("nkrt,nktd->nkrd", probs, values)
+        acc = (acc * decay[..., None]).at[segment].add(weighted, mode="drop")
+        return acc, new_largest, (total * decay).at[segment].add(probs.sum(-1), mode="drop")
 
-        attended, sum_of_weights = acc, total
-        if sink is not None:
-            new_largest = jnp.maximum(largest, sink)
-            decay = jnp.exp(largest - new_largest)
-            attended, sum_of_weights = acc * decay[..., None], total * decay + jnp.exp(sink - new_largest)
-        attended /= jnp.where(sum_of_weights > 0, sum_of_weights, 1)[..., None]
-        out = lax.dynamic_update_slice_in_dim(out, attended, place[tile[0]], axis=0)
-        last = jnp.max(jnp.where(is_used, segment, 0))
-        return out, acc[last], largest[last], total[last]
-
-    out = jnp.zeros((num_tiles + size, kv_heads, rows, head_dim))
-    carry = (out, out[0], out[0, ..., 0], out[0, ..., 0])
-    num_chunks = -(-item_ends[-1] // size)
-    out, *_ = lax.fori_loop(0, num_chunks, attend_chunk, carry)
-    return jnp.where((item_counts > 0)[:, None, None, None], out[place], 0)
+    zero = jnp.zeros_like(tiles.queries)
+    carry = (zero, jnp.full(zero.shape[:-1], MASKED_SCORE), zero[..., 0])
+    num_chunks = -(-item_ends[-1] // chunk_items)
+    acc, largest, total = lax.fori_loop(0, num_chunks, attend_chunk, carry)
+    if sinks is not None:
+        sink = of_rows(sinks)
+        new_largest = jnp.maximum(largest, sink)
+        decay = jnp.exp(largest - new_largest)
+        acc, total = acc * decay[..., None], total * decay + jnp.exp(sink - new_largest)
+    return acc / jnp.where(total > 0, total, 1)[..., None]
