@@ -147,7 +147,12 @@ def largest_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Buck
 
 def make_engine(folder: Path, *, few_buckets: bool = False, **settings: Any) -> LLMEngine:
     """Returns an engine; with few_buckets, only the largest bucket of each kind is compiled."""
-    defaults = {"dtype": "float32", "attention_backend": "xla", "max_model_len": MAX_MODEL_LEN}
+    defaults = {
+        "dtype": "float32",
+        "attention_backend": "xla",
+        "matmul_backend": "xla",
+        "max_model_len": MAX_MODEL_LEN,
+    }
     args = EngineArgs(model=str(folder), **(defaults | settings))
     return LLMEngine(args, make_executor(args, few_buckets=few_buckets))
 
