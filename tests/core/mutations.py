@@ -458,12 +458,6 @@ MUTATIONS = [
         "a request ends for lack of blocks that are about to be freed",
     ),
     Mutation(
-        "core/row_planner.py",
-        "        if step.is_ahead and any(seq not in tables for seq in seqs):\n",
-        "        if False:\n",
-        "blocks are shared again while what is shared grows",
-    ),
-    Mutation(
         "core/block_pool.py",
         "        if self._last_step is None:\n",
         "        if True:\n",
