@@ -271,7 +271,7 @@ class LLMEngine:
             RuntimeError: If requests are running.
         """
         self._check_open()
-        if self.has_unfinished_requests():
+        if not self._is_idle():
             raise RuntimeError("requests are running; pin prefixes before them")
         manager = self.scheduler.block_manager
         if not manager.enable_prefix_caching:
@@ -326,7 +326,7 @@ class LLMEngine:
             RuntimeError: If requests are running or prefixes are pinned.
         """
         self._check_open()
-        if self.has_unfinished_requests() or self.scheduler.block_manager.pinned:
+        if not self._is_idle() or self.scheduler.block_manager.pinned:
             raise RuntimeError("requests are running or prefixes pinned; record before them")
         from jax_paged.lab.recording import RecordedScheduler
 
@@ -373,6 +373,12 @@ class LLMEngine:
                 self.scheduler.finish(state.group, seq, SequenceStatus.FINISHED_STOPPED, now, stop)
         if state.is_finished:
             del self._requests[state.group.request_id]
+
+    def _is_idle(self) -> bool:
+        """Returns whether no request runs; takes in what the device may still compute for those that ended."""
+        while self._in_flight and not self.scheduler.has_unfinished:
+            self.advance()
+        return not self.scheduler.has_unfinished
 
     def _check_open(self) -> None:
         self._check_not_closed()

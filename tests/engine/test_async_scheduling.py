@@ -152,6 +152,20 @@ def test_nothing_is_left_in_flight(ahead: LLMEngine) -> None:
     assert_no_block_lost(ahead)
 
 
+def test_prefixes_can_be_pinned_after_the_last_output(ahead: LLMEngine) -> None:
+    """A step that was dispatched before its requests had ended is still in flight then."""
+    prompt = REQUESTS[0].prompt[:1] * 40
+    add(ahead, [Request(prompt, SamplingParams(temperature=0, max_tokens=30))])
+    tokens = finished_outputs(ahead)["0"].outputs[0].token_ids
+    stop = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[tokens[4]])
+    add(ahead, [Request(prompt, stop)])
+    while not any(output.finished for output in ahead.step()):
+        pass
+    assert ahead._in_flight
+    ahead.unpin_prefix(ahead.pin_prefix({"prompt_token_ids": prompt}))
+    assert_no_block_lost(ahead)
+
+
 Scripted = Callable[..., tuple[EngineArgs, ScriptedExecutor]]
 
 
