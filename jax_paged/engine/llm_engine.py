@@ -375,7 +375,7 @@ class LLMEngine:
             del self._requests[state.group.request_id]
 
     def _is_idle(self) -> bool:
-        """Returns whether no request runs; takes in what the device may still compute for those that ended."""
+        """Returns whether no request runs; takes in what the device still computes for those that ended."""
         while self._in_flight and not self.scheduler.has_unfinished:
             self.advance()
         return not self.scheduler.has_unfinished
