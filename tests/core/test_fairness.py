@@ -61,6 +61,20 @@ def test_nobody_is_preempted_for_one_that_does_not_fit_even_so(mode: str) -> Non
     assert set(sched.queues.waiting) == {"r2"}
 
 
+def test_nobody_is_preempted_for_blocks_that_another_holds_too() -> None:
+    """r1 shares four of its five blocks with r0, which goes before r2: one is all that it would give up."""
+    sched = make_scheduler(num_blocks=8, block_size=4, policy="priority")
+    prompt = [7] * 16
+    for index, priority in enumerate([0, 2]):
+        sched.add(make_group(index, [*prompt, index], priority=priority, max_tokens=3))
+        step(sched)
+    assert sched.block_manager.num_free_blocks == 1
+    sched.add(make_group(2, [9] * 12, priority=1))
+    output = step(sched)
+    assert output.preempted == ()
+    assert len(output.scheduled) == 2
+
+
 def test_as_many_are_preempted_as_it_takes_and_no_more() -> None:
     sched = make_scheduler(num_blocks=13, block_size=4, policy="priority", caching=False)
     for index in range(4):
