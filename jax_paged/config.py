@@ -114,7 +114,7 @@ class EngineArgs:
         tensor_parallel_size: Devices that one model is split over; 1.
         async_scheduling: Whether the next step begins before the host knows what the last one has drawn, so
             that the device never waits for it. A sequence then ends a step late on the device, which nobody
-            sees but its successor. None takes True on a GPU, False on a CPU, which is host and device.
+            sees but its successor.
         seed: Determines the seeds of requests that bring none.
         attention_backend: Which kernels attend: "native" (CPU, in C++), "pallas" (GPU), "pallas_interpret"
             (their CPU interpreter), "xla", or "auto": "native" on a CPU if it was built, else "xla".
@@ -145,7 +145,7 @@ class EngineArgs:
     preemption_mode: Literal["recompute", "swap"] | None = None
     scheduler_delay_factor: float = 0.0
     tensor_parallel_size: int = 1
-    async_scheduling: bool | None = None
+    async_scheduling: bool = True
     seed: int = 0
     attention_backend: AttentionBackend = "auto"
     matmul_backend: MatmulBackend = "auto"
@@ -158,14 +158,14 @@ class EngineArgs:
         )
         ok = self.tokenizer is None or (isinstance(self.tokenizer, str) and bool(self.tokenizer))
         note(check, ok, "tokenizer", self.tokenizer, "None or a non-empty string")
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enable_chunked_prefill"):
+        flags = ("skip_tokenizer_init", "enable_prefix_caching", "enable_chunked_prefill", "async_scheduling")
+        for name in flags:
             note(check_choice, name, getattr(self, name), (False, True))
         note(check_choice, "dtype", self.dtype, get_args(DTypeName))
         note(check_choice, "attention_backend", self.attention_backend, get_args(AttentionBackend))
         note(check_choice, "matmul_backend", self.matmul_backend, get_args(MatmulBackend))
         note(check_choice, "scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         note(check_choice, "preemption_mode", self.preemption_mode, (None, "recompute", "swap"))
-        note(check_choice, "async_scheduling", self.async_scheduling, (None, False, True))
         note(check_choice, "tensor_parallel_size", self.tensor_parallel_size, (1,))
         note(check_choice, "block_size", self.block_size, (1, 2, 4, 8, 16, 32, 64, 128))
         for name, low in (
@@ -259,7 +259,7 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     preemption_mode: Literal["recompute", "swap"] | None = None
     delay_factor: float = 0.0
-    async_scheduling: bool = False
+    async_scheduling: bool = True
     seed: int = 0
 
 

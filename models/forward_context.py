@@ -19,10 +19,14 @@ decided in one place. There is no global and no thread-local: a context lives wh
 import abc
 import dataclasses
 import functools
-from typing import Any, Protocol
+import types
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
 
 from flax import nnx
 from jaxtyping import Array, Int
+
+from jax_paged.models.rope import Rope, Rotation
 
 
 class Attend(Protocol):
@@ -69,12 +73,14 @@ class ForwardContext:
             leading dimensions of what every module takes and returns.
         attend: How tokens attend to their sequence.
         cross_attend: How tokens attend to the encoder's output.
+        rotations: By how much the tokens are rotated, for each rope of the model.
     """
 
     model: nnx.Module
     positions: Int[Array, "*t"]
     attend: Attend
     cross_attend: CrossAttend = no_cross_attention
+    rotations: Mapping[Rope, Rotation] = types.MappingProxyType({})
 
     def run(self, module: "Module", x: Any) -> Array:
         """Returns module.forward(x, self). Every call of every module comes through here.
@@ -100,7 +106,13 @@ class ForwardContext:
 
 
 class Module(nnx.Module):
-    """A part of a model; called as `module(x, context)`, it computes what its `forward` returns."""
+    """A part of a model; called as `module(x, context)`, it computes what its `forward` returns.
+
+    Attributes:
+        same_input: Names of linear maps in it that are applied to the same rows, and may be packed together.
+    """
+
+    same_input: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, x: Any, context: ForwardContext) -> Array:
         return context.run(self, x)

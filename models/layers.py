@@ -1,10 +1,11 @@
 """Parts that several families share: linear maps, embeddings, norms, activations."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -15,13 +16,19 @@ from jax_paged.pallas_kernels.native import products
 # Mesh axis that heads, MLP width and vocabulary are split over.
 TENSOR = "tensor"
 
+
+def _in_float32(activation: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Returns an activation that is rounded once, at its end: quicker than after each of its operations."""
+    return lambda x: activation(x.astype(jnp.float32)).astype(x.dtype)
+
+
 # By their names in config.json.
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
+    "silu": _in_float32(jax.nn.silu),
     "relu": jax.nn.relu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu": _in_float32(functools.partial(jax.nn.gelu, approximate=False)),
+    "gelu_new": _in_float32(functools.partial(jax.nn.gelu, approximate=True)),
+    "gelu_pytorch_tanh": _in_float32(functools.partial(jax.nn.gelu, approximate=True)),
 }
 
 
@@ -40,7 +47,10 @@ def normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, std: float) -> 
 
 
 class PackedKernel(nnx.Variable[Array]):
-    """A kernel as oneDNN reads it (pallas_kernels/native/products.py), to serve with and not to train."""
+    """A kernel as oneDNN reads it (pallas_kernels/native/products.py), to serve with and not to train.
+
+    Maps that are applied to the same rows may share one: their kernels side by side.
+    """
 
 
 class Linear(Module):
@@ -68,6 +78,8 @@ class Linear(Module):
         rngs: nnx.Rngs,
     ) -> None:
         self.out_features = out_features
+        # Where its columns are in a packed kernel that it shares.
+        self.first_column, self.num_columns = 0, out_features
         self.kernel: nnx.Param | PackedKernel = parameter(
             normal(rngs.params(), (in_features, out_features), dtype, std), split
         )
@@ -84,12 +96,21 @@ class Linear(Module):
     def product(self, x: Float[Array, "... i"], dtype: DTypeLike | None = None) -> Float[Array, "... o"]:
         """Returns x @ kernel, of another type if `dtype` says so."""
         if isinstance(self.kernel, PackedKernel):
-            return products.multiply(x, self.kernel[...], self.out_features, dtype or x.dtype)
+            y = products.multiply(x, self.kernel[...], self.num_columns, dtype or x.dtype)
+            return y[..., self.first_column : self.first_column + self.out_features]
         return jnp.matmul(x, self.kernel[...], preferred_element_type=dtype)
 
-    def pack(self) -> None:
-        """Replaces the kernel by its packed form."""
-        self.kernel = PackedKernel(products.pack(self.kernel[...]))
+    @staticmethod
+    def pack(maps: "Sequence[Linear]") -> None:
+        """Replaces the kernels of maps that are applied to the same rows by one packed kernel.
+
+        Each map still asks for its own columns; where the rows are the same, XLA sees the same product, and
+        computes it once.
+        """
+        kernel = PackedKernel(products.pack(jnp.concatenate([m.kernel[...] for m in maps], axis=1)))
+        columns = np.cumsum([0, *(m.out_features for m in maps)]).tolist()
+        for m, first in zip(maps, columns, strict=False):
+            m.kernel, m.first_column, m.num_columns = kernel, first, columns[-1]
 
 
 class Embedding(Module):

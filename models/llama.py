@@ -150,6 +150,7 @@ class LlamaAttention(Module):
     """Projections and rotary positions; the context knows how the tokens attend."""
 
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    same_input: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config, self.layer = config, layer
@@ -178,13 +179,16 @@ class LlamaAttention(Module):
         q, k, v = (y.reshape(heads) for y in self.project(x, context))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, context), self.k_norm(k, context)
-        q, k = self.rope(q, context.positions), self.rope(k, context.positions)
+        rotate = context.rotations[self.rope]
+        q, k = rotate(q), rotate(k)
         out = context.attend(self.layer, q, k, v, scale=self.scale, soft_cap=self.soft_cap)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), context)
 
 
 class LlamaMLP(Module):
     """A gated MLP: SwiGLU, unless the config names another activation."""
+
+    same_input: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
 
     def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.activation = ACTIVATIONS[config.hidden_act]
@@ -246,6 +250,9 @@ class LlamaForCausalLM(CausalLM):
 
     def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
         x = self.embed(tokens, context)
+        ropes = dict.fromkeys(layer.self_attn.rope for layer in self.layers)
+        rotations = {rope: rope.at(context.positions) for rope in ropes}
+        context = dataclasses.replace(context, rotations=rotations)
         for layer in self.layers:
             x = layer(x, context)
         return self.norm(x, context)

@@ -97,6 +97,8 @@ class OPTConfig:
 class OPTAttention(Module):
     """Four projections; the context knows how the tokens attend."""
 
+    same_input: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
+
     def __init__(self, config: OPTConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.layer, self.num_heads = layer, config.num_attention_heads
         size = config.hidden_size

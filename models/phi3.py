@@ -69,6 +69,8 @@ class Phi3Config(LlamaConfig):
 class Phi3Attention(LlamaAttention):
     """Queries, keys and values come from one matrix."""
 
+    same_input: ClassVar[tuple[str, ...]] = ()
+
     def make_projections(self, make: Callable[..., Linear], width: int, kv_width: int) -> None:
         self.split_at = (width, width + kv_width)
         size = self.config.hidden_size

@@ -5,14 +5,35 @@ Source: Su et al., RoFormer, 2021; frequencies and defaults as in transformers' 
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_paged.models.hf_format import ConfigReader
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+class Rotation(NamedTuple):
+    """By how much the pairs of dimensions of some tokens are rotated.
+
+    Args:
+        cos: float32 [..., 1, n/2], of each token's and pair's angle, times the magnitude.
+        sin: As cos.
+    """
+
+    cos: Float[Array, "... 1 p"]
+    sin: Float[Array, "... 1 p"]
+
+    def __call__(self, x: Float[Array, "... h d"]) -> Float[Array, "... h d"]:
+        """Rotates the pairs (i, i + n/2) of the first n dimensions, in float32."""
+        pairs = self.cos.shape[-1]
+        x32 = x.astype(jnp.float32)
+        first, second, rest = x32[..., :pairs], x32[..., pairs : 2 * pairs], x32[..., 2 * pairs :]
+        parts = [first * self.cos - second * self.sin, second * self.cos + first * self.sin, rest]
+        return jnp.concatenate(parts, axis=-1).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +49,12 @@ class Rope:
     frequencies: tuple[float, ...]
     magnitude: float = 1.0
 
-    def __call__(self, x: Float[Array, "... h d"], positions: Int[Array, "..."]) -> Float[Array, "... h d"]:
-        """Rotates the pairs (i, i + n/2) of the first n dimensions by position * frequency, in float32."""
+    def at(self, positions: Int[Array, "..."]) -> Rotation:
+        """Returns the rotation of tokens at these positions."""
         angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(self.frequencies, jnp.float32)
         cos, sin = jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
-        pairs = len(self.frequencies)
-        first, second = x[..., :pairs].astype(jnp.float32), x[..., pairs : 2 * pairs].astype(jnp.float32)
-        parts = [first * cos - second * sin, second * cos + first * sin]
-        return jnp.concatenate([*(p.astype(x.dtype) for p in parts), x[..., 2 * pairs :]], axis=-1)
+        # XLA would compute them anew in every layer and for every head.
+        return Rotation(*lax.optimization_barrier((cos, sin)))
 
 
 def base_frequencies(dim: int, theta: float) -> tuple[float, ...]:

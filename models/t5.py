@@ -145,6 +145,8 @@ def _linear(config: T5Config, n_in: int, n_out: int, *, split: Any, dtype: Any, 
 class T5Attention(Module):
     """Self-attention: four projections, and scores that are not scaled."""
 
+    same_input: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+
     def __init__(self, config: T5Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.layer, self.head_dim = layer, config.d_kv
         size, width = config.hidden_size, config.num_heads * config.d_kv
@@ -163,6 +165,8 @@ class T5Attention(Module):
 
 class T5CrossAttention(T5Attention):
     """Attention to the encoder's output, whose keys and values the same module computes in another pass."""
+
+    same_input: ClassVar[tuple[str, ...]] = ("k", "v")
 
     def key_value(self, encoded: Float[Array, "*n e"], context: ForwardContext) -> tuple[Array, Array]:
         """Returns keys and values [*n, H, D]; the context is the encoder's."""

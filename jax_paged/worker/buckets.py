@@ -21,20 +21,39 @@ class Bucket:
         return f"decode {self.num_seqs}" if self.is_decode else f"mixed {self.num_tokens}x{self.num_seqs}"
 
 
-def plan_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
+def plan_buckets(
+    max_num_seqs: int, max_num_batched_tokens: int, *, is_fine: bool = False, min_rows: int = 1
+) -> list[Bucket]:
     """Returns the few shapes that serve every step, the largest of each kind last.
 
     Decode steps double from 1 to max_num_seqs. Mixed steps (prefill chunks and decodes together) go in
     steps of four to a quarter of the token budget, then double: small prompts stay quick, and large steps
     are nearly full anyway.
+
+    Args:
+        max_num_seqs: Maximum rows of a step.
+        max_num_batched_tokens: Maximum tokens of a step.
+        is_fine: Whether a padded row costs as much as a live one, as on a CPU. Then decode steps go on in
+            eighths of max_num_seqs, but not fewer than 8 rows, and mixed steps double to a quarter of the
+            token budget, and go on in quarters.
+        min_rows: Rows of the smallest step, where the device has the tokens for it.
     """
+    min_rows = min(min_rows, max_num_batched_tokens)
+    max_num_seqs = max(max_num_seqs, min_rows)
     max_rows = min(max_num_seqs, max_num_batched_tokens)
-    decode = [*(2**i for i in range(max_num_seqs.bit_length()) if 2**i < max_rows), max_rows]
-    mixed = {max_num_batched_tokens, max_num_batched_tokens // 2, max_num_batched_tokens // 4}
-    size = max_num_batched_tokens // 16
-    while size >= 16:
-        mixed.add(size)
-        size //= 4
-    buckets = [Bucket(True, n, n) for n in decode]
-    buckets += [Bucket(False, t, min(t, max_num_seqs)) for t in sorted(mixed) if t > 1]
-    return buckets
+    doubled = [2**i for i in range(max_num_batched_tokens.bit_length())]
+    decode, mixed = {n for n in doubled if n < max_rows}, {max_num_batched_tokens}
+    if is_fine:
+        apart = max(8, max_rows // 8)
+        decode = {n for n in decode if n <= 2 * apart} | set(range(2 * apart, max_rows, apart))
+        quarter = max_num_batched_tokens // 4
+        mixed |= {n for n in doubled if 32 <= n < quarter} | {quarter, 2 * quarter, 3 * quarter}
+    else:
+        mixed |= {max_num_batched_tokens // 2, max_num_batched_tokens // 4}
+        size = max_num_batched_tokens // 16
+        while size >= 16:
+            mixed.add(size)
+            size //= 4
+    decode = {n for n in decode if n >= min_rows} | {max_rows}
+    buckets = [Bucket(True, n, n) for n in sorted(decode)]
+    return buckets + [Bucket(False, t, min(t, max_num_seqs)) for t in sorted(mixed) if t > 1]

@@ -160,9 +160,13 @@ class ModelRunner:
         self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
         self._pending: collections.deque[PendingStep] = collections.deque()
         context, options = self._context, ONE_GRAPH if backend == "pallas" else None
+        on_cpu = memory.platform == "cpu"
+        # XLA multiplies a single row in bfloat16 several times slower than two.
+        min_rows = 2 if on_cpu and matmul_backend == "xla" and loaded.dtype == jnp.bfloat16 else 1
+        limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
         # Last, as it leaves threads behind.
         self._compiled = CompiledPrograms(
-            plan_buckets(self.config.max_num_seqs, self.config.max_num_batched_tokens),
+            plan_buckets(*limits, is_fine=on_cpu, min_rows=min_rows),
             [
                 *self._encoders,
                 *self._mover.programs,

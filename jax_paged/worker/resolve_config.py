@@ -105,7 +105,7 @@ def resolve_config(
         scheduling_policy=args.scheduling_policy,
         preemption_mode=args.preemption_mode,
         delay_factor=args.scheduler_delay_factor,
-        async_scheduling=platform == "gpu" if args.async_scheduling is None else args.async_scheduling,
+        async_scheduling=args.async_scheduling,
         seed=args.seed,
     )
     num_blocks = _num_blocks(args, config, model.block_bytes, on_cpu, free_bytes)

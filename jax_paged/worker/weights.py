@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.models.forward_context import Module
 from jax_paged.models.layers import Embedding, Linear
 
 
@@ -41,9 +42,19 @@ def packed(model: LanguageModel, *, in_place: bool) -> LanguageModel:
     """
     if not in_place:
         model = nnx.merge(*nnx.split(model))
-    for _, module in list(nnx.iter_modules(model)):
-        if isinstance(module, Linear) or (isinstance(module, Embedding) and module is model.head):
-            module.pack()
+    modules = [module for _, module in nnx.iter_modules(model)]
+    alone = {module: None for module in modules if isinstance(module, Linear)}
+    for module in modules:
+        if isinstance(module, Module) and module.same_input:
+            maps = [getattr(module, name) for name in module.same_input]
+            Linear.pack(maps)
+            for m in maps:
+                del alone[m]
+    for module in alone:
+        Linear.pack([module])
+    head = model.head
+    if isinstance(head, Embedding):
+        head.pack()
     return model
 
 

@@ -139,7 +139,7 @@ def margin(logits: np.ndarray) -> float:
     return float((best[:, -1] - best[:, -2]).min())
 
 
-def largest_buckets(max_num_seqs: int, max_num_batched_tokens: int) -> list[Bucket]:
+def largest_buckets(max_num_seqs: int, max_num_batched_tokens: int, **kind: Any) -> list[Bucket]:
     """Returns the largest bucket of each kind, in place of all that plan_buckets returns."""
     decode = Bucket(True, max_num_seqs, max_num_seqs)
     return [decode, Bucket(False, max_num_batched_tokens, max_num_seqs)]

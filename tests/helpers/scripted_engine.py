@@ -52,7 +52,7 @@ class ScriptedExecutor:
             scheduling_policy=args.scheduling_policy,
             preemption_mode=args.preemption_mode,
             delay_factor=args.scheduler_delay_factor,
-            async_scheduling=bool(args.async_scheduling),
+            async_scheduling=args.async_scheduling,
             seed=args.seed,
         )
         self.buckets = ("decode 1", "decode 8", "mixed 64x8")

@@ -54,6 +54,16 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def test_rotations_are_computed_once() -> None:
+    """Not for each layer, nor for queries and keys apart."""
+    model = load_model(FOLDER).model
+    graph, state = nnx.split(model)
+    step = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))
+    program = step.lower(state, jnp.zeros((1, 300), jnp.int32)).compile().as_text()
+    assert len(model.layers) > 1
+    assert program.count(" cosine(") == program.count(" sine(") == 1
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_references_notice_a_mistake(mistake: str) -> None:
     _, error = compare(MISTAKES[mistake](load_model(FOLDER).model), FOLDER)

@@ -17,9 +17,10 @@ from jax_paged.worker.step import StepProgram
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 16, 64, 100, 256])
 @pytest.mark.parametrize("max_num_batched_tokens", [1, 2, 5, 16, 64, 500, 512, 2048])
-def test_every_step_fits_a_bucket(max_num_seqs, max_num_batched_tokens):
-    buckets = plan_buckets(max_num_seqs, max_num_batched_tokens)
-    assert len(buckets) == len(set(buckets)) <= 16
+@pytest.mark.parametrize("kind", [{}, {"is_fine": True}, {"is_fine": True, "min_rows": 2}])
+def test_every_step_fits_a_bucket(max_num_seqs, max_num_batched_tokens, kind):
+    buckets = plan_buckets(max_num_seqs, max_num_batched_tokens, **kind)
+    assert len(buckets) == len(set(buckets)) <= (21 if kind else 16)
     for is_decode in (True, False):
         kind = [b for b in buckets if b.is_decode is is_decode]
         assert kind == sorted(kind)
@@ -30,6 +31,25 @@ def test_every_step_fits_a_bucket(max_num_seqs, max_num_batched_tokens):
             if (is_decode and num_tokens > most_seqs) or num_seqs < 1:
                 continue
             assert any(b.num_tokens >= num_tokens and b.num_seqs >= num_seqs for b in kind)
+
+
+def test_fine_buckets_waste_few_rows():
+    buckets = plan_buckets(64, 512, is_fine=True)
+    decode, mixed = ([b.num_tokens for b in buckets if b.is_decode is kind] for kind in (True, False))
+    assert decode == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert mixed == [32, 64, 128, 256, 384, 512]
+    many = [b.num_tokens for b in plan_buckets(256, 2048, is_fine=True) if b.is_decode]
+    assert many == [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256]
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 64])
+@pytest.mark.parametrize("max_num_batched_tokens", [2, 5, 512])
+@pytest.mark.parametrize("is_fine", [False, True])
+def test_no_step_has_fewer_rows_than_wanted(max_num_seqs, max_num_batched_tokens, is_fine):
+    """Neither of tokens nor of logits, even if a single sequence may run."""
+    for bucket in plan_buckets(max_num_seqs, max_num_batched_tokens, is_fine=is_fine, min_rows=2):
+        assert min(bucket.num_tokens, bucket.num_seqs) >= 2
+    assert plan_buckets(max_num_seqs, 1, is_fine=is_fine, min_rows=2) == [Bucket(True, 1, 1)]
 
 
 BUCKETS = [Bucket(True, 1, 1), Bucket(True, 2, 2), Bucket(True, 4, 4), Bucket(False, 8, 4)]

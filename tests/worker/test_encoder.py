@@ -27,7 +27,7 @@ def test_two_texts_are_encoded_side_by_side() -> None:
         num_gpu_blocks_override=200,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "plan_buckets", lambda *limits: [Bucket(True, 2, 2)])
+        patch.setattr(model_runner, "plan_buckets", lambda *limits, **kind: [Bucket(True, 2, 2)])
         runner = ModelRunner(args)
     start = runner.config.decoder_start_token_id
     assert start is not None

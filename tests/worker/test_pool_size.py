@@ -25,7 +25,7 @@ def gpu(bytes_limit):
 def largest_buckets_alone(monkeypatch):
     """The smaller ones play no part here, and take long to compile."""
     buckets = [Bucket(True, 2, 2), Bucket(False, 16, 2)]
-    monkeypatch.setattr(model_runner, "plan_buckets", lambda *limits: buckets)
+    monkeypatch.setattr(model_runner, "plan_buckets", lambda *limits, **kind: buckets)
 
 
 def num_blocks(checkpoint, monkeypatch, memory=None, **settings):

@@ -40,7 +40,7 @@ def executor(checkpoint: Path) -> Iterator[LocalExecutor]:
         num_gpu_blocks_override=1 + 20 * MAX_LEN // BLOCK_SIZE,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "plan_buckets", lambda *limits: BUCKETS)
+        patch.setattr(model_runner, "plan_buckets", lambda *limits, **kind: BUCKETS)
         executor = LocalExecutor(args)
     executor.wait_until_compiled()
     yield executor
