@@ -19,7 +19,7 @@ from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec, SlidingWi
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
-from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, Linear, RMSNorm
+from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, Linear, RMSNorm, gated
 from jax_paged.models.rope import Rope, max_positions, read_rope, rope_values
 
 WEIGHT_TABLE = WeightTable(
@@ -188,10 +188,8 @@ class LlamaAttention(Module):
 class LlamaMLP(Module):
     """A gated MLP: SwiGLU, unless the config names another activation."""
 
-    same_input: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
-
     def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.activation = config.hidden_act
         make = functools.partial(
             Linear, bias=config.mlp_bias, std=config.initializer_range, dtype=dtype, rngs=rngs
         )
@@ -200,8 +198,7 @@ class LlamaMLP(Module):
         self.down_proj = make(config.intermediate_size, config.hidden_size, split=(TENSOR, None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
-        gate = self.activation(self.gate_proj(x, context))
-        return self.down_proj(gate * self.up_proj(x, context), context)
+        return self.down_proj(gated(self.activation, self.gate_proj, self.up_proj, x, context), context)
 
 
 class LlamaDecoderLayer(Module):

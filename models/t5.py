@@ -18,7 +18,7 @@ from jax_paged.models.attention import CrossAttentionSpec, FullAttentionSpec, KV
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
-from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, Linear, RMSNorm, normal, parameter
+from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, Linear, RMSNorm, gated, normal, parameter
 
 BLOCK, HF_BLOCK = r"(encoder|decoder)\.block\.(\d+)\.", r"\1.block.\2.layer."
 BIAS = "relative_attention_bias"
@@ -181,7 +181,7 @@ class T5MLP(Module):
     """Two linear maps with an activation between them, which a third map may gate."""
 
     def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
         make = functools.partial(_linear, config, dtype=dtype, rngs=rngs)
         widen = functools.partial(make, config.hidden_size, config.d_ff, split=(None, TENSOR))
         self.wi = None if config.is_gated else widen()
@@ -191,11 +191,10 @@ class T5MLP(Module):
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         if self.wi is not None:
-            return self.wo(self.activation(self.wi(x, context)), context)
+            return self.wo(ACTIVATIONS[self.activation](self.wi(x, context)), context)
         assert self.wi_0 is not None
         assert self.wi_1 is not None
-        gate = self.activation(self.wi_0(x, context))
-        return self.wo(gate * self.wi_1(x, context), context)
+        return self.wo(gated(self.activation, self.wi_0, self.wi_1, x, context), context)
 
 
 class T5Block(Module):

@@ -9,6 +9,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <thread>
 
 namespace jax_paged::onednn {
@@ -33,6 +34,9 @@ constexpr int kCpu = 1, kInOrder = 1, kBFloat16 = 2, kFloat32 = 3, kAnyFormat = 
 constexpr int kStrictMath = 0, kScratchpadOfUser = 1;
 constexpr int kImplementationName = 8, kSourceShape = 129, kKernelShape = 131, kResultShape = 133, kScratchpad = 136;
 constexpr int kSource = 1, kResult = 17, kKernel = 33, kScratchpadArgument = 80;
+// The second argument of the second operation that follows a product.
+constexpr int kFactors = 2 * 0x8000 + 2;
+constexpr int kRelu = 0x20, kGeluTanh = 0x2b, kSwish = 0x2c, kGeluErf = 0x31, kMultiply = 0x1fff1;
 
 // oneDNN's functions, and what is shared by all calls.
 struct OneDnn {
@@ -49,6 +53,10 @@ struct OneDnn {
   int (*dnnl_primitive_attr_create)(Handle*);
   int (*dnnl_primitive_attr_set_fpmath_mode)(Handle, int);
   int (*dnnl_primitive_attr_set_scratchpad_mode)(Handle, int);
+  int (*dnnl_primitive_attr_set_post_ops)(Handle, Handle post_ops);
+  int (*dnnl_post_ops_create)(Handle*);
+  int (*dnnl_post_ops_append_eltwise)(Handle, int kind, float alpha, float beta);
+  int (*dnnl_post_ops_append_binary)(Handle, int kind, Handle shape);
   int (*dnnl_matmul_primitive_desc_create)(Handle*, Handle engine, Handle source, Handle kernel, Handle bias,
                                            Handle result, Handle attributes);
   int (*dnnl_reorder_primitive_desc_create)(Handle*, Handle from, Handle from_engine, Handle to, Handle to_engine,
@@ -76,6 +84,38 @@ template <class F>
 void Find(void* file, const char* name, F*& function) {
   function = reinterpret_cast<F*>(dlsym(file, name));
   if (function == nullptr) throw std::runtime_error(std::string("it has no function ") + name);
+}
+
+// Returns attributes that every product has.
+inline Handle Attributes(const OneDnn& f) {
+  Handle attributes;
+  Check(f.dnnl_primitive_attr_create(&attributes), "dnnl_primitive_attr_create");
+  // Whatever the environment says, float32 is multiplied as float32.
+  Check(f.dnnl_primitive_attr_set_fpmath_mode(attributes, kStrictMath), "dnnl_primitive_attr_set_fpmath_mode");
+  // oneDNN's own scratchpads are shared by threads that run the same product.
+  Check(f.dnnl_primitive_attr_set_scratchpad_mode(attributes, kScratchpadOfUser),
+        "dnnl_primitive_attr_set_scratchpad_mode");
+  return attributes;
+}
+
+// Returns those of a product whose activation is multiplied by factors.
+inline Handle GatedAttributes(const OneDnn& f, int activation, Handle factors) {
+  Handle then;
+  Check(f.dnnl_post_ops_create(&then), "dnnl_post_ops_create");
+  Check(f.dnnl_post_ops_append_eltwise(then, activation, activation == kSwish ? 1.0f : 0.0f, 0.0f), "an activation");
+  Check(f.dnnl_post_ops_append_binary(then, kMultiply, factors), "factors");
+  const Handle attributes = Attributes(f);
+  Check(f.dnnl_primitive_attr_set_post_ops(attributes, then), "dnnl_primitive_attr_set_post_ops");
+  return attributes;
+}
+
+// By the names that models/layers.py has for them.
+inline int ActivationOf(std::string_view name) {
+  if (name == "silu") return kSwish;
+  if (name == "relu") return kRelu;
+  if (name == "gelu") return kGeluErf;
+  if (name == "gelu_new" || name == "gelu_pytorch_tanh") return kGeluTanh;
+  throw std::invalid_argument("unknown activation " + std::string(name));
 }
 
 // Returns oneDNN from a file; throws std::runtime_error with the reason if it can't be used.
@@ -110,6 +150,10 @@ inline const OneDnn* Load(const char* path) {
   FIND(dnnl_primitive_attr_create);
   FIND(dnnl_primitive_attr_set_fpmath_mode);
   FIND(dnnl_primitive_attr_set_scratchpad_mode);
+  FIND(dnnl_primitive_attr_set_post_ops);
+  FIND(dnnl_post_ops_create);
+  FIND(dnnl_post_ops_append_eltwise);
+  FIND(dnnl_post_ops_append_binary);
   FIND(dnnl_matmul_primitive_desc_create);
   FIND(dnnl_reorder_primitive_desc_create);
   FIND(dnnl_primitive_desc_query);
@@ -120,12 +164,7 @@ inline const OneDnn* Load(const char* path) {
   FIND(dnnl_primitive_execute);
 #undef FIND
   Check(f.dnnl_engine_create(&f.engine, kCpu, 0), "dnnl_engine_create");
-  Check(f.dnnl_primitive_attr_create(&f.attributes), "dnnl_primitive_attr_create");
-  // Whatever the environment says, float32 is multiplied as float32.
-  Check(f.dnnl_primitive_attr_set_fpmath_mode(f.attributes, kStrictMath), "dnnl_primitive_attr_set_fpmath_mode");
-  // oneDNN's own scratchpads are shared by threads that run the same product.
-  Check(f.dnnl_primitive_attr_set_scratchpad_mode(f.attributes, kScratchpadOfUser),
-        "dnnl_primitive_attr_set_scratchpad_mode");
+  f.attributes = Attributes(f);
   // Counted once, since the layout of packed kernels depends on it.
   f.num_threads = std::max(1u, std::thread::hardware_concurrency());
   return found.release();

@@ -19,6 +19,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <tuple>
 
 #include "onednn.h"
@@ -74,7 +75,7 @@ class Buffer {
 // What each thread has of its own.
 struct Workspace {
   Handle stream = nullptr;
-  Buffer scratchpad, tile;
+  Buffer scratchpad, tile, factors;
 
   Workspace() { Check(library->dnnl_stream_create(&stream, library->engine, kInOrder), "dnnl_stream_create"); }
   ~Workspace() { library->dnnl_stream_destroy(stream); }
@@ -108,20 +109,23 @@ Handle DenseShape(int64_t rows, int64_t columns, int type, int64_t row_stride, i
   return shape;
 }
 
-// The product of an [m, k] array with a slice of n columns.
+// The product of an [m, k] array with a slice of n columns. If it has an activation, this is applied to the product, and
+// the result is multiplied by factors, another [m, n] array.
 struct Product {
-  Handle primitive, source, kernel, result, scratchpad;
+  Handle primitive, source, kernel, result, factors, scratchpad;
   size_t kernel_bytes, scratchpad_bytes;
   const char* implementation;
 };
 
-Product MakeProduct(int64_t m, int64_t k, int64_t n, int type, int result_type, Handle kernel) {
+Product MakeProduct(int64_t m, int64_t k, int64_t n, int type, int result_type, int activation, Handle kernel) {
   const OneThread one_thread;
+  Product p;
+  p.factors = activation ? DenseShape(m, n, type, n) : nullptr;
+  const Handle attributes = activation ? GatedAttributes(*library, activation, p.factors) : library->attributes;
   Handle description;
   Check(library->dnnl_matmul_primitive_desc_create(&description, library->engine, DenseShape(m, k, type, k), kernel,
-                                                   nullptr, DenseShape(m, n, result_type, n), library->attributes),
+                                                   nullptr, DenseShape(m, n, result_type, n), attributes),
         "dnnl_matmul_primitive_desc_create");
-  Product p;
   p.source = library->dnnl_primitive_desc_query_md(description, kSourceShape, 0);
   p.kernel = library->dnnl_primitive_desc_query_md(description, kKernelShape, 0);
   p.result = library->dnnl_primitive_desc_query_md(description, kResultShape, 0);
@@ -133,41 +137,44 @@ Product MakeProduct(int64_t m, int64_t k, int64_t n, int type, int result_type, 
   return p;
 }
 
-using ProductKey = std::tuple<int64_t, int64_t, int64_t, int, int>;
+using ProductKey = std::tuple<int64_t, int64_t, int64_t, int, int, int>;
 
 // oneDNN chooses the layout of a slice for a whole tile of rows; products of any number of rows then take it.
 const Product& FindOrMakeProduct(std::map<ProductKey, Product>& made, int64_t m, int64_t k, int64_t n, int type,
-                                 int result_type) {
-  const ProductKey key(m, k, n, type, result_type);
+                                 int result_type, int activation) {
+  const ProductKey key(m, k, n, type, result_type, activation);
   const auto found = made.find(key);
   if (found != made.end()) return found->second;
   Handle kernel;
-  if (m == kTileRows && result_type == type) {
+  if (m == kTileRows && result_type == type && !activation) {
     const int64_t sizes[] = {k, n};
     Check(library->dnnl_memory_desc_create_with_tag(&kernel, 2, sizes, type, kAnyFormat), "a free shape");
   } else {
-    kernel = FindOrMakeProduct(made, kTileRows, k, n, type, type).kernel;
+    kernel = FindOrMakeProduct(made, kTileRows, k, n, type, type, 0).kernel;
   }
-  return made.emplace(key, MakeProduct(m, k, n, type, result_type, kernel)).first->second;
+  return made.emplace(key, MakeProduct(m, k, n, type, result_type, activation, kernel)).first->second;
 }
 
 // Products are made once per shape and kept: a program has few shapes, and making one compiles code.
-const Product& GetProduct(int64_t m, int64_t k, int64_t n, int type, int result_type) {
+const Product& GetProduct(int64_t m, int64_t k, int64_t n, int type, int result_type, int activation = 0) {
   static std::mutex mutex;
   static auto& made = *new std::map<ProductKey, Product>();
   const std::lock_guard<std::mutex> lock(mutex);
-  return FindOrMakeProduct(made, m, k, n, type, result_type);
+  return FindOrMakeProduct(made, m, k, n, type, result_type, activation);
 }
 
-void Execute(const Product& p, const void* source, const void* kernel, void* result) {
+void Execute(const Product& p, const void* source, const void* kernel, void* result, const void* factors = nullptr) {
   Workspace& mine = workspace();
   const Owned from = Memory(p.source, source), packed = Memory(p.kernel, kernel), to = Memory(p.result, result);
   const Owned scratchpad = Memory(p.scratchpad, mine.scratchpad.Get(p.scratchpad_bytes));
+  const Owned by = Memory(p.factors ? p.factors : p.result, factors);
   const Argument arguments[] = {{kSource, from.handle},
                                 {kKernel, packed.handle},
                                 {kResult, to.handle},
-                                {kScratchpadArgument, scratchpad.handle}};
-  Check(library->dnnl_primitive_execute(p.primitive, mine.stream, 4, arguments), "dnnl_primitive_execute");
+                                {kScratchpadArgument, scratchpad.handle},
+                                {kFactors, by.handle}};
+  Check(library->dnnl_primitive_execute(p.primitive, mine.stream, p.factors ? 5 : 4, arguments),
+        "dnnl_primitive_execute");
 }
 
 // How the columns of a kernel are cut; the last slice may be narrower.
@@ -257,33 +264,60 @@ ffi::Error PackKernel(ffi::ThreadPool pool, ffi::AnyBuffer kernel, ffi::Result<f
   });
 }
 
+// Calls compute(i, rows, width, from, to) for every tile: `rows` rows of x that begin at `from`, times slice i of a kernel
+// with `width` columns, to be written to `to` without gaps.
+template <class F>
+void ForEachTileOf(ffi::ThreadPool pool, ffi::AnyBuffer x, const Slices& slices, ffi::AnyBuffer result, const F& compute) {
+  const int64_t m = x.dimensions()[0], k = x.dimensions()[1], n = slices.columns;
+  const size_t x_bytes = BytesOf(TypeOf(x.element_type())), bytes = BytesOf(TypeOf(result.element_type()));
+  const char* const source = static_cast<const char*>(x.untyped_data());
+  char* const destination = static_cast<char*>(result.untyped_data());
+  const int64_t num_parts = (m + kTileRows - 1) / kTileRows;
+  ForEachTile(pool, slices.count * num_parts, [&](int64_t tile) {
+    const int64_t i = tile / num_parts, row = tile % num_parts * kTileRows;
+    const int64_t rows = std::min(kTileRows, m - row), width = slices.Width(i);
+    char* const corner = destination + (row * n + i * slices.width) * bytes;
+    // oneDNN's fast products write results without gaps only.
+    const bool is_dense = width == n || rows == 1;
+    char* const to = is_dense ? corner : static_cast<char*>(workspace().tile.Get(rows * width * bytes));
+    compute(i, rows, width, source + row * k * x_bytes, to);
+    if (is_dense) return;
+    for (int64_t r = 0; r < rows; r++) std::memcpy(corner + r * n * bytes, to + r * width * bytes, width * bytes);
+  });
+}
+
+const char* SlicesOf(ffi::Buffer<ffi::U8> packed, const Slices& slices) {
+  if (packed.element_count() != slices.total_bytes) throw std::invalid_argument("a packed kernel has another size");
+  return reinterpret_cast<const char*>(packed.typed_data());
+}
+
 // Multiplies x [m, in] by a packed kernel.
 ffi::Error MultiplyPacked(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> packed,
                           ffi::Result<ffi::AnyBuffer> result) {
   return Guarded([&] {
-    const int64_t m = x.dimensions()[0], k = x.dimensions()[1], n = result->dimensions()[1];
+    const int64_t k = x.dimensions()[1];
     const int type = TypeOf(x.element_type()), result_type = TypeOf(result->element_type());
-    const Slices slices(k, n, type);
-    if (packed.element_count() != slices.total_bytes) throw std::invalid_argument("packed has another size");
-    const char* const source = static_cast<const char*>(x.untyped_data());
-    const char* const kernel = static_cast<const char*>(packed.untyped_data());
-    char* const to = static_cast<char*>(result->untyped_data());
-    const int64_t num_parts = (m + kTileRows - 1) / kTileRows;
-    ForEachTile(pool, slices.count * num_parts, [&](int64_t tile) {
-      const int64_t i = tile / num_parts, row = tile % num_parts * kTileRows;
-      const int64_t rows = std::min(kTileRows, m - row), width = slices.Width(i);
-      const size_t bytes = BytesOf(result_type);
-      const Product& product = GetProduct(rows, k, width, type, result_type);
-      const char* const from = source + row * k * BytesOf(type);
-      char* const corner = to + (row * n + i * slices.width) * bytes;
-      // oneDNN's fast products write results without gaps only.
-      const bool is_dense = width == n || rows == 1;
-      void* const tile_result = is_dense ? corner : workspace().tile.Get(rows * width * bytes);
-      Execute(product, from, kernel + i * slices.bytes, tile_result);
-      if (is_dense) return;
-      for (int64_t r = 0; r < rows; r++) {
-        std::memcpy(corner + r * n * bytes, static_cast<char*>(tile_result) + r * width * bytes, width * bytes);
-      }
+    const Slices slices(k, result->dimensions()[1], type);
+    const char* const kernel = SlicesOf(packed, slices);
+    ForEachTileOf(pool, x, slices, *result, [&](int64_t i, int64_t rows, int64_t width, const char* from, char* to) {
+      Execute(GetProduct(rows, k, width, type, result_type), from, kernel + i * slices.bytes, to);
+    });
+  });
+}
+
+// Multiplies x by two packed kernels of the same shape, and returns activation(x gate) * (x up).
+ffi::Error MultiplyGated(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> packed_gate,
+                         ffi::Buffer<ffi::U8> packed_up, ffi::Result<ffi::AnyBuffer> result,
+                         std::string_view activation) {
+  return Guarded([&] {
+    const int64_t k = x.dimensions()[1];
+    const int type = TypeOf(x.element_type()), kind = ActivationOf(activation);
+    const Slices slices(k, result->dimensions()[1], type);
+    const char *const gate = SlicesOf(packed_gate, slices), *const up = SlicesOf(packed_up, slices);
+    ForEachTileOf(pool, x, slices, *result, [&](int64_t i, int64_t rows, int64_t width, const char* from, char* to) {
+      void* const factors = workspace().factors.Get(rows * width * BytesOf(type));
+      Execute(GetProduct(rows, k, width, type, type), from, up + i * slices.bytes, factors);
+      Execute(GetProduct(rows, k, width, type, type, kind), from, gate + i * slices.bytes, to, factors);
     });
   });
 }
@@ -335,3 +369,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_paged_multiply_packed, MultiplyPacked,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
                                   .Ret<xla::ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_paged_multiply_gated, MultiplyGated,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<std::string_view>("activation"));

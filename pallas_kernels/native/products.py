@@ -110,6 +110,28 @@ def multiply(
     return y.reshape(*x.shape[:-1], columns)
 
 
+def multiply_gated(
+    x: Float[Array, "*t i"],
+    gate: UInt8[Array, " bytes"],
+    up: UInt8[Array, " bytes"],
+    columns: int,
+    activation: str,
+) -> Float[Array, "*t o"]:
+    """Returns activation(x @ gate) * (x @ up), as `multiply` would, without storing the two products.
+
+    Args:
+        x: Rows, of the kernels' type.
+        gate: As `pack` returns it.
+        up: As gate, of a kernel of the same shape.
+        columns: Of each kernel.
+        activation: "silu", "relu", "gelu", "gelu_new" or "gelu_pytorch_tanh"; computed in float32.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    result = jax.ShapeDtypeStruct((rows.shape[0], columns), x.dtype)
+    call = jax.ffi.ffi_call(native.target("jax_paged_multiply_gated"), result)
+    return call(rows, gate, up, activation=activation).reshape(*x.shape[:-1], columns)
+
+
 def _packed_bytes(rows: int, columns: int, dtype: jnp.dtype) -> int:
     """Returns the size of a packed kernel, 0 if oneDNN has no quick products for it."""
     function = native.library().jax_paged_packed_bytes

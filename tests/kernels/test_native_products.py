@@ -1,6 +1,7 @@
 """Products with packed kernels: against NumPy in float64, alone and in any batch, and with oneDNN missing."""
 
 import ctypes
+import functools
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_paged.models.layers import ACTIVATIONS
 from jax_paged.pallas_kernels import native
 from jax_paged.pallas_kernels.native import products
 
@@ -23,6 +25,13 @@ needs_onednn = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 # [in, out]: one column, slices whole and partial, odd sizes.
 SHAPES = [(1, 1), (33, 17), (64, 1), (100, 130), (512, 512), (130, 300), (257, 1031), (2048, 512)]
 ROWS = (1, 2, 3, 7, 8, 16, 33, 64, 127, 128, 129, 300)
+EXACT_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_new": jax.nn.gelu,
+    "gelu_pytorch_tanh": jax.nn.gelu,
+}
 # The largest relative error of rounding: 24 and 8 bits of precision.
 ROUNDING = {FLOAT32: 2.0**-24, BFLOAT16: 2.0**-8}
 
@@ -55,6 +64,39 @@ def test_products_are_right(shape: tuple[int, int], dtype: jnp.dtype) -> None:
             y = products.multiply(x, packed, shape[1], result_type)
             assert (y.shape, y.dtype) == ((rows, shape[1]), result_type)
             assert_close(y, x, kernel)
+
+
+@needs_onednn
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_gated_products_are_right(dtype: jnp.dtype, activation: str) -> None:
+    """Against the same in NumPy, of activations that move by at most 1.2 where their argument moves by 1."""
+    if products.problem(dtype) is not None:
+        pytest.skip(str(products.problem(dtype)))
+    for shape in [(33, 17), (100, 130), (257, 1031), (512, 512)]:
+        for rows in (1, 3, 64, 129):
+            x, gate = operands(rows, shape, dtype)
+            up = jnp.flip(gate, axis=0)
+            y = products.multiply_gated(x, products.pack(gate), products.pack(up), shape[1], activation)
+            assert (y.shape, y.dtype) == ((rows, shape[1]), dtype)
+            x64, gate64, up64 = (np.asarray(a, np.float64) for a in (x, gate, up))
+            with jax.enable_x64(True):
+                active = np.asarray(EXACT_ACTIVATIONS[activation](jnp.asarray(x64 @ gate64)))
+            factors = x64 @ up64
+            sums = (shape[0] + 1) * ROUNDING[FLOAT32]
+            active_error = 1.2 * sums * (np.abs(x64) @ np.abs(gate64)) + 2.0**-20 * np.abs(x64 @ gate64)
+            factor_error = sums * (np.abs(x64) @ np.abs(up64)) + ROUNDING[dtype] * np.abs(factors)
+            bound = active_error * np.abs(factors) + factor_error * (np.abs(active) + active_error)
+            bound += ROUNDING[dtype] * np.abs(active * factors)
+            assert (np.abs(np.asarray(y, np.float64) - active * factors) <= bound).all()
+
+
+@needs_onednn
+def test_an_unknown_activation_is_an_error() -> None:
+    x, kernel = operands(2, (64, 64), FLOAT32)
+    packed = products.pack(kernel)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="unknown activation mish"):
+        products.multiply_gated(x, packed, packed, 64, "mish")
 
 
 @needs_onednn
@@ -240,7 +282,7 @@ def test_unknown_products_are_named() -> None:
 def test_a_packed_kernel_of_another_shape_is_refused() -> None:
     x, kernel = operands(3, (64, 100), FLOAT32)
     packed = products.pack(kernel)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="packed has another size"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a packed kernel has another size"):
         jax.block_until_ready(products.multiply(x, packed, 1000, FLOAT32))
 
 

@@ -94,12 +94,13 @@ def test_outputs_are_those_of_xla(folder: Path) -> None:
 
 @needs_onednn
 def test_maps_of_the_same_rows_are_one_product() -> None:
-    """Four per layer where queries, keys and values share a kernel, and gate and up; and the head."""
+    """In a layer: queries, keys and values; their output; gate and up; and down. Then the head."""
     model = packed(load(FIXTURES / "gqa4_llama3").model, in_place=False)
     graph, state = nnx.split(model)
     step = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))
     program = step.lower(state, jnp.zeros((1, 3), jnp.int32)).compile().as_text()
-    assert program.count('custom_call_target="jax_paged_multiply_packed"') == 4 * len(model.layers) + 1
+    assert program.count('custom_call_target="jax_paged_multiply_packed"') == 3 * len(model.layers) + 1
+    assert program.count('custom_call_target="jax_paged_multiply_gated"') == len(model.layers)
 
 
 @needs_onednn
