@@ -26,7 +26,7 @@ from jax_paged.worker import prompt_logprobs
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
 from jax_paged.worker.block_tables import WriteBlockTablesProgram, write_block_tables
-from jax_paged.worker.buckets import Bucket, plan_buckets
+from jax_paged.worker.buckets import Bucket, plan_buckets, plan_bursts
 from jax_paged.worker.compilation import ONE_GRAPH, CompiledPrograms, use_persistent_cache
 from jax_paged.worker.encoder import build_encoder_inputs, plan_encoders
 from jax_paged.worker.input_batch import InputBatch
@@ -160,9 +160,11 @@ class ModelRunner:
         self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
         self._pending: collections.deque[PendingStep] = collections.deque()
         context, options = self._context, ONE_GRAPH if backend == "pallas" else None
+        buckets = plan_buckets(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        self._has_mixed = not all(bucket.is_decode for bucket in buckets)
         # Last, as it leaves threads behind.
         self._compiled = CompiledPrograms(
-            plan_buckets(self.config.max_num_seqs, self.config.max_num_batched_tokens),
+            [*buckets, *plan_bursts(buckets, self.config.num_scheduler_steps)],
             [
                 *self._encoders,
                 *self._mover.programs,
@@ -287,11 +289,12 @@ class ModelRunner:
 
     def _bucket(self, output: SchedulerOutput, *, wants_hidden: bool) -> Bucket:
         """Returns the shape for a step; hidden states are read of mixed steps, if there are any."""
-        has_mixed = not self.buckets[-1].is_decode
+        is_decode = output.num_batched_tokens == len(output.scheduled)
         return self._compiled.smallest_ready(
-            is_decode=output.num_batched_tokens == len(output.scheduled) and not (wants_hidden and has_mixed),
+            is_decode=is_decode and not (wants_hidden and self._has_mixed),
             num_tokens=output.num_batched_tokens,
             num_seqs=output.num_logits_rows,
+            num_steps=self.config.num_scheduler_steps if output.burst else 1,
         )
 
     def _prompt_targets(self, output: SchedulerOutput) -> dict[int, tuple[list[int], int]]:

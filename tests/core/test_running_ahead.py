@@ -5,9 +5,9 @@ import dataclasses
 from typing import Any
 
 import pytest
-from helpers.scheduling import EOS, NO_LOGPROBS, make_group, make_scheduler, result_of
+from helpers.scheduling import EOS, NO_LOGPROBS, found, make_group, make_scheduler, result_of
 from helpers.value_device import ValueDevice
-from test_scheduler_simulation import CROSS, FULL, WINDOW, Simulation, root_of, total
+from test_scheduler_simulation import CROSS, FULL, MAX_MODEL_LEN, WINDOW, Simulation, root_of, total
 
 from jax_paged.core.runner_output import NO_TOKEN
 from jax_paged.core.scheduler_output import SchedulerOutput
@@ -27,7 +27,7 @@ class RunningAhead(Simulation):
         self.values = ValueDevice(
             *sizes, manager.groups, lambda request_id: root_of(self.groups[int(request_id[1:])])
         )
-        self.counts |= {"ahead": 0, "empty": 0, "short": 0}
+        self.counts |= {"ahead": 0, "empty": 0, "short": 0, "bursts": 0, "bursts ahead": 0, "cut": 0}
 
     @property
     def is_busy(self) -> bool:
@@ -52,14 +52,18 @@ class RunningAhead(Simulation):
         self.manager.check_integrity()
         self.check_first_tokens(had_first_token)
         self.check_walk()
-        for group, seq, _, _ in update.new_tokens:  # a stop string, which ends it a step late on the device
-            if seq.status is SequenceStatus.RUNNING and self.rng.random() < 0.02:
-                sched.finish(group, seq, SequenceStatus.FINISHED_ABORTED, self.now)
+        # A stop string, which ends a sequence a step late on the device; perhaps in the middle of a burst.
+        for group, seq, new, _ in update.new_tokens:
+            if (seq.status is SequenceStatus.RUNNING or len(new) > 1) and self.rng.random() < 0.02:
+                kept = len(seq.output_token_ids) - self.rng.randrange(len(new))
+                status = SequenceStatus.FINISHED_ABORTED
+                sched.finish(group, seq, status, self.now, num_output_tokens=kept)
+                counts["cut"] += len(new) > 1
         pool = self.manager.pool
         free = pool._free.keys()
         self.values.spoil(lambda block: block in free and pool.contents[block] is None, self.rng)
         counts["steps"] += 1
-        counts["tokens"] += len(token_ids)
+        counts["tokens"] += sum(map(len, token_ids))
         counts["preemptions"] += len(output.preempted)
         counts["swaps"] += bool(output.blocks_to_swap_out)
         counts["copies"] += len(output.blocks_to_copy)
@@ -69,6 +73,10 @@ class RunningAhead(Simulation):
     def check_ahead(self, output: SchedulerOutput, ran_before: set[str], num_in_flight: int) -> None:
         assert sum(row.num_tokens for row in output.scheduled) == output.num_batched_tokens
         assert output.num_batched_tokens <= self.setup.budget
+        if output.burst:
+            self.check_burst(output)
+            self.counts["bursts"] += 1
+            self.counts["bursts ahead"] += num_in_flight > 0
         assert len({row.seq_id for row in output.scheduled}) == len(output.scheduled)
         assert all(NO_TOKEN not in row.token_ids or row.num_tokens == 1 for row in output.scheduled)
         if num_in_flight:
@@ -79,6 +87,24 @@ class RunningAhead(Simulation):
         else:
             assert output.scheduled or output.ended or not self.sched.has_unfinished, "no progress"
             assert all(NO_TOKEN not in row.token_ids for row in output.scheduled)
+
+    def check_burst(self, output: SchedulerOutput) -> None:
+        queues, manager = self.sched.queues, self.manager
+        assert not queues.waiting
+        assert not queues.swapped
+        assert 1 < max(output.burst) <= self.setup.burst_size
+        assert min(output.burst) > 0
+        assert [(s.row, s.seq_id, s.num_logits) for s in output.samples] == [
+            (i, row.seq_id, 1) for i, row in enumerate(output.scheduled)
+        ]
+        for row, num_tokens in zip(output.scheduled, output.burst, strict=True):
+            group, seq = found(self.sched, row.seq_id)
+            assert group.beam_params is None
+            assert seq.num_output_tokens - num_tokens >= max(1, group.sampling_params.min_tokens)
+            assert seq.num_output_tokens <= (group.sampling_params.max_tokens or MAX_MODEL_LEN)
+            num_blocks = manager.num_blocks_of(row.start + num_tokens)
+            for cache, table in zip(manager.groups, manager.block_tables[seq], strict=True):
+                assert cache.is_cross or len(table) == num_blocks, "a block more or less than needed"
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -91,6 +117,21 @@ def test_random_requests_in_a_tiny_pool(depth: int) -> None:
     if depth > 1:
         least |= {"ahead": 2000, "short": 100}
         assert sum(run.values.num_unknown for run in runs) > 2000
+    assert {name: total(runs, name) for name, n in least.items() if total(runs, name) < n} == {}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_requests_in_bursts(depth: int) -> None:
+    runs = [RunningAhead(seed, depth, burst_size=8).run() for seed in range(40)]
+    settings = {"preemption_mode": "swap", "num_swap_blocks": 300}
+    runs += [RunningAhead(seed, depth, burst_size=8, **settings).run() for seed in range(15)]
+    # Few and long requests: nobody waits most of the time.
+    kinds = ("one", "samples")
+    runs += [RunningAhead(seed, depth, burst_size=8, kinds=kinds).run(arrival=0.1) for seed in range(40)]
+    assert sum(run.values.num_bursts for run in runs) == total(runs, "bursts")
+    least = {"preemptions": 60, "swaps": 10, "copies": 300, "bursts": 500, "cut": 10}
+    if depth > 1:
+        least |= {"bursts ahead": 200}
     assert {name: total(runs, name) for name, n in least.items() if total(runs, name) < n} == {}
 
 
@@ -107,7 +148,7 @@ def test_with_room_for_all_every_step_runs_ahead(groups: tuple[Any, ...]) -> Non
 @pytest.mark.slow
 def test_many_more_random_requests() -> None:
     for seed in range(60, 600):
-        RunningAhead(seed, 1 + seed % 3).run()
+        RunningAhead(seed, 1 + seed % 3, burst_size=[1, 8, 3][seed // 3 % 3]).run()
 
 
 def test_a_step_ahead_computes_the_token_that_is_being_drawn() -> None:
