@@ -5,13 +5,15 @@ import dataclasses
 from typing import Any
 
 import pytest
-from helpers.scheduling import EOS, NO_LOGPROBS, found, make_group, make_scheduler, result_of
+from helpers.scheduling import EOS, NO_LOGPROBS, found, make_group, make_scheduler, result_of, step
 from helpers.value_device import ValueDevice
 from test_scheduler_simulation import CROSS, FULL, MAX_MODEL_LEN, WINDOW, Simulation, root_of, total
 
 from jax_paged.core.runner_output import NO_TOKEN
+from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceStatus
+from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED, NON_FINITE
 from jax_paged.sampling_params import BeamSearchParams
 
 
@@ -227,6 +229,119 @@ def test_nobody_is_preempted_ahead_of_results() -> None:
     third = sched.schedule(0.0)
     assert [row.token_ids for row in third.scheduled] == [[9]]
     assert not third.preempted
+
+
+def bursting(**settings: Any) -> tuple[Scheduler, SchedulerOutput]:
+    """Returns a scheduler of bursts of 4, with a request that has a token of output, and its next step."""
+    sched = make_scheduler(block_size=4, burst_size=4)
+    sched.add(make_group(0, [5] * 6, **settings))
+    step(sched, token_id=9)
+    return sched, sched.schedule(0.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "burst"),
+    [
+        ({}, (4,)),
+        ({"n": 2}, (4, 4)),
+        ({"max_tokens": 3}, (2,)),
+        ({"max_tokens": 2}, ()),  # a burst of one would be no gain
+        ({"min_tokens": 2}, ()),
+        ({"min_tokens": 1}, (4,)),
+        ({"stop_token_ids": list(range(20, 27))}, (4,)),
+        ({"stop_token_ids": list(range(20, 28))}, ()),  # one more than a burst looks for, with the model's
+        ({"stop_token_ids": list(range(20, 28)), "ignore_eos": True}, (4,)),
+        ({"logit_bias": {3: 1.0}, "allowed_token_ids": [3, 4]}, (4,)),
+    ],
+)
+def test_who_takes_part_in_a_burst(values: dict[str, Any], burst: tuple[int, ...]) -> None:
+    assert bursting(**values)[1].burst == burst
+
+
+def test_a_burst_has_blocks_for_all_its_tokens_and_gives_them_back() -> None:
+    sched, output = bursting()
+    pool = sched.block_manager.pool
+    assert (output.scheduled[0].start, output.scheduled[0].token_ids) == (6, [9])
+    assert [len(blocks) for blocks in output.scheduled[0].new_blocks] == [1]
+    assert sched.update(output, result_of(output, [[7, EOS]]), 1.0).new_tokens[0].token_ids == [7, EOS]
+    assert pool.num_free == pool.num_usable
+
+
+def test_bursts_wait_while_somebody_does_and_while_blocks_are_short() -> None:
+    sched = make_scheduler(num_blocks=6, block_size=4, burst_size=8, caching=False)
+    sched.add(make_group(0, [5] * 8, max_tokens=12))
+    step(sched)
+    sched.add(make_group(1, [6] * 12, max_tokens=2))
+    waits = sched.schedule(0.0)
+    assert (waits.burst, len(sched.queues.waiting)) == ((), 1)
+    sched.update(waits, result_of(waits, [9]), 0.0)
+    sched.abort("r1")
+    output = sched.schedule(0.0)
+    assert output.burst == (8,)
+    sched.update(output, result_of(output, [[9] * 8]), 0.0)
+    sched.add(make_group(2, [6] * 3, max_tokens=9))  # takes the last block
+    step(sched)
+    assert [sched.schedule(0.0).burst, sched.block_manager.num_free_blocks] == [(), 0]
+
+
+def test_what_follows_a_burst_in_flight() -> None:
+    sched, first = bursting(max_tokens=8)
+    second, third = sched.schedule(0.0), sched.schedule(0.0)
+    assert [o.burst for o in (first, second, third)] == [(4,), (3,), ()]
+    assert (second.scheduled[0].start, second.scheduled[0].token_ids) == (10, [NO_TOKEN])
+    assert third.scheduled == ()  # the sequence ends with the tokens that are being drawn
+    sched.update(first, result_of(first, [[11, 12, EOS]]), 1.0)
+    pool = sched.block_manager.pool
+    assert not sched.has_unfinished
+    assert pool.num_held == pool.num_usable - pool.num_free > 0
+    assert sched.update(second, result_of(second, [[]]), 2.0) == ([], [], [], [])
+    assert sched.update(third, result_of(third, []), 2.0) == ([], [], [], [])
+    assert pool.num_free == pool.num_usable
+
+
+@pytest.mark.parametrize(
+    ("drawn", "is_finite", "accepted", "reason"),
+    [
+        ([[11, 12, 13, 14], [21], [31, 32, 33, 34]], [True, False, True], [2, 2, 2], NON_FINITE),
+        ([[11, 12, 13, 14], [21, NO_TOKEN], [31, 32, 33, 34]], None, [3, 2, 2], NO_TOKEN_ALLOWED),
+        ([[11, EOS], [21, 22], [31, 32, 33, 34]], [True, False, True], [3, 3, 3], NON_FINITE),
+        (
+            [[11, 12, 13, NO_TOKEN], [21, 22], [31, NO_TOKEN]],
+            [True, False, True],
+            [3, 3, 2],
+            NO_TOKEN_ALLOWED,
+        ),
+    ],
+)
+def test_a_request_that_ends_as_a_whole_in_a_burst_gets_what_single_steps_bring(
+    drawn: list[list[int]], is_finite: list[bool] | None, accepted: list[int], reason: str
+) -> None:
+    sched, output = bursting(n=3)
+    other = make_group(1, [8] * 3)
+    assert output.burst == (4, 4, 4)
+    (group,) = sched.queues.running.values()
+    update = sched.update(output, result_of(output, drawn, is_finite=is_finite), 1.0)
+    assert [len(seq.output_token_ids) for seq in group.sequences] == accepted
+    assert update.changed == update.ended == [group]
+    assert {seq.stop_reason for seq in group.sequences if seq.output_token_ids[-1] != EOS} == {reason}
+    pool = sched.block_manager.pool
+    assert pool.num_free == pool.num_usable
+    cached = [c.tokens for c in pool.contents if c is not None]
+    assert all(NO_TOKEN not in tokens for tokens in cached)
+    sched.add(other)
+    step(sched)
+
+
+def test_what_is_not_finite_after_the_end_of_a_sequence_ends_nobody() -> None:
+    """A step that was scheduled ahead of a burst computes a position that the burst has not reached."""
+    sched, first = bursting(n=2)
+    sched.add(make_group(1, [8] * 3))
+    second = sched.schedule(0.0)
+    assert (first.burst, second.burst) == ((4, 4), ())
+    sched.update(first, result_of(first, [[11, EOS], [21, 22, 23, 24]]), 0.0)
+    update = sched.update(second, result_of(second, [5, 6, 7], is_finite=[False, True, True]), 0.0)
+    assert update.ended == []
+    assert [new.token_ids for new in update.new_tokens] == [[6], [7]]
 
 
 def test_what_is_in_flight_of_an_aborted_request_reaches_nobody() -> None:
