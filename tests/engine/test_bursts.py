@@ -176,30 +176,43 @@ def test_nan_in_the_middle(bursting: LLMEngine) -> None:
     ]
 
 
-def test_requests_that_arrive_and_leave_at_any_time(bursting: LLMEngine) -> None:
+def test_requests_that_arrive_and_leave_at_any_time(
+    bursting: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests = greedy_requests(3, 40)
     expected = tokens_of(run(reset(bursting), requests))
     rng = np.random.default_rng(0)
-    for num_blocks, arrival in ((None, 0.1), (110, 0.6)):
-        reschedule(bursting, burst_size=SIZE, num_blocks=num_blocks)
-        waiting, outputs, num_aborted = list(range(len(requests))), {}, 0
-        with pytest.MonkeyPatch.context() as patch:
-            steps = steps_of(bursting, patch)
-            while waiting or bursting.has_unfinished_requests():
-                if waiting and (rng.random() < arrival or not bursting.has_unfinished_requests()):
-                    i = waiting.pop(0)
-                    bursting.add_request(str(i), requests[i].prompt, requests[i].params)
-                running = list(bursting.scheduler.queues.running)
-                if running and rng.random() < 0.02:
-                    bursting.abort_request(running[rng.integers(len(running))])
-                    num_aborted += 1
-                outputs |= {int(o.request_id): o for o in bursting.step() if o.finished}
-        assert_no_block_lost(bursting)
-        assert sum(bool(step.burst) for step in steps) > 3
-        assert num_blocks is None or sum(len(step.preempted) for step in steps) > 2
-        assert len(outputs) + num_aborted == len(requests)
-        got = {i: list(o.outputs[0].token_ids) for i, o in outputs.items()}
-        assert got == {i: expected[i] for i in outputs}
+    reschedule(bursting, burst_size=SIZE)
+    steps = steps_of(bursting, monkeypatch)
+    waiting, outputs, num_aborted = list(range(len(requests))), {}, 0
+    while waiting or bursting.has_unfinished_requests():
+        if waiting and (rng.random() < 0.1 or not bursting.has_unfinished_requests()):
+            i = waiting.pop(0)
+            bursting.add_request(str(i), requests[i].prompt, requests[i].params)
+        running = list(bursting.scheduler.queues.running)
+        if running and rng.random() < 0.02:
+            bursting.abort_request(running[rng.integers(len(running))])
+            num_aborted += 1
+        outputs |= {int(o.request_id): o for o in bursting.step() if o.finished}
+    assert_no_block_lost(bursting)
+    assert sum(bool(step.burst) for step in steps) > 30
+    assert len(outputs) + num_aborted == len(requests)
+    got = {i: list(o.outputs[0].token_ids) for i, o in outputs.items()}
+    assert got == {i: expected[i] for i in outputs}
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_small_pool(bursting: LLMEngine, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Four requests at a time begin in it and outgrow it."""
+    lengths = zip(range(3, 27), itertools.cycle((45, 80, 99)), strict=False)
+    requests = [Request(prompt(n), greedy(max_tokens=most, ignore_eos=True)) for n, most in lengths]
+    expected = tokens_of(run(reset(bursting), requests))
+    reschedule(bursting, burst_size=SIZE, num_blocks=60, preemption_mode=mode)
+    steps = steps_of(bursting, monkeypatch)
+    outputs = [o for few in itertools.batched(requests, 4) for o in run(bursting, list(few))]
+    assert tokens_of(outputs) == expected
+    assert sum(o.metrics.num_preemptions for o in outputs) >= 6
+    assert sum(bool(step.burst) for step in steps) > 20
 
 
 def test_a_recording_replays(bursting: LLMEngine) -> None:
