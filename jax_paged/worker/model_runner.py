@@ -113,7 +113,7 @@ class ModelRunner:
 
         def free_bytes(config: EngineConfig) -> int:
             # What the largest step needs is found out with a tiny pool.
-            needed = step_bytes(context_of(config, num_blocks=2))
+            needed = step_bytes(context_of(config, num_blocks=2), config.num_scheduler_steps)
             return free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization)
 
         self.config = resolve_config(
@@ -365,11 +365,12 @@ class ModelRunner:
         return self._empty_inputs[bucket.num_seqs]
 
 
-def step_bytes(context: TraceContext) -> int:
+def step_bytes(context: TraceContext, burst_size: int) -> int:
     """Returns the memory that an engine needs beside weights and pool; the largest step tells.
 
     Args:
         context: With a small pool: its size does not matter.
+        burst_size: Decode steps of a burst, whose results lie beside those of a step; 1 for no bursts.
     """
     buckets = plan_buckets(context.max_num_seqs, context.max_num_batched_tokens)
     largest = max(buckets, key=lambda b: b.num_tokens)
@@ -381,4 +382,5 @@ def step_bytes(context: TraceContext) -> int:
     sampling_inputs = row_bytes * (sum({b.num_seqs for b in buckets}) + context.max_num_seqs)
     seat_arrays = sum(math.prod(x.shape) * x.dtype.itemsize for x in context.seat_arrays())
     step = memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes
-    return step + sampling_inputs + seat_arrays
+    burst_rows = burst_size * context.max_num_seqs if burst_size > 1 else 0
+    return step + sampling_inputs + seat_arrays + 4 * burst_rows * (6 + 2 * context.max_logprobs)

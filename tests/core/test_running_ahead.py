@@ -299,6 +299,17 @@ def test_what_follows_a_burst_in_flight() -> None:
     assert pool.num_free == pool.num_usable
 
 
+def test_others_go_on_in_bursts_when_one_ends_with_the_burst_in_flight() -> None:
+    sched, first = bursting(max_tokens=5)
+    sched.update(first, result_of(first, [[11, 12, 13, 14]]), 0.0)
+    sched.add(make_group(1, [6] * 3, max_tokens=3))
+    sched.add(make_group(2, [7] * 3, max_tokens=9))
+    step(sched)
+    first, second = sched.schedule(0.0), sched.schedule(0.0)
+    assert [o.burst for o in (first, second)] == [(2, 4), (4,)]
+    assert second.scheduled[0].seq_id == first.scheduled[1].seq_id
+
+
 @pytest.mark.parametrize(
     ("drawn", "is_finite", "accepted", "reason"),
     [
