@@ -2,6 +2,7 @@
 
     python benchmarks/device_idle.py                       256 running requests, steps of 5 ms
     python benchmarks/device_idle.py --step-ms 2 5 20      other devices
+    python benchmarks/device_idle.py --burst 8             and with bursts of 8 decode steps
 
 The executor stands in for a device of known step time: it does all of the host's work for a step (seats,
 padded buffer, reading results), and then computes when such a device would have begun and finished it. Each
@@ -34,12 +35,13 @@ VOCAB_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, BLOCK_SIZE = 1000, 40_000, 2048, 16
 class StandIn:
     """Runs steps on a device that is not there, and notes how long it would have waited for them."""
 
-    def __init__(self, num_seqs: int, step_s: float, async_scheduling: bool) -> None:
+    def __init__(self, num_seqs: int, step_s: float, async_scheduling: bool, burst_size: int) -> None:
         self.config = EngineConfig(
             model_name="stand-in",
             architecture="none",
             dtype="float32",
             backend="none",
+            matmul_backend="none",
             vocab_size=VOCAB_SIZE,
             max_model_len=MAX_MODEL_LEN,
             block_size=BLOCK_SIZE,
@@ -54,6 +56,7 @@ class StandIn:
             eos_token_ids=frozenset(),
             sampling_defaults={},
             async_scheduling=async_scheduling,
+            num_scheduler_steps=burst_size,
         )
         self.buckets = ()
         self.finished, self.idle_s, self.busy_s = 0.0, 0.0, 0.0
@@ -81,12 +84,14 @@ class StandIn:
             n = len(output.scheduled)
             is_decode = output.num_batched_tokens == n
             num_tokens = n if is_decode else self.config.max_num_batched_tokens
-            bucket = Bucket(is_decode, num_tokens, self.config.max_num_seqs if not is_decode else n)
+            num_steps = self.config.num_scheduler_steps if output.burst else 1
+            bucket = Bucket(is_decode, num_tokens, n if is_decode else self.config.max_num_seqs, num_steps)
             self._builder.build(output, plan_logits_rows(output), bucket)
         start = max(time.perf_counter(), self.finished)
         self.idle_s += start - self.finished
-        self.busy_s += self._step_s
-        self.finished = start + self._step_s
+        step_s = self._step_s * max(output.burst, default=1)
+        self.busy_s += step_s
+        self.finished = start + step_s
         self._dispatched.append((output, self.finished))
 
     def result(self) -> ModelRunnerOutput:
@@ -94,8 +99,10 @@ class StandIn:
         time.sleep(max(0.0, finished - time.perf_counter()))
         logits_rows = plan_logits_rows(output)
         n = len(logits_rows.rows)
-        results = np.ones((4, n), np.int32)
-        results[0] = self._rng.integers(260, VOCAB_SIZE, n)
+        results = np.ones((max(output.burst), 5, n) if output.burst else (4, n), np.int32)
+        results[..., 0, :] = self._rng.integers(260, VOCAB_SIZE, results[..., 0, :].shape)
+        if output.burst:
+            results[:, 4] = np.arange(len(results))[:, None] < output.burst
         none = np.full(logits_rows.num_drawn, -1, np.int32)
         return PendingStep(
             output.step_id, len(output.scheduled), len(output.samples), logits_rows, none, results, None, []
@@ -105,9 +112,11 @@ class StandIn:
         pass
 
 
-def idle_share(num_seqs: int, step_s: float, async_scheduling: bool, num_steps: int) -> tuple[float, float]:
+def idle_share(
+    num_seqs: int, step_s: float, async_scheduling: bool, burst_size: int, num_steps: int
+) -> tuple[float, float]:
     """Returns which share of its time the device waits while all requests decode, and steps per second."""
-    executor = StandIn(num_seqs, step_s, async_scheduling)
+    executor = StandIn(num_seqs, step_s, async_scheduling, burst_size)
     engine = LLMEngine(EngineArgs(), executor)
     params = SamplingParams(
         max_tokens=MAX_MODEL_LEN - 64, ignore_eos=True, seed=0, output_kind=RequestOutputKind.DELTA
@@ -119,10 +128,12 @@ def idle_share(num_seqs: int, step_s: float, async_scheduling: bool, num_steps: 
     gc.freeze()
     executor.idle_s = executor.busy_s = 0.0
     start = time.perf_counter()
-    for _ in range(num_steps):
+    for _ in range(num_steps // burst_size):
         engine.step()
     elapsed = time.perf_counter() - start
-    return executor.idle_s / (executor.idle_s + executor.busy_s), num_steps / elapsed
+    return executor.idle_s / (
+        executor.idle_s + executor.busy_s
+    ), num_steps // burst_size * burst_size / elapsed
 
 
 def main() -> None:
@@ -131,16 +142,18 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, nargs="+", default=[5.0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--burst", type=int, default=1, help="decode steps in one, beside one at a time")
     args = parser.parse_args()
     print(f"{args.num_seqs} running requests; idle share of the device, and steps per second, per round")
     for step_ms in args.step_ms:
-        rows: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+        kinds = [(is_async, size) for size in sorted({1, args.burst}) for is_async in (False, True)]
+        rows: dict[tuple[bool, int], list[tuple[float, float]]] = {kind: [] for kind in kinds}
         for _ in range(args.rounds):
-            for is_async, measured in rows.items():
-                measured.append(idle_share(args.num_seqs, step_ms / 1e3, is_async, args.steps))
-        for is_async, measured in rows.items():
+            for kind, measured in rows.items():
+                measured.append(idle_share(args.num_seqs, step_ms / 1e3, *kind, args.steps))
+        for (is_async, size), measured in rows.items():
             text = "  ".join(f"{share:6.1%} {rate:6.1f}/s" for share, rate in measured)
-            print(f"steps of {step_ms:g} ms, async_scheduling={is_async!s:<5}  {text}")
+            print(f"steps of {step_ms:g} ms, async_scheduling={is_async!s:<5}  bursts of {size}  {text}")
 
 
 if __name__ == "__main__":

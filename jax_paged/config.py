@@ -23,7 +23,7 @@ _HARMLESS = """
     disable_log_requests disable_log_stats enable_log_requests enforce_eager guided_decoding_backend
     limit_mm_per_prompt long_prefill_token_threshold max_cpu_loras max_log_len max_long_partial_prefills
     max_lora_rank max_loras max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture
-    multi_step_stream_outputs num_lookahead_slots num_scheduler_steps optimization_level
+    multi_step_stream_outputs num_lookahead_slots optimization_level
     prefix_caching_hash_algo ray_workers_use_nsight served_model_name show_hidden_metrics_for_version
     stream_interval structured_outputs_config tokenizer_pool_size tokenizer_pool_type use_tqdm_on_load
     use_v2_block_manager
@@ -115,6 +115,9 @@ class EngineArgs:
         async_scheduling: Whether the next step begins before the host knows what the last one has drawn, so
             that the device never waits for it. A sequence then ends a step late on the device, which nobody
             sees but its successor.
+        num_scheduler_steps: Decode steps that are done in one while no request waits (a burst): the host then
+            is not needed in between, but tokens come that many at a time, and a newcomer waits for the end of
+            the burst. 1 for none.
         seed: Determines the seeds of requests that bring none.
         attention_backend: Which kernels attend: "native" (CPU, in C++), "pallas" (GPU), "pallas_interpret"
             (their CPU interpreter), "xla", or "auto": "native" on a CPU if it was built, else "xla".
@@ -146,6 +149,7 @@ class EngineArgs:
     scheduler_delay_factor: float = 0.0
     tensor_parallel_size: int = 1
     async_scheduling: bool = True
+    num_scheduler_steps: int = 1
     seed: int = 0
     attention_backend: AttentionBackend = "auto"
     matmul_backend: MatmulBackend = "auto"
@@ -178,6 +182,7 @@ class EngineArgs:
             if getattr(self, name) is not None:
                 note(check_int, name, getattr(self, name), low)
         note(check_int, "max_logprobs", self.max_logprobs, -1)
+        note(check_int, "num_scheduler_steps", self.num_scheduler_steps, 1)
         note(check_int, "seed", self.seed, 0, 2**63 - 1)
         note(check_number, "gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, low_open=True)
         note(check_number, "swap_space", self.swap_space, 0, math.inf)
@@ -260,6 +265,7 @@ class EngineConfig:
     preemption_mode: Literal["recompute", "swap"] | None = None
     delay_factor: float = 0.0
     async_scheduling: bool = True
+    num_scheduler_steps: int = 1
     seed: int = 0
 
 

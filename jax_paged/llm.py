@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Whether to show a progress bar, or what makes one in tqdm's place.
 UseTqdm = bool | Callable[..., tqdm]
+# Decode steps in one: whoever waits for whole outputs minds neither tokens in bursts nor late newcomers.
+NUM_SCHEDULER_STEPS = 8
 
 
 class LLM:
@@ -38,7 +40,7 @@ class LLM:
         loaded: A model in memory to serve in place of the weights of `model`, such as one in training. They
             stay the caller's.
         executor: As LLMEngine takes it; only without `loaded`.
-        **engine_args: The other fields of EngineArgs.
+        **engine_args: The other fields of EngineArgs; num_scheduler_steps is 8 unless given.
 
     Raises:
         ValueError: If the model or a setting can't be used.
@@ -53,6 +55,7 @@ class LLM:
         executor: "Executor | None" = None,
         **engine_args: Any,
     ) -> None:
+        engine_args = {"num_scheduler_steps": NUM_SCHEDULER_STEPS, **engine_args}
         args = EngineArgs(model=model, tokenizer=tokenizer, **engine_args)
         if loaded is not None:
             from jax_paged.worker.executor import LocalExecutor  # imports JAX

@@ -147,7 +147,7 @@ class BlockManager:
         return max(1, min(num_tokens, num_slots - seq.next_position))
 
     def append_slots(self, rows: list[tuple[Sequence, int]]) -> Copies | None:
-        """Makes sure that sequences of one group can write their next tokens, all of them or none.
+        """Makes sure that some sequences can write their next tokens, all of them or none.
 
         Extends their block tables in place, copies blocks that others reference too, and gives back blocks
         that fell out of a window.

@@ -31,7 +31,8 @@ class ModelRunnerOutput:
         step_id: That of the SchedulerOutput.
         token_ids: One list per entry of SchedulerOutput.samples: one token per row of logits, in order of
             position; NO_TOKEN where the request's parameters forbid every token: a request that gets there
-            has to end.
+            has to end. Of a burst, the tokens up to the one that ends the sequence, up to NO_TOKEN, or up to
+            logits that are not finite.
         logprobs: Of these tokens, in the same nesting; those of NO_TOKEN mean nothing.
         is_finite: One per entry of SchedulerOutput.scheduled; False where the logits that were looked at
             held NaN or infinity: the request has to end.

@@ -9,6 +9,7 @@ from typing import Literal
 from jax_paged.checks import check_choice, check_int, check_number
 from jax_paged.core.admission import Admission, Answer
 from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.burst_planner import BurstPlanner
 from jax_paged.core.preemption import Preemption, PreemptionMode
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.row_planner import RowPlanner
@@ -59,6 +60,8 @@ class Scheduler:
             those of running requests.
         delay_factor: New requests wait until the first of them has waited this many times as long as the
             last step with a prompt took, so that more of them are computed together.
+        burst_size: Decode steps that are done in one, without the host in between, while no request waits,
+            all running ones decode, and their blocks are at hand; 1 for one at a time.
 
     Raises:
         ValueError: If a value is out of range.
@@ -79,6 +82,7 @@ class Scheduler:
         preemption_mode: PreemptionMode | None = None,
         enable_chunked_prefill: bool = True,
         delay_factor: float = 0.0,
+        burst_size: int = 1,
     ) -> None:
         check_int("max_num_seqs", max_num_seqs, 1)
         check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
@@ -87,6 +91,7 @@ class Scheduler:
         check_choice("policy", policy, ("fcfs", "priority"))
         check_choice("preemption_mode", preemption_mode, (None, "recompute", "swap"))
         check_number("delay_factor", delay_factor, 0, math.inf)
+        check_int("burst_size", burst_size, 1)
         if not enable_chunked_prefill:
             check_int("max_num_batched_tokens without chunked prefill", max_num_batched_tokens, max_model_len)
         self.block_manager = block_manager
@@ -99,6 +104,7 @@ class Scheduler:
         self.preemption_mode: PreemptionMode | None = preemption_mode
         self.enable_chunked_prefill = enable_chunked_prefill
         self.delay_factor = delay_factor
+        self.burst_size = burst_size
         self.watermark = watermark
         self.queues = RequestQueues()
         stop_conditions = StopConditions(eos_token_ids, max_model_len)
@@ -122,6 +128,7 @@ class Scheduler:
             stop_conditions,
             enable_chunked_prefill,
         )
+        self._bursts = BurstPlanner(block_manager, self.queues, stop_conditions, burst_size)
         self._step_ids = itertools.count()
         self._num_in_flight = 0
         self._is_short = False  # the last step, of what the results of those before it bring
@@ -212,7 +219,9 @@ class Scheduler:
         self._num_in_flight += 1
         admission = self._admission
         admission.begin_step(now)
-        if self.enable_chunked_prefill:
+        if self._bursts.plan(step):
+            pass
+        elif self.enable_chunked_prefill:
             self._fill(step, now, admission.first, None)
         else:
             self._fill(step, now, admission.first_waiting, lambda n: n > 1)

@@ -14,6 +14,8 @@ from jax_paged.sampling_params import SamplingParams
 Copies = list[tuple[int, int]]
 # One list of block ids per cache group, in order of position.
 BlockTables = list[list[int]]
+# End tokens of a sequence that a burst looks for; one with more of them takes part in none.
+MAX_END_TOKENS = 8
 
 
 class NewSequence(NamedTuple):
@@ -126,6 +128,9 @@ class SchedulerOutput:
         num_batched_tokens: Tokens that the rows compute together.
         num_logits_rows: Rows of logits: those of the samples, and one for each row without any: of these
             too the logits are looked at, so that NaN is noticed before a block that holds it is cached.
+        burst: Of a burst, how many tokens each sample gets at most: each token is computed before the next
+            is drawn, until one ends the sequence. Row i is then that of sample i, has one token, and its
+            table has blocks for all of them. Empty for all other steps.
     """
 
     step_id: int
@@ -141,3 +146,4 @@ class SchedulerOutput:
     ended: tuple[str, ...]
     num_batched_tokens: int
     num_logits_rows: int
+    burst: tuple[int, ...] = ()

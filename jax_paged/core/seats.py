@@ -71,13 +71,14 @@ class Seats:
             del self.by_id[seat.seq.seq_id]
         return tuple([seat.seq.seq_id for seat in left])
 
-    def rows(self, rows: Iterable[Row]) -> SeatedRows:
+    def rows(self, rows: Iterable[Row], *, is_burst: bool) -> SeatedRows:
         """Seats the sequences of a step that have no seat yet; returns the step in terms of ids.
 
         Notes in the sequences what the step computes and draws, now that it is in flight.
 
         Args:
             rows: In the order in which they are computed.
+            is_burst: Whether of each row all tokens but the first are drawn in this step.
         """
         seats, changed = self._seats, self._manager.changed
         new: list[NewSequence] = []
@@ -95,7 +96,7 @@ class Seats:
             start = seq.num_computed_tokens + seq.num_in_flight
             if seq.num_pending:
                 token_ids = self._pending_token
-            elif num_tokens == 1 and sampling:
+            elif is_burst or (num_tokens == 1 and sampling):
                 token_ids = (seq.output_token_ids or seq.prompt_token_ids)[-1:]
             else:
                 token_ids = seq.tokens(start, start + num_tokens)
@@ -106,7 +107,7 @@ class Seats:
                     sample.num_in_flight += num_tokens
                     if sample not in seats:
                         self._take(group, sample, new)
-                sample.num_pending += 1
+                sample.num_pending += num_tokens if is_burst else 1
                 samples.append(Sample(i, sample.seq_id, 1))
         return SeatedRows(new, scheduled, samples)
 

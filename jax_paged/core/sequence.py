@@ -86,6 +86,11 @@ class Sequence:
         return num_tokens - self.num_computed_tokens - self.num_in_flight
 
     @property
+    def num_output_tokens(self) -> int:
+        """Tokens that were drawn for it, or are being drawn."""
+        return len(self.output_token_ids) + self.num_pending
+
+    @property
     def has_output(self) -> bool:
         """Whether a token was drawn for it, or is being drawn."""
         return bool(self.output_token_ids) or self.num_pending > 0

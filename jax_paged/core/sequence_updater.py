@@ -73,10 +73,11 @@ class SequenceUpdater:
         after_token = self.stop_conditions.after_token
         changed: dict[SequenceGroup, None] = {}
         ended: dict[SequenceGroup, None] = {}
-        if not all(result.is_finite):
+        broken = self._broken(output, result) if output.burst else {}
+        if not output.burst and not all(result.is_finite):
             for row, is_finite in zip(scheduled, result.is_finite, strict=True):
                 found = None if is_finite else find(row.seq_id)
-                if found is not None and not found[0].is_finished:
+                if found is not None and not found[1].status.is_finished:
                     self.end_group(found[0], SequenceStatus.FINISHED_ABORTED, now, NON_FINITE)
                     changed[found[0]] = ended[found[0]] = None
         prompt_logprobs: list[tuple[SequenceGroup, int, list[TokenLogprobs]]] = []
@@ -102,9 +103,17 @@ class SequenceUpdater:
             if seat is None or seat.seq.status is not SequenceStatus.RUNNING:
                 continue
             group, seq, row = seat.group, seat.seq, scheduled[i]
-            seq.num_in_flight -= len(row.token_ids) + 1 - num_logits  # drafts are not its tokens yet
-            seq.num_pending -= 1
+            if output.burst:
+                seq.num_in_flight -= output.burst[i]
+                seq.num_pending -= output.burst[i]
+            else:
+                seq.num_in_flight -= len(row.token_ids) + 1 - num_logits  # drafts are not its tokens yet
+                seq.num_pending -= 1
             changed[group] = None
+            if broken and group in broken:
+                num_steps, breaks_at, _ = broken[group]
+                token_ids = token_ids[: num_steps + (i < breaks_at)]
+                logprobs = logprobs[: len(token_ids)]
             if group.metrics.first_token_time is None and token_ids[0] != NO_TOKEN:
                 group.metrics.first_token_time = now
             if group.beam_params:
@@ -131,11 +140,36 @@ class SequenceUpdater:
                     self.end(group, seq, ending[0], now, ending[1])
             if token_ids:
                 new_tokens.append(NewTokens(group, seq, token_ids, logprobs))
+        for group, (_, _, reason) in broken.items():
+            self.end_group(group, SequenceStatus.FINISHED_ABORTED, now, reason)
+            ended[group] = None
         for group, candidates in beams.items():
             self._advance_beams(group, candidates, now)
             if group.is_finished:
                 ended[group] = None
         return StepUpdate(new_tokens, list(changed), list(ended), prompt_logprobs)
+
+    def _broken(
+        self, output: SchedulerOutput, result: ModelRunnerOutput
+    ) -> dict[SequenceGroup, tuple[int, int, str]]:
+        """Returns the requests that end as a whole in the middle of a burst.
+
+        Returns:
+            After how many steps of the burst each ends, up to which sample that step still counts, and why:
+            as if the steps had come one by one.
+        """
+        broken: dict[SequenceGroup, tuple[int, int, str]] = {}
+        drawn = zip(output.samples, result.token_ids, result.is_finite, strict=True)
+        for i, (sample, token_ids, is_finite) in enumerate(drawn):
+            if is_finite and (not token_ids or token_ids[-1] != NO_TOKEN):
+                continue
+            seat = self.seats.by_id.get(sample.seq_id)
+            if seat is not None and seat.seq.status is SequenceStatus.RUNNING:
+                end = (len(token_ids) - 1, i, NO_TOKEN_ALLOWED)
+                if not is_finite:
+                    end = (len(token_ids), -1, NON_FINITE)
+                broken[seat.group] = min(broken.get(seat.group, end), end)
+        return broken
 
     def _accept(
         self,

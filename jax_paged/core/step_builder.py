@@ -20,6 +20,7 @@ class StepBuilder:
         self.is_short = False  # of what only the results of the steps before it can bring
         self._initial_budget = budget
         self.is_closed = False  # to requests that don't run yet
+        self.is_burst = False  # of decode steps: rows of one token draw as many as they are said to compute
         self.rows_of_one: list[Row] = []  # that compute one token
         self.longer_rows: list[Row] = []
         self.swap_out: Copies = []
@@ -38,7 +39,7 @@ class StepBuilder:
         """Returns the step; takes and gives seats."""
         released = seats.release()
         rows = [*self.rows_of_one, *self.longer_rows]
-        new, scheduled, samples = seats.rows(rows)
+        new, scheduled, samples = seats.rows(rows, is_burst=self.is_burst)
         return SchedulerOutput(
             step_id=step_id,
             scheduled=tuple(scheduled),
@@ -58,4 +59,5 @@ class StepBuilder:
             ended=tuple(self.ended),
             num_batched_tokens=self._initial_budget - self.budget,
             num_logits_rows=len(samples) + sum([not sampling for _, _, _, sampling in rows]),
+            burst=tuple([num_tokens for _, _, num_tokens, _ in rows]) if self.is_burst else (),
         )

@@ -1,5 +1,6 @@
 """Why and when sequences end: the one place that knows it."""
 
+from jax_paged.core.scheduler_output import MAX_END_TOKENS
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 # Stop reasons of requests that ended without having finished.
@@ -48,18 +49,33 @@ class StopConditions:
             return SequenceStatus.FINISHED_LENGTH_CAPPED, None
         return None
 
+    def num_left(self, group: SequenceGroup, seq: Sequence) -> int:
+        """Returns how many tokens a sequence may still get after those that are being drawn."""
+        max_tokens, num_output_tokens = group.sampling_params.max_tokens, seq.num_output_tokens
+        num_left = self.max_model_len - len(seq.prompt_token_ids) - num_output_tokens
+        return num_left if max_tokens is None else min(num_left, max_tokens - num_output_tokens)
+
     def can_run_ahead(self, group: SequenceGroup, seq: Sequence) -> bool:
         """Returns whether a sequence may compute tokens that are not known yet.
 
         Not if it ends with them for certain, nor if the choice of the next token has to know them on the
         host: beams are chosen there, and so are the tokens that would complete a bad word.
         """
-        params, num_output_tokens = group.sampling_params, len(seq.output_token_ids) + seq.num_pending
-        if group.beam_params is not None or params.bad_words_token_ids:
+        if group.beam_params is not None or group.sampling_params.bad_words_token_ids:
             return False
-        if params.max_tokens is not None and num_output_tokens >= params.max_tokens:
+        return self.num_left(group, seq) > 0
+
+    def can_burst(self, group: SequenceGroup, seq: Sequence) -> bool:
+        """Returns whether a sequence may get several tokens without the host in between.
+
+        As above; besides, what it may choose must stay the same (at min_tokens it changes), and the device
+        must be able to tell which token ends it.
+        """
+        params = group.sampling_params
+        num_end_tokens = len(self.eos_of(group)) + len(params.stop_token_ids or ())
+        if num_end_tokens > MAX_END_TOKENS or seq.num_output_tokens < params.min_tokens:
             return False
-        return len(seq.prompt_token_ids) + num_output_tokens < self.max_model_len
+        return self.can_run_ahead(group, seq)
 
     @staticmethod
     def without_room(group: SequenceGroup) -> SequenceStatus:

@@ -69,6 +69,7 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
         preemption_mode=config.preemption_mode,
         enable_chunked_prefill=config.enable_chunked_prefill,
         delay_factor=config.delay_factor,
+        burst_size=config.num_scheduler_steps,
     )
 
 

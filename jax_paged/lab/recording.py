@@ -80,7 +80,8 @@ class RecordedScheduler(Scheduler):
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
         top = [
             [i, entry.top_token_ids, entry.top_logprobs]
-            for i, (entry, *_) in enumerate(result.logprobs)
+            for i, entries in enumerate(result.logprobs)
+            for entry in entries[:1]
             if entry.top_token_ids
         ]
         self._note(
@@ -212,6 +213,7 @@ def _settings(scheduler: Scheduler) -> dict[str, dict[str, Any]]:
             "preemption_mode": scheduler.preemption_mode,
             "enable_chunked_prefill": scheduler.enable_chunked_prefill,
             "delay_factor": scheduler.delay_factor,
+            "burst_size": scheduler.burst_size,
         },
     }
 

@@ -236,6 +236,7 @@ def _step_row(
 ) -> tuple[Any, ...]:
     """Returns the row of STEP for a step that was scheduled and whose result is still out."""
     queues, pool, rows = scheduler.queues, scheduler.block_manager.pool, output.scheduled
+    num_tokens = _num_tokens(output)
     num_prefill_tokens, num_decode_seqs = 0, len(rows)
     for row in reversed(rows):
         if row.num_tokens == 1:
@@ -246,15 +247,19 @@ def _step_row(
     num_blocks_swapped = len(output.blocks_to_swap_out) + len(output.blocks_to_swap_in)
     num_blocks_used = pool.num_usable - pool.num_free
     num_blocks_saved, num_slots_wasted = _sharing(output, scheduler, num_blocks_used)
+    step_s = step_time.step_s(num_prefill_tokens, num_decode_seqs, num_context_tokens, num_blocks_swapped)
+    for i in range(1, max(output.burst, default=0)):  # the decode steps of a burst after the first
+        starts = [row.start + i for row, n in zip(rows, num_tokens, strict=True) if n > i]
+        step_s += step_time.step_s(0, len(starts), sum(starts), 0)
     return (
         clock,
-        step_time.step_s(num_prefill_tokens, num_decode_seqs, num_context_tokens, num_blocks_swapped),
+        step_s,
         len({_found(scheduler, row.seq_id)[0] for row in rows}),
         len(queues.running),
         len(queues.waiting),
         len(queues.swapped),
         len(rows),
-        output.num_batched_tokens,
+        sum(num_tokens),
         num_prefill_tokens,
         num_context_tokens,
         num_blocks_used,
@@ -272,20 +277,25 @@ def _sharing(output: SchedulerOutput, scheduler: Scheduler, num_blocks_used: int
     size, tables = manager.block_size, manager.block_tables
     num_blocks = sum([len(table) for (table,) in tables.values()])
     if num_blocks == num_blocks_used:
-        num_tokens = sum([seq.num_computed_tokens for seq in tables]) + output.num_batched_tokens
+        num_tokens = sum([seq.num_computed_tokens for seq in tables]) + sum(_num_tokens(output))
         return 0, num_blocks * size - num_tokens
     lens = {seq: seq.num_computed_tokens for seq in tables}
-    for row in output.scheduled:
-        lens[_found(scheduler, row.seq_id)[1]] = row.start + row.num_tokens
+    stops = [row.start + n for row, n in zip(output.scheduled, _num_tokens(output), strict=True)]
+    for row, stop in zip(output.scheduled, stops, strict=True):
+        lens[_found(scheduler, row.seq_id)[1]] = stop
     for sample in output.samples:
-        row = output.scheduled[sample.row]
-        lens[_found(scheduler, sample.seq_id)[1]] = row.start + row.num_tokens
+        lens[_found(scheduler, sample.seq_id)[1]] = stops[sample.row]
     filled: dict[int, int] = {}  # of the blocks that are not full
     for seq, (table,) in tables.items():
         first = lens[seq] // size
         for i in range(first, len(table)):
             filled[table[i]] = max(filled.get(table[i], 0), lens[seq] - i * size, 0)
     return num_blocks - num_blocks_used, len(filled) * size - sum(filled.values())
+
+
+def _num_tokens(output: SchedulerOutput) -> list[int]:
+    """Returns how many tokens each row computes; of a burst, in all of its steps."""
+    return list(output.burst) or [row.num_tokens for row in output.scheduled]
 
 
 def _found(scheduler: Scheduler, seq_id: int) -> tuple[SequenceGroup, Sequence]:
@@ -303,7 +313,8 @@ def _result(output: SchedulerOutput, scheduler: Scheduler, rng: random.Random | 
         rng: Draws the log-probabilities of beams: each candidate is less likely than the one before. None
             if there are no beams.
     """
-    logprobs = [[_NO_LOGPROBS]] * len(output.samples)
+    num_drawn = output.burst or [1] * len(output.samples)
+    logprobs = [[_NO_LOGPROBS] * n for n in num_drawn]
     if rng is not None:
         for i, sample in enumerate(output.samples):
             beams = _found(scheduler, sample.seq_id)[0].beam_params
@@ -313,5 +324,5 @@ def _result(output: SchedulerOutput, scheduler: Scheduler, rng: random.Random | 
                 logprobs[i] = [TokenLogprobs(0.0, 0, list(range(num_top)), top)]
     num_rows = len(output.scheduled)
     return ModelRunnerOutput(
-        output.step_id, [[0]] * len(output.samples), logprobs, [True] * num_rows, [[]] * num_rows
+        output.step_id, [[0] * n for n in num_drawn], logprobs, [True] * num_rows, [[]] * num_rows
     )

@@ -128,6 +128,8 @@ class BatchBuilder:
                 "a sample with penalties has several rows of logits: the tokens drawn from the earlier ones "
                 "are not counted yet"
             )
+        if bucket.num_steps > 1:
+            self._fill_burst(view, seats, start, output.burst)
         bias = self._bias(sample_seats, sample_positions, bucket)
         mask = self._token_mask(sample_seats, bucket)
         return StepInputs(packed, *bias, mask, changes[:, :num_ahead])
@@ -152,6 +154,18 @@ class BatchBuilder:
                 assert blocks.min() > 0, "a token would be written to the null block"
                 view["slot_mapping"][g, :total] = blocks * size + positions % size
                 view["context_lens"][g, :n] = stops
+
+    def _fill_burst(
+        self, view: dict[str, np.ndarray], seats: np.ndarray, start: np.ndarray, max_draws: tuple[int, ...]
+    ) -> None:
+        """Fills max_draws and end_tokens."""
+        batch, n = self._input_batch, len(seats)
+        assert len(max_draws) == n, "every row of a burst draws"
+        view["max_draws"][:n] = max_draws
+        view["end_tokens"][:n] = batch.end_tokens[seats]
+        last = (start + np.array(max_draws, np.int32) - 1) // self._block_size
+        for tables, group in zip(batch.block_tables, self._groups, strict=True):
+            assert group.is_cross or tables[seats, last].min() > 0, "a burst would write to the null block"
 
     def _check(self, view: dict[str, np.ndarray], output: SchedulerOutput) -> None:
         copies = np.array(output.blocks_to_copy, np.int32).reshape(-1, 2)

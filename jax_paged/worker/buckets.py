@@ -11,13 +11,17 @@ class Bucket:
         is_decode: Whether every row has just one token, and row b is token row b.
         num_tokens: Token rows.
         num_seqs: Rows, and as many rows of logits.
+        num_steps: Decode steps that are done in one; 1 unless it serves bursts.
     """
 
     is_decode: bool
     num_tokens: int
     num_seqs: int
+    num_steps: int = 1
 
     def __str__(self) -> str:
+        if self.num_steps > 1:
+            return f"burst {self.num_steps}x{self.num_seqs}"
         return f"decode {self.num_seqs}" if self.is_decode else f"mixed {self.num_tokens}x{self.num_seqs}"
 
 
@@ -57,3 +61,9 @@ def plan_buckets(
     decode = {n for n in decode if n >= min_rows} | {max_rows}
     buckets = [Bucket(True, n, n) for n in sorted(decode)]
     return buckets + [Bucket(False, t, min(t, max_num_seqs)) for t in sorted(mixed) if t > 1]
+
+
+def plan_bursts(buckets: list[Bucket], burst_size: int) -> list[Bucket]:
+    """Returns the shapes of bursts, in ascending order: those of decode steps, none for a burst size of 1."""
+    decode = [b for b in buckets if b.is_decode and burst_size > 1]
+    return [dataclasses.replace(bucket, num_steps=burst_size) for bucket in decode]

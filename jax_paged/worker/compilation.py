@@ -103,8 +103,8 @@ class CompiledPrograms:
         }
         # After the largest come the small programs, then the small buckets: they make a lone user's steps
         # quick.
-        kinds = ([b for b in buckets if b.is_decode is kind] for kind in (False, True))
-        largest = [StepProgram(max(kind)) for kind in kinds if kind]
+        kinds = {(b.is_decode, b.num_steps): b for b in buckets}
+        largest = [StepProgram(kinds[kind]) for kind in sorted(kinds)]
         rest = (p for p in self._programs if p not in largest and p not in others)
         self._queue: collections.deque[Program] = collections.deque([*largest, *others, *rest])
         self._lock = threading.Lock()
@@ -132,17 +132,21 @@ class CompiledPrograms:
         """What is compiled: the steps, then the others."""
         return list(self._programs)
 
-    def smallest_ready(self, *, is_decode: bool, num_tokens: int, num_seqs: int) -> Bucket:
+    def smallest_ready(
+        self, *, is_decode: bool, num_tokens: int, num_seqs: int, num_steps: int = 1
+    ) -> Bucket:
         """Returns the smallest compiled bucket that a step fits in.
 
         Args:
             is_decode: Whether each row has one token, and the bucket may serve such steps only.
             num_tokens: Of all rows together.
             num_seqs: Rows, or rows of logits if these are more.
+            num_steps: Decode steps that are done in one.
         """
         for bucket in self.buckets:
             fits = bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
-            if bucket.is_decode is is_decode and fits and self._is_compiled(StepProgram(bucket)):
+            fits &= (bucket.is_decode, bucket.num_steps) == (is_decode, num_steps)
+            if fits and self._is_compiled(StepProgram(bucket)):
                 return bucket
         raise AssertionError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")
 

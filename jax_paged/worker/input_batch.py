@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_paged.core.scheduler_output import NewSequence, ScheduledSequence, SchedulerOutput
+from jax_paged.core.scheduler_output import MAX_END_TOKENS, NewSequence, ScheduledSequence, SchedulerOutput
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.packed_batch import NUM_SAMPLING_COLUMNS, pack_sampling
 from jax_paged.worker.token_bias import TokenBias
@@ -38,6 +38,7 @@ class InputBatch:
         num_table_blocks: int32 [G, S], how many entries of each table are a sequence's.
         num_encoder_tokens: int32 [S], tokens that groups of cross attention hold.
         sampling: int32 [S, 12], the field of the same name of the packed buffer.
+        end_tokens: int32 [S, MAX_END_TOKENS], padded with -1; of sequences with more of them, not all.
         count_seats: int32 [S], the seat itself where a sequence has penalties, S elsewhere.
         num_top_logprobs: int32 [S], how many most likely tokens to report; -1 for no log-probabilities.
         biases: The sequences whose logits may get a bias.
@@ -58,6 +59,7 @@ class InputBatch:
         self.num_table_blocks = np.zeros((num_groups, max_num_seqs), np.int32)
         self.num_encoder_tokens = np.zeros(max_num_seqs, np.int32)
         self.sampling = np.zeros((max_num_seqs, NUM_SAMPLING_COLUMNS), np.int32)
+        self.end_tokens = np.full((max_num_seqs, MAX_END_TOKENS), -1, np.int32)
         self.count_seats = np.full(max_num_seqs, max_num_seqs, np.int32)
         self.num_top_logprobs = np.full(max_num_seqs, -1, np.int32)
         self.biases: dict[int, TokenBias] = {}
@@ -151,6 +153,8 @@ class InputBatch:
             logprob_temperature=new.logprob_temperature,
             has_token_mask=params.allowed_token_ids is not None,
         )
+        end_token_ids = sorted(new.end_token_ids)[:MAX_END_TOKENS]
+        self.end_tokens[seat] = end_token_ids + [-1] * (MAX_END_TOKENS - len(end_token_ids))
         if TokenBias.is_needed(new):
             self.biases[seat] = TokenBias(new)
         if params.allowed_token_ids is not None:

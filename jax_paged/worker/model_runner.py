@@ -26,7 +26,7 @@ from jax_paged.worker import prompt_logprobs
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
 from jax_paged.worker.block_tables import WriteBlockTablesProgram, write_block_tables
-from jax_paged.worker.buckets import Bucket, plan_buckets
+from jax_paged.worker.buckets import Bucket, plan_buckets, plan_bursts
 from jax_paged.worker.compilation import ONE_GRAPH, CompiledPrograms, use_persistent_cache
 from jax_paged.worker.encoder import build_encoder_inputs, plan_encoders
 from jax_paged.worker.input_batch import InputBatch
@@ -113,7 +113,7 @@ class ModelRunner:
 
         def free_bytes(config: EngineConfig) -> int:
             # What the largest step needs is found out with a tiny pool.
-            needed = step_bytes(context_of(config, num_blocks=2))
+            needed = step_bytes(context_of(config, num_blocks=2), config.num_scheduler_steps)
             return free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization)
 
         self.config = resolve_config(
@@ -164,9 +164,11 @@ class ModelRunner:
         # XLA multiplies a single row in bfloat16 several times slower than two.
         min_rows = 2 if on_cpu and matmul_backend == "xla" and loaded.dtype == jnp.bfloat16 else 1
         limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        buckets = plan_buckets(*limits, is_fine=on_cpu, min_rows=min_rows)
+        self._has_mixed = not all(bucket.is_decode for bucket in buckets)
         # Last, as it leaves threads behind.
         self._compiled = CompiledPrograms(
-            plan_buckets(*limits, is_fine=on_cpu, min_rows=min_rows),
+            [*buckets, *plan_bursts(buckets, self.config.num_scheduler_steps)],
             [
                 *self._encoders,
                 *self._mover.programs,
@@ -291,11 +293,12 @@ class ModelRunner:
 
     def _bucket(self, output: SchedulerOutput, *, wants_hidden: bool) -> Bucket:
         """Returns the shape for a step; hidden states are read of mixed steps, if there are any."""
-        has_mixed = not self.buckets[-1].is_decode
+        is_decode = output.num_batched_tokens == len(output.scheduled)
         return self._compiled.smallest_ready(
-            is_decode=output.num_batched_tokens == len(output.scheduled) and not (wants_hidden and has_mixed),
+            is_decode=is_decode and not (wants_hidden and self._has_mixed),
             num_tokens=output.num_batched_tokens,
             num_seqs=output.num_logits_rows,
+            num_steps=self.config.num_scheduler_steps if output.burst else 1,
         )
 
     def _prompt_targets(self, output: SchedulerOutput) -> dict[int, tuple[list[int], int]]:
@@ -366,11 +369,12 @@ class ModelRunner:
         return self._empty_inputs[bucket.num_seqs]
 
 
-def step_bytes(context: TraceContext) -> int:
+def step_bytes(context: TraceContext, burst_size: int) -> int:
     """Returns the memory that an engine needs beside weights and pool; the largest step tells.
 
     Args:
         context: With a small pool: its size does not matter.
+        burst_size: Decode steps of a burst, whose results lie beside those of a step; 1 for no bursts.
     """
     buckets = plan_buckets(context.max_num_seqs, context.max_num_batched_tokens)
     largest = max(buckets, key=lambda b: b.num_tokens)
@@ -382,4 +386,5 @@ def step_bytes(context: TraceContext) -> int:
     sampling_inputs = row_bytes * (sum({b.num_seqs for b in buckets}) + context.max_num_seqs)
     seat_arrays = sum(math.prod(x.shape) * x.dtype.itemsize for x in context.seat_arrays())
     step = memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes
-    return step + sampling_inputs + seat_arrays
+    burst_rows = burst_size * context.max_num_seqs if burst_size > 1 else 0
+    return step + sampling_inputs + seat_arrays + 4 * burst_rows * (6 + 2 * context.max_logprobs)

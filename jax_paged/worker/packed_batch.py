@@ -8,13 +8,15 @@ G cache groups, C changes of block tables:
     of the block tables: table_changes [2, C]
     of the logits rows:  logits_rows [B] | sample_positions [B] | sample_seats [B] | count_seats [B]
                          | sampling [B, 12]
+    of bursts:           max_draws [B] | end_tokens [B, E]
 
 The block tables themselves lie on the device, by seat (block_tables.py); a row that is not used has a seat
 that does not exist. A token that the host does not know yet is NO_TOKEN, always the last of its row.
 logits_rows holds the token row after which each row of logits stands, sample_positions the position of the
 token that is drawn from it, and sample_seats the seat that gets it. count_seats holds the seat whose token
 counts its penalties read; a row of logits without penalties has a seat that does not exist. The columns of
-`sampling` are FLOATS, then INTS.
+`sampling` are FLOATS, then INTS. A row of a burst draws at most max_draws tokens, and none after one of its
+E = MAX_END_TOKENS end tokens, which are padded with -1.
 """
 
 import math
@@ -25,6 +27,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from jax_paged.core.scheduler_output import MAX_END_TOKENS
 from jax_paged.models.attention import AttentionMetadata, Backend
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.buckets import Bucket
@@ -76,6 +79,8 @@ def layout(bucket: Bucket, num_groups: int) -> tuple[dict[str, Field], int]:
         "count_seats": (b,),
         "sampling": (b, NUM_SAMPLING_COLUMNS),
     }
+    if bucket.num_steps > 1:
+        shapes |= {"max_draws": (b,), "end_tokens": (b, MAX_END_TOKENS)}
     fields, start = {}, 0
     for name, shape in shapes.items():
         fields[name] = Field(start, shape)

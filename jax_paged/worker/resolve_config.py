@@ -106,6 +106,7 @@ def resolve_config(
         preemption_mode=args.preemption_mode,
         delay_factor=args.scheduler_delay_factor,
         async_scheduling=args.async_scheduling,
+        num_scheduler_steps=args.num_scheduler_steps,
         seed=args.seed,
     )
     num_blocks = _num_blocks(args, config, model.block_bytes, on_cpu, free_bytes)

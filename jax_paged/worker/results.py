@@ -20,8 +20,9 @@ class PendingStep:
         num_samples: Entries of SchedulerOutput.samples.
         logits_rows: What the columns of `results` stand for.
         num_top: Per drawn token, how many most likely tokens to report; -1 for no log-probabilities.
-        results: int32 [4, B] of StepProgram; None if the step computes nothing.
-        details: int32 [B, 1 + 2N] of StepProgram; None if no sample wants log-probabilities.
+        results: int32 [4, B] of StepProgram, or [K, 5, B] of a burst; None if the step computes nothing.
+        details: int32 [B, 1 + 2N] of StepProgram, or [K, B, 1 + 2N] of a burst; None if no sample wants
+            log-probabilities.
         prompt_logprobs: Of rows whose request wants them.
     """
 
@@ -44,6 +45,8 @@ class PendingStep:
         """Waits for the results and returns them."""
         if self.results is None:
             return ModelRunnerOutput(self.step_id, [], [], [], [])
+        if self.results.ndim == 3:
+            return self._read_burst(np.asarray(self.results)[:, :, : self.num_samples])
         num_drawn = self.logits_rows.num_drawn
         columns = np.asarray(self.results)[:, : len(self.logits_rows.rows)]
         token_ids, logprobs, is_finite, has_choice = columns
@@ -64,6 +67,33 @@ class PendingStep:
             logprobs=self._by_sample(details),
             is_finite=finite.tolist(),
             prompt_logprobs=prompt_logprobs,
+        )
+
+    def _read_burst(self, results: np.ndarray) -> ModelRunnerOutput:
+        """Returns the result of a burst, whose row i is that of sample i.
+
+        Args:
+            results: int32 [K, 5, num_samples].
+        """
+        token_ids, logprobs, is_finite, has_choice, is_live = results.transpose(1, 2, 0)
+        counts = np.sum(
+            is_live & is_finite, axis=1
+        ).tolist()  # what is not finite comes last, and draws nothing
+        tokens = np.where(has_choice != 0, token_ids, NO_TOKEN).tolist()
+        chosen = np.ascontiguousarray(logprobs).view(np.float32).tolist()
+        details = None if self.details is None else np.asarray(self.details)
+        entries = []
+        for i, (n, num_top) in enumerate(zip(counts, self.num_top.tolist(), strict=True)):
+            if details is None or num_top < 0:
+                entries.append([TokenLogprobs(logprob, 0, [], []) for logprob in chosen[i][:n]])
+            else:
+                entries.append(read_details(details[:n, i], chosen[i][:n], [num_top] * n))
+        return ModelRunnerOutput(
+            step_id=self.step_id,
+            token_ids=[row[:n] for row, n in zip(tokens, counts, strict=True)],
+            logprobs=entries,
+            is_finite=np.all((is_live == 0) | (is_finite != 0), axis=1).tolist(),
+            prompt_logprobs=[[] for _ in range(self.num_rows)],
         )
 
     def _by_sample[T](self, items: list[T]) -> list[list[T]]:

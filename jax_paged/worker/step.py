@@ -1,9 +1,11 @@
 """The step as it is traced: weights, pool, the seats' arrays and one packed buffer in; drawn tokens out."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
 from jax_paged.core.runner_output import NO_TOKEN
@@ -12,7 +14,7 @@ from jax_paged.worker.block_tables import tables_of, write_changes
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.packed_batch import attention_metadata, layout, sampling_batch, unpack
 from jax_paged.worker.programs import Program, SeatArrays, TraceContext, bits
-from jax_paged.worker.sampler import sample
+from jax_paged.worker.sampler import SampledTokens, sample
 from jax_paged.worker.token_counts import add_tokens
 
 
@@ -23,6 +25,116 @@ def known_tokens(fields: dict[str, Array], last_tokens: Int[Array, " s"]) -> Int
     last = tokens.at[rows].get(mode="clip")
     drawn = last_tokens.at[seats].get(mode="clip")
     return tokens.at[rows].set(jnp.where(last == NO_TOKEN, drawn, last), mode="drop")
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedStep:
+    """One step of a bucket while it is traced: what its tokens are computed with.
+
+    Args:
+        context: Model and limits.
+        bucket: The shape.
+        weights: Of the model.
+        fields: Of the packed buffer.
+        tables: Block tables of the rows, int32 [G, B, M].
+        bias_ids: Of SamplingBatch; so are the two that follow.
+    """
+
+    context: TraceContext
+    bucket: Bucket
+    weights: list[Array]
+    fields: dict[str, Array]
+    tables: Int[Array, "g b m"]
+    bias_ids: Array
+    bias_values: Array
+    token_mask: Array
+
+    def run(
+        self,
+        tokens: Int[Array, " t"],
+        kv_cache: list[Array],
+        token_counts: Int[Array, "s v"],
+        **moved: Array,
+    ) -> tuple[SampledTokens, Array, list[Array], Array]:
+        """Computes tokens and draws from every row of logits.
+
+        Args:
+            tokens: Of all token rows.
+            kv_cache: The pool.
+            token_counts: Of all seats.
+            **moved: Fields in place of the buffer's.
+
+        Returns:
+            What is drawn, the hidden states of all token rows, the pool and the token counts.
+        """
+        context, fields = self.context, self.fields | moved
+        model = context.merge(self.weights)
+        metadata = attention_metadata(
+            fields, self.tables, self.bucket, context.backend, context.layout.places
+        )
+        hidden, kv_cache = model.paged(tokens, kv_cache, metadata)
+        logits = model.logits(hidden[fields["logits_rows"]])
+        batch = sampling_batch(fields, token_counts, self.bias_ids, self.bias_values, self.token_mask)
+        drawn = sample(logits, batch, max_logprobs=context.max_logprobs)
+        return drawn, hidden, kv_cache, add_tokens(token_counts, batch.count_seats, drawn.token_ids)
+
+    def burst(
+        self, tokens: Int[Array, " b"], kv_cache: list[Array], token_counts: Int[Array, "s v"]
+    ) -> tuple[Array, Array, Array, list[Array], Array]:
+        """Does decode steps until every row has drawn its end token, or as many tokens as it may.
+
+        A row that is done writes nothing, attends to nothing and counts nothing. One whose token ends its
+        sequence is done from the start: the host did not know it yet when it scheduled the burst.
+
+        Returns:
+            The results and details of all steps (int32 [K, 5, B] and [K, B, 1 + 2N], the fifth row of
+            results says whether a row was not done), the last token of each row, pool and token counts.
+        """
+        fields, k = self.fields, self.bucket.num_steps
+        groups, num_seats = self.context.layout.groups, len(token_counts)
+        is_cross = jnp.array([group.is_cross for group in groups])[:, None]
+        size, no_slot = self.context.block_size, kv_cache[0].shape[0] * self.context.block_size
+
+        def ends(tokens: Array) -> Array:
+            return jnp.any(tokens[:, None] == fields["end_tokens"], axis=1)
+
+        def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
+            i, is_live, tokens, kv_cache, token_counts, results, details = state
+            positions = fields["positions"] + i
+            blocks = jnp.take_along_axis(self.tables, (positions // size)[None, :, None], axis=2)[:, :, 0]
+            slots = jnp.where(is_live & ~is_cross, blocks * size + positions % size, no_slot)
+            lens = fields["context_lens"] + jnp.where(is_cross, 0, i)
+            drawn, _, kv_cache, token_counts = self.run(
+                tokens,
+                kv_cache,
+                token_counts,
+                positions=jnp.where(is_live, positions, 0),
+                slot_mapping=slots,
+                context_lens=jnp.where(is_live, lens, 0),
+                sample_positions=fields["sample_positions"] + i,
+                count_seats=jnp.where(is_live, fields["count_seats"], num_seats),
+            )
+            new_results, new_details = packed_results(drawn)
+            new_results = jnp.concatenate([new_results, is_live.astype(jnp.int32)[None]])
+            tokens = jnp.where(is_live, drawn.token_ids, tokens)
+            goes_on = (i + 1 < fields["max_draws"]) & ~ends(tokens) & drawn.is_finite & drawn.has_choice
+            results, details = results.at[i].set(new_results), details.at[i].set(new_details)
+            return i + 1, is_live & goes_on, tokens, kv_cache, token_counts, results, details
+
+        b, columns = self.bucket.num_seqs, 1 + 2 * self.context.max_logprobs
+        results, details = jnp.zeros((k, 5, b), jnp.int32), jnp.zeros((k, b, columns), jnp.int32)
+        is_live = (fields["max_draws"] > 0) & ~ends(tokens)
+        state = (jnp.int32(0), is_live, tokens, kv_cache, token_counts, results, details)
+        state = lax.while_loop(lambda state: (state[0] < k) & jnp.any(state[1]), step, state)
+        _, _, tokens, kv_cache, token_counts, results, details = state
+        return results, details, tokens, kv_cache, token_counts
+
+
+def packed_results(drawn: SampledTokens) -> tuple[Int[Array, "4 b"], Int[Array, "b n"]]:
+    """Returns what a step reports of its tokens; see StepProgram."""
+    flags = [drawn.is_finite.astype(jnp.int32), drawn.has_choice.astype(jnp.int32)]
+    columns = [drawn.rank[:, None], drawn.top_token_ids, bits(drawn.top_logprobs)]
+    return jnp.stack([drawn.token_ids, bits(drawn.logprob), *flags]), jnp.concatenate(columns, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +149,7 @@ class StepProgram(Program):
         The hidden states of all token rows, padded to those of the largest step if the step is mixed.
         The pool.
         The SeatArrays.
+    Of a burst, the first two are those of TracedStep.burst, and there are no hidden states.
     """
 
     bucket: Bucket
@@ -55,26 +168,24 @@ class StepProgram(Program):
             bias_ids: Array,
             bias_values: Array,
             token_mask: Array,
-        ) -> tuple[Array, Array, Array, list[Array], SeatArrays[Array]]:
+        ) -> tuple[Array, Array, Array | None, list[Array], SeatArrays[Array]]:
             fields = unpack(packed, bucket, num_groups)
-            model = context.merge(weights)
-            block_tables = write_changes(seat_arrays.block_tables, fields["table_changes"])
+            token_counts, block_tables, last_tokens = seat_arrays
+            block_tables = write_changes(block_tables, fields["table_changes"])
             tables = tables_of(block_tables, fields["seats"])
-            metadata = attention_metadata(fields, tables, bucket, context.backend, context.layout.places)
-            tokens = known_tokens(fields, seat_arrays.last_tokens)
-            hidden, kv_cache = model.paged(tokens, kv_cache, metadata)
-            logits = model.logits(hidden[fields["logits_rows"]])
-            batch = sampling_batch(fields, seat_arrays.token_counts, bias_ids, bias_values, token_mask)
-            drawn = sample(logits, batch, max_logprobs=context.max_logprobs)
-            token_counts = add_tokens(seat_arrays.token_counts, batch.count_seats, drawn.token_ids)
-            flags = [drawn.is_finite.astype(jnp.int32), drawn.has_choice.astype(jnp.int32)]
-            results = jnp.stack([drawn.token_ids, bits(drawn.logprob), *flags])
-            columns = [drawn.rank[:, None], drawn.top_token_ids, bits(drawn.top_logprobs)]
-            padding = 0 if bucket.is_decode else context.max_num_batched_tokens - bucket.num_tokens
-            hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
-            last_tokens = seat_arrays.last_tokens.at[fields["sample_seats"]].set(drawn.token_ids, mode="drop")
-            seat_arrays = SeatArrays(token_counts, block_tables, last_tokens)
-            return results, jnp.concatenate(columns, axis=1), hidden, kv_cache, seat_arrays
+            traced = TracedStep(context, bucket, weights, fields, tables, bias_ids, bias_values, token_mask)
+            tokens = known_tokens(fields, last_tokens)
+            if bucket.num_steps > 1:
+                results, details, last, kv_cache, token_counts = traced.burst(tokens, kv_cache, token_counts)
+                hidden = None
+            else:
+                drawn, hidden, kv_cache, token_counts = traced.run(tokens, kv_cache, token_counts)
+                results, details = packed_results(drawn)
+                last = drawn.token_ids
+                padding = 0 if bucket.is_decode else context.max_num_batched_tokens - bucket.num_tokens
+                hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
+            last_tokens = last_tokens.at[fields["sample_seats"]].set(last, mode="drop")
+            return results, details, hidden, kv_cache, SeatArrays(token_counts, block_tables, last_tokens)
 
         pool, b = context.pool(), bucket.num_seqs
         _, size = layout(bucket, num_groups)

@@ -5,13 +5,15 @@ import dataclasses
 from typing import Any
 
 import pytest
-from helpers.scheduling import EOS, NO_LOGPROBS, make_group, make_scheduler, result_of
+from helpers.scheduling import EOS, NO_LOGPROBS, found, make_group, make_scheduler, result_of, step
 from helpers.value_device import ValueDevice
-from test_scheduler_simulation import CROSS, FULL, WINDOW, Simulation, root_of, total
+from test_scheduler_simulation import CROSS, FULL, MAX_MODEL_LEN, WINDOW, Simulation, root_of, total
 
 from jax_paged.core.runner_output import NO_TOKEN
+from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceStatus
+from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED, NON_FINITE
 from jax_paged.sampling_params import BeamSearchParams
 
 
@@ -27,7 +29,7 @@ class RunningAhead(Simulation):
         self.values = ValueDevice(
             *sizes, manager.groups, lambda request_id: root_of(self.groups[int(request_id[1:])])
         )
-        self.counts |= {"ahead": 0, "empty": 0, "short": 0}
+        self.counts |= {"ahead": 0, "empty": 0, "short": 0, "bursts": 0, "bursts ahead": 0, "cut": 0}
 
     @property
     def is_busy(self) -> bool:
@@ -52,14 +54,18 @@ class RunningAhead(Simulation):
         self.manager.check_integrity()
         self.check_first_tokens(had_first_token)
         self.check_walk()
-        for group, seq, _, _ in update.new_tokens:  # a stop string, which ends it a step late on the device
-            if seq.status is SequenceStatus.RUNNING and self.rng.random() < 0.02:
-                sched.finish(group, seq, SequenceStatus.FINISHED_ABORTED, self.now)
+        # A stop string, which ends a sequence a step late on the device; perhaps in the middle of a burst.
+        for group, seq, new, _ in update.new_tokens:
+            if (seq.status is SequenceStatus.RUNNING or len(new) > 1) and self.rng.random() < 0.02:
+                kept = len(seq.output_token_ids) - self.rng.randrange(len(new))
+                status = SequenceStatus.FINISHED_ABORTED
+                sched.finish(group, seq, status, self.now, num_output_tokens=kept)
+                counts["cut"] += len(new) > 1
         pool = self.manager.pool
         free = pool._free.keys()
         self.values.spoil(lambda block: block in free and pool.contents[block] is None, self.rng)
         counts["steps"] += 1
-        counts["tokens"] += len(token_ids)
+        counts["tokens"] += sum(map(len, token_ids))
         counts["preemptions"] += len(output.preempted)
         counts["swaps"] += bool(output.blocks_to_swap_out)
         counts["copies"] += len(output.blocks_to_copy)
@@ -69,6 +75,10 @@ class RunningAhead(Simulation):
     def check_ahead(self, output: SchedulerOutput, ran_before: set[str], num_in_flight: int) -> None:
         assert sum(row.num_tokens for row in output.scheduled) == output.num_batched_tokens
         assert output.num_batched_tokens <= self.setup.budget
+        if output.burst:
+            self.check_burst(output)
+            self.counts["bursts"] += 1
+            self.counts["bursts ahead"] += num_in_flight > 0
         assert len({row.seq_id for row in output.scheduled}) == len(output.scheduled)
         assert all(NO_TOKEN not in row.token_ids or row.num_tokens == 1 for row in output.scheduled)
         if num_in_flight:
@@ -79,6 +89,24 @@ class RunningAhead(Simulation):
         else:
             assert output.scheduled or output.ended or not self.sched.has_unfinished, "no progress"
             assert all(NO_TOKEN not in row.token_ids for row in output.scheduled)
+
+    def check_burst(self, output: SchedulerOutput) -> None:
+        queues, manager = self.sched.queues, self.manager
+        assert not queues.waiting
+        assert not queues.swapped
+        assert 1 < max(output.burst) <= self.setup.burst_size
+        assert min(output.burst) > 0
+        assert [(s.row, s.seq_id, s.num_logits) for s in output.samples] == [
+            (i, row.seq_id, 1) for i, row in enumerate(output.scheduled)
+        ]
+        for row, num_tokens in zip(output.scheduled, output.burst, strict=True):
+            group, seq = found(self.sched, row.seq_id)
+            assert group.beam_params is None
+            assert seq.num_output_tokens - num_tokens >= max(1, group.sampling_params.min_tokens)
+            assert seq.num_output_tokens <= (group.sampling_params.max_tokens or MAX_MODEL_LEN)
+            num_blocks = manager.num_blocks_of(row.start + num_tokens)
+            for cache, table in zip(manager.groups, manager.block_tables[seq], strict=True):
+                assert cache.is_cross or len(table) == num_blocks, "a block more or less than needed"
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -91,6 +119,21 @@ def test_random_requests_in_a_tiny_pool(depth: int) -> None:
     if depth > 1:
         least |= {"ahead": 2000, "short": 100}
         assert sum(run.values.num_unknown for run in runs) > 2000
+    assert {name: total(runs, name) for name, n in least.items() if total(runs, name) < n} == {}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_requests_in_bursts(depth: int) -> None:
+    runs = [RunningAhead(seed, depth, burst_size=8).run() for seed in range(40)]
+    settings = {"preemption_mode": "swap", "num_swap_blocks": 300}
+    runs += [RunningAhead(seed, depth, burst_size=8, **settings).run() for seed in range(15)]
+    # Few and long requests: nobody waits most of the time.
+    kinds = ("one", "samples")
+    runs += [RunningAhead(seed, depth, burst_size=8, kinds=kinds).run(arrival=0.1) for seed in range(40)]
+    assert sum(run.values.num_bursts for run in runs) == total(runs, "bursts")
+    least = {"preemptions": 60, "swaps": 10, "copies": 300, "bursts": 500, "cut": 10}
+    if depth > 1:
+        least |= {"bursts ahead": 200}
     assert {name: total(runs, name) for name, n in least.items() if total(runs, name) < n} == {}
 
 
@@ -107,7 +150,7 @@ def test_with_room_for_all_every_step_runs_ahead(groups: tuple[Any, ...]) -> Non
 @pytest.mark.slow
 def test_many_more_random_requests() -> None:
     for seed in range(60, 600):
-        RunningAhead(seed, 1 + seed % 3).run()
+        RunningAhead(seed, 1 + seed % 3, burst_size=[1, 8, 3][seed // 3 % 3]).run()
 
 
 def test_a_step_ahead_computes_the_token_that_is_being_drawn() -> None:
@@ -186,6 +229,130 @@ def test_nobody_is_preempted_ahead_of_results() -> None:
     third = sched.schedule(0.0)
     assert [row.token_ids for row in third.scheduled] == [[9]]
     assert not third.preempted
+
+
+def bursting(**settings: Any) -> tuple[Scheduler, SchedulerOutput]:
+    """Returns a scheduler of bursts of 4, with a request that has a token of output, and its next step."""
+    sched = make_scheduler(block_size=4, burst_size=4)
+    sched.add(make_group(0, [5] * 6, **settings))
+    step(sched, token_id=9)
+    return sched, sched.schedule(0.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "burst"),
+    [
+        ({}, (4,)),
+        ({"n": 2}, (4, 4)),
+        ({"max_tokens": 3}, (2,)),
+        ({"max_tokens": 2}, ()),  # a burst of one would be no gain
+        ({"min_tokens": 2}, ()),
+        ({"min_tokens": 1}, (4,)),
+        ({"stop_token_ids": list(range(20, 27))}, (4,)),
+        ({"stop_token_ids": list(range(20, 28))}, ()),  # one more than a burst looks for, with the model's
+        ({"stop_token_ids": list(range(20, 28)), "ignore_eos": True}, (4,)),
+        ({"logit_bias": {3: 1.0}, "allowed_token_ids": [3, 4]}, (4,)),
+    ],
+)
+def test_who_takes_part_in_a_burst(values: dict[str, Any], burst: tuple[int, ...]) -> None:
+    assert bursting(**values)[1].burst == burst
+
+
+def test_a_burst_has_blocks_for_all_its_tokens_and_gives_them_back() -> None:
+    sched, output = bursting()
+    pool = sched.block_manager.pool
+    assert (output.scheduled[0].start, output.scheduled[0].token_ids) == (6, [9])
+    assert [len(blocks) for blocks in output.scheduled[0].new_blocks] == [1]
+    assert sched.update(output, result_of(output, [[7, EOS]]), 1.0).new_tokens[0].token_ids == [7, EOS]
+    assert pool.num_free == pool.num_usable
+
+
+def test_bursts_wait_while_somebody_does_and_while_blocks_are_short() -> None:
+    sched = make_scheduler(num_blocks=6, block_size=4, burst_size=8, caching=False)
+    sched.add(make_group(0, [5] * 8, max_tokens=12))
+    step(sched)
+    sched.add(make_group(1, [6] * 12, max_tokens=2))
+    waits = sched.schedule(0.0)
+    assert (waits.burst, len(sched.queues.waiting)) == ((), 1)
+    sched.update(waits, result_of(waits, [9]), 0.0)
+    sched.abort("r1")
+    output = sched.schedule(0.0)
+    assert output.burst == (8,)
+    sched.update(output, result_of(output, [[9] * 8]), 0.0)
+    sched.add(make_group(2, [6] * 3, max_tokens=9))  # takes the last block
+    step(sched)
+    assert [sched.schedule(0.0).burst, sched.block_manager.num_free_blocks] == [(), 0]
+
+
+def test_what_follows_a_burst_in_flight() -> None:
+    sched, first = bursting(max_tokens=8)
+    second, third = sched.schedule(0.0), sched.schedule(0.0)
+    assert [o.burst for o in (first, second, third)] == [(4,), (3,), ()]
+    assert (second.scheduled[0].start, second.scheduled[0].token_ids) == (10, [NO_TOKEN])
+    assert third.scheduled == ()  # the sequence ends with the tokens that are being drawn
+    sched.update(first, result_of(first, [[11, 12, EOS]]), 1.0)
+    pool = sched.block_manager.pool
+    assert not sched.has_unfinished
+    assert pool.num_held == pool.num_usable - pool.num_free > 0
+    assert sched.update(second, result_of(second, [[]]), 2.0) == ([], [], [], [])
+    assert sched.update(third, result_of(third, []), 2.0) == ([], [], [], [])
+    assert pool.num_free == pool.num_usable
+
+
+def test_others_go_on_in_bursts_when_one_ends_with_the_burst_in_flight() -> None:
+    sched, first = bursting(max_tokens=5)
+    sched.update(first, result_of(first, [[11, 12, 13, 14]]), 0.0)
+    sched.add(make_group(1, [6] * 3, max_tokens=3))
+    sched.add(make_group(2, [7] * 3, max_tokens=9))
+    step(sched)
+    first, second = sched.schedule(0.0), sched.schedule(0.0)
+    assert [o.burst for o in (first, second)] == [(2, 4), (4,)]
+    assert second.scheduled[0].seq_id == first.scheduled[1].seq_id
+
+
+@pytest.mark.parametrize(
+    ("drawn", "is_finite", "accepted", "reason"),
+    [
+        ([[11, 12, 13, 14], [21], [31, 32, 33, 34]], [True, False, True], [2, 2, 2], NON_FINITE),
+        ([[11, 12, 13, 14], [21, NO_TOKEN], [31, 32, 33, 34]], None, [3, 2, 2], NO_TOKEN_ALLOWED),
+        ([[11, EOS], [21, 22], [31, 32, 33, 34]], [True, False, True], [3, 3, 3], NON_FINITE),
+        (
+            [[11, 12, 13, NO_TOKEN], [21, 22], [31, NO_TOKEN]],
+            [True, False, True],
+            [3, 3, 2],
+            NO_TOKEN_ALLOWED,
+        ),
+    ],
+)
+def test_a_request_that_ends_as_a_whole_in_a_burst_gets_what_single_steps_bring(
+    drawn: list[list[int]], is_finite: list[bool] | None, accepted: list[int], reason: str
+) -> None:
+    sched, output = bursting(n=3)
+    other = make_group(1, [8] * 3)
+    assert output.burst == (4, 4, 4)
+    (group,) = sched.queues.running.values()
+    update = sched.update(output, result_of(output, drawn, is_finite=is_finite), 1.0)
+    assert [len(seq.output_token_ids) for seq in group.sequences] == accepted
+    assert update.changed == update.ended == [group]
+    assert {seq.stop_reason for seq in group.sequences if seq.output_token_ids[-1] != EOS} == {reason}
+    pool = sched.block_manager.pool
+    assert pool.num_free == pool.num_usable
+    cached = [c.tokens for c in pool.contents if c is not None]
+    assert all(NO_TOKEN not in tokens for tokens in cached)
+    sched.add(other)
+    step(sched)
+
+
+def test_what_is_not_finite_after_the_end_of_a_sequence_ends_nobody() -> None:
+    """A step that was scheduled ahead of a burst computes a position that the burst has not reached."""
+    sched, first = bursting(n=2)
+    sched.add(make_group(1, [8] * 3))
+    second = sched.schedule(0.0)
+    assert (first.burst, second.burst) == ((4, 4), ())
+    sched.update(first, result_of(first, [[11, EOS], [21, 22, 23, 24]]), 0.0)
+    update = sched.update(second, result_of(second, [5, 6, 7], is_finite=[False, True, True]), 0.0)
+    assert update.ended == []
+    assert [new.token_ids for new in update.new_tokens] == [[6], [7]]
 
 
 def test_what_is_in_flight_of_an_aborted_request_reaches_nobody() -> None:

@@ -48,6 +48,7 @@ class Setup:
     kinds: tuple[str, ...] = ("one", "one", "samples", "beams")
     num_requests: int = 30
     early_ends: float = 0.03
+    burst_size: int = 1
 
     @classmethod
     def draw(cls, rng: random.Random, **fixed: Any) -> "Setup":
@@ -103,6 +104,7 @@ class Simulation:
             preemption_mode=setup.preemption_mode,
             enable_chunked_prefill=setup.chunked,
             delay_factor=setup.delay_factor,
+            burst_size=setup.burst_size,
         )
         self.now = 0.0
         self.groups: list[SequenceGroup] = []

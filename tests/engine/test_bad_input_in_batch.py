@@ -1,14 +1,12 @@
 """Bad requests, NaN and aborts in the middle of a batch: the others are exact, and no block is lost."""
 
-import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from helpers.real_model import (
@@ -19,6 +17,7 @@ from helpers.real_model import (
     drain,
     greedy_requests,
     make_engine,
+    nan_embedding,
     reschedule,
     reset,
     run,
@@ -209,21 +208,6 @@ def test_an_engine_that_can_not_start_leaves_others_alone(
         make_engine(tmp_path)
     outputs = drain(engine)
     assert tokens_of([outputs[str(i)] for i in range(len(GOOD))]) == expected
-
-
-@contextlib.contextmanager
-def nan_embedding(engine: LLMEngine, token_ids: list[int]) -> Iterator[None]:
-    """Makes the embedding of some tokens NaN for a while."""
-    weights = engine.executor.runner._weights
-    (index,) = (i for i, w in enumerate(weights) if w.shape == (VOCAB_SIZE, 64))
-    kept = weights[index]
-    broken = np.array(kept)
-    broken[token_ids] = np.nan
-    weights[index] = jax.device_put(broken, kept.sharding)
-    try:
-        yield
-    finally:
-        weights[index] = kept
 
 
 @pytest.mark.parametrize("budget", [128, 24])

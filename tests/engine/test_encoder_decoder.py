@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.real_model import assert_no_block_lost, make_executor
+from helpers.real_model import assert_no_block_lost, make_executor, reschedule, steps_of
 from helpers.wrapped_executor import WrappedExecutor
 
 from jax_paged import LLM, BeamSearchParams, EngineArgs, SamplingParams
@@ -24,8 +24,10 @@ def llm():
         max_num_seqs=8,
         max_num_batched_tokens=64,
         num_gpu_blocks_override=400,
+        num_scheduler_steps=8,
     )
     with LLM(str(FOLDER), skip_tokenizer_init=True, executor=make_executor(args)) as llm:
+        reschedule(llm.llm_engine)  # without bursts, which the device has programs for
         yield llm
 
 
@@ -62,6 +64,25 @@ def test_a_plain_prompt_is_the_encoders(llm, case, encoded):
     (forced,) = llm.generate([both], GREEDY, use_tqdm=False)
     assert list(forced.outputs[0].token_ids)[:19] == case["token_ids"][5:]
     assert_no_block_lost(llm.llm_engine)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_bursts_are_exact(llm, case, monkeypatch, depth):
+    engine = llm.llm_engine
+    prompts = [{"prompt_token_ids": encoder_ids(case)[i:]} for i in range(4)]
+    params = [GREEDY, *(SamplingParams(seed=i, max_tokens=30, repetition_penalty=1.2) for i in range(3))]
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    monkeypatch.setattr(engine, "_max_in_flight", depth)
+    reschedule(engine, burst_size=8)
+    steps = steps_of(engine, monkeypatch)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert sum(bool(step.burst) for step in steps) >= 3
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+    assert list(outputs[0].outputs[0].token_ids) == case["token_ids"]
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert_no_block_lost(engine)
+    reschedule(engine)
 
 
 @pytest.mark.parametrize(

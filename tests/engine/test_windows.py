@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers.real_model import DenseModel, assert_no_block_lost, make_engine, reschedule
+from helpers.real_model import DenseModel, assert_no_block_lost, make_engine, reschedule, steps_of
 
 from jax_paged import SamplingParams
 from jax_paged.models.weights import random_checkpoint
@@ -66,6 +66,7 @@ def session_engine(folder):
         max_num_batched_tokens=CHUNK,
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=400,
+        num_scheduler_steps=8,
         skip_tokenizer_init=True,
     ) as engine:
         yield engine
@@ -101,11 +102,13 @@ def test_no_more_than_the_window_and_a_block_is_held(engine, prompts, want):
         {"enable_prefix_caching": False},
         {"num_blocks": 130},
         {"num_blocks": 130, "preemption_mode": "swap"},
+        {"burst_size": 8},
+        {"num_blocks": 130, "burst_size": 8},
     ],
 )
-def test_output_is_that_of_the_dense_call(engine, prompts, want, settings):
+def test_output_is_that_of_the_dense_call(engine, monkeypatch, prompts, want, settings):
     reschedule(engine, **settings)
-    outputs = {}
+    outputs, steps = {}, steps_of(engine, monkeypatch)
     for run in range(2):  # the second one finds prefixes in the cache
         for i, prompt in enumerate(prompts):
             engine.add_request(f"{run} {i}", prompt, GREEDY)
@@ -113,6 +116,7 @@ def test_output_is_that_of_the_dense_call(engine, prompts, want, settings):
             outputs |= {o.request_id: o for o in engine.step() if o.finished}
     for run, i in itertools.product(range(2), range(len(prompts))):
         assert list(outputs[f"{run} {i}"].outputs[0].token_ids) == want[i]
+    assert any(step.burst for step in steps) == ("burst_size" in settings)
     if settings.get("num_blocks"):
         assert sum(o.metrics.num_preemptions for o in outputs.values())
     elif not settings:

@@ -1,11 +1,14 @@
 """A small random model on disk, its dense oracle, and real engines that serve it."""
 
+import contextlib
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
@@ -364,3 +367,18 @@ def ends_rightly(request: Request, token_ids: list[int]) -> bool:
     if EOS in token_ids:
         return token_ids.index(EOS) == len(token_ids) - 1
     return len(token_ids) == (request.params.max_tokens or math.inf)
+
+
+@contextlib.contextmanager
+def nan_embedding(engine: LLMEngine, token_ids: list[int]) -> Iterator[None]:
+    """Makes the embedding of some tokens NaN for a while."""
+    weights: Any = engine.executor.runner.arrays["weights"]  # pyright: ignore[reportAttributeAccessIssue]
+    (index,) = (i for i, w in enumerate(weights) if w.shape == (VOCAB_SIZE, 64))
+    kept = weights[index]
+    broken = np.array(kept)
+    broken[token_ids] = np.nan
+    weights[index] = jax.device_put(broken, kept.sharding)
+    try:
+        yield
+    finally:
+        weights[index] = kept

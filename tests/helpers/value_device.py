@@ -2,6 +2,7 @@
 
 Its cells hold what keys and values depend on, as toy_device.py's do; but whose they are it learns from the
 steps, as a real worker would, and a token that the host does not know yet is the one that it has drawn last.
+In a burst it goes on by itself, until a token ends the sequence.
 """
 
 import random
@@ -41,8 +42,9 @@ class ValueDevice:
         self.tables: dict[int, BlockTables] = {}
         self.texts: dict[int, list[int]] = {}
         self.num_unknown = 0
+        self.num_bursts = 0
 
-    def execute(self, output: SchedulerOutput) -> tuple[list[int], list[TokenLogprobs]]:
+    def execute(self, output: SchedulerOutput) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
         """Runs a step; returns the tokens of its samples, and what a beam search needs to know of them."""
         if output.step_id == 0:
             self.sequences, self.tables, self.texts = {}, {}, {}
@@ -66,6 +68,7 @@ class ValueDevice:
                 for position in range(len(text.token_ids)):
                     value = hash((g, position, *text.token_ids))
                     self.cells[text.block_tables[g][position // self.size]][position % self.size] = value
+        burst = dict(zip([sample.seq_id for sample in output.samples], output.burst, strict=False))
         for seq_id, start, token_ids, new_blocks, replaced in output.scheduled:
             tables, text = self.tables[seq_id], self.texts[seq_id]
             for table, blocks in zip(tables, new_blocks, strict=False):
@@ -74,6 +77,10 @@ class ValueDevice:
                 tables[g][index] = block
             if token_ids[-1] == NO_TOKEN:
                 self.num_unknown += 1
+                if self._has_ended(seq_id):
+                    assert start >= len(text) - 1
+                    self._spoil(seq_id, range(start, start + (burst.get(seq_id, 1))))
+                    continue
                 assert start == len(text) - 1, "the token that was drawn last is computed next"
                 token_ids = text[-1:]
             elif self.sequences[seq_id].num_top_logprobs:  # of a beam search: the host has chosen
@@ -81,18 +88,55 @@ class ValueDevice:
             assert text[start : start + len(token_ids)] == token_ids
             self._write(seq_id, start, start + len(token_ids))
         for seq_id, start, token_ids, _, _ in output.scheduled:
-            self._check(seq_id, start, start + len(token_ids))
+            if not self._has_ended(seq_id):
+                self._check(seq_id, start, start + len(token_ids))
+        if output.burst:
+            assert [row.seq_id for row in output.scheduled] == list(burst)
+            tokens = [
+                self._burst(row.seq_id, n) for row, n in zip(output.scheduled, output.burst, strict=True)
+            ]
+            self.num_bursts += 1
+            return tokens, [[TokenLogprobs(0.0, 0, [], [])] * len(drawn) for drawn in tokens]
         tokens, logprobs = [], []
         for sample in output.samples:
             row, new = output.scheduled[sample.row], self.sequences[sample.seq_id]
             stop = row.start + row.num_tokens
+            if self._has_ended(sample.seq_id):
+                tokens.append(0)  # is dropped
+                logprobs.append(TokenLogprobs(0.0, 0, [], []))
+                continue
             chain = self._chain(row.seq_id, stop - 1)
             tokens.append(next_token(chain, new.seed))
             top = top_logprobs(chain, new.num_top_logprobs) if new.num_top_logprobs else ([], [])
             logprobs.append(TokenLogprobs(0.0, 0, *top))
             assert len(self.texts[sample.seq_id]) == stop, "a token is drawn after the last one"
             self.texts[sample.seq_id].append(tokens[-1])
-        return tokens, logprobs
+        return [[token_id] for token_id in tokens], [[entry] for entry in logprobs]
+
+    def _burst(self, seq_id: int, num_tokens: int) -> list[int]:
+        """Draws tokens until one ends the sequence; the first one's input is computed already."""
+        drawn, text, new = [], self.texts[seq_id], self.sequences[seq_id]
+        assert num_tokens > 0
+        while len(drawn) < num_tokens and not self._has_ended(seq_id):
+            if drawn:
+                self._write(seq_id, len(text) - 1, len(text))
+                self._check(seq_id, len(text) - 1, len(text))
+            drawn.append(next_token(self._chain(seq_id, len(text) - 1), new.seed))
+            text.append(drawn[-1])
+        return drawn
+
+    def _has_ended(self, seq_id: int) -> bool:
+        """Whether an end token was drawn last: it is forbidden before min_tokens, but this model draws it."""
+        new, text = self.sequences[seq_id], self.texts[seq_id]
+        num_output_tokens = len(text) - len(new.prompt_token_ids)
+        is_due = num_output_tokens >= max(1, new.sampling_params.min_tokens)
+        return is_due and text[-1] in new.end_token_ids
+
+    def _spoil(self, seq_id: int, positions: range) -> None:
+        """Writes garbage to slots of a sequence that has ended: nobody may read them any more."""
+        for group, table in zip(self.groups, self.tables[seq_id], strict=True):
+            for position in positions if not group.is_cross else ():
+                self.cells[table[position // self.size]][position % self.size] = -1
 
     def spoil(self, is_free: Callable[[int], bool], rng: random.Random) -> None:
         """Writes garbage to blocks that nobody may read."""

@@ -25,11 +25,11 @@ SMALL = {
     "max_position_embeddings": 512,
 }
 # Kernels of a layer: in a decode step write_kv, paged_decode and combine, else write_kv and ragged_attention.
-BUCKETS = [(Bucket(True, 8, 8), 3), (Bucket(False, 64, 8), 2)]
+BUCKETS = [(Bucket(True, 8, 8), 3), (Bucket(False, 64, 8), 2), (Bucket(True, 8, 8, 8), 3)]
 
 
 @pytest.mark.parametrize("gpu", [A100, H100], ids=["sm_80", "sm_90"])
-@pytest.mark.parametrize(("bucket", "kernels"), BUCKETS, ids=["decode", "mixed"])
+@pytest.mark.parametrize(("bucket", "kernels"), BUCKETS, ids=["decode", "mixed", "burst"])
 def test_step_lowers(gpu, bucket, kernels):
     mesh = AbstractMesh((1,), ("tensor",))
     limits = {"max_model_len": 512, "max_num_seqs": 24, "max_num_batched_tokens": 64}

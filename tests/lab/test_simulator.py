@@ -308,3 +308,14 @@ def steps_of(lines: list[str]) -> list[dict[str, Any]]:
         step["scheduled"] = [[i, start, len(tokens), *rest] for i, start, tokens, *rest in step["scheduled"]]
         step["new_sequences"] = [[*ids, seed, len(out), t] for *ids, seed, out, t in step["new_sequences"]]
     return steps
+
+
+def test_bursts_take_as_long_as_their_steps() -> None:
+    trace = [Request(0.0, 5 + i, 3 + 5 * i, n=1 + i % 2) for i in range(6)]
+    alone, bursts = (simulate(trace, make_scheduler(200, burst_size=size), STEP_TIME) for size in (1, 8))
+    assert len(bursts.steps) < len(alone.steps) / 3
+    for field in ("step_s", "num_tokens", "num_prefill_tokens"):
+        assert bursts.steps[field].sum() == pytest.approx(alone.steps[field].sum())
+    ends = [result.requests["finished_time"].max() for result in (alone, bursts)]
+    assert ends[1] == pytest.approx(ends[0])
+    assert bursts.steps["num_slots_wasted"].max() < 9 * 4  # at most 3 slots of each sequence's last block

@@ -10,11 +10,18 @@ import pytest
 from helpers.steps import make_output, make_row, new_sequence
 
 from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.scheduler_output import BlockTables, EncoderInput, NewSequence, Sample, SchedulerOutput
+from jax_paged.core.scheduler_output import (
+    MAX_END_TOKENS,
+    BlockTables,
+    EncoderInput,
+    NewSequence,
+    Sample,
+    SchedulerOutput,
+)
 from jax_paged.sampling_params import MAX_BIAS_IDS, SamplingParams
 from jax_paged.worker.batch_builder import BatchBuilder, StepInputs, empty_sampling_inputs
 from jax_paged.worker.block_tables import tables_of, write_changes
-from jax_paged.worker.buckets import Bucket, plan_buckets
+from jax_paged.worker.buckets import Bucket, plan_buckets, plan_bursts
 from jax_paged.worker.encoder import build_encoder_inputs
 from jax_paged.worker.input_batch import InputBatch, pack_token_mask
 from jax_paged.worker.logits_rows import plan_logits_rows
@@ -210,12 +217,32 @@ def test_every_token_stands_where_it_belongs(bucket: Bucket, groups: tuple[Cache
 
 
 def test_layout_covers_the_buffer_once() -> None:
-    for bucket in plan_buckets(16, 128):
+    buckets = plan_buckets(16, 128)
+    for bucket in [*buckets, *plan_bursts(buckets, 8)]:
         fields, size = layout(bucket, 2)
         owners = np.zeros(size, int)
         for field in fields.values():
             owners[field.start : field.start + math.prod(field.shape)] += 1
         assert (owners == 1).all()
+
+
+def test_the_fields_of_a_burst() -> None:
+    worker, bucket = Worker(FULL, CROSS), Bucket(True, 4, 4, 8)
+    many = list(range(20, 20 + MAX_END_TOKENS))
+    new = [
+        new_sequence(1, [1, 2, 3], [4], tables=[[7, 8], [3]], end_token_ids=[EOS, 4], num_encoder_tokens=2),
+        new_sequence(2, [6], [5], tables=[[9, 10, 11], [4]], end_token_ids=many, num_encoder_tokens=3),
+        new_sequence(3, [6], [5], tables=[[12], [5]], num_encoder_tokens=3),
+    ]
+    rows, samples = [make_row(i, 1, [5]) for i in (2, 3)], [Sample(0, 2), Sample(1, 3)]
+    output = dataclasses.replace(make_output(rows, samples, new=new), burst=(8, 3))
+    fields = worker.fields(worker.build(output, bucket), bucket)
+    assert fields["max_draws"].tolist() == [8, 3, 0, 0]
+    assert fields["end_tokens"][:2].tolist() == [many, [-1] * MAX_END_TOKENS]
+    assert worker.input_batch.end_tokens[worker.input_batch.seats_of([1])[0]].tolist() == [4, EOS] + [-1] * 6
+    too_long = dataclasses.replace(output, burst=(8, 4), new_sequences=())
+    with pytest.raises(AssertionError, match="null block"):
+        worker.build(too_long, bucket)
 
 
 def test_sampling_fields(worker: Worker) -> None:

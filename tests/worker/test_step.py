@@ -24,6 +24,7 @@ from helpers.real_model import (
 )
 
 from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
+from jax_paged.pallas_kernels import native
 from jax_paged.worker.block_mover import FEW_COPIES, SWAP_BLOCKS, SwapOutProgram
 from jax_paged.worker.block_tables import WriteBlockTablesProgram
 from jax_paged.worker.buckets import Bucket
@@ -141,6 +142,28 @@ def test_temporaries_do_not_grow_with_the_pool(session_engine: LLMEngine) -> Non
             assert memory is not None
             temps.append(memory.temp_size_in_bytes)
         assert temps[1] - temps[0] < 0.01 * 4500 * runner.context.block_bytes, bucket
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["xla", pytest.param("native", marks=pytest.mark.skipif(not native.is_built(), reason="not built"))],
+)
+def test_a_burst_copies_neither_pool_nor_weights(session_engine: LLMEngine, backend: Any) -> None:
+    """The loop holds what a single step does: its temporaries are no larger, whatever the pool's size."""
+    runner = runner_of(session_engine)
+    weight_bytes = session_engine.config.weight_bytes
+    for num_seqs in (1, 16):
+        temps = []
+        for num_blocks, num_steps in ((500, 1), (500, 8), (5000, 8)):
+            context = dataclasses.replace(runner.context, num_blocks=num_blocks, backend=backend)
+            bucket = Bucket(True, num_seqs, num_seqs, num_steps)
+            memory = StepProgram(bucket).lower(context).compile().memory_analysis()
+            assert memory is not None
+            assert memory.alias_size_in_bytes >= num_blocks * runner.context.block_bytes
+            temps.append(memory.temp_size_in_bytes)
+        step, burst, with_a_larger_pool = temps
+        assert burst - step < 0.2 * weight_bytes, num_seqs
+        assert with_a_larger_pool - burst < 0.01 * 4500 * runner.context.block_bytes, num_seqs
 
 
 @pytest.mark.slow
