@@ -307,6 +307,7 @@ class LLM:
             finally:
                 for request_id in ids:
                     engine.abort_request(request_id)
+            engine.drain()
         if interrupted.is_set() and len(outputs) < len(ids):
             raise KeyboardInterrupt  # the handler of Ctrl-C has returned, as asyncio's does
         return [outputs[request_id] for request_id in ids]

@@ -256,6 +256,12 @@ class LLMEngine:
             self._finish_ended(self._requests[request_id], now)
         return changed
 
+    def drain(self) -> bool:
+        """Waits for what the device still computes for requests that have ended; returns if no others run."""
+        while self._in_flight and not self.scheduler.has_unfinished:
+            self.advance()
+        return not self.scheduler.has_unfinished
+
     def pin_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> str:
         """Computes a prefix and keeps its full blocks in the pool until it is unpinned.
 
@@ -271,7 +277,7 @@ class LLMEngine:
             RuntimeError: If requests are running.
         """
         self._check_open()
-        if not self._is_idle():
+        if not self.drain():
             raise RuntimeError("requests are running; pin prefixes before them")
         manager = self.scheduler.block_manager
         if not manager.enable_prefix_caching:
@@ -326,7 +332,7 @@ class LLMEngine:
             RuntimeError: If requests are running or prefixes are pinned.
         """
         self._check_open()
-        if not self._is_idle() or self.scheduler.block_manager.pinned:
+        if not self.drain() or self.scheduler.block_manager.pinned:
             raise RuntimeError("requests are running or prefixes pinned; record before them")
         from jax_paged.lab.recording import RecordedScheduler
 
@@ -373,12 +379,6 @@ class LLMEngine:
                 self.scheduler.finish(state.group, seq, SequenceStatus.FINISHED_STOPPED, now, stop)
         if state.is_finished:
             del self._requests[state.group.request_id]
-
-    def _is_idle(self) -> bool:
-        """Returns whether no request runs; takes in what the device still computes for those that ended."""
-        while self._in_flight and not self.scheduler.has_unfinished:
-            self.advance()
-        return not self.scheduler.has_unfinished
 
     def _check_open(self) -> None:
         self._check_not_closed()
