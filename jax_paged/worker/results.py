@@ -76,9 +76,8 @@ class PendingStep:
             results: int32 [K, 5, num_samples].
         """
         token_ids, logprobs, is_finite, has_choice, is_live = results.transpose(1, 2, 0)
-        counts = np.sum(
-            is_live & is_finite, axis=1
-        ).tolist()  # what is not finite comes last, and draws nothing
+        # What is not finite comes last, and draws nothing.
+        counts = np.sum(is_live & is_finite, axis=1).tolist()
         tokens = np.where(has_choice != 0, token_ids, NO_TOKEN).tolist()
         chosen = np.ascontiguousarray(logprobs).view(np.float32).tolist()
         details = None if self.details is None else np.asarray(self.details)

@@ -1,6 +1,5 @@
 """Several decode steps in one: every output is that of one step at a time, and no block is lost."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,14 +21,17 @@ from helpers.real_model import (
     reschedule,
     reset,
     run,
+    run_alone,
     steps_of,
     tokens_of,
 )
+from test_exactness import REQUESTS, expected
 
 from jax_paged import BeamSearchParams, LLMEngine, SamplingParams
 from jax_paged.lab.recording import replay
 from jax_paged.outputs import RequestOutput
 
+__all__ = ["expected"]  # the fixture, here with the outputs of bursts
 SIZE = 8
 RNG = np.random.default_rng(11)
 
@@ -58,15 +60,20 @@ def bursting(engine: LLMEngine, request: pytest.FixtureRequest) -> Iterator[LLME
     engine._max_in_flight = 1
 
 
+def without_bursts(engine: LLMEngine, **settings: Any) -> LLMEngine:
+    """Makes the engine idle, with a new scheduler that has no bursts; returns it."""
+    reschedule(reset(engine), burst_size=1, **settings)
+    return engine
+
+
 def in_turns(
     engine: LLMEngine, requests: list[Request], least: int, **settings: Any
 ) -> tuple[list[RequestOutput], list[RequestOutput]]:
     """Returns the outputs without bursts, one step in flight, and with them, of which there are some."""
     depth, engine._max_in_flight = engine._max_in_flight, 1
-    reschedule(reset(engine), **settings)
-    expected = run(engine, requests)
+    expected = run(without_bursts(engine, **settings), requests)
     engine._max_in_flight = depth
-    reschedule(engine, burst_size=SIZE, **settings)
+    reschedule(engine, **settings)
     with pytest.MonkeyPatch.context() as patch:
         steps = steps_of(engine, patch)
         outputs = run(engine, requests)
@@ -99,7 +106,7 @@ def greedy(**values: Any) -> SamplingParams:
 def test_tokens_that_end_sequences_in_the_middle(bursting: LLMEngine) -> None:
     """Stop tokens, stop strings, max_tokens and max_model_len, at every place in a burst."""
     text = prompt(9)
-    (known,) = run(reset(bursting), [Request(text, greedy(ignore_eos=True))])[0].outputs
+    (known,) = run(without_bursts(bursting), [Request(text, greedy(ignore_eos=True))])[0].outputs
     tokens = list(known.token_ids)
     for at in range(2, 12):
         limits = [greedy(max_tokens=at), greedy(stop_token_ids=[tokens[at]], ignore_eos=True, logprobs=2)]
@@ -135,7 +142,7 @@ def test_every_kind_of_parameter(bursting: LLMEngine) -> None:
 def test_what_needs_the_host_turns_bursts_off_for_a_while(
     bursting: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (known,) = run(reset(bursting), [Request(prompt(9), greedy(ignore_eos=True))])
+    (known,) = run(without_bursts(bursting), [Request(prompt(9), greedy(ignore_eos=True))])
     words = [list(known.outputs[0].token_ids[3:5]), [known.outputs[0].token_ids[8]]]
     others = [
         Request(list(known.prompt_token_ids), greedy(max_tokens=12, bad_words_token_ids=words)),
@@ -145,7 +152,7 @@ def test_what_needs_the_host_turns_bursts_off_for_a_while(
     for request in others:
         requests = [request, Request(prompt(5), greedy(max_tokens=40, ignore_eos=True))]
         assert_same(*in_turns(bursting, requests, 2))
-        reschedule(bursting, burst_size=SIZE)
+        reschedule(bursting)
         steps = steps_of(bursting, monkeypatch)
         run(bursting, requests)
         for step in steps:
@@ -157,7 +164,7 @@ def test_what_needs_the_host_turns_bursts_off_for_a_while(
 def test_nan_in_the_middle(bursting: LLMEngine) -> None:
     """It ends its request after the tokens that came before it, with all of its samples."""
     text = prompt(9)
-    (known,) = run(reset(bursting), [Request(text, greedy(ignore_eos=True))])
+    (known,) = run(without_bursts(bursting), [Request(text, greedy(ignore_eos=True))])
     drawn = list(known.outputs[0].token_ids)
     at = next(i for i in range(4, 20) if drawn.index(drawn[i]) == i and drawn[i] not in text)
     requests = [
@@ -180,9 +187,9 @@ def test_requests_that_arrive_and_leave_at_any_time(
     bursting: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = greedy_requests(3, 40)
-    expected = tokens_of(run(reset(bursting), requests))
+    expected = tokens_of(run(without_bursts(bursting), requests))
     rng = np.random.default_rng(0)
-    reschedule(bursting, burst_size=SIZE)
+    reschedule(bursting)
     steps = steps_of(bursting, monkeypatch)
     waiting, outputs, num_aborted = list(range(len(requests))), {}, 0
     while waiting or bursting.has_unfinished_requests():
@@ -206,8 +213,8 @@ def test_a_small_pool(bursting: LLMEngine, monkeypatch: pytest.MonkeyPatch, mode
     """Four requests at a time begin in it and outgrow it."""
     lengths = zip(range(3, 27), itertools.cycle((45, 80, 99)), strict=False)
     requests = [Request(prompt(n), greedy(max_tokens=most, ignore_eos=True)) for n, most in lengths]
-    expected = tokens_of(run(reset(bursting), requests))
-    reschedule(bursting, burst_size=SIZE, num_blocks=60, preemption_mode=mode)
+    expected = tokens_of(run(without_bursts(bursting), requests))
+    reschedule(bursting, num_blocks=60, preemption_mode=mode)
     steps = steps_of(bursting, monkeypatch)
     outputs = [o for few in itertools.batched(requests, 4) for o in run(bursting, list(few))]
     assert tokens_of(outputs) == expected
@@ -217,7 +224,7 @@ def test_a_small_pool(bursting: LLMEngine, monkeypatch: pytest.MonkeyPatch, mode
 
 def test_a_recording_replays(bursting: LLMEngine) -> None:
     lines: list[str] = []
-    reschedule(bursting, num_blocks=120, burst_size=SIZE)
+    reschedule(bursting, num_blocks=120)
     bursting.record(lines.append)
     for few in itertools.batched(greedy_requests(4, 20), 5):
         add(bursting, list(few))
@@ -232,7 +239,7 @@ def test_a_recording_replays(bursting: LLMEngine) -> None:
 def test_a_step_tells_how_many_tokens_it_may_bring(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reschedule(engine, burst_size=SIZE)
+    reschedule(engine)
     steps = steps_of(engine, monkeypatch)
     run(engine, [Request(prompt(6), greedy(max_tokens=n, ignore_eos=True)) for n in (1, 4, 12)])
     assert [step.burst for step in steps] == [(), (3, 8), (3,)]
@@ -243,7 +250,7 @@ def test_one_burst_after_another_while_the_first_is_in_flight(
 ) -> None:
     """It finds the last tokens on the device, and leaves a sequence alone that has ended with one of them."""
     text = prompt(6)
-    (known,) = run(engine, [Request(text, greedy(ignore_eos=True))])
+    (known,) = run(without_bursts(engine), [Request(text, greedy(ignore_eos=True))])
     tokens = list(known.outputs[0].token_ids)
     at = next(i for i in range(3, 9) if tokens.index(tokens[i]) == i)
     requests = [
@@ -251,7 +258,7 @@ def test_one_burst_after_another_while_the_first_is_in_flight(
         Request(text, greedy(ignore_eos=True, stop_token_ids=[tokens[at]])),
     ]
     monkeypatch.setattr(engine, "_max_in_flight", 2)
-    reschedule(engine, burst_size=SIZE)
+    reschedule(engine)
     steps, results = steps_of(engine, monkeypatch), []
     result = engine.executor.result
     monkeypatch.setattr(engine.executor, "result", lambda: results.append(result()) or results[-1])
@@ -262,10 +269,26 @@ def test_one_burst_after_another_while_the_first_is_in_flight(
     assert [len(drawn) for drawn in results[2].token_ids] == [8, 0]
 
 
-def test_off_is_off(checkpoint: Path) -> None:
-    with make_engine(
-        checkpoint, few_buckets=True, block_size=4, max_num_seqs=16, max_num_batched_tokens=128
-    ) as plain:
-        assert not any("burst" in name for name in plain.executor.buckets)
-        assert plain.scheduler.burst_size == 1
-        run(plain, [dataclasses.replace(r) for r in greedy_requests(1, 2)])
+def test_off_is_off(shared_engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = steps_of(shared_engine, monkeypatch)
+    run(shared_engine, [Request(prompt(5), greedy(ignore_eos=True))])
+    assert not any(step.burst for step in steps)
+    assert not any("burst" in name for name in shared_engine.executor.buckets)
+
+
+@pytest.mark.slow
+def test_200_requests_are_those_of_the_dense_call(bursting: LLMEngine, expected: list[list[int]]) -> None:
+    """All together, which `expected` compares; alone, in a small pool, and after NaN."""
+    runner: Any = bursting.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
+    for enable_prefix_caching in (True, False):
+        reschedule(bursting, enable_prefix_caching=enable_prefix_caching)
+        runner.fill_kv_cache(np.nan)
+        with pytest.MonkeyPatch.context() as patch:
+            steps = steps_of(bursting, patch)
+            assert tokens_of(run_alone(bursting, REQUESTS)) == expected
+        assert sum(bool(step.burst) for step in steps) > 1000
+        for few in (5, 40):
+            reschedule(bursting, num_blocks=102, enable_prefix_caching=enable_prefix_caching)
+            outputs = [o for some in itertools.batched(REQUESTS, few) for o in run(bursting, list(some))]
+            assert tokens_of(outputs) == expected
+    runner.fill_kv_cache(0)

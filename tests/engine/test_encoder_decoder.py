@@ -27,7 +27,7 @@ def llm():
         num_scheduler_steps=8,
     )
     with LLM(str(FOLDER), skip_tokenizer_init=True, executor=make_executor(args)) as llm:
-        reschedule(llm.llm_engine)  # without bursts, which the device has programs for
+        reschedule(llm.llm_engine, burst_size=1)
         yield llm
 
 
@@ -82,7 +82,7 @@ def test_bursts_are_exact(llm, case, monkeypatch, depth):
     while engine.has_unfinished_requests():
         engine.step()
     assert_no_block_lost(engine)
-    reschedule(engine)
+    reschedule(engine, burst_size=1)
 
 
 @pytest.mark.parametrize(

@@ -273,6 +273,7 @@ def reschedule(
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_model_len": config.max_model_len,
         "eos_token_ids": config.eos_token_ids,
+        "burst_size": config.num_scheduler_steps,
     }
     engine.scheduler = Scheduler(block_manager=manager, **(limits | settings))
 
