@@ -93,7 +93,8 @@ def scripted(folder):
     """Makes what an engine of scripted tokens is made from: EngineArgs and a ScriptedExecutor."""
 
     def make(**settings):
-        args = EngineArgs(**{"model": folder, **settings})
+        # One step at a time, so that tests know what each of them has done.
+        args = EngineArgs(**{"model": folder, "async_scheduling": False, **settings})
         return args, ScriptedExecutor(args)
 
     return make

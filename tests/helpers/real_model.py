@@ -149,8 +149,12 @@ def largest_buckets(max_num_seqs: int, max_num_batched_tokens: int, **kind: Any)
 
 
 def make_engine(folder: Path, *, few_buckets: bool = False, **settings: Any) -> LLMEngine:
-    """Returns an engine; with few_buckets, only the largest bucket of each kind is compiled."""
+    """Returns an engine; with few_buckets, only the largest bucket of each kind is compiled.
+
+    One step is in flight at a time unless asked for otherwise: tests look at what each of them has done.
+    """
     defaults = {
+        "async_scheduling": False,
         "dtype": "float32",
         "attention_backend": "xla",
         "matmul_backend": "xla",
