@@ -40,7 +40,7 @@ def test_one_warning_is_in_the_singular_and_names_the_line_of_replace() -> None:
 
 def test_llm_takes_them_too() -> None:
     with pytest.warns(UserWarning, match="ignores enforce_eager") as caught, pytest.raises(ValueError):
-        LLM("/nowhere/at/all", "tokenizer", enforce_eager=True)
+        LLM("/nowhere/at/all", "/nowhere/either", enforce_eager=True)
     assert caught[0].filename == __file__
 
 
