@@ -50,7 +50,7 @@ bench: setup
 PEERS        := .peers
 PEERS_PYTHON ?= python3.11
 bench-peers: setup $(PEERS)/vllm/.ready $(PEERS)/openvino/.ready
-	PYTHONPATH=benchmarks $(BIN)/python -m serving --engines ours,vllm,vllm-eager,openvino --rounds 3 \
+	PYTHONPATH=benchmarks $(BIN)/python -m serving --engines ours,ours:num_scheduler_steps=8,vllm,vllm-eager,openvino --rounds 3 \
 		--out benchmarks/results/serving-$(shell date +%F) $(ARGS)
 
 # torchvision and torchaudio, which vLLM serves text without, do not load beside every build of torch.
