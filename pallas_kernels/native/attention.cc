@@ -6,6 +6,12 @@
 #include <unordered_set>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "attention.h"
 #include "parallel.h"
 #include "plan.h"
@@ -21,12 +27,24 @@ using Tables = ffi::Buffer<ffi::S32, 2>;
 using PerHead = ffi::Buffer<ffi::F32, 1>;
 using Bias = ffi::Buffer<ffi::F32, 2>;
 
-// The widest vectors that this processor has, of up to `max_width` floats.
+#if defined(__x86_64__)
+// Whether there is AMX, and Linux lets this process use its tiles.
+bool allows_tiles() {
+  unsigned a, b, c, d;
+  constexpr unsigned kAmxBf16 = 1 << 22, kAmxTile = 1 << 24;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
+// The widest vectors that this processor has, of up to `max_width` floats; 256 are a tile.
 const Kernels& choose_kernels(int64_t max_width) {
 #if defined(__x86_64__)
   if (max_width >= 16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return kAvx512Kernels;
+    static const bool has_tiles = allows_tiles();
+    return max_width >= 256 && has_tiles ? kAmxKernels : kAvx512Kernels;
   }
   if (max_width >= 8 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2Kernels;
 #endif

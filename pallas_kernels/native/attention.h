@@ -80,7 +80,7 @@ struct Kernels {
 
 extern const Kernels kBaselineKernels;
 #if defined(__x86_64__)
-extern const Kernels kAvx2Kernels, kAvx512Kernels;
+extern const Kernels kAvx2Kernels, kAvx512Kernels, kAmxKernels;
 #endif
 
 }  // namespace jax_paged

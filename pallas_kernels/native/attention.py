@@ -12,8 +12,8 @@ from jax_paged.pallas_kernels import native
 DTYPES = ("float32", "bfloat16", "float16")
 # A window that no context fills.
 NO_WINDOW = 2**31 - 1
-# Floats in the widest vectors of any processor (AVX-512).
-MAX_WIDTH = 16
+# Floats in the widest vectors of any processor: those of a tile (AMX), which multiply bfloat16 only.
+MAX_WIDTH = 256
 
 
 def write_kv(
@@ -67,7 +67,7 @@ def ragged_attention(
     Args:
         q: As there, and so are the arguments that follow.
         query_start_loc: Empty if every sequence has one query.
-        max_width: Floats in the widest vectors to use: 16, 8 or 4; fewer where the processor has no such.
+        max_width: Floats in the widest vectors to use: 256, 16, 8 or 4; fewer where the processor has none.
     """
     _check_dtype(kv_pages)
     sinks = np.zeros(0, np.float32) if sinks is None else sinks.astype(jnp.float32)

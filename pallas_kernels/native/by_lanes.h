@@ -67,9 +67,19 @@ static void unpack(const Attention& a, const Item& item, int64_t head, int which
 
 // What a tile keeps per lane: int32 positions and query heads, and the state of the softmax.
 struct Lanes {
-  const float *positions, *heads;
-  float *largest, *total;
+  float *positions, *heads, *largest, *total;
+  Lanes(float* at, int64_t lanes) : positions(at), heads(at + lanes), largest(heads + lanes), total(largest + lanes) {}
 };
+
+static void begin_lanes(const Attention& a, const Item& item, int64_t head, const Lanes& state, int64_t lanes) {
+  for (int64_t lane = 0; lane < lanes; lane++) {
+    // Lanes behind the last one see nothing.
+    const int64_t position = lane < item.lanes(a) ? item.position + lane / a.group() : -1;
+    state.positions[lane] = bits_as<float>(int32_t(position));
+    state.heads[lane] = bits_as<float>(int32_t(head * a.group() + lane % a.group()));
+    state.largest[lane] = MASKED, state.total[lane] = 0;
+  }
+}
 
 // Turns the scores of WIDTH lanes and n tokens into weights, and brings their sums to the new largest scores.
 template <bool IS_MASKED>
@@ -110,23 +120,42 @@ static void soften_lanes(const Attention& a, int64_t first, int64_t n, const Lan
   for (int64_t d = 0; d < a.row(); d++) store(sums + d * lanes, load(sums + d * lanes) * factor);
 }
 
-// Scratch: queries and sums [row, lanes], scores [BLOCK, lanes], what Lanes has [lanes], and the keys or values of a
+// The same for all lanes of a tile, and the tokens [first, end).
+static void soften_all(const Attention& a, const Item& item, int64_t first, int64_t end, const Lanes& state,
+                       int64_t lanes, float* scores, float* sums) {
+  const bool all_see_all = end - 1 <= item.position && first > item.position + item.rows - 1 - a.window;
+  const auto soften = all_see_all ? soften_lanes<false> : soften_lanes<true>;
+  for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
+    soften(a, first, end - first, state, lane, lanes, scores + lane, sums + lane);
+  }
+}
+
+// Turns the sums back to a row per lane, in `rows` [lanes, row], and writes them.
+template <class E>
+static void write_lanes(const Attention& a, const Item& item, int64_t head, const Lanes& state, int64_t lanes,
+                        const float* sums, float* rows) {
+  const int64_t row = a.row();
+  for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
+    for (int64_t d = 0; d < row; d += WIDTH) {
+      Vec sum[WIDTH];
+      for (int i = 0; i < WIDTH; i++) sum[i] = load(sums + (d + i) * lanes + lane);
+      transpose(sum);
+      for (int i = 0; i < WIDTH; i++) store(rows + (lane + i) * row + d, sum[i]);
+    }
+  }
+  write_out<E>(a, item, head, item.lanes(a), rows, state.largest, state.total);
+}
+
+// Scratch: queries and sums [row, lanes], scores [BLOCK, lanes], what Lanes has [4, lanes], and the keys or values of a
 // block [BLOCK, row].
 template <class E>
 static void attend_by_lanes(const Attention& a, const Item& item, float* scratch) {
   const int64_t row = a.row(), used = item.lanes(a), lanes = lanes_of(a, item);
   float *queries = scratch, *sums = queries + row * lanes, *scores = sums + row * lanes,
-        *positions = scores + BLOCK * lanes, *heads = positions + lanes, *largest = heads + lanes,
-        *total = largest + lanes, *tokens = total + lanes;
-  const Lanes state = {positions, heads, largest, total};
+        *state_at = scores + BLOCK * lanes, *tokens = state_at + 4 * lanes;
+  const Lanes state(state_at, lanes);
   for (int64_t head = item.head; head < item.head + item.num_heads; head++) {
-    for (int64_t lane = 0; lane < lanes; lane++) {
-      // Lanes behind the last one see nothing.
-      const int64_t position = lane < used ? item.position + lane / a.group() : -1;
-      positions[lane] = bits_as<float>(int32_t(position));
-      heads[lane] = bits_as<float>(int32_t(head * a.group() + lane % a.group()));
-      largest[lane] = MASKED, total[lane] = 0;
-    }
+    begin_lanes(a, item, head, state, lanes);
     for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
       for (int64_t d = 0; d < row; d += WIDTH) {
         Vec query[WIDTH] = {};
@@ -146,24 +175,10 @@ static void attend_by_lanes(const Attention& a, const Item& item, float* scratch
       unpack<E>(a, item, head, 0, first, end, tokens);
       // Up to 3 tokens more than there are, whose scores nobody reads.
       multiply_all<false>(padded(n, 4), tokens, row, 1, queries, lanes, row, scores);
-      const bool all_see_all = end - 1 <= item.position && first > item.position + item.rows - 1 - a.window;
-      for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
-        const auto soften = all_see_all ? soften_lanes<false> : soften_lanes<true>;
-        soften(a, first, n, state, lane, lanes, scores + lane, sums + lane);
-      }
+      soften_all(a, item, first, end, state, lanes, scores, sums);
       unpack<E>(a, item, head, 1, first, end, tokens);
       multiply_all<true>(row, tokens, 1, row, scores, lanes, n, sums);
     }
-    // Back to a row per lane, in the memory of the queries.
-    float* out = queries;
-    for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
-      for (int64_t d = 0; d < row; d += WIDTH) {
-        Vec sum[WIDTH];
-        for (int i = 0; i < WIDTH; i++) sum[i] = load(sums + (d + i) * lanes + lane);
-        transpose(sum);
-        for (int i = 0; i < WIDTH; i++) store(out + (lane + i) * row + d, sum[i]);
-      }
-    }
-    write_out<E>(a, item, head, used, out, largest, total);
+    write_lanes<E>(a, item, head, state, lanes, sums, queries);
   }
 }

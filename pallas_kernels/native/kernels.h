@@ -29,7 +29,7 @@ INLINE bool is_by_rows(const Attention& a, const Item& item) {
 static int64_t scratch_floats(const Attention& a, const Item& item) {
   const int64_t lanes = lanes_of(a, item);
   if (is_by_rows(a, item)) return a.heads * (2 * a.row() + 2 * LINE) + a.group() * SCORES;
-  return (2 * a.row() + BLOCK + 4) * lanes + BLOCK * a.row();
+  return (2 * a.row() + BLOCK + 4 + BLOCK / 2) * lanes + BLOCK * a.row();
 }
 
 // The first element of a token's keys (which = 0) or values (1) in one head.
@@ -132,6 +132,10 @@ INLINE IntVec iota() {
 
 #include "by_lanes.h"
 
+#if defined(TILES)
+#include "by_tiles.h"
+#endif
+
 template <class E>
 static void attend_in(const Attention& a, const Item& item, float* scratch) {
   if (is_by_rows(a, item)) return attend_by_rows<E>(a, item, scratch);
@@ -140,6 +144,9 @@ static void attend_in(const Attention& a, const Item& item, float* scratch) {
 
 static void attend(const Attention& a, const Item& item, float* scratch) {
   if (a.dtype == DType::kFloat32) return attend_in<float>(a, item, scratch);
+#if defined(TILES)
+  if (a.dtype == DType::kBFloat16 && is_by_tiles(a, item)) return attend_by_tiles(a, item, scratch);
+#endif
   if (a.dtype == DType::kBFloat16) return attend_in<BFloat16>(a, item, scratch);
   return attend_in<Float16>(a, item, scratch);
 }
