@@ -22,7 +22,15 @@
 # %%
 from jax_paged import LLM, BeamSearchParams, SamplingParams
 
-llm = LLM(model="pagelet", block_size=8, num_gpu_blocks_override=64, max_num_seqs=16, max_model_len=256)
+llm = LLM(
+    model="pagelet",
+    block_size=8,
+    num_gpu_blocks_override=64,
+    max_num_seqs=16,
+    max_model_len=256,
+    num_scheduler_steps=1,  # one token per step, and no step ahead of the pictures
+    async_scheduling=False,
+)
 engine = llm.llm_engine
 
 
