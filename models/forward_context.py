@@ -85,6 +85,8 @@ class ForwardContext:
     def run(self, module: "Module", x: Any) -> Array:
         """Returns module.forward(x, self). Every call of every module comes through here.
 
+        Only gate and up of an MLP whose kernels are packed are not called, see layers.gated.
+
         Args:
             module: The module that was called.
             x: What it was called with.

@@ -70,7 +70,10 @@ def test_products_are_right(shape: tuple[int, int], dtype: jnp.dtype) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 def test_gated_products_are_right(dtype: jnp.dtype, activation: str) -> None:
-    """Against the same in NumPy, of activations that move by at most 1.2 where their argument moves by 1."""
+    """Against the same in float64, of activations that move by at most 1.2 where their argument moves by 1.
+
+    oneDNN computes them by polynomials, which may be off by 16 roundings of float32.
+    """
     if products.problem(dtype) is not None:
         pytest.skip(str(products.problem(dtype)))
     for shape in [(33, 17), (100, 130), (257, 1031), (512, 512)]:
@@ -84,7 +87,7 @@ def test_gated_products_are_right(dtype: jnp.dtype, activation: str) -> None:
                 active = np.asarray(EXACT_ACTIVATIONS[activation](jnp.asarray(x64 @ gate64)))
             factors = x64 @ up64
             sums = (shape[0] + 1) * ROUNDING[FLOAT32]
-            active_error = 1.2 * sums * (np.abs(x64) @ np.abs(gate64)) + 2.0**-20 * np.abs(x64 @ gate64)
+            active_error = 1.2 * sums * (np.abs(x64) @ np.abs(gate64)) + 16 * ROUNDING[FLOAT32] * np.abs(x64 @ gate64)
             factor_error = sums * (np.abs(x64) @ np.abs(up64)) + ROUNDING[dtype] * np.abs(factors)
             bound = active_error * np.abs(factors) + factor_error * (np.abs(active) + active_error)
             bound += ROUNDING[dtype] * np.abs(active * factors)
