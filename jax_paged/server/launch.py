@@ -11,18 +11,17 @@ import uvicorn
 from jax_paged.config import EngineArgs
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.server.app import OpenAIServer
+from jax_paged.server.options import ServerOptions
 
 _SHUTDOWN_S = 5
 
 
-def serve(args: EngineArgs, host: str, port: int, model_name: str) -> None:
+def serve(args: EngineArgs, options: ServerOptions) -> None:
     """Serves a model until SIGINT or SIGTERM.
 
     Args:
-        args: Model and limits.
-        host: Address to listen on.
-        port: Port to listen on; 0 takes a free one.
-        model_name: The model's name for clients.
+        args: Model and limits of the engine.
+        options: How to listen, and what clients may do.
 
     Raises:
         SystemExit: If the address can't be bound, or the model or a setting can't be used.
@@ -30,15 +29,16 @@ def serve(args: EngineArgs, host: str, port: int, model_name: str) -> None:
     """
     config = uvicorn.Config(
         "",
-        host,
-        port,
+        options.host,
+        options.port,
         log_config=None,  # uvicorn's own would close the handlers that others have made
         log_level="warning",
         timeout_graceful_shutdown=_SHUTDOWN_S,
     )
     # A port that is taken is found before the model is loaded.
     with config.bind_socket() as listener, contextlib.closing(_load_engine(args)) as engine:
-        config.app = OpenAIServer(engine, model_name).app()
+        model_name = options.served_model_name or args.model
+        config.app = OpenAIServer(engine, model_name, options).app()
         server = _Server(config, engine, model_name)
         try:
             server.run([listener])

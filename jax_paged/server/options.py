@@ -1,0 +1,38 @@
+"""The server's own settings, each an option of the command line; the engine's are in config.py."""
+
+import argparse
+import dataclasses
+from typing import Self
+
+from jax_paged.checks import check_int
+from jax_paged.cli_args import values_of
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """How the server listens, and what it lets clients do.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        served_model_name: The model's name for clients; None takes the value of --model.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        check_int("port", self.port, 0, 65535)
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Makes the options from those that a command line gave; others in `args` are left alone.
+
+        Raises:
+            ValueError: If a value is out of range.
+        """
+        return cls(**values_of(args, ServerOptions))
