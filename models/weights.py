@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import json
+import logging
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +27,9 @@ from jax_paged.models.registry import get_model_class
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 NUM_LOADING_THREADS = 4
+
+_LOGGER = logging.getLogger(__name__)
+_LOG_INTERVAL_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,11 +128,23 @@ def load_model(
 
     # The largest come first: their temporary copies are made while little else is allocated.
     weights.sort(key=lambda w: -w.param.size)
+    start = logged = time.monotonic()
+    flat, num_read, num_values = [], 0, sum(w.param.size for w in weights)
     with ThreadPoolExecutor(NUM_LOADING_THREADS) as pool:
         values = pool.map(lambda w: _load_weight(w, stored, chosen).block_until_ready(), weights)
-        flat = [(w.path, w.param.replace(value)) for w, value in zip(weights, values, strict=True)]
+        for w, value in zip(weights, values, strict=True):
+            flat.append((w.path, w.param.replace(value)))
+            num_read += w.param.size
+            if time.monotonic() - logged >= _LOG_INTERVAL_S:
+                logged = time.monotonic()
+                _LOGGER.info(
+                    "read %.0f %% of the weights in %.0f s", 100 * num_read / num_values, logged - start
+                )
     nnx.update(model, nnx.from_flat_state(flat))
-    return _loaded(model, architecture, chosen, eos_token_ids, sampling_defaults(generation_config))
+    loaded = _loaded(model, architecture, chosen, eos_token_ids, sampling_defaults(generation_config))
+    seconds = time.monotonic() - start
+    _LOGGER.info("read the weights of %s: %.0f MiB in %.1f s", folder, loaded.weight_bytes / 2**20, seconds)
+    return loaded
 
 
 def random_model(

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -12,6 +13,7 @@ from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
+from jax_paged.engine.statistics import EngineStatistics
 from jax_paged.inputs import Prompt
 from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -117,6 +119,7 @@ class AsyncLLMEngine:
     def __init__(self, args: EngineArgs, executor: "Executor | None" = None) -> None:
         self.engine = LLMEngine(args, executor)
         self.error: BaseException | None = None  # what has stopped the engine, if anything
+        self.statistics = EngineStatistics()  # changed by the engine's thread alone
         self._streams: dict[str, RequestStream] = {}  # changed by the engine's thread alone
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -255,6 +258,7 @@ class AsyncLLMEngine:
         stream = self._streams.get(request_id)
         if stream is not None and of in (None, stream):
             del self._streams[request_id]
+            self.statistics.forget(request_id)
             state = self.engine.abort_request(request_id)
             assert state is not None, "a stream without a request"
             self._deliver([(stream, state.take_delta())])
@@ -288,8 +292,14 @@ class AsyncLLMEngine:
 
     def _step(self) -> None:
         outputs: list[tuple[RequestStream, RequestOutput | Exception]] = []
-        for state in self.engine.advance():
+        changed = self.engine.advance()
+        now = time.monotonic()
+        self.statistics.num_steps += 1
+        for state in changed:
             request_id = state.group.request_id
+            self.statistics.note(state.group, now)
+            if state.is_finished:
+                self.statistics.forget(request_id)
             stream = self._streams.get(request_id)
             if stream is None or (stream.whole and not state.is_finished):
                 continue

@@ -7,8 +7,10 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.server.access import AccessLog
 from jax_paged.server.generation import GenerationRoutes, check_running
 from jax_paged.server.metrics import Metrics
 from jax_paged.server.options import ServerOptions
@@ -29,7 +31,7 @@ class OpenAIServer:
         self.engine = engine
         self.model_name = model_name
         self.options = options or ServerOptions()
-        self.metrics = Metrics(engine.engine)
+        self.metrics = Metrics(engine, model_name)
         self._generation = GenerationRoutes(engine, RequestRunner(engine, self.metrics), model_name)
         self._created = int(time.time())
 
@@ -45,6 +47,8 @@ class OpenAIServer:
         app.exception_handler(RequestValidationError)(_on_validation_error)
         app.exception_handler(HTTPException)(_on_http_error)
         app.exception_handler(Exception)(_on_any_error)
+        paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
+        app.add_middleware(AccessLog, metrics=self.metrics, paths=paths)  # the last one is outermost
         return app
 
     async def models(self) -> Response:

@@ -57,7 +57,13 @@ class GenerationRoutes:
             check(bool(prompts), "prompt", prompts, "at least one prompt")
             checked = await asyncio.to_thread(self._check_all, prompts, params, body)
         n = body.num_outputs
-        call = Call(checked, n, self._head("cmpl", "text_completion"), completion_choices(len(checked) * n))
+        call = Call(
+            checked,
+            n,
+            self._head("cmpl", "text_completion"),
+            completion_choices(len(checked) * n),
+            request.state.record,
+        )
         return await unless_gone(request, self._stream(call, body) if body.stream else self._whole(call))
 
     async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
@@ -72,9 +78,21 @@ class GenerationRoutes:
             checked = await asyncio.to_thread(self._check_chat, tokenizer, params, body)
         n, num_top = body.num_outputs, body.top_logprobs or 0
         if body.stream:
-            call = Call(checked, n, self._head("chatcmpl", "chat.completion.chunk"), chat_deltas(num_top))
+            call = Call(
+                checked,
+                n,
+                self._head("chatcmpl", "chat.completion.chunk"),
+                chat_deltas(num_top),
+                request.state.record,
+            )
             return await unless_gone(request, self._stream(call, body, chat_roles(n)))
-        call = Call(checked, n, self._head("chatcmpl", "chat.completion"), chat_messages(num_top))
+        call = Call(
+            checked,
+            n,
+            self._head("chatcmpl", "chat.completion"),
+            chat_messages(num_top),
+            request.state.record,
+        )
         return await unless_gone(request, self._whole(call))
 
     async def _whole(self, call: Call) -> Response:

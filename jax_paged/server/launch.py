@@ -1,9 +1,12 @@
 """Starting the server: binds the port, loads the model, announces itself, and ends on a signal."""
 
+import asyncio
 import contextlib
 import gc
+import logging
 import socket
 import sys
+import time
 
 import orjson
 import uvicorn
@@ -11,8 +14,10 @@ import uvicorn
 from jax_paged.config import EngineArgs
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.server.app import OpenAIServer
+from jax_paged.server.logs import configure, log_statistics
 from jax_paged.server.options import ServerOptions
 
+_LOGGER = logging.getLogger(__name__)
 _SHUTDOWN_S = 5
 
 
@@ -21,12 +26,13 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
 
     Args:
         args: Model and limits of the engine.
-        options: How to listen, and what clients may do.
+        options: How to listen, what clients may do, and what is logged.
 
     Raises:
         SystemExit: If the address can't be bound, or the model or a setting can't be used.
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """
+    configure(options.log_level, options.log_format)
     config = uvicorn.Config(
         "",
         options.host,
@@ -51,6 +57,8 @@ def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
     # Loading makes hundreds of thousands of objects, nearly all of which stay: to look through them for
     # garbage again and again takes half a second.
     gc.disable()
+    start = time.monotonic()
+    _LOGGER.info("loading %s", args.model)
     try:
         engine = AsyncLLMEngine(args)
         if engine.engine.tokenizer is not None:
@@ -59,6 +67,7 @@ def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
         sys.exit(f"jax-paged: {error}")
     finally:
         gc.enable()
+    _LOGGER.info("loaded %s in %.1f s", args.model, time.monotonic() - start)
     return engine
 
 
@@ -76,6 +85,7 @@ class _Server(uvicorn.Server):
         # What is there by now stays: a collection that walks all of it would hold every stream up for 50 ms.
         gc.collect()
         gc.freeze()
+        self._statistics = asyncio.create_task(log_statistics(self._engine))
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         question = {"role": "user", "content": "What is a block table?"}

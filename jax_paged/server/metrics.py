@@ -1,66 +1,89 @@
-"""The server's metrics, for Prometheus."""
+"""The server's metrics, for Prometheus: under vLLM's names where vLLM has them, so that its boards work."""
 
-from collections.abc import Callable
+import collections
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
-from jax_paged.engine.llm_engine import LLMEngine
+from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.engine.statistics import Distribution
 from jax_paged.outputs import RequestOutput
 from jax_paged.server.responses import num_prompt_tokens
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_LABELS = ("model_name", "engine")
+_FINISH_REASONS = ("stop", "length", "abort", "error")
+_NUM_RECENT = 100
+
+
+class Latency(NamedTuple):
+    """Seconds of a request that has ended.
+
+    Args:
+        first_token: From its arrival to its first token.
+        per_token: Between two tokens, on average; None if it had only one.
+    """
+
+    first_token: float
+    per_token: float | None
 
 
 class Metrics:
-    """Counts requests as they end, and reads the engine's queues and pool when it is scraped.
+    """Counts requests as they end, and reads the engine's counters, queues and pool when it is scraped.
 
     Args:
-        engine: Only its numbers of requests and of blocks are read, from any thread.
+        engine: Only numbers are read, from any thread.
+        model_name: The label of all metrics that vLLM has too.
+
+    Attributes:
+        recent: The latencies of the last requests that got a token.
+        num_ended: Requests that have ended, by the reason.
     """
 
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: AsyncLLMEngine, model_name: str) -> None:
+        self.recent: collections.deque[Latency] = collections.deque(maxlen=_NUM_RECENT)
+        self.num_ended: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "jax_paged_requests",
-            'Requests that ended; finish_reason is "abort" if the client left.',
-            ["finish_reason"],
+        self._labels = (model_name, "0")
+        self._registry.register(_EngineCollector(engine, self._labels))
+        ended = self._counter("vllm:request_success", "Requests that ended.", "finished_reason")
+        self._ended = {reason: ended.labels(*self._labels, reason) for reason in _FINISH_REASONS}
+        self._preemptions = self._counter(
+            "vllm:num_preemptions", "How often requests that ended had lost their blocks."
+        ).labels(*self._labels)
+        self._responses = Counter(
+            "jax_paged_http_responses",
+            "Answers per route and status, refused requests included; 499 if the client had left.",
+            ["route", "status"],
             registry=self._registry,
         )
-        self._prompt_tokens = self._counter(
-            "jax_paged_prompt_tokens", "Prompt tokens of requests that ended."
+        length = self._lengths(engine.engine.config.max_model_len)
+        tokens = "Tokens per request that ended: "
+        self._prompt = self._histogram("vllm:request_prompt_tokens", tokens + "its prompt.", length)
+        self._generation = self._histogram("vllm:request_generation_tokens", tokens + "its outputs.", length)
+        self._longest = self._histogram(
+            "vllm:request_max_num_generation_tokens", tokens + "its longest output.", length
         )
-        self._cached_tokens = self._counter(
-            "jax_paged_cached_prompt_tokens", "Prompt tokens that were found in the prefix cache."
-        )
-        self._generation_tokens = self._counter(
-            "jax_paged_generation_tokens", "Generated tokens of requests that ended."
-        )
+        seconds = "Seconds per request that ended, "
         self._first_token = self._histogram(
-            "jax_paged_time_to_first_token_seconds", "Time from a request's arrival to its first token."
+            "vllm:time_to_first_token_seconds", seconds + "from its arrival to its first token."
         )
-        self._inter_token = self._histogram(
-            "jax_paged_inter_token_latency_seconds", "Mean time between two tokens of a request."
+        self._total = self._histogram("vllm:e2e_request_latency_seconds", seconds + "from arrival to end.")
+        self._queue = self._histogram("vllm:request_queue_time_seconds", seconds + "until it first ran.")
+        self._inference = self._histogram("vllm:request_inference_time_seconds", seconds + "once it ran.")
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", seconds + "from when it first ran to its first token."
         )
-        self._gauge(
-            "jax_paged_num_requests_running",
-            "Requests that are running.",
-            lambda: self._num_requests("running"),
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds", seconds + "from its first token to its last."
         )
-        self._gauge(
-            "jax_paged_num_requests_waiting",
-            "Requests that are waiting.",
-            lambda: self._num_requests("waiting"),
-        )
-        self._gauge(
-            "jax_paged_num_requests_swapped",
-            "Requests whose blocks are in host memory.",
-            lambda: self._num_requests("swapped"),
-        )
-        self._gauge(
-            "jax_paged_kv_cache_usage_ratio",
-            "Share of the pool's blocks that requests hold.",
-            self._pool_usage,
+        self._per_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean seconds between two tokens of a request."
         )
 
     def observe(self, output: RequestOutput, num_tokens: list[int]) -> None:
@@ -70,42 +93,130 @@ class Metrics:
             output: The last output of the request.
             num_tokens: Generated tokens per output.
         """
-        metrics = output.metrics
-        self._requests.labels(_finish_reason(output)).inc()
-        self._prompt_tokens.inc(num_prompt_tokens(output))
-        self._cached_tokens.inc(output.num_cached_tokens)
-        self._generation_tokens.inc(sum(num_tokens))
-        if metrics.first_token_time is not None:
-            self._first_token.observe(metrics.first_token_time - metrics.arrival_time)
-            longest = max(num_tokens)
-            if metrics.finished_time is not None and longest > 1:
-                seconds = metrics.finished_time - metrics.first_token_time
-                self._inter_token.observe(seconds / (longest - 1))
+        times, longest = output.metrics, max(num_tokens)
+        reason = finish_reason(output)
+        self.num_ended[reason] += 1
+        self._ended[reason].inc()
+        self._prompt.observe(num_prompt_tokens(output))
+        self._generation.observe(sum(num_tokens))
+        self._longest.observe(longest)
+        if times.num_preemptions:
+            self._preemptions.inc(times.num_preemptions)
+        arrival, started, first = times.arrival_time, times.first_scheduled_time, times.first_token_time
+        if started is not None:
+            self._queue.observe(started - arrival)
+        if times.finished_time is None:
+            return
+        self._total.observe(times.finished_time - arrival)
+        if started is None or first is None:
+            return
+        self._inference.observe(times.finished_time - started)
+        self._prefill.observe(first - started)
+        self._decode.observe(times.finished_time - first)
+        self._first_token.observe(first - arrival)
+        per_token = (times.finished_time - first) / (longest - 1) if longest > 1 else None
+        if per_token is not None:
+            self._per_token.observe(per_token)
+        self.recent.append(Latency(first - arrival, per_token))
+
+    def observe_response(self, route: str, status: int) -> None:
+        """Counts an answer.
+
+        Args:
+            route: The route that answered, or a word for all paths that are no route: what clients send
+                must not make new series.
+            status: Of the answer.
+        """
+        self._responses.labels(route, str(status)).inc()
 
     def text(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, registry=self._registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, [*_LABELS, *labels], registry=self._registry)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=_SECONDS, registry=self._registry)
+    def _histogram(self, name: str, text: str, bounds: Iterable[float] = _SECONDS) -> Histogram:
+        family = Histogram(name, text, _LABELS, buckets=tuple(bounds), registry=self._registry)
+        return family.labels(*self._labels)
 
-    def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        Gauge(name, text, registry=self._registry).set_function(value)
-
-    # The engine's scheduler is looked up at every scrape: LLMEngine.record() replaces it.
-
-    def _num_requests(self, queue: str) -> int:
-        return len(getattr(self._engine.scheduler.queues, queue))
-
-    def _pool_usage(self) -> float:
-        manager = self._engine.scheduler.block_manager
-        return 1 - manager.num_free_blocks / manager.num_usable_blocks
+    @staticmethod
+    def _lengths(max_model_len: int) -> list[int]:
+        """Returns 1, 2, 5, 10, 20, 50 ... up to the length of the longest sequence."""
+        bounds = (10**power * digit for power in itertools.count() for digit in (1, 2, 5))
+        return [*itertools.takewhile(lambda bound: bound < max_model_len, bounds), max_model_len]
 
 
-def _finish_reason(output: RequestOutput) -> str:
+class _EngineCollector(Collector):
+    """Reads an engine when it is scraped.
+
+    The engine's scheduler is looked up every time: LLMEngine.record() replaces it.
+    """
+
+    def __init__(self, engine: AsyncLLMEngine, labels: tuple[str, ...]) -> None:
+        self._engine = engine
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields what the engine has done, and what it holds now."""
+        engine, done = self._engine.engine, self._engine.statistics
+        queues, manager = engine.scheduler.queues, engine.scheduler.block_manager
+        used = 1 - manager.num_free_blocks / manager.num_usable_blocks
+        num_compiled, num_programs = engine.executor.compile_progress
+        usage = "Share of the pool's blocks that requests hold."
+        yield self._gauge("vllm:num_requests_running", "Requests that are running.", len(queues.running))
+        yield self._gauge("vllm:num_requests_waiting", "Requests that are waiting.", len(queues.waiting))
+        yield self._gauge("vllm:kv_cache_usage_perc", f"{usage} 1 means all.", used)
+        yield self._gauge("vllm:gpu_cache_usage_perc", f"{usage} The name that older boards use.", used)
+        for name, text, value in (
+            (
+                "prompt_tokens",
+                "Prompt tokens of requests that got their first token.",
+                done.num_prompt_tokens,
+            ),
+            ("generation_tokens", "Generated tokens.", done.num_generated_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", done.num_prompt_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", done.num_cached_tokens),
+        ):
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+        for name, text in (
+            ("inter_token_latency", "Seconds between two tokens of a sequence."),
+            ("time_per_output_token", "inter_token_latency_seconds, under the name that older boards use."),
+        ):
+            yield self._histogram(f"vllm:{name}_seconds", text, done.inter_token)
+        config = engine.config
+        facts = {
+            "block_size": config.block_size,
+            "num_gpu_blocks": config.num_blocks,
+            "cache_dtype": config.dtype,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "engine": self._labels[1],
+        }
+        info = GaugeMetricFamily("vllm:cache_config_info", "How the pool is made.", labels=list(facts))
+        info.add_metric([str(value) for value in facts.values()], 1)
+        yield info
+        swapped = "Requests whose blocks are in host memory."
+        yield GaugeMetricFamily("jax_paged_num_requests_swapped", swapped, value=len(queues.swapped))
+        yield GaugeMetricFamily("jax_paged_programs", "Programs to compile.", value=num_programs)
+        yield GaugeMetricFamily("jax_paged_programs_compiled", "Those that are.", value=num_compiled)
+        yield CounterMetricFamily("jax_paged_steps", "Steps of the engine.", value=done.num_steps)
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        gauge = GaugeMetricFamily(name, text, labels=_LABELS)
+        gauge.add_metric(self._labels, value)
+        return gauge
+
+    def _histogram(self, name: str, text: str, values: Distribution) -> HistogramMetricFamily:
+        counts = itertools.accumulate(list(values.counts))
+        bounds = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
+        histogram = HistogramMetricFamily(name, text, labels=_LABELS)
+        histogram.add_metric(self._labels, list(zip(bounds, counts, strict=True)), values.total)
+        return histogram
+
+
+def finish_reason(output: RequestOutput) -> str:
     """Returns why a request ended: the reason of an output that failed, if there is one, or of the first."""
     reasons = [completion.finish_reason for completion in output.outputs]
     return next((reason for reason in ("error", "abort") if reason in reasons), str(reasons[0]))

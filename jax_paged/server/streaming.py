@@ -14,6 +14,7 @@ from starlette.types import Send
 from jax_paged.engine.async_engine import AsyncLLMEngine, RequestStream
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.outputs import RequestOutput
+from jax_paged.server.access import RequestRecord
 from jax_paged.server.metrics import Metrics
 from jax_paged.server.responses import ApiError, MakeChoice, prompt_logprobs, request_error, usage
 
@@ -29,12 +30,14 @@ class Call:
         num_outputs: Outputs per prompt that the client gets.
         head: Fields of the answer, or of every chunk of it, beside its choices. Its "id" names the requests.
         choice: Makes the choices of the answer.
+        record: Notes what comes of the requests.
     """
 
     requests: Sequence[CheckedRequest]
     num_outputs: int
     head: dict[str, Any]
     choice: MakeChoice
+    record: RequestRecord
 
 
 class RequestRunner:
@@ -128,7 +131,7 @@ class RequestRunner:
         try:
             for i, checked in enumerate(call.requests):
                 stream = await self._engine.submit(checked, None, f"{call.head['id']}-{i}", whole=whole)
-                running.append(_RunningRequest(stream, call.num_outputs, self._metrics))
+                running.append(_RunningRequest(stream, call.num_outputs, self._metrics, call.record))
             yield running
         except RuntimeError as error:
             raise ApiError(str(error), status=500) from error
@@ -152,14 +155,19 @@ class _RunningRequest:
         stream: The request's output, as the engine delivers it.
         num_outputs: Outputs that the client gets.
         metrics: Told once, when the request ends.
+        record: Told so too, and that the request has begun.
     """
 
-    def __init__(self, stream: RequestStream, num_outputs: int, metrics: Metrics) -> None:
+    def __init__(
+        self, stream: RequestStream, num_outputs: int, metrics: Metrics, record: RequestRecord
+    ) -> None:
         self.request_id = stream.request_id
         self.num_tokens = [0] * num_outputs  # generated so far, per output
         self._stream = stream
         self._metrics = metrics
+        self._record = record
         self._last: RequestOutput | None = None
+        record.begin()
 
     @property
     def output(self) -> RequestOutput:
@@ -182,13 +190,19 @@ class _RunningRequest:
             RuntimeError: If the engine has stopped.
         """
         # The only await: what is taken from the stream is counted, even if nobody waits for it any more.
-        part = await anext(self._stream)
+        try:
+            part = await anext(self._stream)
+        except RuntimeError:
+            self._record.end()
+            raise
         part.outputs = part.outputs[: len(self.num_tokens)]  # a beam search may find more than were asked for
         for completion in part.outputs:
             self.num_tokens[completion.index] += len(completion.token_ids)
         self._last = part
         if part.finished:
             self._metrics.observe(part, self.num_tokens)
+            self._record.observe(part, self.num_tokens)
+            self._record.end()
             if (error := request_error(part)) is not None:
                 raise error
         return part

@@ -27,6 +27,7 @@ ONE_GRAPH: dict[str, str | bool] = {
 }
 # XLA compiles one program mostly on one core.
 NUM_COMPILE_THREADS = 2
+_LOG_INTERVAL_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +113,8 @@ class CompiledPrograms:
         self._tracing = threading.Lock()
         self._stopped = False
         self._num_traces = 0
+        self._num_compiled = 0
+        self._start = self._logged = time.monotonic()
         self._threads = [threading.Thread(target=self._work) for _ in range(NUM_COMPILE_THREADS)]
         for thread in self._threads:
             thread.start()
@@ -121,6 +124,8 @@ class CompiledPrograms:
         except BaseException:
             self.stop()
             raise
+        seconds = time.monotonic() - self._start
+        _LOGGER.info("compiled what every step can use in %.1f s; steps may run from now on", seconds)
 
     @property
     def num_traces(self) -> int:
@@ -131,6 +136,11 @@ class CompiledPrograms:
     def programs(self) -> list[Program]:
         """What is compiled: the steps, then the others."""
         return list(self._programs)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How many programs are compiled, and how many there are."""
+        return self._num_compiled, len(self._programs)
 
     def smallest_ready(
         self, *, is_decode: bool, num_tokens: int, num_seqs: int, num_steps: int = 1
@@ -200,9 +210,21 @@ class CompiledPrograms:
                 self._num_traces += 1
             try:
                 self._futures[program].set_result(self._compile(program))
+                self._note_compiled(program)
             except BaseException as error:
                 _LOGGER.error("%s was not compiled (of a step, a larger one is used): %r", program, error)
                 self._futures[program].set_exception(error)
+
+    def _note_compiled(self, program: Program) -> None:
+        with self._lock:
+            self._num_compiled += 1
+            done, num_programs, now = self._num_compiled, len(self._programs), time.monotonic()
+            is_due = done == num_programs or now - self._logged >= _LOG_INTERVAL_S
+            if is_due:
+                self._logged = now
+        seconds = now - self._start
+        level = logging.INFO if is_due else logging.DEBUG
+        _LOGGER.log(level, "compiled %d of %d programs in %.1f s: %s", done, num_programs, seconds, program)
 
     def _compile(self, program: Program) -> CompiledProgram:
         with self._tracing:

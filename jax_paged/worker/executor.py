@@ -23,6 +23,11 @@ class Executor(Protocol):
         """Names of the shapes that steps are padded to."""
         ...
 
+    @property
+    def compile_progress(self) -> tuple[int, int]:
+        """How many programs are compiled, and how many there are; may be read from any thread."""
+        ...
+
     def dispatch(self, output: SchedulerOutput) -> None:
         """Begins a step; returns as soon as the device has what it needs."""
         ...
@@ -74,6 +79,11 @@ class LocalExecutor:
     def buckets(self) -> tuple[str, ...]:
         """Names of the shapes that steps are padded to."""
         return tuple(map(str, self.runner.buckets))
+
+    @property
+    def compile_progress(self) -> tuple[int, int]:
+        """How many programs are compiled, and how many there are; may be read from any thread."""
+        return self.runner.compiled.progress
 
     def dispatch(self, output: SchedulerOutput) -> None:
         """Begins a step; returns as soon as the device has what it needs."""

@@ -56,6 +56,7 @@ class ScriptedExecutor:
             seed=args.seed,
         )
         self.buckets = ("decode 1", "decode 8", "mixed 64x8")
+        self.compile_progress = (3, 3)
         self.num_steps = 0
         self.num_closed = 0
         self.seeds: dict[str, int] = {}

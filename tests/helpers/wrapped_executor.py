@@ -41,6 +41,10 @@ class WrappedExecutor:
         return self.inner.buckets
 
     @property
+    def compile_progress(self) -> tuple[int, int]:
+        return self.inner.compile_progress
+
+    @property
     def runner(self) -> Any:
         """The ModelRunner of a LocalExecutor."""
         return self.inner.runner  # pyright: ignore[reportAttributeAccessIssue]

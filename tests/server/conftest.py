@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from helpers.metric_values import metric_values
 from helpers.wrapped_executor import WrappedExecutor
 
 from jax_paged import AsyncLLMEngine, EngineArgs, LLMEngine
@@ -98,10 +98,8 @@ class Served:
         return [json.loads(event) for event in events[:-1]]
 
     def metrics(self) -> dict[str, float]:
-        """Returns the values of all metrics, by their names without "jax_paged_"."""
-        text = self.client.get("../metrics").text
-        found = re.findall(r"^jax_paged_(\S+) (\S+)$", text, re.MULTILINE)
-        return {name: float(value) for name, value in found}
+        """Returns the values of all metrics, by their names without what they all have in common."""
+        return metric_values(self.client.get("../metrics").text)
 
     @staticmethod
     def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
@@ -117,7 +115,7 @@ class Served:
             return {name: value - since.get(name, 0) for name, value in self.metrics().items()}
 
         def num_ended() -> float:
-            return sum(value for name, value in grew().items() if name.startswith("requests_total"))
+            return sum(value for name, value in grew().items() if name.startswith("request_success_total"))
 
         self.wait_until(lambda: num_ended() >= num, f"{num} requests are counted")
         return grew()

@@ -1,5 +1,6 @@
 import dataclasses
 import gc
+import logging
 import re
 import signal
 import subprocess
@@ -84,13 +85,19 @@ def test_help_imports_neither_jax_nor_the_http_server():
 
 
 @pytest.fixture
-def kept_signals():
+def kept_process():
+    """Keeps the signal handlers and loggers of this process, which the command sets up."""
     handler = signal.getsignal(signal.SIGTERM)
+    loggers = [logging.getLogger(name) for name in ("jax_paged", "uvicorn")]
+    kept = [(logger, logger.handlers, logger.level, logger.propagate) for logger in loggers]
     yield
     signal.signal(signal.SIGTERM, handler)
+    for logger, handlers, level, propagate in kept:
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
-@pytest.mark.usefixtures("kept_signals")
+@pytest.mark.usefixtures("kept_process")
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -122,7 +129,7 @@ def test_bad_arguments_end_with_one_line(line, message, capsys):
     assert message in f"{end.value.code} {capsys.readouterr().err}"
 
 
-@pytest.mark.usefixtures("kept_signals")
+@pytest.mark.usefixtures("kept_process")
 def test_ctrl_c_while_the_model_loads_ends_quietly(monkeypatch, capsys):
     def load(_):
         assert not gc.isenabled()
@@ -132,7 +139,10 @@ def test_ctrl_c_while_the_model_loads_ends_quietly(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         main(["--port", "0"])
     assert end.value.code == 130
-    assert capsys.readouterr() == ("", "")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.endswith("INFO loading pagelet\n")
+    assert err.count("\n") == 1
     assert gc.isenabled()
 
 

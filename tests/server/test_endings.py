@@ -66,7 +66,7 @@ def test_a_client_that_leaves_frees_its_blocks_and_is_counted(served, steps, lea
     leave(served, steps, {**LONG, "n": n})
     served.wait_until_idle()
     grew = served.wait_for_requests(2, since=before)
-    assert grew['requests_total{finish_reason="abort"}'] == 2
+    assert grew['request_success_total{finished_reason="abort"}'] == 2
     prompts = [served.engine.tokenizer.encode(prompt) for prompt in LONG["prompt"]]
     assert grew["prompt_tokens_total"] == sum(map(len, prompts))
     assert grew["generation_tokens_total"] == steps.num_samples
@@ -176,7 +176,7 @@ def test_a_request_that_never_ran_is_an_error(scripted_server, no_room, stream, 
     assert (error["type"], error["param"]) == ("server_error", None)
     assert "the pool has no room for it" in error["message"]
     assert "--num-gpu-blocks-override" in error["message"]
-    assert scripted_server.metrics()['requests_total{finish_reason="error"}'] == 1
+    assert scripted_server.metrics()['request_success_total{finished_reason="error"}'] == 1
     assert scripted_server.complete("abc?")["choices"][0]["text"] == "abc"
 
 
