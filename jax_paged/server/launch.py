@@ -45,7 +45,7 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
         model_name = options.served_model_name or args.model
         openai = OpenAIServer(engine, model_name, options)
         config.app = openai.app()
-        _Server(config, openai).run([listener])
+        Server(config, openai).run([listener])
         if openai.life.hangs:  # its thread can't be joined
             sys.stdout.flush()
             os._exit(openai.life.exit_code)
@@ -67,7 +67,7 @@ def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
     return engine
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """Announces itself once it listens, and ends as `Life` says."""
 
     def __init__(self, config: uvicorn.Config, openai: OpenAIServer) -> None:
