@@ -36,15 +36,18 @@ class GenerationRoutes:
     Args:
         engine: Runs the requests.
         runner: Counts them, and aborts those whose client has left.
+        texts: Tokenizes them.
         model_name: The model's name for clients.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, runner: RequestRunner, model_name: str) -> None:
+    def __init__(
+        self, engine: AsyncLLMEngine, runner: RequestRunner, texts: TextReader, model_name: str
+    ) -> None:
         self._engine = engine
         self._config = engine.engine.config
         self._runner = runner
         self._model_name = model_name
-        self._texts = TextReader(engine.engine.tokenizer, self._config.max_model_len)
+        self._texts = texts
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions: continues one or more prompts."""
