@@ -10,12 +10,16 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.engine.errors import EngineDeadError
 from jax_paged.server.access import AccessLog
-from jax_paged.server.generation import GenerationRoutes, check_running
+from jax_paged.server.generation import GenerationRoutes
+from jax_paged.server.life import Gate, Life
 from jax_paged.server.metrics import Metrics
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.responses import ApiError, json_response, validation_error
 from jax_paged.server.streaming import RequestRunner
+from jax_paged.server.text_reader import Lane, TextReader
+from jax_paged.server.waiting import WaitingRoom
 
 
 class OpenAIServer:
@@ -31,24 +35,45 @@ class OpenAIServer:
         self.engine = engine
         self.model_name = model_name
         self.options = options or ServerOptions()
-        self.metrics = Metrics(engine, model_name)
-        self._generation = GenerationRoutes(engine, RequestRunner(engine, self.metrics), model_name)
+        self.life = Life(
+            engine,
+            shutdown_timeout=self.options.shutdown_timeout,
+            step_timeout=self.options.step_timeout,
+            stay=self.options.stay_on_engine_failure,
+        )
+        # Enough to run, and some that wait in the engine: a seat that is left is taken in the next step.
+        max_num_seqs = engine.engine.config.max_num_seqs
+        self._room = WaitingRoom(max_num_seqs + max(4, max_num_seqs // 4), self.options.max_num_waiting)
+        self.metrics = Metrics(engine, model_name, lambda: self._room.num_waiting)
+        runner = RequestRunner(engine, self._room, self.metrics)
+        self._lane = Lane()
+        config, tokenizer = engine.engine.config, engine.engine.tokenizer
+        texts = TextReader(tokenizer, config.max_model_len, self._lane)
+        self._generation = GenerationRoutes(engine, runner, texts, model_name)
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
         """Returns the application."""
         app = FastAPI(title="jax-paged")
-        app.post("/v1/completions")(self._generation.completions)
-        app.post("/v1/chat/completions")(self._generation.chat_completions)
+        generating = {
+            "/v1/completions": self._generation.completions,
+            "/v1/chat/completions": self._generation.chat_completions,
+        }
+        for path, handler in generating.items():
+            app.post(path)(handler)
+        app.add_middleware(Gate, life=self.life, room=self._room, lane=self._lane, paths=generating)  # pyright: ignore
         app.get("/v1/models")(self.models)
         app.get("/health")(self.health)
+        app.get("/ping")(self.health)
+        app.get("/ready")(self.ready)
         app.get("/metrics")(self.prometheus)
         app.exception_handler(ApiError)(_on_api_error)
+        app.exception_handler(EngineDeadError)(_on_dead_engine)
         app.exception_handler(RequestValidationError)(_on_validation_error)
         app.exception_handler(HTTPException)(_on_http_error)
         app.exception_handler(Exception)(_on_any_error)
-        paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-        app.add_middleware(AccessLog, metrics=self.metrics, paths=paths)  # the last one is outermost
+        routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
+        app.add_middleware(AccessLog, metrics=self.metrics, paths=routes)  # the last one is outermost
         return app
 
     async def models(self) -> Response:
@@ -64,8 +89,15 @@ class OpenAIServer:
 
     async def health(self) -> Response:
         """GET /health: 200 while the engine runs, 503 once it has stopped."""
-        check_running(self.engine)
+        if self.engine.error is not None and (error := self.life.refusal()) is not None:
+            raise error
         return json_response({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """GET /ready: 200 while requests are taken, 503 from the begin of a shutdown on."""
+        if (error := self.life.refusal()) is not None:
+            raise error
+        return json_response({"status": "ready"})
 
     async def prometheus(self) -> Response:
         """GET /metrics: counters and gauges in Prometheus' text format."""
@@ -74,6 +106,10 @@ class OpenAIServer:
 
 async def _on_api_error(_: Request, error: Any) -> Response:
     return error.response()
+
+
+async def _on_dead_engine(_: Request, error: Any) -> Response:
+    return ApiError(str(error), status=503).response()
 
 
 async def _on_validation_error(_: Request, error: Any) -> Response:

@@ -1,6 +1,5 @@
 """The routes that generate text: completions and chats."""
 
-import asyncio
 import contextlib
 import re
 import time
@@ -28,6 +27,7 @@ from jax_paged.server.responses import (
     shortened,
 )
 from jax_paged.server.streaming import Call, EventStream, RequestRunner, unless_gone
+from jax_paged.server.text_reader import TextReader
 
 
 class GenerationRoutes:
@@ -36,18 +36,21 @@ class GenerationRoutes:
     Args:
         engine: Runs the requests.
         runner: Counts them, and aborts those whose client has left.
+        texts: Tokenizes them.
         model_name: The model's name for clients.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, runner: RequestRunner, model_name: str) -> None:
+    def __init__(
+        self, engine: AsyncLLMEngine, runner: RequestRunner, texts: TextReader, model_name: str
+    ) -> None:
         self._engine = engine
         self._config = engine.engine.config
         self._runner = runner
         self._model_name = model_name
+        self._texts = texts
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions: continues one or more prompts."""
-        check_running(self._engine)
         self._check_model(body.model)
         with _bad_input(body):
             params = body.sampling_params(self._config.sampling_defaults)
@@ -55,44 +58,31 @@ class GenerationRoutes:
             check(is_prompt, "prompt", body.prompt, "text, a list of token ids, or a list of prompts")
             prompts = as_prompts(body.prompt)
             check(bool(prompts), "prompt", prompts, "at least one prompt")
-            checked = await asyncio.to_thread(self._check_all, prompts, params, body)
+            checked = await self._texts.read("prompt", list(prompts), self._check_all, prompts, params, body)
         n = body.num_outputs
-        call = Call(
-            checked,
-            n,
-            self._head("cmpl", "text_completion"),
-            completion_choices(len(checked) * n),
-            request.state.record,
-        )
+        choice = completion_choices(len(checked) * n)
+        head = self._head("cmpl", "text_completion")
+        call = Call(checked, n, head, choice, request.state.record, client_of(request))
         return await unless_gone(request, self._stream(call, body) if body.stream else self._whole(call))
 
     async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions: answers a conversation."""
-        check_running(self._engine)
         self._check_model(body.model)
         tokenizer = self._engine.engine.tokenizer
         with _bad_input(body):
             if tokenizer is None:
                 raise ValueError("chat needs a tokenizer, and the server runs without one")
             params = body.sampling_params(self._config.sampling_defaults)
-            checked = await asyncio.to_thread(self._check_chat, tokenizer, params, body)
+            checked = await self._texts.read(
+                "messages", [body.messages], self._check_chat, tokenizer, params, body
+            )
         n, num_top = body.num_outputs, body.top_logprobs or 0
         if body.stream:
-            call = Call(
-                checked,
-                n,
-                self._head("chatcmpl", "chat.completion.chunk"),
-                chat_deltas(num_top),
-                request.state.record,
-            )
+            head = self._head("chatcmpl", "chat.completion.chunk")
+            call = Call(checked, n, head, chat_deltas(num_top), request.state.record, client_of(request))
             return await unless_gone(request, self._stream(call, body, chat_roles(n)))
-        call = Call(
-            checked,
-            n,
-            self._head("chatcmpl", "chat.completion"),
-            chat_messages(num_top),
-            request.state.record,
-        )
+        head = self._head("chatcmpl", "chat.completion")
+        call = Call(checked, n, head, chat_messages(num_top), request.state.record, client_of(request))
         return await unless_gone(request, self._whole(call))
 
     async def _whole(self, call: Call) -> Response:
@@ -104,7 +94,7 @@ class GenerationRoutes:
         events = self._runner.events(call, first=first or (), include_usage=body.include_usage)
         return await EventStream.begin(events)
 
-    # These two take milliseconds for long prompts: they run in a thread, so that the event loop goes on.
+    # These two tokenize: TextReader calls them.
 
     def _check_chat(
         self, tokenizer: Tokenizer, params: SamplingParams | BeamSearchParams, body: ChatRequest
@@ -147,15 +137,9 @@ class GenerationRoutes:
         }
 
 
-def check_running(engine: AsyncLLMEngine) -> None:
-    """Checks that an engine takes requests.
-
-    Raises:
-        ApiError: If it has stopped.
-    """
-    error = engine.error
-    if error is not None:
-        raise ApiError(f"the engine has stopped: {str(error) or repr(error)}", status=503)
+def client_of(request: Request) -> str:
+    """Returns who sends a request; "" where no key tells."""
+    return getattr(request.state, "client", "")
 
 
 @contextlib.contextmanager

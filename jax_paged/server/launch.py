@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import socket
 import sys
 import time
+from types import FrameType
 
 import orjson
 import uvicorn
@@ -18,7 +20,8 @@ from jax_paged.server.logs import configure, log_statistics
 from jax_paged.server.options import ServerOptions
 
 _LOGGER = logging.getLogger(__name__)
-_SHUTDOWN_S = 5
+# After the last events of all streams: for clients that do not read.
+_CLOSING_S = 2
 
 
 def serve(args: EngineArgs, options: ServerOptions) -> None:
@@ -29,7 +32,8 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
         options: How to listen, what clients may do, and what is logged.
 
     Raises:
-        SystemExit: If the address can't be bound, or the model or a setting can't be used.
+        SystemExit: If the address can't be bound, the model or a setting can't be used, requests were cut off
+            at the end (3), or the engine has failed (4).
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """
     configure(options.log_level, options.log_format)
@@ -39,18 +43,18 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
         options.port,
         log_config=None,  # uvicorn's own would close the handlers that others have made
         log_level="warning",
-        timeout_graceful_shutdown=_SHUTDOWN_S,
+        timeout_graceful_shutdown=_CLOSING_S,
     )
     # A port that is taken is found before the model is loaded.
     with config.bind_socket() as listener, contextlib.closing(_load_engine(args)) as engine:
         model_name = options.served_model_name or args.model
-        config.app = OpenAIServer(engine, model_name, options).app()
-        server = _Server(config, engine, model_name)
-        try:
-            server.run([listener])
-        except KeyboardInterrupt:
-            if not server.started:
-                raise
+        openai = OpenAIServer(engine, model_name, options)
+        config.app = openai.app()
+        Server(config, openai).run([listener])
+        if openai.life.hangs:  # its thread can't be joined
+            sys.stdout.flush()
+            os._exit(openai.life.exit_code)
+    sys.exit(openai.life.exit_code)
 
 
 def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
@@ -71,13 +75,21 @@ def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
     return engine
 
 
-class _Server(uvicorn.Server):
-    """Announces itself once it listens."""
+class Server(uvicorn.Server):
+    """Announces itself once it listens, and ends as `Life` says."""
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncLLMEngine, model_name: str) -> None:
+    def __init__(self, config: uvicorn.Config, openai: OpenAIServer) -> None:
         super().__init__(config)
-        self._engine = engine
-        self._model_name = model_name
+        self._openai = openai
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Takes a signal."""
+        self._openai.life.end(time.monotonic())
+
+    async def on_tick(self, counter: int) -> bool:
+        """Returns whether to end; called ten times a second."""
+        await super().on_tick(counter)
+        return self._openai.life.tick(time.monotonic())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to listen."""
@@ -85,13 +97,15 @@ class _Server(uvicorn.Server):
         # What is there by now stays: a collection that walks all of it would hold every stream up for 50 ms.
         gc.collect()
         gc.freeze()
-        self._statistics = asyncio.create_task(log_statistics(self._engine))
+        self._statistics = asyncio.create_task(
+            log_statistics(self._openai.engine, self._openai.metrics.num_waiting)
+        )
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         question = {"role": "user", "content": "What is a block table?"}
-        body = {"model": self._model_name, "messages": [question], "temperature": 0}
+        body = {"model": self._openai.model_name, "messages": [question], "temperature": 0}
         print(
-            f"{self._engine.engine!r}\n"
+            f"{self._openai.engine.engine!r}\n"
             f"Serving the OpenAI API at {url}/v1. Press Ctrl-C to stop. Try:\n\n"
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
             f"    -d '{orjson.dumps(body).decode()}'\n",

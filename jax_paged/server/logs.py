@@ -7,6 +7,7 @@ import asyncio
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 import orjson
@@ -24,7 +25,7 @@ def configure(level: LogLevel, form: LogFormat, stream: TextIO | None = None) ->
     """Writes what this package and uvicorn log.
 
     Args:
-        level: The least severe level that is written; of uvicorn, warnings at least.
+        level: The least severe level of this package that is written; of uvicorn, warnings are.
         form: A line of text or a JSON object per record.
         stream: Takes the lines; None is stderr.
 
@@ -33,7 +34,7 @@ def configure(level: LogLevel, form: LogFormat, stream: TextIO | None = None) ->
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
-    for name, least in (("jax_paged", level), ("uvicorn", "error" if level == "error" else "warning")):
+    for name, least in (("jax_paged", level), ("uvicorn", "warning")):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.setLevel(least.upper())
@@ -47,11 +48,14 @@ def printable(text: str) -> str:
     return line.replace("\n", "?").replace("\t", "?")
 
 
-async def log_statistics(engine: AsyncLLMEngine, interval_s: float = _STATISTICS_INTERVAL_S) -> None:
+async def log_statistics(
+    engine: AsyncLLMEngine, num_waiting: Callable[[], int], interval_s: float = _STATISTICS_INTERVAL_S
+) -> None:
     """Logs a line per interval in which the engine had something to do, until it is cancelled.
 
     Args:
         engine: Only numbers are read.
+        num_waiting: Returns how many requests wait.
         interval_s: Seconds between two lines.
     """
     done = engine.statistics
@@ -68,7 +72,7 @@ async def log_statistics(engine: AsyncLLMEngine, interval_s: float = _STATISTICS
         last = now
         fields = {
             "running": len(queues.running),
-            "waiting": len(queues.waiting),
+            "waiting": num_waiting(),
             "swapped": len(queues.swapped),
             "prompt_tokens_per_s": round(prompt / seconds, 1),
             "generated_tokens_per_s": round(generated / seconds, 1),
@@ -106,10 +110,6 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Returns the line, or several with a traceback."""
         return super().format(record).translate(_UNPRINTABLE)
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """Returns the line."""
-        return super().formatMessage(record).replace("\n", "\\n")
 
 
 class _JsonFormatter(logging.Formatter):

@@ -2,7 +2,7 @@
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -39,18 +39,21 @@ class Metrics:
     Args:
         engine: Only numbers are read, from any thread.
         model_name: The label of all metrics that vLLM has too.
+        num_in_front: Returns how many requests wait in front of the engine.
 
     Attributes:
         recent: The latencies of the last requests that got a token.
         num_ended: Requests that have ended, by the reason.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, model_name: str) -> None:
+    def __init__(self, engine: AsyncLLMEngine, model_name: str, num_in_front: Callable[[], int]) -> None:
+        self._engine = engine
+        self._num_in_front = num_in_front
         self.recent: collections.deque[Latency] = collections.deque(maxlen=_NUM_RECENT)
         self.num_ended: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
         self._registry = CollectorRegistry()
         self._labels = (model_name, "0")
-        self._registry.register(_EngineCollector(engine, self._labels))
+        self._registry.register(_EngineCollector(engine, self.num_waiting, self._labels))
         ended = self._counter("vllm:request_success", "Requests that ended.", "finished_reason")
         self._ended = {reason: ended.labels(*self._labels, reason) for reason in _FINISH_REASONS}
         self._preemptions = self._counter(
@@ -119,6 +122,10 @@ class Metrics:
             self._per_token.observe(per_token)
         self.recent.append(Latency(first - arrival, per_token))
 
+    def num_waiting(self) -> int:
+        """Returns how many requests wait, in front of the engine and in it."""
+        return self._num_in_front() + len(self._engine.engine.scheduler.queues.waiting)
+
     def observe_response(self, route: str, status: int) -> None:
         """Counts an answer.
 
@@ -153,8 +160,11 @@ class _EngineCollector(Collector):
     The engine's scheduler is looked up every time: LLMEngine.record() replaces it.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, labels: tuple[str, ...]) -> None:
+    def __init__(
+        self, engine: AsyncLLMEngine, num_waiting: Callable[[], int], labels: tuple[str, ...]
+    ) -> None:
         self._engine = engine
+        self._num_waiting = num_waiting
         self._labels = labels
 
     def collect(self) -> Iterator[Metric]:
@@ -165,7 +175,7 @@ class _EngineCollector(Collector):
         num_compiled, num_programs = engine.executor.compile_progress
         usage = "Share of the pool's blocks that requests hold."
         yield self._gauge("vllm:num_requests_running", "Requests that are running.", len(queues.running))
-        yield self._gauge("vllm:num_requests_waiting", "Requests that are waiting.", len(queues.waiting))
+        yield self._gauge("vllm:num_requests_waiting", "Requests that are waiting.", self._num_waiting())
         yield self._gauge("vllm:kv_cache_usage_perc", f"{usage} 1 means all.", used)
         yield self._gauge("vllm:gpu_cache_usage_perc", f"{usage} The name that older boards use.", used)
         for name, text, value in (

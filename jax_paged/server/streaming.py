@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from typing import Any, Self
 
@@ -12,11 +13,13 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.types import Send
 
 from jax_paged.engine.async_engine import AsyncLLMEngine, RequestStream
+from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.outputs import RequestOutput
 from jax_paged.server.access import RequestRecord
 from jax_paged.server.metrics import Metrics
 from jax_paged.server.responses import ApiError, MakeChoice, prompt_logprobs, request_error, usage
+from jax_paged.server.waiting import WaitingRoom
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -31,6 +34,7 @@ class Call:
         head: Fields of the answer, or of every chunk of it, beside its choices. Its "id" names the requests.
         choice: Makes the choices of the answer.
         record: Notes what comes of the requests.
+        client: Who asks: clients take turns where requests have to wait.
     """
 
     requests: Sequence[CheckedRequest]
@@ -38,6 +42,7 @@ class Call:
     head: dict[str, Any]
     choice: MakeChoice
     record: RequestRecord
+    client: str = ""
 
 
 class RequestRunner:
@@ -45,11 +50,13 @@ class RequestRunner:
 
     Args:
         engine: Computes the outputs.
+        room: Where requests wait until the engine takes them.
         metrics: Counts every request that ends, aborted ones included.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, metrics: Metrics) -> None:
+    def __init__(self, engine: AsyncLLMEngine, room: WaitingRoom, metrics: Metrics) -> None:
         self._engine = engine
+        self._room = room
         self._metrics = metrics
         self._leaving: set[asyncio.Task[None]] = set()  # an event loop does not keep its tasks alive
 
@@ -113,32 +120,38 @@ class RequestRunner:
         except ApiError as error:
             if not has_begun:
                 raise
-            yield _event(error.body())
-        yield _DONE
+            yield _event(error.body())  # and no end: the answer is not whole
+        else:
+            yield _DONE
 
     @contextlib.asynccontextmanager
     async def _running(self, call: Call, *, whole: bool = False) -> AsyncIterator[list["_RunningRequest"]]:
-        """Starts the requests of a call; at the end, aborts those that still run.
+        """Starts the requests of a call when their turn has come; at the end, aborts those that still run.
 
         Args:
             call: What to run.
             whole: Whether each request gives its whole output as one part, at its end.
 
         Raises:
-            ApiError: If the engine has stopped, or stops before they have ended.
+            ApiError: If too many wait, or the engine has stopped, or stops before they have ended.
         """
         running: list[_RunningRequest] = []
-        try:
-            for i, checked in enumerate(call.requests):
-                stream = await self._engine.submit(checked, None, f"{call.head['id']}-{i}", whole=whole)
-                running.append(_RunningRequest(stream, call.num_outputs, self._metrics, call.record))
-            yield running
-        except RuntimeError as error:
-            raise ApiError(str(error), status=500) from error
-        finally:
-            for request in running:
-                if not request.is_finished:
-                    self._abort(request)
+        num_seqs = sum(request.num_seqs for request in call.requests)
+        start = time.monotonic()
+        async with self._room.place(num_seqs, call.client, call.requests[0].priority):
+            waited_s = time.monotonic() - start
+            try:
+                for i, checked in enumerate(call.requests):
+                    stream = await self._engine.submit(checked, None, f"{call.head['id']}-{i}", whole=whole)
+                    observers = self._metrics, call.record
+                    running.append(_RunningRequest(stream, call.num_outputs, waited_s, *observers))
+                yield running
+            except EngineDeadError as error:
+                raise ApiError(str(error), status=503) from error
+            finally:
+                for request in running:
+                    if not request.is_finished:
+                        self._abort(request)
 
     def _abort(self, request: "_RunningRequest") -> None:
         self._engine.abort(request.request_id)
@@ -154,16 +167,23 @@ class _RunningRequest:
     Args:
         stream: The request's output, as the engine delivers it.
         num_outputs: Outputs that the client gets.
+        waited_s: Seconds that it has waited for the engine.
         metrics: Told once, when the request ends.
         record: Told so too, and that the request has begun.
     """
 
     def __init__(
-        self, stream: RequestStream, num_outputs: int, metrics: Metrics, record: RequestRecord
+        self,
+        stream: RequestStream,
+        num_outputs: int,
+        waited_s: float,
+        metrics: Metrics,
+        record: RequestRecord,
     ) -> None:
         self.request_id = stream.request_id
         self.num_tokens = [0] * num_outputs  # generated so far, per output
         self._stream = stream
+        self._waited_s = waited_s
         self._metrics = metrics
         self._record = record
         self._last: RequestOutput | None = None
@@ -187,12 +207,12 @@ class _RunningRequest:
 
         Raises:
             ApiError: If the request has ended with an error.
-            RuntimeError: If the engine has stopped.
+            EngineDeadError: If the engine has stopped.
         """
         # The only await: what is taken from the stream is counted, even if nobody waits for it any more.
         try:
             part = await anext(self._stream)
-        except RuntimeError:
+        except EngineDeadError:
             self._record.end()
             raise
         part.outputs = part.outputs[: len(self.num_tokens)]  # a beam search may find more than were asked for
@@ -200,6 +220,8 @@ class _RunningRequest:
             self.num_tokens[completion.index] += len(completion.token_ids)
         self._last = part
         if part.finished:
+            # The engine's clock begins when it gets the request, the client's when the server does.
+            part.metrics.arrival_time -= self._waited_s
             self._metrics.observe(part, self.num_tokens)
             self._record.observe(part, self.num_tokens)
             self._record.end()
@@ -288,7 +310,7 @@ def _next_part(request: _RunningRequest) -> asyncio.Task[RequestOutput]:
 
 
 async def _exhaust(request: _RunningRequest) -> None:
-    with contextlib.suppress(ApiError, RuntimeError):  # it was aborted, or the engine has stopped
+    with contextlib.suppress(ApiError, EngineDeadError):  # it was aborted, or the engine has stopped
         async for _ in request:
             pass
 
