@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup serve test test-slow lint format bench bench-peers gpu-check kernels-compile kernels-emulate \
+.PHONY: setup serve test test-slow test-browser lint format bench bench-peers gpu-check kernels-compile kernels-emulate \
 	native-sanitize clean
 
 setup: $(READY)
@@ -32,6 +32,12 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout=3600 $(ARGS)
+
+# The page in a real browser: Debian's, or another Chromium that is on the path. playwright takes 170 MB.
+# SCREENSHOTS=docs draws the pictures of the documentation anew.
+test-browser: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
+	$(BIN)/python -m pytest tests/server/test_browser.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

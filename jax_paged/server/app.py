@@ -16,6 +16,7 @@ from jax_paged.server.generation import GenerationRoutes
 from jax_paged.server.life import Gate, Life
 from jax_paged.server.metrics import Metrics
 from jax_paged.server.options import ServerOptions
+from jax_paged.server.page import PageRoutes
 from jax_paged.server.responses import ApiError, json_response, validation_error
 from jax_paged.server.streaming import RequestRunner
 from jax_paged.server.text_reader import Lane, TextReader
@@ -67,6 +68,10 @@ class OpenAIServer:
         app.get("/ping")(self.health)
         app.get("/ready")(self.ready)
         app.get("/metrics")(self.prometheus)
+        if self.options.ui:
+            page = PageRoutes(self.engine, self.metrics, self.model_name)
+            app.get("/", include_in_schema=False)(page.page)
+            app.get("/ui/state", include_in_schema=False)(page.state)
         app.exception_handler(ApiError)(_on_api_error)
         app.exception_handler(EngineDeadError)(_on_dead_engine)
         app.exception_handler(RequestValidationError)(_on_validation_error)

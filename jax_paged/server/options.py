@@ -29,6 +29,7 @@ class ServerOptions:
             instead of exiting with status 4.
         log_level: The least severe level that is logged; "warning" leaves out the line per request.
         log_format: "text", or "json" for an object per line.
+        ui: Whether there is a page at / that shows what runs here, and chats.
 
     Raises:
         ValueError: If a value is out of range.
@@ -43,6 +44,7 @@ class ServerOptions:
     stay_on_engine_failure: bool = False
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
+    ui: bool = True
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
