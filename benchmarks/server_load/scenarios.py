@@ -165,13 +165,14 @@ async def silent() -> list[Figure]:
     """50 clients ask for long streams and never read them."""
     with serving("--kv-cache-memory-bytes", str(2**30)) as server:
         await server.wait_until_compiled()
-        await asyncio.gather(*(server.ask(COMPLETIONS, {"prompt": "a", "logprobs": 5}) for _ in range(64)))
+        body = _stream(1900, n=4, logprobs=5)
+        await asyncio.gather(*(server.ask(COMPLETIONS, body) for _ in range(50)))
         before = server.memory_mib()
         most = before
         async with asyncio.TaskGroup() as group:
             stop = asyncio.Event()
             for _ in range(50):
-                group.create_task(server.never_read(COMPLETIONS, _stream(1900, n=4, logprobs=5), stop))
+                group.create_task(server.never_read(COMPLETIONS, body, stop))
             for _ in range(40):
                 await asyncio.sleep(1)
                 most = max(most, server.memory_mib())

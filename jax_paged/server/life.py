@@ -41,7 +41,6 @@ class Life:
     ) -> None:
         self.num_active = 0  # requests whose answer is not complete
         self.is_draining = False
-        self.hangs = False
         self._engine = engine
         self._shutdown_timeout = shutdown_timeout
         self._step_timeout = step_timeout
@@ -114,7 +113,6 @@ class Life:
             return
         began = self._engine.step_began
         if began is not None and now - began > self._step_timeout:
-            self.hangs = True
             _LOGGER.error(
                 "a step of the engine takes more than %g s, in\n%s", self._step_timeout, self._engine.stack()
             )
