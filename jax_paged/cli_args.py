@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 
 def add_options(parser: Any, cls: type) -> None:
-    """Adds an option per field of a dataclass; one that is not given is missing from the namespace.
+    """Adds an option per field with a default; one that is not given is missing from the namespace.
 
     Args:
         parser: An ArgumentParser or a group of one.
@@ -17,6 +17,8 @@ def add_options(parser: Any, cls: type) -> None:
     """
     texts, hints = _field_texts(cls), typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
+        if field.default is dataclasses.MISSING:
+            continue
         text = f"{texts[field.name]} (default: {field.default})".replace("%", "%%")
         option = "--" + field.name.replace("_", "-")
         # SUPPRESS leaves out what is not given, so that "not given" is told from "given as the default".

@@ -1,4 +1,4 @@
-"""The command line: `jax-paged serve MODEL`, with an option for every field of ServerOptions and EngineArgs.
+"""The command line: `jax-paged serve MODEL` and `run-batch`, whose options are the fields of dataclasses.
 
 Nothing here imports JAX, transformers or the HTTP server: help and complaints about arguments are immediate.
 """
@@ -7,13 +7,18 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from jax_paged.cli_args import add_options
 from jax_paged.config import EngineArgs
-from jax_paged.server.options import ServerOptions
+from jax_paged.server.options import BatchOptions, ServerOptions
 
-_USAGE = "jax-paged serve [MODEL] [options]\n       jax-paged [--model MODEL] [options]"
+_USAGE = (
+    "jax-paged serve [MODEL] [options]\n       jax-paged [--model MODEL] [options]\n"
+    "       jax-paged run-batch -i FILE -o FILE [options]"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             pressed before the server listens (130).
     """
     signal.signal(signal.SIGTERM, _exit)
-    args = parse_args(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if list(argv[:1]) == ["run-batch"]:
+        _run_batch(argv[1:])
+    args = parse_args(argv)
     try:
         options, settings = ServerOptions.from_cli_args(args), EngineArgs.from_cli_args(args)
     except ValueError as error:
@@ -49,6 +57,23 @@ def make_parser() -> argparse.ArgumentParser:
         "model_after_serve", metavar="MODEL", nargs="?", help="the model to serve, as --model MODEL"
     )
     add_options(parser.add_argument_group("server"), ServerOptions)
+    add_options(parser.add_argument_group("engine"), EngineArgs)
+    return parser
+
+
+def make_batch_parser() -> argparse.ArgumentParser:
+    """Returns a parser with an option for every field of BatchOptions and EngineArgs."""
+    parser = argparse.ArgumentParser(
+        prog="jax-paged run-batch",
+        description="Answers a file of requests in the format of OpenAI's Batch API.",
+        allow_abbrev=False,
+    )
+    group = parser.add_argument_group("batch")
+    text = "requests, one per line"
+    group.add_argument("-i", "--input-file", type=Path, required=True, metavar="FILE", help=text)
+    text = "takes the answers, one per line; what it names already is not run again"
+    group.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help=text)
+    add_options(group, BatchOptions)
     add_options(parser.add_argument_group("engine"), EngineArgs)
     return parser
 
@@ -80,6 +105,24 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         )
     args.model = model
     return args
+
+
+def _run_batch(argv: Sequence[str]) -> NoReturn:
+    args = make_batch_parser().parse_args(argv)
+    from jax_paged.llm import NUM_SCHEDULER_STEPS  # only now, as it imports much
+
+    # As in LLM: nobody waits for a single token.
+    vars(args).setdefault("num_scheduler_steps", NUM_SCHEDULER_STEPS)
+    try:
+        options, settings = BatchOptions.from_cli_args(args), EngineArgs.from_cli_args(args)
+    except ValueError as error:
+        sys.exit(f"jax-paged: {error}")
+    try:
+        from jax_paged.server.run_batch import run_batch
+
+        run_batch(settings, options)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _exit(_: int, __: FrameType | None) -> None:

@@ -3,9 +3,10 @@
 import argparse
 import dataclasses
 import math
+from pathlib import Path
 from typing import Literal, Self, get_args
 
-from jax_paged.checks import check_choice, check_int, check_number
+from jax_paged.checks import check, check_choice, check_int, check_number
 from jax_paged.cli_args import values_of
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -62,3 +63,38 @@ class ServerOptions:
             ValueError: If a value is out of range.
         """
         return cls(**values_of(args, ServerOptions))
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchOptions:
+    """Which file of requests is run, and where the answers go.
+
+    Args:
+        input_file: Requests, one per line, in the format of OpenAI's Batch API.
+        output_file: Takes the answers, one per line; what it names already is not run again.
+        served_model_name: The model's name in the requests; None takes the value of --model.
+        log_level: The least severe level that is logged.
+        log_format: "text", or "json" for an object per line.
+
+    Raises:
+        ValueError: If both files are the same.
+    """
+
+    input_file: Path
+    output_file: Path
+    served_model_name: str | None = None
+    log_level: LogLevel = "warning"
+    log_format: LogFormat = "text"
+
+    def __post_init__(self) -> None:
+        is_other = self.input_file.resolve() != self.output_file.resolve()
+        check(is_other, "output_file", str(self.output_file), "another file than input_file")
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Makes the options from those that a command line gave; others in `args` are left alone.
+
+        Raises:
+            ValueError: If both files are the same.
+        """
+        return cls(**values_of(args, BatchOptions))

@@ -1,0 +1,318 @@
+"""A file of requests to a file of answers, in the format of OpenAI's Batch API: `jax-paged run-batch`.
+
+Each line is given to the server's application as a request would be, without a socket in between: so it is
+checked, limited, run and answered in the same way. The output grows by whole lines, in the order in which
+answers come. A run that was interrupted goes on where it stopped: what the output names is not run again.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import orjson
+from starlette.types import ASGIApp, Message
+from tqdm import tqdm
+
+from jax_paged.config import EngineArgs
+from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.engine.errors import EngineDeadError
+from jax_paged.server.app import OpenAIServer
+from jax_paged.server.logs import configure
+from jax_paged.server.options import BatchOptions, ServerOptions
+
+_URLS = ("/v1/completions", "/v1/chat/completions")
+_FAILED, _INTERRUPTED = 1, 130
+
+
+@dataclasses.dataclass
+class Summary:
+    """What came of the lines of a run.
+
+    Args:
+        num_answered: Lines with an answer.
+        num_failed: Lines whose request was refused or failed, or that hold no request.
+        num_skipped: Lines that the output named before.
+        num_tokens: Generated tokens.
+    """
+
+    num_answered: int = 0
+    num_failed: int = 0
+    num_skipped: int = 0
+    num_tokens: int = 0
+
+
+class _BadLineError(Exception):
+    """A line that is no request."""
+
+
+def run_batch(args: EngineArgs, options: BatchOptions) -> NoReturn:
+    """Runs the requests of a file, shows how far it is, and ends the process.
+
+    Args:
+        args: Model and limits of the engine.
+        options: The files, and what is logged.
+
+    Raises:
+        SystemExit: With 0 if every line has an answer, 1 if some have not, 130 after Ctrl-C or SIGTERM; with
+            a message if a file or the model can't be used, or the engine has failed.
+    """
+    configure(options.log_level, options.log_format)
+    try:
+        done = Done.read(options.output_file)
+        num_lines = sum(1 for _ in _lines(options.input_file))
+        engine = AsyncLLMEngine(args)
+    except (OSError, ValueError) as error:
+        sys.exit(f"jax-paged: {error}")
+    summary = Summary()
+    with (
+        contextlib.closing(engine),
+        options.output_file.open("ab") as output,
+        tqdm(total=num_lines, unit="request", dynamic_ncols=True) as bar,
+    ):
+        batch = Batch(engine, options.served_model_name or args.model, done, summary, output, bar)
+        try:
+            asyncio.run(batch.run(options.input_file))
+            status = _FAILED if summary.num_failed else 0
+        except asyncio.CancelledError:
+            status = _INTERRUPTED
+        except EngineDeadError as error:
+            sys.exit(f"jax-paged: {error}; run it again to go on")
+    parts = f"{summary.num_answered} answered, {summary.num_failed} failed, {summary.num_skipped} done before"
+    rest = "; interrupted: run it again to go on" if status == _INTERRUPTED else ""
+    print(f"{parts}; {summary.num_tokens} tokens{rest}", file=sys.stderr)
+    sys.exit(status)
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """The lines that an output file names.
+
+    Args:
+        custom_ids: Of its requests.
+        bad_lines: Numbers of input lines that had no custom_id.
+    """
+
+    custom_ids: frozenset[str]
+    bad_lines: frozenset[int]
+
+    @classmethod
+    def read(cls, output: Path) -> "Done":
+        """Reads what an output file names, if there is one; cuts off a last line that is not whole.
+
+        Raises:
+            ValueError: If the file was written by something else.
+        """
+        ids: set[str] = set()
+        bad: set[int] = set()
+        size = 0
+        if output.exists():
+            with output.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if not line.endswith(b"\n"):
+                        break
+                    entry = _entry(line)
+                    if entry is None:
+                        raise ValueError(
+                            f"output_file is {str(output)!r}, whose line {number} is no answer of a batch; "
+                            "allowed: a new file, or one that run-batch has begun"
+                        )
+                    size += len(line)
+                    if entry["custom_id"] is not None:
+                        ids.add(entry["custom_id"])
+                    elif entry["error"] is not None:
+                        bad.add(entry["error"]["line"])
+            with output.open("rb+") as file:
+                file.truncate(size)
+        return cls(frozenset(ids), frozenset(bad))
+
+
+class Batch:
+    """Runs the lines of a file, some at a time.
+
+    Args:
+        engine: Runs the requests.
+        model_name: What requests may name as their model.
+        done: What is not run again.
+        summary: Filled in.
+        output: Takes the answers.
+        bar: Shows how far it is.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLMEngine,
+        model_name: str,
+        done: Done,
+        summary: Summary,
+        output: BinaryIO,
+        bar: "tqdm[Any]",
+    ) -> None:
+        self._engine = engine
+        self._done = done
+        self._summary = summary
+        self._output = output
+        self._bar = bar
+        # Enough that the engine never lacks any, while the next ones are tokenized.
+        self._num_at_a_time = 2 * engine.engine.config.max_num_seqs + 16
+        options = ServerOptions(ui=False, max_num_waiting=self._num_at_a_time)
+        self._app: ASGIApp = OpenAIServer(engine, model_name, options).app()
+
+    async def run(self, file: Path) -> None:
+        """Runs all lines that are not done.
+
+        Raises:
+            EngineDeadError: If the engine fails.
+            asyncio.CancelledError: After SIGINT or SIGTERM.
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        for name in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(name, task.cancel)
+        slots = asyncio.Semaphore(self._num_at_a_time)
+        seen: set[str] = set()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, line in _lines(file):
+                    await slots.acquire()
+                    answering = group.create_task(self._line(number, line, seen))
+                    answering.add_done_callback(lambda _: slots.release())
+        except* EngineDeadError as errors:
+            raise errors.exceptions[0] from None
+
+    async def _line(self, number: int, line: bytes, seen: set[str]) -> None:
+        custom_id: str | None = None
+        response: dict[str, Any] | None = None
+        error: dict[str, Any] | None = None
+        try:
+            request = _parsed(line)
+            if isinstance(request.get("custom_id"), str):
+                custom_id = request["custom_id"]
+            if custom_id in self._done.custom_ids:
+                self._count_skipped()
+                return
+            body = _checked_body(request, seen)
+            response = await self._answer(request["url"], body)
+        except _BadLineError as problem:
+            if custom_id is None and number in self._done.bad_lines:
+                self._count_skipped()
+                return
+            error = {"code": "invalid_request", "message": f"line {number}: {problem}", "line": number}
+            self._bar.write(f"line {number}: {problem}", file=sys.stderr)
+        entry_id = f"batch_req_{uuid.uuid4().hex}"
+        self._write({"id": entry_id, "custom_id": custom_id, "response": response, "error": error})
+
+    async def _answer(self, url: str, body: bytes) -> dict[str, Any]:
+        status, answer = await call(self._app, url, body)
+        if self._engine.error is not None:
+            raise EngineDeadError(str(self._engine.error) or repr(self._engine.error))
+        return {"status_code": status, "request_id": uuid.uuid4().hex, "body": orjson.loads(answer)}
+
+    def _count_skipped(self) -> None:
+        self._summary.num_skipped += 1
+        self._bar.update()
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self._output.write(orjson.dumps(entry) + b"\n")
+        self._output.flush()
+        response = entry["response"]
+        if response is not None and response["status_code"] == 200:
+            self._summary.num_answered += 1
+            self._summary.num_tokens += response["body"]["usage"]["completion_tokens"]
+        else:
+            self._summary.num_failed += 1
+        rate = self._summary.num_tokens / max(self._bar.format_dict["elapsed"], 0.1)
+        self._bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+        self._bar.update()
+
+
+async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
+    """Gives an application one POST request with a JSON body.
+
+    Returns:
+        Status and body of the answer.
+    """
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+        "client": None,
+        "server": None,
+        "state": {},
+    }
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+    status, parts = 0, []
+
+    async def receive() -> Message:
+        message = next(messages, None)
+        if message is None:
+            await asyncio.Event().wait()  # the client never leaves
+        assert message is not None, "nothing follows"
+        return message
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return status, b"".join(parts)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines that are not empty, with their numbers."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, line
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """Returns a line of an output file, or None if it is none."""
+    with contextlib.suppress(orjson.JSONDecodeError):
+        entry = orjson.loads(line)
+        if isinstance(entry, dict) and {"custom_id", "response", "error"} <= entry.keys():
+            return entry
+    return None
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        request = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise _BadLineError(f"not JSON: {error}") from None
+    if not isinstance(request, dict):
+        raise _BadLineError("not a JSON object")
+    return request
+
+
+def _checked_body(request: dict[str, Any], seen: set[str]) -> bytes:
+    """Returns the body of a request, which must be one that the server can answer as a whole."""
+    custom_id, method, url = (request.get(name) for name in ("custom_id", "method", "url"))
+    body = request.get("body")
+    if not isinstance(custom_id, str):
+        raise _BadLineError(f"custom_id is {custom_id!r}; allowed: a string")
+    if custom_id in seen:
+        raise _BadLineError(f"custom_id is {custom_id!r}, as in an earlier line; allowed: one of its own")
+    seen.add(custom_id)
+    if method != "POST":
+        raise _BadLineError(f"method is {method!r}; allowed: 'POST'")
+    if url not in _URLS:
+        raise _BadLineError(f"url is {url!r}; allowed: one of {_URLS}")
+    if not isinstance(body, dict):
+        raise _BadLineError(f"body is {body!r:.100}; allowed: an object")
+    if body.get("stream"):
+        raise _BadLineError("stream is true; allowed: false")
+    return orjson.dumps(body)
