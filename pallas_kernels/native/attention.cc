@@ -28,11 +28,11 @@ using PerHead = ffi::Buffer<ffi::F32, 1>;
 using Bias = ffi::Buffer<ffi::F32, 2>;
 
 #if defined(__x86_64__)
-// Whether there is AMX, and Linux lets this process use its tiles.
+// Whether there is AMX, with vectors that round to bfloat16, and Linux lets this process use its tiles.
 bool allows_tiles() {
   unsigned a, b, c, d;
   constexpr unsigned kAmxBf16 = 1 << 22, kAmxTile = 1 << 24;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  if (!__builtin_cpu_supports("avx512bf16") || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }

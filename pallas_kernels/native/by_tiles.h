@@ -97,35 +97,91 @@ static void pair_queries(const Attention& a, const Item& item, int64_t head, int
 // The values of tokens [first, end) as [head_dim, BLOCK]; those of other tokens, up to `padded_n`, are 0.
 static void transpose_values(const Attention& a, const Item& item, int64_t head, int64_t first, int64_t end,
                              int64_t padded_n, uint16_t* values) {
-  for (int64_t t = 0; t < padded_n; t += TILE) {
-    const BFloat16* const from = first + t < end ? token_at<BFloat16>(a, item, head, 1, first + t) : nullptr;
-    for (int64_t d = 0; d < a.head_dim; d += WIDTH) {
-      Vec value[WIDTH] = {};
-      for (int64_t i = 0; i < TILE && first + t + i < end; i++) value[i] = load(from + i * a.head_dim + d);
-      transpose(value);
+  for (int64_t t = 0; t < padded_n; t += PAIRS) {
+    const BFloat16* from[PAIRS / TILE];
+    for (int64_t i = 0; i < PAIRS / TILE; i++) {
+      const int64_t token = first + t + i * TILE;
+      from[i] = token < end ? token_at<BFloat16>(a, item, head, 1, token) : nullptr;
+    }
+    const auto row = [&](int64_t i, int64_t d) {
+      return first + t + i < end ? _mm512_loadu_si512(from[i / TILE] + i % TILE * a.head_dim + d) : __m512i{};
+    };
+    for (int64_t d = 0; d < a.head_dim; d += PAIRS) {
+      // Pairs of neighbours: `low` has those of elements 0-3, 8-11, 16-19 and 24-27, `high` the others.
+      Vec low[WIDTH], high[WIDTH];
       for (int64_t i = 0; i < WIDTH; i++) {
-        const HalfVec half = __builtin_convertvector(bits_as<BitVec>(value[i]) >> 16, HalfVec);
-        __builtin_memcpy(values + (d + i) * BLOCK + t, &half, sizeof(half));
+        const __m512i even = row(2 * i, d), odd = row(2 * i + 1, d);
+        low[i] = bits_as<Vec>(_mm512_unpacklo_epi16(even, odd));
+        high[i] = bits_as<Vec>(_mm512_unpackhi_epi16(even, odd));
+      }
+      transpose(low);
+      transpose(high);
+      for (int64_t i = 0; i < WIDTH; i++) {
+        uint16_t* const to = values + (d + i / 4 * 8 + i % 4) * BLOCK + t;
+        __builtin_memcpy(to, &low[i], sizeof(Vec));
+        __builtin_memcpy(to + 4 * BLOCK, &high[i], sizeof(Vec));
       }
     }
   }
 }
 
-INLINE BitVec rounded_to_bfloat16(Vec v) {  // not NaN, or NaN with a bit that stays
-  const BitVec bits = bits_as<BitVec>(v);
-  return bits + 0x7fff + ((bits >> 16) & 1);
+// 2^x for x <= SLACK, to 3e-6 of it, and NaN for NaN: the nearest integer, and a polynomial in the rest.
+INLINE Vec exp2(Vec x) {
+  const Vec n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), y = x - n;
+  Vec p = y * 9.58285e-3f + 5.590642e-2f;
+  p = p * y + 2.4024099e-1f;
+  p = p * y + 6.9312419e-1f;
+  p = p * y + 1.f;
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, broadcast(-126.f), _CMP_NLE_UQ), p, n);
 }
 
-// The weights of n tokens as pairs of neighbours [padded_n / 2, lanes]; those of other tokens are 0.
-static void pair_weights(const float* weights, int64_t lanes, int64_t n, int64_t padded_n, uint32_t* pairs) {
-  for (int64_t t = 0; t < padded_n; t += 2) {
-    for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
-      const Vec low = t < n ? load(weights + t * lanes + lane) : Vec{};
-      const Vec high = t + 1 < n ? load(weights + (t + 1) * lanes + lane) : Vec{};
-      const BitVec pair = (rounded_to_bfloat16(low) >> 16) | (rounded_to_bfloat16(high) & 0xffff0000);
-      __builtin_memcpy(pairs + t / 2 * lanes + lane, &pair, sizeof(pair));
+// A softmax's sums are brought to a larger score only where this is larger by so many powers of two.
+constexpr float SLACK = 8;
+constexpr float LOG2_E = 1.44269504f;
+
+// Turns the scores of WIDTH lanes and n tokens, a multiple of PAIRS, into weights, and writes them as pairs of
+// neighbours. As soften_lanes, but that state.largest is any score so far which the largest does not exceed by more
+// than SLACK.
+template <bool IS_MASKED>
+static void soften_pairs(const Attention& a, int64_t first, int64_t n, const Lanes& state, int64_t lane, int64_t lanes,
+                         float* scores, float* sums, uint32_t* pairs) {
+  const IntVec position = bits_as<IntVec>(load(state.positions + lane));
+  const IntVec head = bits_as<IntVec>(load(state.heads + lane));
+  const int32_t window = int32_t(lesser(a.window, INT32_MAX));
+  const bool changes = a.soft_cap > 0 || a.bias;
+  const Vec old = load(state.largest + lane);
+  Vec seen[4] = {old, old, old, old};
+  for (int64_t t = 0; t < n; t += 4) {
+    for (int i = 0; i < 4; i++) {
+      Vec score = load(scores + (t + i) * lanes) * a.scale;
+      if (changes || IS_MASKED) {
+        const IntVec distance = position - int32_t(first + t + i);
+        if (changes) score = changed(a, score, head, distance);
+        if (IS_MASKED) score = ((distance >= 0) & (distance < window)) ? score : broadcast(-__builtin_inff());
+        store(scores + (t + i) * lanes, score);
+      }
+      seen[i] = _mm512_max_ps(seen[i], score);
     }
   }
+  const Vec largest = _mm512_max_ps(_mm512_max_ps(seen[0], seen[1]), _mm512_max_ps(seen[2], seen[3]));
+  const Vec now = (largest - old) * LOG2_E > SLACK ? largest : old;
+  const Vec unit = broadcast(changes || IS_MASKED ? LOG2_E : a.scale * LOG2_E), shift = now * LOG2_E;
+  // Words 2j and 2j + 1 of a result: word j of either half.
+  BitVec words = bits_as<BitVec>(iota());
+  words |= (words + WIDTH) << 16;
+  Vec total[2] = {};
+  for (int64_t t = 0; t < n; t += 2) {
+    const Vec low = exp2(load(scores + t * lanes) * unit - shift);
+    const Vec high = exp2(load(scores + (t + 1) * lanes) * unit - shift);
+    total[0] += low, total[1] += high;
+    const auto halves = bits_as<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+    _mm512_storeu_si512(pairs + t / 2 * lanes, _mm512_permutexvar_epi16(bits_as<__m512i>(words), halves));
+  }
+  const Vec factor = exp2((old - now) * LOG2_E);
+  store(state.total + lane, load(state.total + lane) * factor + (total[0] + total[1]));
+  if (!_mm512_cmp_ps_mask(now, old, _CMP_NEQ_UQ)) return;
+  store(state.largest + lane, now);
+  for (int64_t d = 0; d < a.row(); d++) store(sums + d * lanes, load(sums + d * lanes) * factor);
 }
 
 // Scratch: as attend_by_lanes, the queries and the values smaller, and pairs of weights [BLOCK / 2, lanes] behind them.
@@ -148,9 +204,12 @@ static void attend_by_tiles(const Attention& a, const Item& item, float* scratch
         multiply_tile<false>(token_at<BFloat16>(a, item, head, 0, first + t), a.head_dim * sizeof(BFloat16), query_pairs,
                              lanes, a.head_dim / 2, scores + t * lanes);
       }
-      for (int64_t i = 0; i < n * lanes; i += WIDTH) store(scores + i, load(scores + i) * a.scale);
-      soften_all(a, item, first, end, state, lanes, scores, sums);
-      pair_weights(scores, lanes, n, padded_n, weight_pairs);
+      // Tokens behind the end are later than every row, and masked.
+      const bool all_see_all = first + padded_n - 1 <= item.position && first > item.position + item.rows - 1 - a.window;
+      const auto soften = all_see_all ? soften_pairs<false> : soften_pairs<true>;
+      for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
+        soften(a, first, padded_n, state, lane, lanes, scores + lane, sums + lane, weight_pairs + lane);
+      }
       transpose_values(a, item, head, first, end, padded_n, values);
       for (int64_t d = 0; d < a.head_dim; d += TILE) {
         multiply_tile<true>(values + d * BLOCK, BLOCK * sizeof(uint16_t), weight_pairs, lanes, padded_n / 2,
