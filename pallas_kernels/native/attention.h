@@ -21,7 +21,7 @@ constexpr int64_t BLOCK = 64;
 // Tokens of the context in an item; multiples of BLOCK.
 constexpr int64_t DECODE_SPLIT = 512, PREFILL_SPLIT = 2048;
 // Rows times query heads per kv head that a tile of several rows aims at.
-constexpr int64_t TILE_LANES = 64;
+constexpr int64_t TILE_LANES = 256;
 // From so many query heads per kv head on, a decode is computed like a prefill.
 constexpr int64_t MANY_HEADS = 8;
 // Floats of a cache line: what is stored for each vector is padded to it.

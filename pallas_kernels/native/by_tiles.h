@@ -6,6 +6,7 @@
 
 constexpr int64_t TILE = 16;   // rows of a tile, and floats of a row
 constexpr int64_t PAIRS = 32;  // bfloat16 of a row
+constexpr int64_t COLUMNS = 4;
 
 INLINE bool is_by_tiles(const Attention& a, const Item& item) {
   // A tile of keys must lie in one page.
@@ -27,19 +28,20 @@ class Tiles {
   ~Tiles() { _tile_release(); }
 };
 
-// out [TILE, lanes] (+)= left [TILE, 2n] right [n, lanes] of pairs, n a multiple of 16; the row of left is in bytes.
+// out (+)= left [TILE, 2n] right [n, TILE] of pairs, for `columns` lane columns of right and out that lie so many floats
+// apart; n is a multiple of 16, and the row of left is in bytes.
 template <bool ADDS>
-INLINE void multiply_tile(const void* left, int64_t left_row, const uint32_t* right, int64_t lanes, int64_t n,
-                          float* out) {
-  const int64_t row = lanes * sizeof(float);
-  int64_t lane = 0;
-  for (; lane + 4 * TILE <= lanes; lane += 4 * TILE) {
-    float* const to = out + lane;
+INLINE void multiply_tile(const void* left, int64_t left_row, const uint32_t* right, int64_t right_column, int64_t n,
+                          float* out, int64_t out_column, int64_t columns) {
+  constexpr int64_t ROW = TILE * sizeof(float);
+  int64_t c = 0;
+  for (; c + 4 <= columns; c += 4) {
+    float* const to = out + c * out_column;
     if (ADDS) {
-      _tile_loadd(0, to, row);
-      _tile_loadd(1, to + TILE, row);
-      _tile_loadd(2, to + 2 * TILE, row);
-      _tile_loadd(3, to + 3 * TILE, row);
+      _tile_loadd(0, to, ROW);
+      _tile_loadd(1, to + out_column, ROW);
+      _tile_loadd(2, to + 2 * out_column, ROW);
+      _tile_loadd(3, to + 3 * out_column, ROW);
     } else {
       _tile_zero(0);
       _tile_zero(1);
@@ -47,50 +49,47 @@ INLINE void multiply_tile(const void* left, int64_t left_row, const uint32_t* ri
       _tile_zero(3);
     }
     for (int64_t i = 0; i < n; i += TILE) {
-      const uint32_t* const from = right + i * lanes + lane;
+      const uint32_t* const from = right + c * right_column + i * TILE;
       _tile_loadd(4, static_cast<const char*>(left) + i * sizeof(uint32_t), left_row);
-      _tile_loadd(5, from, row);
-      _tile_loadd(6, from + TILE, row);
+      _tile_loadd(5, from, ROW);
+      _tile_loadd(6, from + right_column, ROW);
       _tile_dpbf16ps(0, 4, 5);
       _tile_dpbf16ps(1, 4, 6);
-      _tile_loadd(5, from + 2 * TILE, row);
-      _tile_loadd(6, from + 3 * TILE, row);
+      _tile_loadd(5, from + 2 * right_column, ROW);
+      _tile_loadd(6, from + 3 * right_column, ROW);
       _tile_dpbf16ps(2, 4, 5);
       _tile_dpbf16ps(3, 4, 6);
     }
-    _tile_stored(0, to, row);
-    _tile_stored(1, to + TILE, row);
-    _tile_stored(2, to + 2 * TILE, row);
-    _tile_stored(3, to + 3 * TILE, row);
+    _tile_stored(0, to, ROW);
+    _tile_stored(1, to + out_column, ROW);
+    _tile_stored(2, to + 2 * out_column, ROW);
+    _tile_stored(3, to + 3 * out_column, ROW);
   }
-  for (; lane < lanes; lane += TILE) {
+  for (; c < columns; c++) {
+    float* const to = out + c * out_column;
     if (ADDS) {
-      _tile_loadd(0, out + lane, row);
+      _tile_loadd(0, to, ROW);
     } else {
       _tile_zero(0);
     }
     for (int64_t i = 0; i < n; i += TILE) {
       _tile_loadd(4, static_cast<const char*>(left) + i * sizeof(uint32_t), left_row);
-      _tile_loadd(5, right + i * lanes + lane, row);
+      _tile_loadd(5, right + c * right_column + i * TILE, ROW);
       _tile_dpbf16ps(0, 4, 5);
     }
-    _tile_stored(0, out + lane, row);
+    _tile_stored(0, to, ROW);
   }
 }
 
-// The queries of a tile as pairs [head_dim / 2, lanes]; those of unused lanes are 0.
-static void pair_queries(const Attention& a, const Item& item, int64_t head, int64_t lanes, uint32_t* pairs) {
-  for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
-    for (int64_t d = 0; d < a.head_dim; d += PAIRS) {
-      Vec query[WIDTH] = {};
-      for (int i = 0; i < WIDTH && lane + i < item.lanes(a); i++) {
-        query[i] = load_bits(query_at<BFloat16>(a, item, head, lane + i) + d);
-      }
-      transpose(query);
-      for (int i = 0; i < WIDTH; i++) {
-        __builtin_memcpy(pairs + (d / 2 + i) * lanes + lane, &query[i], sizeof(query[i]));
-      }
+// The queries of TILE lanes from `lane` on as pairs [head_dim / 2, TILE]; those of unused lanes are 0.
+static void pair_queries(const Attention& a, const Item& item, int64_t head, int64_t lane, uint32_t* pairs) {
+  for (int64_t d = 0; d < a.head_dim; d += PAIRS) {
+    Vec query[WIDTH] = {};
+    for (int i = 0; i < WIDTH && lane + i < item.lanes(a); i++) {
+      query[i] = load_bits(query_at<BFloat16>(a, item, head, lane + i) + d);
     }
+    transpose(query);
+    __builtin_memcpy(pairs + d / 2 * TILE, query, sizeof(query));
   }
 }
 
@@ -139,52 +138,54 @@ INLINE Vec exp2(Vec x) {
 constexpr float SLACK = 8;
 constexpr float LOG2_E = 1.44269504f;
 
-// Turns the scores of WIDTH lanes and n tokens, a multiple of PAIRS, into weights, and writes them as pairs of
+// Turns the scores of a lane column and n tokens, a multiple of PAIRS, into weights, and writes them as pairs of
 // neighbours. As soften_lanes, but that state.largest is any score so far which the largest does not exceed by more
 // than SLACK.
-template <bool IS_MASKED>
-static void soften_pairs(const Attention& a, int64_t first, int64_t n, const Lanes& state, int64_t lane, int64_t lanes,
-                         float* scores, float* sums, uint32_t* pairs) {
+template <bool IS_MASKED, bool CHANGES>
+static void soften_pairs(const Attention& a, int64_t first, int64_t n, const Lanes& state, int64_t lane, float* scores,
+                         float* sums, uint32_t* pairs) {
   const IntVec position = bits_as<IntVec>(load(state.positions + lane));
   const IntVec head = bits_as<IntVec>(load(state.heads + lane));
   const int32_t window = int32_t(lesser(a.window, INT32_MAX));
-  const bool changes = a.soft_cap > 0 || a.bias;
-  const Vec old = load(state.largest + lane);
-  Vec seen[4] = {old, old, old, old};
-  for (int64_t t = 0; t < n; t += 4) {
-    for (int i = 0; i < 4; i++) {
-      Vec score = load(scores + (t + i) * lanes) * a.scale;
-      if (changes || IS_MASKED) {
-        const IntVec distance = position - int32_t(first + t + i);
-        if (changes) score = changed(a, score, head, distance);
-        if (IS_MASKED) score = ((distance >= 0) & (distance < window)) ? score : broadcast(-__builtin_inff());
-        store(scores + (t + i) * lanes, score);
-      }
-      seen[i] = _mm512_max_ps(seen[i], score);
-    }
-  }
-  const Vec largest = _mm512_max_ps(_mm512_max_ps(seen[0], seen[1]), _mm512_max_ps(seen[2], seen[3]));
-  const Vec now = (largest - old) * LOG2_E > SLACK ? largest : old;
-  const Vec unit = broadcast(changes || IS_MASKED ? LOG2_E : a.scale * LOG2_E), shift = now * LOG2_E;
-  // Words 2j and 2j + 1 of a result: word j of either half.
-  BitVec words = bits_as<BitVec>(iota());
-  words |= (words + WIDTH) << 16;
-  Vec total[2] = {};
+  const Vec old = load(state.largest + lane), scale = broadcast(a.scale);
+  const auto seen = [&](int64_t t) {
+    Vec score = load(scores + t * WIDTH) * scale;
+    if (!CHANGES && !IS_MASKED) return score;
+    const IntVec distance = position - int32_t(first + t);
+    if (CHANGES) score = changed(a, score, head, distance);
+    if (IS_MASKED) score = ((distance >= 0) & (distance < window)) ? score : broadcast(-__builtin_inff());
+    store(scores + t * WIDTH, score);
+    return score;
+  };
+  Vec largest = old, other = old;
   for (int64_t t = 0; t < n; t += 2) {
-    const Vec low = exp2(load(scores + t * lanes) * unit - shift);
-    const Vec high = exp2(load(scores + (t + 1) * lanes) * unit - shift);
-    total[0] += low, total[1] += high;
-    const auto halves = bits_as<__m512i>(_mm512_cvtne2ps_pbh(high, low));
-    _mm512_storeu_si512(pairs + t / 2 * lanes, _mm512_permutexvar_epi16(bits_as<__m512i>(words), halves));
+    largest = _mm512_max_ps(largest, seen(t));
+    other = _mm512_max_ps(other, seen(t + 1));
+  }
+  largest = _mm512_max_ps(largest, other);
+  const Vec now = (largest - old) * LOG2_E > SLACK ? largest : old;
+  const Vec unit = broadcast(CHANGES || IS_MASKED ? LOG2_E : a.scale * LOG2_E), shift = now * LOG2_E;
+  // Words 2j and 2j + 1 of a result: word j of either half.
+  const BitVec word = bits_as<BitVec>(iota());
+  const __m512i words = bits_as<__m512i>(word | (word + WIDTH) << 16);
+  Vec total = {}, other_total = {};
+  for (int64_t t = 0; t < n; t += 2) {
+    const Vec low = exp2(load(scores + t * WIDTH) * unit - shift);
+    const Vec high = exp2(load(scores + (t + 1) * WIDTH) * unit - shift);
+    total += low, other_total += high;
+    const __m512i halves = bits_as<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+    _mm512_storeu_si512(pairs + t / 2 * WIDTH, _mm512_permutexvar_epi16(words, halves));
   }
   const Vec factor = exp2((old - now) * LOG2_E);
-  store(state.total + lane, load(state.total + lane) * factor + (total[0] + total[1]));
+  store(state.total + lane, load(state.total + lane) * factor + (total + other_total));
   if (!_mm512_cmp_ps_mask(now, old, _CMP_NEQ_UQ)) return;
   store(state.largest + lane, now);
-  for (int64_t d = 0; d < a.row(); d++) store(sums + d * lanes, load(sums + d * lanes) * factor);
+  for (int64_t d = 0; d < a.row(); d++) store(sums + d * WIDTH, load(sums + d * WIDTH) * factor);
 }
 
-// Scratch: as attend_by_lanes, the queries and the values smaller, and pairs of weights [BLOCK / 2, lanes] behind them.
+// Scratch: as attend_by_lanes, the queries and the values smaller, and pairs of weights [BLOCK / 2, lanes] behind them;
+// but the lanes lie in columns of TILE, one behind the other: so no two tiles that are used together are 4 KiB apart,
+// which would make loads wait for stores. Columns are taken COLUMNS at a time, and all share what is read of the pool.
 static void attend_by_tiles(const Attention& a, const Item& item, float* scratch) {
   const int64_t row = a.row(), lanes = lanes_of(a, item);
   float *queries = scratch, *sums = queries + row * lanes, *scores = sums + row * lanes,
@@ -193,29 +194,40 @@ static void attend_by_tiles(const Attention& a, const Item& item, float* scratch
   uint16_t* values = reinterpret_cast<uint16_t*>(values_at);
   const Lanes state(state_at, lanes);
   const Tiles tiles;
+  const bool changes = a.soft_cap > 0 || a.bias;
   for (int64_t head = item.head; head < item.head + item.num_heads; head++) {
     begin_lanes(a, item, head, state, lanes);
-    pair_queries(a, item, head, lanes, query_pairs);
+    for (int64_t lane = 0; lane < lanes; lane += TILE) pair_queries(a, item, head, lane, query_pairs + lane * row / 2);
     for (int64_t i = 0; i < row * lanes; i += WIDTH) store(sums + i, Vec{});
     for (int64_t first = item.begin, end; first < item.end; first = end) {
       end = lesser(first / BLOCK * BLOCK + BLOCK, item.end);
       const int64_t n = end - first, padded_n = padded(n, PAIRS);
-      for (int64_t t = 0; t < n; t += TILE) {
-        multiply_tile<false>(token_at<BFloat16>(a, item, head, 0, first + t), a.head_dim * sizeof(BFloat16), query_pairs,
-                             lanes, a.head_dim / 2, scores + t * lanes);
-      }
-      // Tokens behind the end are later than every row, and masked.
-      const bool all_see_all = first + padded_n - 1 <= item.position && first > item.position + item.rows - 1 - a.window;
-      const auto soften = all_see_all ? soften_pairs<false> : soften_pairs<true>;
-      for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
-        soften(a, first, padded_n, state, lane, lanes, scores + lane, sums + lane, weight_pairs + lane);
-      }
       transpose_values(a, item, head, first, end, padded_n, values);
-      for (int64_t d = 0; d < a.head_dim; d += TILE) {
-        multiply_tile<true>(values + d * BLOCK, BLOCK * sizeof(uint16_t), weight_pairs, lanes, padded_n / 2,
-                            sums + d * lanes);
+      for (int64_t lane = 0; lane < lanes; lane += COLUMNS * TILE) {
+        const int64_t columns = lesser(COLUMNS, (lanes - lane) / TILE);
+        const int64_t from = item.position + lane / a.group();
+        const int64_t to = item.position + (lane + columns * TILE - 1) / a.group();
+        if (to < first) continue;
+        for (int64_t t = 0; t < n; t += TILE) {
+          multiply_tile<false>(token_at<BFloat16>(a, item, head, 0, first + t), a.head_dim * sizeof(BFloat16),
+                               query_pairs + lane * row / 2, row / 2 * TILE, a.head_dim / 2, scores + t * TILE,
+                               BLOCK * TILE, columns);
+        }
+        // Tokens behind the end are later than every row, and masked.
+        const bool all_see_all = first + padded_n - 1 <= from && first > to - a.window;
+        const auto soften = all_see_all ? (changes ? soften_pairs<false, true> : soften_pairs<false, false>)
+                                        : (changes ? soften_pairs<true, true> : soften_pairs<true, false>);
+        for (int64_t c = 0; c < columns; c++) {
+          soften(a, first, padded_n, state, lane + c * TILE, scores + c * BLOCK * TILE, sums + (lane + c * TILE) * row,
+                 weight_pairs + c * BLOCK / 2 * TILE);
+        }
+        for (int64_t d = 0; d < a.head_dim; d += TILE) {
+          multiply_tile<true>(values + d * BLOCK, BLOCK * sizeof(uint16_t), weight_pairs, BLOCK / 2 * TILE, padded_n / 2,
+                              sums + lane * row + d * TILE, row * TILE, columns);
+        }
       }
     }
-    write_lanes<BFloat16>(a, item, head, state, lanes, sums, queries);
+    for (int64_t lane = 0; lane < lanes; lane += TILE) to_rows(row, TILE, sums + lane * row, queries + lane * row);
+    write_out<BFloat16>(a, item, head, item.lanes(a), queries, state.largest, state.total);
   }
 }
