@@ -21,7 +21,7 @@ constexpr int64_t BLOCK = 64;
 // Tokens of the context in an item; multiples of BLOCK.
 constexpr int64_t DECODE_SPLIT = 512, PREFILL_SPLIT = 2048;
 // Rows times query heads per kv head that a tile of several rows aims at.
-constexpr int64_t TILE_LANES = 256;
+constexpr int64_t TILE_LANES = 64;
 // From so many query heads per kv head on, a decode is computed like a prefill.
 constexpr int64_t MANY_HEADS = 8;
 // Floats of a cache line: what is stored for each vector is padded to it.
@@ -76,6 +76,8 @@ struct Kernels {
   // Joins `splits` partial results, `stride` floats apart, into the output. They are overwritten.
   void (*join)(const Attention&, const Item&, float* partials, int64_t splits, int64_t stride);
   int64_t (*scratch_floats)(const Attention&, const Item&);
+  // In place of TILE_LANES, in bfloat16.
+  int64_t bfloat16_lanes;
   // out[i] = silu(x[i]) * factors[i] in bfloat16, for n numbers, a multiple of 32; null where oneDNN does it as well.
   void (*multiply_silu)(const float* x, const float* factors, void* out, int64_t n);
 };

@@ -24,7 +24,7 @@
 #endif
 
 namespace jax_paged {
-const Kernels kAmxKernels = {amx::attend, amx::join_partials, amx::scratch_floats, amx::multiply_silu};
+const Kernels kAmxKernels = {amx::attend, amx::join_partials, amx::scratch_floats, 4 * TILE_LANES, amx::multiply_silu};
 }
 
 #endif
