@@ -190,6 +190,20 @@ def _attend(
     item_ends = jnp.cumsum(item_counts)
     page_start, token = jnp.arange(pages) * page_size, jnp.arange(tokens)
 
+    # The list of all items. It is the same in every layer, and so computed once per step.
+    tile, index, is_used = _spread(item_ends, item_counts, -(-max_num_items // size) * size)
+    # Tokens count from the start of their item; those from low to high are there.
+    start = (index + first_token[tile] // tokens) * tokens
+    low, high = first_token[tile] - start, jnp.where(is_used, tiles.context_lens[tile] - start, 0)
+    # Page 0 stands for pages that no row sees: the table may say anything of them, and they cost nothing.
+    page_is_there = (page_start < high[:, None]) & (page_start + page_size > low[:, None])
+    column = jnp.where(page_is_there, start[:, None] // page_size + jnp.arange(pages), 0)
+    page = jnp.where(page_is_there, tables[tiles.seq[tile][:, None], column], 0)
+    # An unused item gets a tile out of range: what it adds is dropped.
+    segment = jnp.where(is_used, tile, num_tiles)
+    # The barriers here and below end fusions, which would compute all this again for each element.
+    items = lax.optimization_barrier((segment, start, low, high, page))
+
     def of_rows(of_heads: Array) -> Array:
         of_heads = of_heads.astype(jnp.float32).reshape(kv_heads, -1, *of_heads.shape[1:])
         return jnp.repeat(of_heads, rows // of_heads.shape[1], axis=1)
@@ -211,20 +225,14 @@ def _attend(
 
     def attend_chunk(chunk: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, exponent, total = carry
-        tile, index, is_used = _spread(item_ends - chunk * size, item_counts, size)
-        # Tokens count from the start of their item; those from low to high are there.
-        start = (index + first_token[tile] // tokens) * tokens
-        low, high = first_token[tile] - start, jnp.where(is_used, tiles.context_lens[tile] - start, 0)
-        position = tiles.positions[tile] - start[:, None]
-        # Page 0 stands for pages that no row sees: the table may say anything of them, and they cost nothing.
-        page_is_there = (page_start < high[:, None]) & (page_start + page_size > low[:, None])
-        column = jnp.where(page_is_there, start[:, None] // page_size + jnp.arange(pages), 0)
-        page = jnp.where(page_is_there, tables[tiles.seq[tile][:, None], column], 0)
-        # An unused item gets a tile out of range: what it adds is dropped.
-        segment = jnp.where(is_used, tile, num_tiles)
-        # The barriers here and below end fusions, which would compute all this again for each element.
-        low, high, position, page, segment, queries = lax.optimization_barrier(
-            (low, high, position, page, segment, tiles.queries[tile])
+        segment, start, low, high, page = (
+            lax.dynamic_slice_in_dim(of_items, chunk * size, size) for of_items in items
+        )
+        queries, position = (
+            of_tiles.at[segment].get(mode="clip") for of_tiles in (tiles.queries, tiles.positions)
+        )
+        low, high, position, page, queries = lax.optimization_barrier(
+            (low, high, position - start[:, None], page, queries)
         )
         live = token < jnp.minimum(position + 1, high[:, None])[:, None, :, None]
         if window is not None:
