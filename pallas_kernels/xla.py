@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-# Finite: a row with nothing to attend to gets exp(0), which is masked, and not NaN.
-MASKED_SCORE = -1e30
+# Finite, as the difference of two infinities is NaN. A row with nothing to attend to has an exponent so far above
+# its scores that all its weights are 0.
+MASKED_SCORE, MASKED_EXPONENT = -1e30, -1e29
 LOG2_E = 1.4426950408889634
 ITEM_TOKENS = 64
 PREFILL_TILE_ROWS = 16
@@ -246,10 +247,11 @@ def _attend(
             distance = jnp.clip(position[:, None, :, None] - token, 0, bias.shape[2] - 1)
             head = jnp.arange(kv_heads)[:, None, None]
             scores += bias[head, jnp.arange(rows)[:, None], distance]
-        scores = jnp.where(live, scores * LOG2_E, MASKED_SCORE)
-        item_exponent = jnp.ceil(scores.max(-1))
+        # Scores are exponents of two from here on.
+        scores = lax.optimization_barrier(jnp.where(live, scores * LOG2_E, MASKED_SCORE))
+        item_exponent = jnp.maximum(jnp.ceil(scores.max(-1)), MASKED_EXPONENT)
         # In one dimension, the exponential is made of vectors.
-        shifted = jnp.where(live, scores - item_exponent[..., None], -jnp.inf).reshape(-1)
+        shifted = (scores - item_exponent[..., None]).reshape(-1)
         probs = jnp.exp2(lax.optimization_barrier(shifted))
         probs = lax.optimization_barrier(probs).reshape(scores.shape)
         # 0 * NaN is NaN: what a dead slot holds must not reach the product.
@@ -265,12 +267,13 @@ def _attend(
         new_exponent = exponent.at[segment].max(item_exponent, mode="drop")
         decay = _power_of_two(exponent - new_exponent)
         factor = _power_of_two(item_exponent - new_exponent.at[segment].get(mode="clip"))
+        decay, factor = lax.optimization_barrier((decay, factor))
         acc = (acc * decay[..., None]).at[segment].add(weighted * factor[..., None], mode="drop")
         total = (total * decay).at[segment].add(probs.sum(-1) * factor, mode="drop")
         return acc, new_exponent, total
 
     zero = jnp.zeros(tiles.queries.shape)
-    carry = (zero, jnp.full(zero.shape[:-1], MASKED_SCORE), zero[..., 0])
+    carry = (zero, jnp.full(zero.shape[:-1], MASKED_EXPONENT), zero[..., 0])
     num_chunks = -(-item_ends[-1] // size)
     acc, exponent, total = lax.fori_loop(0, num_chunks, attend_chunk, carry)
     if sinks is not None:
