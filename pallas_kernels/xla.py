@@ -8,10 +8,15 @@ PREFILL_TILE_ROWS in prefill); an item is a tile and ITEM_TOKENS tokens of the c
     b, 30 tokens           b0           (b0, 0-29)
     c, prefill of 20       c0 c1        (c0, 0-15) (c1, 0-19)
 
-The items are packed: a loop takes them chunk by chunk, as many as stay in the cache of a core, and joins the
-chunks by an online softmax (Milakov and Gimelshein, 2018). So the cost follows the live tokens and not the
-padded tables; a gather of whole padded tables would go through memory three times. Temporary arrays stay
-below 32 MiB, as above that size malloc maps and clears new memory at every step.
+The items are packed: a loop takes them chunk by chunk, as many as stay in the cache of a core, and at most a
+few of each sequence, as all of a chunk is computed. So the cost follows the live tokens and not the padded
+tables; a gather of whole padded tables would go through memory three times.
+
+An item has a softmax of its own, in powers of two: its weights are 2**(score - e), where e is a whole number,
+that of its largest score rounded up. Items are joined in their order (as by Milakov and Gimelshein, 2018), and
+what is rescaled meanwhile is multiplied by whole powers of two, which is exact. So the sums of a sequence are
+the same in every batch, wherever chunks begin. Temporary arrays stay below 32 MiB, as above that size malloc
+maps and clears new memory at every step.
 """
 
 from typing import Any, NamedTuple
@@ -20,8 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-# Finite, as the difference of two infinities is NaN. A row with nothing to attend to has an exponent so far above
-# its scores that all its weights are 0.
+# Finite, as the difference of two infinities is NaN. A row with nothing to attend to has an exponent so far
+# above its scores that all its weights are 0.
 MASKED_SCORE, MASKED_EXPONENT = -1e30, -1e29
 LOG2_E = 1.4426950408889634
 ITEM_TOKENS = 64
@@ -62,7 +67,7 @@ class Tiles(NamedTuple):
     """Query tiles; the R rows of a kv head are those of its query heads, one head after the other.
 
     Args:
-        queries: [N, K, R, D] float32, scaled.
+        queries: [N, K, R, D].
         positions: int32 [N, R], the position of each row in its sequence.
         context_lens: int32 [N], the tokens that the tile's last row sees; 0 in an unused tile.
         seq: int32 [N], the row of the block tables.
@@ -79,13 +84,11 @@ def paged_decode(
     kv_pages: Float[Array, "p 2 k s d"],
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
-    *,
-    scale: float,
     **options: Any,
 ) -> Float[Array, "b h d"]:
     """See ops.paged_decode: every sequence is a tile of one row; the options go to _attend."""
     num_seqs, _, head_dim = q.shape
-    queries = q.reshape(num_seqs, kv_pages.shape[2], -1, head_dim).astype(jnp.float32) * scale
+    queries = q.reshape(num_seqs, kv_pages.shape[2], -1, head_dim)
     positions = jnp.broadcast_to(context_lens[:, None] - 1, (num_seqs, queries.shape[2]))
     tiles = Tiles(queries, positions, context_lens, jnp.arange(num_seqs))
     out = _attend(tiles, kv_pages, block_tables, DECODE_ITEMS_PER_SEQ * num_seqs, **options)
@@ -98,8 +101,6 @@ def ragged_attention(
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
     query_start_loc: Int[Array, " b1"],
-    *,
-    scale: float,
     **options: Any,
 ) -> Float[Array, "t h d"]:
     """See ops.ragged_attention: sequences with one query go through paged_decode, the others in tiles."""
@@ -112,7 +113,6 @@ def ragged_attention(
         kv_pages,
         block_tables,
         jnp.where(is_decode, context_lens, 0),
-        scale=scale,
         **options,
     )
 
@@ -128,7 +128,7 @@ def ragged_attention(
     positions = (context_lens[seq] - query_lens[seq] + offset)[:, None] + jnp.arange(rows)
     seen = jnp.where(is_used, jnp.minimum(positions[:, -1] + 1, context_lens[seq]), 0)
     positions = jnp.tile(positions, (1, num_heads // kv_heads))
-    tiles = Tiles(queries.astype(jnp.float32) * scale, positions, seen, seq)
+    tiles = Tiles(queries, positions, seen, seq)
     out = _attend(tiles, kv_pages, block_tables, num_tiles, **options)
     out = out.reshape(num_tiles, kv_heads, -1, rows, head_dim).transpose(0, 3, 1, 2, 4)
     out = out.reshape(num_tiles * rows, num_heads, head_dim).astype(q.dtype)
@@ -167,6 +167,7 @@ def _attend(
     block_tables: Int[Array, "b m"],
     chunk_items: int,
     *,
+    scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " h"] | None = None,
@@ -175,11 +176,12 @@ def _attend(
     """Attends with every tile over its context, a chunk of items at a time; 0 in unused tiles."""
     num_pages, _, kv_heads, page_size, head_dim = kv_pages.shape
     num_tiles, _, rows, _ = tiles.queries.shape
-    dtype = tiles.queries.dtype
+    dtype = jnp.promote_types(tiles.queries.dtype, kv_pages.dtype)
     pages = max(1, ITEM_TOKENS // page_size)
     tokens = pages * page_size
     max_num_items = num_tiles * -(-block_tables.shape[1] // pages)
-    size = min(chunk_items, max_num_items, max(1, CHUNK_BYTES // (tokens * kv_heads * head_dim * 4)))
+    item_bytes = tokens * kv_heads * head_dim * dtype.itemsize
+    size = min(chunk_items, max_num_items, max(1, CHUNK_BYTES // item_bytes))
     tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % pages)))
     # A row of this view is the [S, D] tile of one page, one of keys and values, one head.
     page_tiles = kv_pages.reshape(num_pages * 2 * kv_heads, page_size * head_dim)
@@ -233,14 +235,14 @@ def _attend(
             of_tiles.at[segment].get(mode="clip") for of_tiles in (tiles.queries, tiles.positions)
         )
         low, high, position, page, queries = lax.optimization_barrier(
-            (low, high, position - start[:, None], page, queries)
+            (low, high, position - start[:, None], page, queries.astype(dtype))
         )
         live = token < jnp.minimum(position + 1, high[:, None])[:, None, :, None]
         if window is not None:
             live &= token > position[:, None, :, None] - window
 
         keys = as_tokens(load(page, 0))
-        scores = jnp.einsum("nkrd,nktd->nkrt", queries, keys, preferred_element_type=jnp.float32)
+        scores = jnp.einsum("nkrd,nktd->nkrt", queries, keys, preferred_element_type=jnp.float32) * scale
         if soft_cap is not None:
             scores = jnp.tanh(scores / soft_cap) * soft_cap
         if bias is not None:
