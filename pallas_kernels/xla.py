@@ -12,8 +12,8 @@ The items are packed: a loop takes them chunk by chunk, as many as stay in the c
 few of each sequence, as all of a chunk is computed. So the cost follows the live tokens and not the padded
 tables; a gather of whole padded tables would go through memory three times.
 
-An item has a softmax of its own, in powers of two: its weights are 2**(score - e), where e is a whole number,
-that of its largest score rounded up. Items are joined in their order (as by Milakov and Gimelshein, 2018), and
+An item has a softmax of its own, in powers of two: its weights are 2**(score - e), with a whole number e,
+that of its largest score rounded up. Items are joined in order (as by Milakov and Gimelshein, 2018), and
 what is rescaled meanwhile is multiplied by whole powers of two, which is exact. So the sums of a sequence are
 the same in every batch, wherever chunks begin. Temporary arrays stay below 32 MiB, as above that size malloc
 maps and clears new memory at every step.
