@@ -14,9 +14,9 @@ tables; a gather of whole padded tables would go through memory three times.
 
 An item has a softmax of its own, in powers of two: its weights are 2**(score - e), with a whole number e,
 that of its largest score rounded up. Items are joined in order (as by Milakov and Gimelshein, 2018), and
-what is rescaled meanwhile is multiplied by whole powers of two, which is exact. So the sums of a sequence are
-the same in every batch, wherever chunks begin. Temporary arrays stay below 32 MiB, as above that size malloc
-maps and clears new memory at every step.
+what is rescaled meanwhile is multiplied by whole powers of two, which is exact. So a program adds up a
+sequence in the same way wherever its chunks begin. Temporary arrays stay below 32 MiB, as above
+that size malloc maps and clears new memory at every step.
 """
 
 from typing import Any, NamedTuple
