@@ -1,11 +1,6 @@
-"""The routes of the OpenAI API."""
+"""The application: which route is answered by whom, and how errors are answered."""
 
-import asyncio
-import contextlib
-import re
 import time
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,52 +8,65 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from jax_paged.checks import check
 from jax_paged.engine.async_engine import AsyncLLMEngine
-from jax_paged.engine.input_processor import CheckedRequest
-from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.inputs import Prompt, as_prompts
-from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.engine.errors import EngineDeadError
+from jax_paged.server.generation import GenerationRoutes
+from jax_paged.server.life import Gate, Life
 from jax_paged.server.metrics import Metrics
-from jax_paged.server.protocol import ChatRequest, CompletionRequest
-from jax_paged.server.responses import (
-    ApiError,
-    chat_deltas,
-    chat_messages,
-    chat_roles,
-    completion_choices,
-    json_response,
-    shortened,
-    validation_error,
-)
-from jax_paged.server.streaming import Call, EventStream, RequestRunner, unless_gone
+from jax_paged.server.options import ServerOptions
+from jax_paged.server.responses import ApiError, json_response, validation_error
+from jax_paged.server.streaming import RequestRunner
+from jax_paged.server.text_reader import Lane, TextReader
+from jax_paged.server.waiting import WaitingRoom
 
 
 class OpenAIServer:
-    """The handlers of one model's routes.
+    """The server of one model.
 
     Args:
         engine: Runs the requests. The caller closes it.
         model_name: The model's name for clients.
+        options: What clients may do.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, model_name: str) -> None:
+    def __init__(self, engine: AsyncLLMEngine, model_name: str, options: ServerOptions | None = None) -> None:
         self.engine = engine
         self.model_name = model_name
+        self.options = options or ServerOptions()
         self.metrics = Metrics(engine.engine)
-        self._config = engine.engine.config
-        self._runner = RequestRunner(engine, self.metrics)
+        self.life = Life(
+            engine,
+            shutdown_timeout=self.options.shutdown_timeout,
+            step_timeout=self.options.step_timeout,
+            stay=self.options.stay_on_engine_failure,
+        )
+        # Enough to run, and some that wait in the engine: a seat that is left is taken in the next step.
+        max_num_seqs = engine.engine.config.max_num_seqs
+        self._room = WaitingRoom(max_num_seqs + max(4, max_num_seqs // 4), self.options.max_num_waiting)
+        runner = RequestRunner(engine, self._room, self.metrics)
+        self._lane = Lane()
+        config, tokenizer = engine.engine.config, engine.engine.tokenizer
+        texts = TextReader(tokenizer, config.max_model_len, self._lane)
+        self._generation = GenerationRoutes(engine, runner, texts, model_name)
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
         """Returns the application."""
         app = FastAPI(title="jax-paged")
-        app.post("/v1/completions")(self.completions)
-        app.post("/v1/chat/completions")(self.chat_completions)
+        generating = {
+            "/v1/completions": self._generation.completions,
+            "/v1/chat/completions": self._generation.chat_completions,
+        }
+        for path, handler in generating.items():
+            app.post(path)(handler)
+        app.add_middleware(Gate, life=self.life, room=self._room, lane=self._lane, paths=generating)  # pyright: ignore
         app.get("/v1/models")(self.models)
         app.get("/health")(self.health)
+        app.get("/ping")(self.health)
+        app.get("/ready")(self.ready)
         app.get("/metrics")(self.prometheus)
         app.exception_handler(ApiError)(_on_api_error)
+        app.exception_handler(EngineDeadError)(_on_dead_engine)
         app.exception_handler(RequestValidationError)(_on_validation_error)
         app.exception_handler(HTTPException)(_on_http_error)
         app.exception_handler(Exception)(_on_any_error)
@@ -71,136 +79,33 @@ class OpenAIServer:
             "object": "model",
             "created": self._created,
             "owned_by": "jax-paged",
-            "max_model_len": self._config.max_model_len,
+            "max_model_len": self.engine.engine.config.max_model_len,
         }
         return json_response({"object": "list", "data": [card]})
 
     async def health(self) -> Response:
         """GET /health: 200 while the engine runs, 503 once it has stopped."""
-        self._check_running()
+        if self.engine.error is not None and (error := self.life.refusal()) is not None:
+            raise error
         return json_response({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """GET /ready: 200 while requests are taken, 503 from the begin of a shutdown on."""
+        if (error := self.life.refusal()) is not None:
+            raise error
+        return json_response({"status": "ready"})
 
     async def prometheus(self) -> Response:
         """GET /metrics: counters and gauges in Prometheus' text format."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        """POST /v1/completions: continues one or more prompts."""
-        self._check_running()
-        self._check_model(body.model)
-        with _bad_input(body):
-            params = body.sampling_params(self._config.sampling_defaults)
-            is_prompt = isinstance(body.prompt, str | list | dict)
-            check(is_prompt, "prompt", body.prompt, "text, a list of token ids, or a list of prompts")
-            prompts = as_prompts(body.prompt)
-            check(bool(prompts), "prompt", prompts, "at least one prompt")
-            checked = await asyncio.to_thread(self._check_all, prompts, params, body)
-        n = body.num_outputs
-        call = Call(checked, n, self._head("cmpl", "text_completion"), completion_choices(len(checked) * n))
-        return await unless_gone(request, self._stream(call, body) if body.stream else self._whole(call))
-
-    async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
-        """POST /v1/chat/completions: answers a conversation."""
-        self._check_running()
-        self._check_model(body.model)
-        tokenizer = self.engine.engine.tokenizer
-        with _bad_input(body):
-            if tokenizer is None:
-                raise ValueError("chat needs a tokenizer, and the server runs without one")
-            params = body.sampling_params(self._config.sampling_defaults)
-            checked = await asyncio.to_thread(self._check_chat, tokenizer, params, body)
-        n, num_top = body.num_outputs, body.top_logprobs or 0
-        if body.stream:
-            call = Call(checked, n, self._head("chatcmpl", "chat.completion.chunk"), chat_deltas(num_top))
-            return await unless_gone(request, self._stream(call, body, chat_roles(n)))
-        call = Call(checked, n, self._head("chatcmpl", "chat.completion"), chat_messages(num_top))
-        return await unless_gone(request, self._whole(call))
-
-    async def _whole(self, call: Call) -> Response:
-        return json_response(await self._runner.answer(call))
-
-    async def _stream(
-        self, call: Call, body: CompletionRequest | ChatRequest, first: list[dict[str, Any]] | None = None
-    ) -> Response:
-        events = self._runner.events(call, first=first or (), include_usage=body.include_usage)
-        return await EventStream.begin(events)
-
-    # These two take milliseconds for long prompts: they run in a thread, so that the event loop goes on.
-
-    def _check_chat(
-        self, tokenizer: Tokenizer, params: SamplingParams | BeamSearchParams, body: ChatRequest
-    ) -> list[CheckedRequest]:
-        return self._check_all([tokenizer.encode_chat(body.messages)], params, body)
-
-    def _check_all(
-        self,
-        prompts: list[Prompt],
-        params: SamplingParams | BeamSearchParams,
-        body: CompletionRequest | ChatRequest,
-    ) -> list[CheckedRequest]:
-        salt, priority = body.cache_salt or "", body.priority or 0
-        check = self.engine.engine.check_request
-        requests = [check(prompt, params, cache_salt=salt, priority=priority) for prompt in prompts]
-        for request in requests:
-            if params.max_tokens not in (None, request.params.max_tokens):  # the engine has cut it
-                n, limit = len(request.prompt_token_ids), self._config.max_model_len
-                raise ValueError(
-                    f"the prompt has {n} tokens and max_tokens is {params.max_tokens}: "
-                    f"{n + params.max_tokens} tokens in all; allowed: max_model_len, {limit}"
-                )
-        return requests
-
-    def _check_running(self) -> None:
-        error = self.engine.error
-        if error is not None:
-            raise ApiError(f"the engine has stopped: {str(error) or repr(error)}", status=503)
-
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.model_name):
-            raise ApiError(
-                f"model is {name!r}; allowed: {self.model_name!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
-
-    def _head(self, prefix: str, kind: str) -> dict[str, Any]:
-        return {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.model_name,
-        }
-
-
-@contextlib.contextmanager
-def _bad_input(body: CompletionRequest | ChatRequest) -> Iterator[None]:
-    """Turns a ValueError about what the client sent into an answer with status 400."""
-    try:
-        yield
-    except ValueError as error:
-        message = str(error)
-        raise ApiError(shortened(message, 600), param=_wrong_field(message, body)) from error
-
-
-def _wrong_field(message: str, body: CompletionRequest | ChatRequest) -> str | None:
-    """Returns the field of a body that an error message is about, or None if it names none.
-
-    By convention the subject of a message names the argument: "n is 0", "the number of stop strings is 65".
-    """
-    subject = re.match(r".*?(?= is | has )|\S*", message)
-    assert subject is not None, "the second alternative matches everything"
-    fields = type(body).model_fields
-    prompt = "prompt" if "prompt" in fields else "messages"
-    for word in re.findall(r"\w+", subject.group()):
-        name = prompt if word in ("prompt", "prompt_token_ids") else word
-        if name in fields:
-            return name
-    return None
-
 
 async def _on_api_error(_: Request, error: Any) -> Response:
     return error.response()
+
+
+async def _on_dead_engine(_: Request, error: Any) -> Response:
+    return ApiError(str(error), status=503).response()
 
 
 async def _on_validation_error(_: Request, error: Any) -> Response:

@@ -1,4 +1,4 @@
-"""The command line: `jax-paged serve MODEL`, with an option for every field of EngineArgs.
+"""The command line: `jax-paged serve MODEL`, with an option for every field of ServerOptions and EngineArgs.
 
 Nothing here imports JAX, transformers or the HTTP server: help and complaints about arguments are immediate.
 """
@@ -11,6 +11,7 @@ from types import FrameType
 
 from jax_paged.cli_args import add_options
 from jax_paged.config import EngineArgs
+from jax_paged.server.options import ServerOptions
 
 _USAGE = "jax-paged serve [MODEL] [options]\n       jax-paged [--model MODEL] [options]"
 
@@ -28,34 +29,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, _exit)
     args = parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        settings = engine_args(args)
+        options, settings = ServerOptions.from_cli_args(args), EngineArgs.from_cli_args(args)
     except ValueError as error:
         sys.exit(f"jax-paged: {error}")
     try:
         from jax_paged.server.launch import serve  # only now: JAX and the HTTP server take seconds to import
 
-        serve(settings, args.host, args.port, args.served_model_name or settings.model)
+        serve(settings, options)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns a parser of the server's own options and one for every field of EngineArgs."""
+    """Returns a parser with an option for every field of ServerOptions and EngineArgs."""
     parser = argparse.ArgumentParser(
         prog="jax-paged", usage=_USAGE, description="Serves a model with the OpenAI API.", allow_abbrev=False
     )
     parser.add_argument(
         "model_after_serve", metavar="MODEL", nargs="?", help="the model to serve, as --model MODEL"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument(
-        "--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)"
-    )
-    parser.add_argument(
-        "--served-model-name", metavar="NAME", help="the model's name for clients (default: as --model)"
-    )
-    group = parser.add_argument_group("engine")
-    add_options(group, EngineArgs)
+    add_options(parser.add_argument_group("server"), ServerOptions)
+    add_options(parser.add_argument_group("engine"), EngineArgs)
     return parser
 
 
@@ -63,7 +57,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Parses a command line, without the program's name.
 
     Returns:
-        The server's options, and those of the engine's options that were given.
+        The options that were given.
 
     Raises:
         SystemExit: If the command line is wrong, or asks for help.
@@ -86,15 +80,6 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         )
     args.model = model
     return args
-
-
-def engine_args(args: argparse.Namespace) -> EngineArgs:
-    """Returns the engine's part of parsed arguments.
-
-    Raises:
-        ValueError: If a value is out of range.
-    """
-    return EngineArgs.from_cli_args(args)
 
 
 def _exit(_: int, __: FrameType | None) -> None:

@@ -1,9 +1,13 @@
 """Starting the server: binds the port, loads the model, announces itself, and ends on a signal."""
 
-import contextlib
 import gc
+import logging
+import os
 import socket
 import sys
+import time
+from types import FrameType
+from typing import NoReturn
 
 import orjson
 import uvicorn
@@ -11,18 +15,19 @@ import uvicorn
 from jax_paged.config import EngineArgs
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.server.app import OpenAIServer
+from jax_paged.server.options import ServerOptions
 
-_SHUTDOWN_S = 5
+# After the last events of all streams: for clients that do not read.
+_CLOSING_S = 2
+_BACKLOG = 2048
 
 
-def serve(args: EngineArgs, host: str, port: int, model_name: str) -> None:
-    """Serves a model until SIGINT or SIGTERM.
+def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
+    """Serves a model until SIGINT or SIGTERM, and ends the process: 0 says that all are answered.
 
     Args:
-        args: Model and limits.
-        host: Address to listen on.
-        port: Port to listen on; 0 takes a free one.
-        model_name: The model's name for clients.
+        args: Model and limits of the engine.
+        options: How to listen, and what clients may do.
 
     Raises:
         SystemExit: If the address can't be bound, or the model or a setting can't be used.
@@ -30,21 +35,31 @@ def serve(args: EngineArgs, host: str, port: int, model_name: str) -> None:
     """
     config = uvicorn.Config(
         "",
-        host,
-        port,
         log_config=None,  # uvicorn's own would close the handlers that others have made
         log_level="warning",
-        timeout_graceful_shutdown=_SHUTDOWN_S,
+        timeout_graceful_shutdown=_CLOSING_S,
     )
     # A port that is taken is found before the model is loaded.
-    with config.bind_socket() as listener, contextlib.closing(_load_engine(args)) as engine:
-        config.app = OpenAIServer(engine, model_name).app()
-        server = _Server(config, engine, model_name)
-        try:
-            server.run([listener])
-        except KeyboardInterrupt:
-            if not server.started:
-                raise
+    listener, engine = _listener(options), _load_engine(args)
+    openai = OpenAIServer(engine, options.served_model_name or args.model, options)
+    config.app = openai.app()
+    Server(config, openai).run([listener])
+    # Nothing is left to do, and what else runs can't be stopped: a compilation under way, a step that hangs.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(openai.life.exit_code)
+
+
+def _listener(options: ServerOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        sys.exit(
+            f"jax-paged: can't listen on {options.host}, port {options.port}: {error.strerror}; allowed: an "
+            "address of this machine for --host, and a port that nobody uses for --port (0 takes a free one)"
+        )
 
 
 def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
@@ -62,13 +77,21 @@ def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
     return engine
 
 
-class _Server(uvicorn.Server):
-    """Announces itself once it listens."""
+class Server(uvicorn.Server):
+    """Announces itself once it listens, and ends as `Life` says."""
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncLLMEngine, model_name: str) -> None:
+    def __init__(self, config: uvicorn.Config, openai: OpenAIServer) -> None:
         super().__init__(config)
-        self._engine = engine
-        self._model_name = model_name
+        self._openai = openai
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Takes a signal."""
+        self._openai.life.end(time.monotonic())
+
+    async def on_tick(self, counter: int) -> bool:
+        """Returns whether to end; called ten times a second."""
+        await super().on_tick(counter)
+        return self._openai.life.tick(time.monotonic())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to listen."""
@@ -79,9 +102,9 @@ class _Server(uvicorn.Server):
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         question = {"role": "user", "content": "What is a block table?"}
-        body = {"model": self._model_name, "messages": [question], "temperature": 0}
+        body = {"model": self._openai.model_name, "messages": [question], "temperature": 0}
         print(
-            f"{self._engine.engine!r}\n"
+            f"{self._openai.engine.engine!r}\n"
             f"Serving the OpenAI API at {url}/v1. Press Ctrl-C to stop. Try:\n\n"
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
             f"    -d '{orjson.dumps(body).decode()}'\n",

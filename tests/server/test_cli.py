@@ -2,6 +2,7 @@ import dataclasses
 import gc
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from jax_paged import EngineArgs
 from jax_paged.server import launch
-from jax_paged.server.cli import engine_args, main, make_parser, parse_args
+from jax_paged.server.cli import main, make_parser, parse_args
+from jax_paged.server.options import ServerOptions
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -21,7 +23,7 @@ SMALL = (
 
 
 def test_arguments_are_the_fields_of_engine_args():
-    assert engine_args(parse_args([])) == EngineArgs()
+    assert EngineArgs.from_cli_args(parse_args([])) == EngineArgs()
     line = (
         "--model m --max-num-seqs 3 --swap-space 1.5 --no-enable-prefix-caching --attention-backend xla "
         "--preemption-mode swap --scheduling-policy priority "
@@ -38,9 +40,9 @@ def test_arguments_are_the_fields_of_engine_args():
         scheduler_delay_factor=0.5,
         enable_chunked_prefill=False,
     )
-    assert engine_args(parse_args(line.split())) == expected
+    assert EngineArgs.from_cli_args(parse_args(line.split())) == expected
     text = re.sub(r"\s+", " ", make_parser().format_help())
-    for field in dataclasses.fields(EngineArgs):
+    for field in (*dataclasses.fields(EngineArgs), *dataclasses.fields(ServerOptions)):
         assert f"--{field.name.replace('_', '-')}" in text
     assert re.search(r"--block-size BLOCK_SIZE Tokens \w+ block\. \(default: 16\)", text)
 
@@ -62,8 +64,9 @@ def test_arguments_are_the_fields_of_engine_args():
 )
 def test_forms_of_naming_the_model(line, model):
     args = parse_args(line.split())
-    assert engine_args(args).model == model
-    assert (args.host, args.served_model_name) == ("127.0.0.1", None)
+    assert EngineArgs.from_cli_args(args).model == model
+    port = 1 if "--port" in line else 8000
+    assert ServerOptions.from_cli_args(args) == ServerOptions(port=port)
 
 
 def test_help_imports_neither_jax_nor_the_http_server():
@@ -109,14 +112,20 @@ def kept_signals():
         ("--block-size 16 serve m", "serve follows an option; allowed: serve as the first argument"),
         ("m", "the command is 'm'; allowed: serve, or no command and --model MODEL"),
         ("--block-size 3", "block_size is 3; allowed: 1 or 2"),
-        ("--model /nowhere/at/all", "model is '/nowhere/at/all'"),
+        ("--port 65536", "port is 65536; allowed: an integer in [0, 65535]"),
+        ("--host 300.1.1.1 --port 0", "can't listen on 300.1.1.1, port 0"),
+        ("--model {empty} --port 0", "holds no tokenizer; a model folder holds config.json"),
+        ("--port {taken}", "a port that nobody uses for --port"),
+        ("--model /nowhere/at/all --port 0", "model is '/nowhere/at/all'"),
     ],
 )
-def test_bad_arguments_end_with_one_line(line, message, capsys):
-    with pytest.raises(SystemExit) as end:
-        main([*line.split(), "--port", "0"])
+def test_bad_arguments_end_with_one_line(line, message, capsys, tmp_path):
+    with pytest.raises(SystemExit) as end, socket.create_server(("127.0.0.1", 0)) as other:
+        main(line.format(empty=tmp_path, taken=other.getsockname()[1]).split())
     assert end.value.code
     assert message in f"{end.value.code} {capsys.readouterr().err}"
+    if isinstance(end.value.code, str):
+        assert "\n" not in end.value.code
 
 
 @pytest.mark.usefixtures("kept_signals")
