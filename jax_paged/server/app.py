@@ -7,13 +7,19 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
 
 from jax_paged.engine.async_engine import AsyncLLMEngine
-from jax_paged.server.generation import GenerationRoutes, check_running
+from jax_paged.engine.errors import EngineDeadError
+from jax_paged.server.generation import GenerationRoutes
+from jax_paged.server.guard import guarded
+from jax_paged.server.life import Gate, Life
+from jax_paged.server.limits import BodyLimits, json_route
 from jax_paged.server.metrics import Metrics
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.responses import ApiError, json_response, validation_error
 from jax_paged.server.streaming import RequestRunner
+from jax_paged.server.waiting import WaitingRoom
 
 
 class OpenAIServer:
@@ -30,22 +36,42 @@ class OpenAIServer:
         self.model_name = model_name
         self.options = options or ServerOptions()
         self.metrics = Metrics(engine.engine)
-        self._generation = GenerationRoutes(engine, RequestRunner(engine, self.metrics), model_name)
+        self.life = Life(
+            engine,
+            shutdown_timeout=self.options.shutdown_timeout,
+            step_timeout=self.options.step_timeout,
+            stay=self.options.stay_on_engine_failure,
+        )
+        # Enough to run, and some that wait in the engine: a seat that is left is taken in the next step.
+        max_num_seqs = engine.engine.config.max_num_seqs
+        self._room = WaitingRoom(max_num_seqs + max(4, max_num_seqs // 4), self.options.max_num_waiting)
+        runner = RequestRunner(engine, self._room, self.metrics)
+        self._generation = GenerationRoutes(engine, runner, model_name, self.options)
         self._created = int(time.time())
 
-    def app(self) -> FastAPI:
+    def app(self) -> ASGIApp:
         """Returns the application."""
-        app = FastAPI(title="jax-paged")
-        app.post("/v1/completions")(self._generation.completions)
-        app.post("/v1/chat/completions")(self._generation.chat_completions)
+        app = FastAPI(title="jax-paged", root_path=self.options.root_path, redirect_slashes=False)
+        app.router.route_class = json_route(self.options.max_json_depth)
+        generating = {
+            "/v1/completions": self._generation.completions,
+            "/v1/chat/completions": self._generation.chat_completions,
+        }
+        for path, handler in generating.items():
+            app.post(path)(handler)
+        app.add_middleware(BodyLimits, options=self.options)
+        app.add_middleware(Gate, life=self.life, room=self._room, paths=generating)  # pyright: ignore
         app.get("/v1/models")(self.models)
         app.get("/health")(self.health)
+        app.get("/ping")(self.health)
+        app.get("/ready")(self.ready)
         app.get("/metrics")(self.prometheus)
         app.exception_handler(ApiError)(_on_api_error)
+        app.exception_handler(EngineDeadError)(_on_dead_engine)
         app.exception_handler(RequestValidationError)(_on_validation_error)
         app.exception_handler(HTTPException)(_on_http_error)
         app.exception_handler(Exception)(_on_any_error)
-        return app
+        return guarded(app, self.options)
 
     async def models(self) -> Response:
         """GET /v1/models: the one model."""
@@ -60,8 +86,15 @@ class OpenAIServer:
 
     async def health(self) -> Response:
         """GET /health: 200 while the engine runs, 503 once it has stopped."""
-        check_running(self.engine)
+        if self.engine.error is not None and (error := self.life.refusal()) is not None:
+            raise error
         return json_response({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """GET /ready: 200 while requests are taken, 503 from the begin of a shutdown on."""
+        if (error := self.life.refusal()) is not None:
+            raise error
+        return json_response({"status": "ready"})
 
     async def prometheus(self) -> Response:
         """GET /metrics: counters and gauges in Prometheus' text format."""
@@ -70,6 +103,10 @@ class OpenAIServer:
 
 async def _on_api_error(_: Request, error: Any) -> Response:
     return error.response()
+
+
+async def _on_dead_engine(_: Request, error: Any) -> Response:
+    return ApiError(str(error), status=503).response()
 
 
 async def _on_validation_error(_: Request, error: Any) -> Response:

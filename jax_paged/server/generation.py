@@ -17,6 +17,8 @@ from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.server.limits import check_sizes
+from jax_paged.server.options import ServerOptions
 from jax_paged.server.protocol import ChatRequest, CompletionRequest
 from jax_paged.server.responses import (
     ApiError,
@@ -37,19 +39,23 @@ class GenerationRoutes:
         engine: Runs the requests.
         runner: Counts them, and aborts those whose client has left.
         model_name: The model's name for clients.
+        options: Limits of what they ask for.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, runner: RequestRunner, model_name: str) -> None:
+    def __init__(
+        self, engine: AsyncLLMEngine, runner: RequestRunner, model_name: str, options: ServerOptions
+    ) -> None:
         self._engine = engine
         self._config = engine.engine.config
         self._runner = runner
         self._model_name = model_name
+        self._options = options
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions: continues one or more prompts."""
-        check_running(self._engine)
         self._check_model(body.model)
         with _bad_input(body):
+            check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
             is_prompt = isinstance(body.prompt, str | list | dict)
             check(is_prompt, "prompt", body.prompt, "text, a list of token ids, or a list of prompts")
@@ -57,24 +63,27 @@ class GenerationRoutes:
             check(bool(prompts), "prompt", prompts, "at least one prompt")
             checked = await asyncio.to_thread(self._check_all, prompts, params, body)
         n = body.num_outputs
-        call = Call(checked, n, self._head("cmpl", "text_completion"), completion_choices(len(checked) * n))
+        choice = completion_choices(len(checked) * n)
+        call = Call(checked, n, self._head("cmpl", "text_completion"), choice, client_of(request))
         return await unless_gone(request, self._stream(call, body) if body.stream else self._whole(call))
 
     async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions: answers a conversation."""
-        check_running(self._engine)
         self._check_model(body.model)
         tokenizer = self._engine.engine.tokenizer
         with _bad_input(body):
+            check_sizes(body, self._options)
             if tokenizer is None:
                 raise ValueError("chat needs a tokenizer, and the server runs without one")
             params = body.sampling_params(self._config.sampling_defaults)
             checked = await asyncio.to_thread(self._check_chat, tokenizer, params, body)
         n, num_top = body.num_outputs, body.top_logprobs or 0
         if body.stream:
-            call = Call(checked, n, self._head("chatcmpl", "chat.completion.chunk"), chat_deltas(num_top))
+            head = self._head("chatcmpl", "chat.completion.chunk")
+            call = Call(checked, n, head, chat_deltas(num_top), client_of(request))
             return await unless_gone(request, self._stream(call, body, chat_roles(n)))
-        call = Call(checked, n, self._head("chatcmpl", "chat.completion"), chat_messages(num_top))
+        head = self._head("chatcmpl", "chat.completion")
+        call = Call(checked, n, head, chat_messages(num_top), client_of(request))
         return await unless_gone(request, self._whole(call))
 
     async def _whole(self, call: Call) -> Response:
@@ -129,15 +138,9 @@ class GenerationRoutes:
         }
 
 
-def check_running(engine: AsyncLLMEngine) -> None:
-    """Checks that an engine takes requests.
-
-    Raises:
-        ApiError: If it has stopped.
-    """
-    error = engine.error
-    if error is not None:
-        raise ApiError(f"the engine has stopped: {str(error) or repr(error)}", status=503)
+def client_of(request: Request) -> str:
+    """Returns who sends a request; "" where no key tells."""
+    return getattr(request.state, "client", "")
 
 
 @contextlib.contextmanager

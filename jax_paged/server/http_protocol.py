@@ -170,9 +170,13 @@ class _LimitedProtocol(HttpToolsProtocol):
         The parser skips the body of a request that asks for one, and clients (Java's) send such a wish along with
         every request, expecting that a server may not grant it.
         """
-        dropped = {b"upgrade", b"http2-settings"} | ({b"connection"} if self.parser.should_keep_alive() else set())
+        dropped = {b"upgrade", b"http2-settings"} | (
+            {b"connection"} if self.parser.should_keep_alive() else set()
+        )
         kept = [(n, v if n != b"connection" else b"close") for n, v in self.headers if n not in dropped]
-        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines = [
+            b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        ]
         lines += [b"%s: %s" % header for header in kept]
         self.parser = httptools.HttpRequestParser(self)
         self._num_head_bytes = 0

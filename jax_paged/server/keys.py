@@ -56,9 +56,9 @@ def _checked(key: str, name: str) -> str:
 
 
 class KeyCheck:
-    """Lets those pass who show a key; the number of the key is then state["client_key"] of the request.
+    """Lets those pass who show a key, and names the client after it: state["client"] of the request is "key 0".
 
-    Without keys everybody passes, and the number is None.
+    Without keys everybody passes, and has no name.
 
     Args:
         app: What is behind.
@@ -80,10 +80,11 @@ class KeyCheck:
                     "the API key is missing or wrong; allowed: one header Authorization: Bearer KEY",
                     status=401,
                     code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
                 )
-                await refuse(error, scope, receive, send, [(b"www-authenticate", b"Bearer")])
+                await refuse(error, scope, receive, send)
                 return
-            scope.setdefault("state", {})["client_key"] = number
+            scope.setdefault("state", {})["client"] = "" if number is None else f"key {number}"
         await self._app(scope, receive, send)
 
     def _number(self, headers: Iterable[tuple[bytes, bytes]]) -> int | None:

@@ -2,18 +2,26 @@
 
 import contextlib
 import gc
+import os
 import socket
 import sys
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
 
 import orjson
 import uvicorn
 
-from jax_paged.config import EngineArgs
+from jax_paged.config import EngineArgs, api_key_of_environment
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.server.app import OpenAIServer
+from jax_paged.server.keys import with_all_keys
+from jax_paged.server.listening import allow_open_files, check_exposure, check_tls, uvicorn_config
 from jax_paged.server.options import ServerOptions
 
-_SHUTDOWN_S = 5
+# After the last events of all streams: for clients that do not read.
+_CLOSING_S = 2
 
 
 def serve(args: EngineArgs, options: ServerOptions) -> None:
@@ -24,27 +32,34 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
         options: How to listen, and what clients may do.
 
     Raises:
-        SystemExit: If the address can't be bound, or the model or a setting can't be used.
+        SystemExit: If the address can't be bound, the model or a setting can't be used, requests were cut off
+            at the end (3), or the engine has failed (4).
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """
-    config = uvicorn.Config(
-        "",
-        options.host,
-        options.port,
-        log_config=None,  # uvicorn's own would close the handlers that others have made
-        log_level="warning",
-        timeout_graceful_shutdown=_SHUTDOWN_S,
-    )
+    with _one_line_errors():
+        options = with_all_keys(options, api_key_of_environment())
+        check_tls(options)
+    config = uvicorn_config("", options, log_level="warning", timeout_graceful_shutdown=_CLOSING_S)
     # A port that is taken is found before the model is loaded.
-    with config.bind_socket() as listener, contextlib.closing(_load_engine(args)) as engine:
+    with config.bind_socket() as listener:
+        with _one_line_errors():
+            check_exposure(listener, options)
+        allow_open_files(options.max_connections)
+        _serve(args, options, config, listener)
+
+
+def _serve(
+    args: EngineArgs, options: ServerOptions, config: uvicorn.Config, listener: socket.socket
+) -> NoReturn:
+    with contextlib.closing(_load_engine(args)) as engine:
         model_name = options.served_model_name or args.model
-        config.app = OpenAIServer(engine, model_name, options).app()
-        server = _Server(config, engine, model_name)
-        try:
-            server.run([listener])
-        except KeyboardInterrupt:
-            if not server.started:
-                raise
+        openai = OpenAIServer(engine, model_name, options)
+        config.app = openai.app()
+        _Server(config, openai).run([listener])
+        if openai.life.hangs:  # its thread can't be joined
+            sys.stdout.flush()
+            os._exit(openai.life.exit_code)
+    sys.exit(openai.life.exit_code)
 
 
 def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
@@ -52,23 +67,39 @@ def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
     # garbage again and again takes half a second.
     gc.disable()
     try:
-        engine = AsyncLLMEngine(args)
-        if engine.engine.tokenizer is not None:
-            engine.engine.tokenizer.prepare_chat()  # now, not by the first request
-    except ValueError as error:
-        sys.exit(f"jax-paged: {error}")
+        with _one_line_errors():
+            engine = AsyncLLMEngine(args)
+            if engine.engine.tokenizer is not None:
+                engine.engine.tokenizer.prepare_chat()  # now, not by the first request
+            return engine
     finally:
         gc.enable()
-    return engine
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Ends the program with the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        sys.exit(f"jax-paged: {error}")
 
 
 class _Server(uvicorn.Server):
-    """Announces itself once it listens."""
+    """Announces itself once it listens, and ends as `Life` says."""
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncLLMEngine, model_name: str) -> None:
+    def __init__(self, config: uvicorn.Config, openai: OpenAIServer) -> None:
         super().__init__(config)
-        self._engine = engine
-        self._model_name = model_name
+        self._openai = openai
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Takes a signal."""
+        self._openai.life.end(time.monotonic())
+
+    async def on_tick(self, counter: int) -> bool:
+        """Returns whether to end; called ten times a second."""
+        await super().on_tick(counter)
+        return self._openai.life.tick(time.monotonic())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to listen."""
@@ -77,13 +108,15 @@ class _Server(uvicorn.Server):
         gc.collect()
         gc.freeze()
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if self.config.is_ssl else "http"
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        key = ' -H "Authorization: Bearer $JAX_PAGED_API_KEY"' if self._openai.options.api_key else ""
         question = {"role": "user", "content": "What is a block table?"}
-        body = {"model": self._model_name, "messages": [question], "temperature": 0}
+        body = {"model": self._openai.model_name, "messages": [question], "temperature": 0}
         print(
-            f"{self._engine.engine!r}\n"
+            f"{self._openai.engine.engine!r}\n"
             f"Serving the OpenAI API at {url}/v1. Press Ctrl-C to stop. Try:\n\n"
-            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
             f"    -d '{orjson.dumps(body).decode()}'\n",
             flush=True,
         )

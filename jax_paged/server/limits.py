@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
 import numpy as np
@@ -27,9 +27,7 @@ _SMALL_BYTES = 64 * 1024
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-async def refuse(
-    error: ApiError, scope: Scope, receive: Receive, send: Send, headers: Iterable[tuple[bytes, bytes]] = ()
-) -> None:
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with an error instead of the application.
 
     If there is a body, which need not have been read, the connection is closed at the end; what comes of it until
@@ -40,14 +38,13 @@ async def refuse(
         scope: Of the request, as ASGI passes it; so are the next two.
         receive: Gives the body.
         send: Takes the answer.
-        headers: To be sent in addition.
     """
     body = orjson.dumps(error.body())
     has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
     all_headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        *headers,
+        *((name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()),
         *([(b"connection", b"close")] if has_body else ()),
     ]
     await send({"type": "http.response.start", "status": error.status, "headers": all_headers})
@@ -83,7 +80,7 @@ class BodyLimits:
         try:
             body = await self._read(scope, receive)
         except ApiError as error:
-            await refuse(error, scope, receive, send, [(b"retry-after", b"1")] if error.status == 503 else ())
+            await refuse(error, scope, receive, send)
             return
         if body is None:  # the client has left
             return
@@ -115,7 +112,11 @@ class BodyLimits:
                     if num_bytes > limit:
                         raise _too_large("longer", limit)
                     if self._num_buffered > self._options.max_buffered_bytes:
-                        raise ApiError("the server receives too much at the same time; try again", status=503)
+                        raise ApiError(
+                            "the server receives too much at the same time; try again later",
+                            status=503,
+                            headers={"Retry-After": "1"},
+                        )
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:
@@ -124,19 +125,23 @@ class BodyLimits:
             self._num_buffered -= num_bytes
 
 
-class JsonRoute(APIRoute):
-    """A route whose body is JSON within limits; what breaks them is answered as JSON that can't be read is."""
+def json_route(max_depth: int) -> type[APIRoute]:
+    """Returns the class of routes whose body is strict JSON; what else comes is answered as broken JSON is.
 
-    max_depth = ServerOptions.max_json_depth
+    Args:
+        max_depth: As `parse_json` takes it.
+    """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Returns what serves a request."""
-        handler, max_depth = super().get_route_handler(), self.max_depth
+    class JsonRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handler = super().get_route_handler()
 
-        async def serve(request: Request) -> Response:
-            return await handler(_JsonRequest(request.scope, request.receive, max_depth))
+            async def serve(request: Request) -> Response:
+                return await handler(_JsonRequest(request.scope, request.receive, max_depth))
 
-        return serve
+            return serve
+
+    return JsonRoute
 
 
 class _JsonRequest(Request):

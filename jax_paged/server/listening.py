@@ -1,6 +1,7 @@
 """How the server listens: uvicorn's settings, TLS, and who may reach it."""
 
 import ipaddress
+import resource
 import ssl
 from collections.abc import Callable
 from socket import socket
@@ -81,3 +82,12 @@ def check_exposure(listener: socket, options: ServerOptions) -> None:
         f"host is {options.host!r}, which others can reach; allowed without an API key: a loopback address such as "
         "127.0.0.1. Set JAX_PAGED_API_KEY or --api-key-file, or pass --allow-unauthenticated"
     )
+
+
+def allow_open_files(num_connections: int) -> None:
+    """Raises how many files the process may have open, as far as it may, to that of its connections and some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_connections + 256  # for the model's files and the engine's
+    if soft < wanted:
+        high = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (high, hard))

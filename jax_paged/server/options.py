@@ -2,12 +2,12 @@
 
 import argparse
 import dataclasses
+import math
 from typing import Self
 
 from jax_paged.checks import check, check_int, check_number
 from jax_paged.cli_args import values_of
 from jax_paged.sampling_params import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
-
 
 # The least and the highest value of each limit that is a number of things.
 _LOWEST = {
@@ -23,7 +23,11 @@ _LOWEST = {
     "max_stop_characters": 0,
 }
 # A check of nested values calls itself, and the engine has limits of its own.
-_HIGHEST = {"max_json_depth": 200, "max_stop_strings": MAX_STOP_STRINGS, "max_stop_characters": MAX_STOP_CHARACTERS}
+_HIGHEST = {
+    "max_json_depth": 200,
+    "max_stop_strings": MAX_STOP_STRINGS,
+    "max_stop_characters": MAX_STOP_CHARACTERS,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +38,13 @@ class ServerOptions:
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         served_model_name: The model's name for clients; None takes the value of --model.
+        max_num_waiting: Requests that may wait for the engine; more are answered with status 429.
+        shutdown_timeout: Seconds that running requests have to end after SIGTERM or Ctrl-C, before they are
+            cut off; a second signal cuts them off at once.
+        step_timeout: Seconds after which a step of the engine counts as hung: all requests are ended with an
+            error, and so is the server.
+        stay_on_engine_failure: Whether a server whose engine has failed stays, and answers that it has,
+            instead of exiting with status 4.
         api_key: A key that clients must send as "Authorization: Bearer KEY"; may be given several times. Other
             users of the machine see command lines: --api-key-file and the environment variable
             JAX_PAGED_API_KEY, whose keys are added, are better places.
@@ -69,6 +80,10 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None
+    max_num_waiting: int = 512
+    shutdown_timeout: float = 30
+    step_timeout: float = 120
+    stay_on_engine_failure: bool = False
     api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     api_key_file: str | None = None
     allow_unauthenticated: bool = False
@@ -94,6 +109,9 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
+        check_int("max_num_waiting", self.max_num_waiting, 0)
+        check_number("shutdown_timeout", self.shutdown_timeout, 0, math.inf)
+        check_number("step_timeout", self.step_timeout, 0, math.inf, low_open=True)
         for name, low in _LOWEST.items():
             check_int(name, getattr(self, name), low, _HIGHEST.get(name))
         if self.max_buffered_bytes < self.max_body_bytes:

@@ -18,6 +18,10 @@ from jax_paged import AsyncLLMEngine, EngineArgs, LLMEngine
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.server.app import OpenAIServer
+from jax_paged.server.listening import uvicorn_config
+from jax_paged.server.options import ServerOptions
+
+PORT_0 = ServerOptions(port=0)
 
 
 class Steps:
@@ -85,7 +89,7 @@ class Served:
     def stream(
         self, path: str, *, on_first_event: Callable[[], None] = lambda: None, **body: Any
     ) -> list[dict[str, Any]]:
-        """Returns the chunks of an answer that is streamed."""
+        """Returns the chunks of an answer that is streamed; the last is an error if it has failed."""
         with self.client.stream("POST", path, json={**body, "stream": True}) as answer:
             assert answer.status_code == 200, answer.read()
             assert answer.headers["content-type"].startswith("text/event-stream")
@@ -94,8 +98,9 @@ class Served:
                 if not events:
                     on_first_event()
                 events.append(line.removeprefix("data: "))
-        assert events[-1] == "[DONE]"
-        return [json.loads(event) for event in events[:-1]]
+        has_failed = "error" in json.loads(events[-2 if events[-1] == "[DONE]" else -1])
+        assert has_failed == (events[-1] != "[DONE]"), "an answer that is not whole has no end"
+        return [json.loads(event) for event in events if event != "[DONE]"]
 
     def metrics(self) -> dict[str, float]:
         """Returns the values of all metrics, by their names without "jax_paged_"."""
@@ -131,9 +136,9 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(engine: AsyncLLMEngine, model_name: str) -> Iterator[Served]:
-    server = OpenAIServer(engine, model_name)
-    config = uvicorn.Config(server.app(), "127.0.0.1", 0, log_config=None, timeout_graceful_shutdown=2)
+def serving(engine: AsyncLLMEngine, model_name: str, options: ServerOptions = PORT_0) -> Iterator[Served]:
+    server = OpenAIServer(engine, model_name, options)
+    config = uvicorn_config(server.app(), options, timeout_graceful_shutdown=2)
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run)
     thread.start()
