@@ -1,4 +1,4 @@
-"""What every request passes before the application: its id, other origins, the key, the limits of its body."""
+"""What every request passes before the application: its id, other origins, the key."""
 
 import re
 import uuid
@@ -8,7 +8,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jax_paged.server.keys import KeyCheck
-from jax_paged.server.limits import BodyLimits
 from jax_paged.server.options import ServerOptions
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -16,7 +15,7 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 def guarded(app: ASGIApp, options: ServerOptions) -> ASGIApp:
     """Returns an application behind what it lets clients do."""
-    app = KeyCheck(BodyLimits(app, options), options.api_key, options.root_path)
+    app = KeyCheck(app, options.api_key, options.root_path)
     if options.allowed_origins:
         app = CORSMiddleware(
             app,
@@ -29,7 +28,7 @@ def guarded(app: ASGIApp, options: ServerOptions) -> ASGIApp:
 
 
 class _RequestIds:
-    """Gives each request an id, state["request_id"]: the client's X-Request-Id, if it is harmless. Answers bear it."""
+    """Gives each request an id, which the answer bears: the client's X-Request-Id, if it is harmless."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

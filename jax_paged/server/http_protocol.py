@@ -1,7 +1,8 @@
 """HTTP/1 on a connection: uvicorn's protocol on httptools, with limits on what a client sends and how slowly.
 
-uvicorn accumulates a head of any size for any time, starts every request of a pipeline, takes trailers for headers, and
-waits forever for a client that reads nothing. What is refused here has not reached the application.
+uvicorn accumulates a head of any size for any time, starts every request of a pipeline, takes trailers for
+headers, and waits forever for a client that reads nothing. What is refused here has not reached the
+application.
 """
 
 import asyncio
@@ -49,7 +50,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     # The connection.
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore
         """Begins to wait for a request, unless there are too many connections."""
         super().connection_made(transport)
         if len(self.connections) > self._options.max_connections:
@@ -167,17 +168,17 @@ class _LimitedProtocol(HttpToolsProtocol):
     def _read_without_upgrade(self, rest: bytes) -> None:
         """Reads a request again, and what follows it, without the wish for another protocol.
 
-        The parser skips the body of a request that asks for one, and clients (Java's) send such a wish along with
-        every request, expecting that a server may not grant it.
+        The parser skips the body of a request that asks for one, and clients (Java's) send such a wish along
+        with every request, expecting that a server may not grant it.
         """
-        dropped = {b"upgrade", b"http2-settings"} | (
-            {b"connection"} if self.parser.should_keep_alive() else set()
+        version, dropped = (
+            self.parser.get_http_version().encode(),
+            (b"upgrade", b"http2-settings", b"connection"),
         )
-        kept = [(n, v if n != b"connection" else b"close") for n, v in self.headers if n not in dropped]
-        lines = [
-            b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
-        ]
-        lines += [b"%s: %s" % header for header in kept]
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % (name, value) for name, value in self.headers if name not in dropped]
+        if not self.parser.should_keep_alive():
+            lines.append(b"connection: close")
         self.parser = httptools.HttpRequestParser(self)
         self._num_head_bytes = 0
         self.data_received(b"\r\n".join([*lines, b"", b""]) + rest)

@@ -49,14 +49,14 @@ def _read(name: str) -> list[str]:
 def _checked(key: str, name: str) -> str:
     if not (key.isascii() and key.isprintable() and " " not in key and 0 < len(key) <= 1024):
         raise ValueError(
-            f"{name} has {len(key)} characters that are no key; allowed: 1 to 1024 printable ASCII characters "
-            "without spaces"
+            f"{name} has {len(key)} characters that are no key; allowed: 1 to 1024 printable ASCII "
+            "characters without spaces"
         )
     return key
 
 
 class KeyCheck:
-    """Lets those pass who show a key, and names the client after it: state["client"] of the request is "key 0".
+    """Lets those pass who show a key, and names the client after it: state["client"] is then "key 0".
 
     Without keys everybody passes, and has no name.
 

@@ -30,8 +30,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with an error instead of the application.
 
-    If there is a body, which need not have been read, the connection is closed at the end; what comes of it until
-    then is dropped.
+    If there is a body, which need not have been read, the connection is closed at the end; what comes of it
+    until then is dropped.
 
     Args:
         error: The answer.
@@ -164,8 +164,8 @@ def parse_json(body: bytes, max_depth: int) -> Any:
         max_depth: How deep arrays and objects may be nested.
 
     Raises:
-        json.JSONDecodeError: If it is no JSON, or nested deeper, or if an object has a key twice, or a string is not
-            valid Unicode, or a number is none of JSON's or has thousands of digits.
+        json.JSONDecodeError: If it is no JSON, or nested deeper, or if an object has a key twice, or a string
+            is not valid Unicode, or a number is none of JSON's or has thousands of digits.
     """
     try:
         text = body.decode()
@@ -173,7 +173,7 @@ def parse_json(body: bytes, max_depth: int) -> Any:
             _not_json(f"it is nested too deep; allowed: {max_depth} levels")
         value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_object)
         if _SURROGATE.search(body):
-            orjson.loads(body)  # which refuses halves of characters
+            _check_surrogates(body)
         return value
     except json.JSONDecodeError:
         raise
@@ -212,6 +212,13 @@ def _depth(body: bytes) -> int:
     """Returns how deep brackets outside of strings are nested; linear in time, and without a recursion."""
     steps = _STRING.sub(b"", body).translate(_STEPS, _NOT_BRACKETS)
     return int(np.frombuffer(steps, np.int8).cumsum(dtype=np.int32).max(initial=0))
+
+
+def _check_surrogates(body: bytes) -> None:
+    try:
+        orjson.loads(body)  # unlike Python's parser it refuses halves of characters
+    except orjson.JSONDecodeError as error:
+        _not_json(f"a string is not valid Unicode: {error.msg}")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

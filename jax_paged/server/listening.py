@@ -79,13 +79,13 @@ def check_exposure(listener: socket, options: ServerOptions) -> None:
     if options.api_key or options.allow_unauthenticated or ipaddress.ip_address(address).is_loopback:
         return
     raise ValueError(
-        f"host is {options.host!r}, which others can reach; allowed without an API key: a loopback address such as "
-        "127.0.0.1. Set JAX_PAGED_API_KEY or --api-key-file, or pass --allow-unauthenticated"
+        f"host is {options.host!r}, which others can reach; allowed without an API key: a loopback address "
+        "such as 127.0.0.1. Set JAX_PAGED_API_KEY or --api-key-file, or pass --allow-unauthenticated"
     )
 
 
 def allow_open_files(num_connections: int) -> None:
-    """Raises how many files the process may have open, as far as it may, to that of its connections and some."""
+    """Raises how many files the process may have open, as far as it may, for so many connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_connections + 256  # for the model's files and the engine's
     if soft < wanted:

@@ -45,8 +45,8 @@ class ServerOptions:
             error, and so is the server.
         stay_on_engine_failure: Whether a server whose engine has failed stays, and answers that it has,
             instead of exiting with status 4.
-        api_key: A key that clients must send as "Authorization: Bearer KEY"; may be given several times. Other
-            users of the machine see command lines: --api-key-file and the environment variable
+        api_key: A key that clients must send as "Authorization: Bearer KEY"; may be given several times.
+            Other users of the machine see command lines: --api-key-file and the environment variable
             JAX_PAGED_API_KEY, whose keys are added, are better places.
         api_key_file: File of keys, one per line.
         allow_unauthenticated: Serve everybody who can reach the address, although it is not a loopback
@@ -142,4 +142,7 @@ class ServerOptions:
             ValueError: If a value is out of range.
         """
         values = values_of(args, ServerOptions)
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        for name, value in values.items():
+            if isinstance(value, list):
+                values[name] = tuple(value)
+        return cls(**values)
