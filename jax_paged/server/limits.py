@@ -17,9 +17,10 @@ from jax_paged.server.http_protocol import LINGER_S
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.responses import ApiError
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # possessive: what it takes is linear
-_STEPS = bytes({ord("["): 1, ord("{"): 1, ord("]"): 255, ord("}"): 255}.get(i, 0) for i in range(256))
-_NOT_BRACKETS = bytes(i for i in range(256) if chr(i) not in "[]{}")
+# What a byte of JSON does to the depth, as an int8; a quotation mark begins or ends what does nothing.
+_STEPS = {"[": 1, "{": 1, "]": -1, "}": -1, '"': 0}
+_STEP_TABLE = bytes(_STEPS.get(chr(i), 0) % 256 for i in range(256))
+_WITHOUT_STEP = bytes(i for i in range(256) if chr(i) not in _STEPS)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # Larger bodies are parsed in a thread, so that the event loop goes on.
 _SMALL_BYTES = 64 * 1024
@@ -125,19 +126,15 @@ class BodyLimits:
             self._num_buffered -= num_bytes
 
 
-def json_route(max_depth: int) -> type[APIRoute]:
-    """Returns the class of routes whose body is strict JSON; what else comes is answered as broken JSON is.
-
-    Args:
-        max_depth: As `parse_json` takes it.
-    """
+def json_route(limits: ServerOptions) -> type[APIRoute]:
+    """Returns the class of routes whose body is strict JSON; all else is answered as broken JSON is."""
 
     class JsonRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handler = super().get_route_handler()
 
             async def serve(request: Request) -> Response:
-                return await handler(_JsonRequest(request.scope, request.receive, max_depth))
+                return await handler(_JsonRequest(request.scope, request.receive, limits))
 
             return serve
 
@@ -145,32 +142,31 @@ def json_route(max_depth: int) -> type[APIRoute]:
 
 
 class _JsonRequest(Request):
-    def __init__(self, scope: Scope, receive: Receive, max_depth: int) -> None:
+    def __init__(self, scope: Scope, receive: Receive, limits: ServerOptions) -> None:
         super().__init__(scope, receive)
-        self._max_depth = max_depth
+        self._limits = limits
 
     async def json(self) -> Any:
         body = await self.body()
         if len(body) <= _SMALL_BYTES:
-            return parse_json(body, self._max_depth)
-        return await asyncio.to_thread(parse_json, body, self._max_depth)
+            return parse_json(body, self._limits)
+        return await asyncio.to_thread(parse_json, body, self._limits)
 
 
-def parse_json(body: bytes, max_depth: int) -> Any:
+def parse_json(body: bytes, limits: ServerOptions) -> Any:
     """Returns the value of JSON, more strictly than Python's parser reads it.
 
     Args:
         body: In UTF-8, without a byte order mark.
-        max_depth: How deep arrays and objects may be nested.
+        limits: How deep arrays and objects may be nested, and how many there may be.
 
     Raises:
-        json.JSONDecodeError: If it is no JSON, or nested deeper, or if an object has a key twice, or a string
-            is not valid Unicode, or a number is none of JSON's or has thousands of digits.
+        json.JSONDecodeError: If it is no JSON, or beyond the limits, or if an object has a key twice, or a
+            string is not valid Unicode, or a number is none of JSON's or has thousands of digits.
     """
     try:
         text = body.decode()
-        if _depth(body) > max_depth:
-            _not_json(f"it is nested too deep; allowed: {max_depth} levels")
+        _check_nesting(body, limits)
         value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_object)
         if _SURROGATE.search(body):
             _check_surrogates(body)
@@ -208,10 +204,17 @@ def check_sizes(body: Any, options: ServerOptions) -> None:
     check_int(total, sum(map(len, stops)), 0, options.max_stop_characters)
 
 
-def _depth(body: bytes) -> int:
-    """Returns how deep brackets outside of strings are nested; linear in time, and without a recursion."""
-    steps = _STRING.sub(b"", body).translate(_STEPS, _NOT_BRACKETS)
-    return int(np.frombuffer(steps, np.int8).cumsum(dtype=np.int32).max(initial=0))
+def _check_nesting(body: bytes, limits: ServerOptions) -> None:
+    """Checks the depth and the number of arrays and objects; linear in time, and without a recursion."""
+    # Without escaped characters each quotation mark begins or ends a string. (Outside of strings there are no
+    # backslashes; where there are, the parser stops.)
+    marks = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_STEP_TABLE, _WITHOUT_STEP)
+    steps = np.frombuffer(marks, np.int8)
+    steps = steps * (np.cumsum(steps == 0) % 2 == 0)
+    if steps.cumsum(dtype=np.int32).max(initial=0) > limits.max_json_depth:
+        _not_json(f"it is nested too deep; allowed: {limits.max_json_depth} levels")
+    if (steps == 1).sum() > limits.max_json_containers:
+        _not_json(f"it has too many arrays and objects; allowed: {limits.max_json_containers}")
 
 
 def _check_surrogates(body: bytes) -> None:

@@ -17,6 +17,7 @@ _LOWEST = {
     "max_body_bytes": 1024,
     "max_buffered_bytes": 1024,
     "max_json_depth": 4,
+    "max_json_containers": 16,
     "max_prompts": 1,
     "max_messages": 1,
     "max_stop_strings": 0,
@@ -63,6 +64,7 @@ class ServerOptions:
         max_body_bytes: Bytes of a request's body.
         max_buffered_bytes: Bytes of all bodies together that are being received.
         max_json_depth: How deep arrays and objects of a body may be nested.
+        max_json_containers: Number of arrays and objects of a body.
         max_prompts: Prompts of a completion request.
         max_messages: Messages of a chat.
         max_stop_strings: Stop strings of a request.
@@ -98,6 +100,7 @@ class ServerOptions:
     max_body_bytes: int = 8 * 1024 * 1024
     max_buffered_bytes: int = 256 * 1024 * 1024
     max_json_depth: int = 64
+    max_json_containers: int = 65536
     max_prompts: int = 128
     max_messages: int = 1024
     max_stop_strings: int = MAX_STOP_STRINGS
