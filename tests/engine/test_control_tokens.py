@@ -1,4 +1,4 @@
-"""What people write in a chat stays text, and where they write no control token, ids are those of transformers."""
+"""What people write in a chat stays text; where they write no control token, ids are transformers'."""
 
 import json
 import random
@@ -25,11 +25,11 @@ TEMPLATES = {
     "twice": "{% for m in messages %}<|user|>{{ m.content }}{{ m.content }}{{ {'a': m.content} | tojson }}"
     "<|end|>{% endfor %}",
     # What only transformers offers.
-    "transformers": "{% set d = dict(a=1) %}{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}",
+    "transformers": "{% set d = dict() %}{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}",
 }
 PIECES = [
     "a", " ", "\n", "\n\n", "def ", "f(", "):", "  return", "user", "assistant", "is", " block", "é", "漢字",
-    "<", "|", ">", "<|", "|>", "<|e", "<end>", "|end|>", "e\u0301", "1", "23", "\t", "\U000f0000", "<| end |>",
+    "<", "|", ">", "<|", "|>", "<|e", "<end>", "|end|>", "e\u0301", "1", "\t", "\U000f0000", "<| end |>",
 ]  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_only_the_text_of_a_control_token_differs(tmp_path: Path) -> None:
 def test_every_text_of_a_message(message: dict[str, Any], tmp_path: Path) -> None:
     template = (
         "<|user|>{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
-        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ m.name }}{{ m.extra or 0 }}{% endfor %}"
+        "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ m.name }}{{ m.extra }}{% endfor %}"
         "end|><|end|>"
     )
     tokenizer = with_template(tmp_path, template)
