@@ -132,6 +132,11 @@ class AsyncLLMEngine:
         """Makes an engine; the name that vLLM's scripts use."""
         return cls(engine_args)
 
+    @property
+    def stopped(self) -> EngineDeadError | None:
+        """What requests are told once the engine has stopped; None while it runs."""
+        return None if self.error is None else self._stopped()
+
     async def submit(
         self,
         prompt: Prompt | CheckedRequest,
@@ -234,7 +239,7 @@ class AsyncLLMEngine:
         self._thread.join()
         self.engine.close()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: EngineDeadError) -> None:
         """Ends all requests with an error, at once and for good, even while the thread hangs in a step.
 
         Args:
@@ -254,6 +259,8 @@ class AsyncLLMEngine:
         self._calls.put(lambda: self._end(stream.request_id, stream))
 
     def _stopped(self) -> EngineDeadError:
+        if isinstance(self.error, EngineDeadError):
+            return EngineDeadError(str(self.error))  # an exception of its own for each who raises it
         stopped = EngineDeadError(f"the engine has stopped: {str(self.error) or repr(self.error)}")
         stopped.__cause__ = self.error
         return stopped
@@ -285,7 +292,7 @@ class AsyncLLMEngine:
             while self._serve_calls():
                 if self.engine.has_unfinished_requests():
                     self._step()
-            self.error = self.error or RuntimeError("it was closed")
+            self.error = self.error or EngineDeadError("the engine is closed")
         except BaseException as error:  # a panic of a library in Rust is no Exception
             self.error = error
             _LOGGER.exception("the engine has failed")

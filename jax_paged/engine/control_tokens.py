@@ -50,7 +50,7 @@ class ControlTokens:
             value: A string, or lists and dicts of whatever; not changed.
 
         Returns:
-            A value with marked texts, and the mark; "" if there is nothing to mark, and the value as it was.
+            A value with marked texts, and the mark; the value as it was and "", if there is nothing to mark.
         """
         texts = list(_texts(value))
         if not any(text.endswith(self._beginnings) or self._begin.search(text) for text in texts):
@@ -63,13 +63,12 @@ class ControlTokens:
 
         Args:
             text: In Unicode that is valid.
-            mark: As `marked` returned it.
+            mark: As `marked` returned it; not "".
         """
-        clean = text.replace(mark, "") if mark else text
-        whole = self._backend.encode(clean, add_special_tokens=False)
-        if clean == text:
-            return whole.ids
-        own = self._found(text, self._backend.encode(text, add_special_tokens=False))
+        clean = text.replace(mark, "")
+        # Unlike encode, this lets other Python threads run meanwhile.
+        whole, marked = self._backend.encode_batch([clean, text], add_special_tokens=False)
+        own = self._found(text, marked)
         if [i for i, *_ in own] == [i for i, *_ in self._found(clean, whole)]:
             return whole.ids  # what was marked is no control token without its mark either
         ids, end_of_last = [], 0

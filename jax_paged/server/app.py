@@ -19,6 +19,7 @@ from jax_paged.server.metrics import Metrics
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.responses import ApiError, json_response, validation_error
 from jax_paged.server.streaming import RequestRunner
+from jax_paged.server.text_reader import Lane, TextReader
 from jax_paged.server.waiting import WaitingRoom
 
 
@@ -46,7 +47,10 @@ class OpenAIServer:
         max_num_seqs = engine.engine.config.max_num_seqs
         self._room = WaitingRoom(max_num_seqs + max(4, max_num_seqs // 4), self.options.max_num_waiting)
         runner = RequestRunner(engine, self._room, self.metrics)
-        self._generation = GenerationRoutes(engine, runner, model_name, self.options)
+        self._lane = Lane()
+        config, tokenizer = engine.engine.config, engine.engine.tokenizer
+        texts = TextReader(tokenizer, config.max_model_len, self._lane)
+        self._generation = GenerationRoutes(engine, runner, texts, model_name, self.options)
         self._created = int(time.time())
 
     def app(self) -> ASGIApp:
@@ -59,7 +63,7 @@ class OpenAIServer:
         }
         for path, handler in generating.items():
             app.post(path)(handler)
-        app.add_middleware(BodyLimits, options=self.options)
+        app.add_middleware(BodyLimits, options=self.options, lane=self._lane)
         app.add_middleware(Gate, life=self.life, room=self._room, paths=generating)  # pyright: ignore
         app.get("/v1/models")(self.models)
         app.get("/health")(self.health)

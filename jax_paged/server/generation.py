@@ -1,6 +1,5 @@
 """The routes that generate text: completions and chats."""
 
-import asyncio
 import contextlib
 import re
 import time
@@ -30,6 +29,7 @@ from jax_paged.server.responses import (
     shortened,
 )
 from jax_paged.server.streaming import Call, EventStream, RequestRunner, unless_gone
+from jax_paged.server.text_reader import TextReader
 
 
 class GenerationRoutes:
@@ -38,17 +38,24 @@ class GenerationRoutes:
     Args:
         engine: Runs the requests.
         runner: Counts them, and aborts those whose client has left.
+        texts: Tokenizes them.
         model_name: The model's name for clients.
         options: Limits of what they ask for.
     """
 
     def __init__(
-        self, engine: AsyncLLMEngine, runner: RequestRunner, model_name: str, options: ServerOptions
+        self,
+        engine: AsyncLLMEngine,
+        runner: RequestRunner,
+        texts: TextReader,
+        model_name: str,
+        options: ServerOptions,
     ) -> None:
         self._engine = engine
         self._config = engine.engine.config
         self._runner = runner
         self._model_name = model_name
+        self._texts = texts
         self._options = options
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
@@ -61,7 +68,7 @@ class GenerationRoutes:
             check(is_prompt, "prompt", body.prompt, "text, a list of token ids, or a list of prompts")
             prompts = as_prompts(body.prompt)
             check(bool(prompts), "prompt", prompts, "at least one prompt")
-            checked = await asyncio.to_thread(self._check_all, prompts, params, body)
+            checked = await self._texts.read("prompt", list(prompts), self._check_all, prompts, params, body)
         n = body.num_outputs
         choice = completion_choices(len(checked) * n)
         call = Call(checked, n, self._head("cmpl", "text_completion"), choice, client_of(request))
@@ -76,7 +83,9 @@ class GenerationRoutes:
             if tokenizer is None:
                 raise ValueError("chat needs a tokenizer, and the server runs without one")
             params = body.sampling_params(self._config.sampling_defaults)
-            checked = await asyncio.to_thread(self._check_chat, tokenizer, params, body)
+            checked = await self._texts.read(
+                "messages", [body.messages], self._check_chat, tokenizer, params, body
+            )
         n, num_top = body.num_outputs, body.top_logprobs or 0
         if body.stream:
             head = self._head("chatcmpl", "chat.completion.chunk")
@@ -95,7 +104,7 @@ class GenerationRoutes:
         events = self._runner.events(call, first=first or (), include_usage=body.include_usage)
         return await EventStream.begin(events)
 
-    # These two take milliseconds for long prompts: they run in a thread, so that the event loop goes on.
+    # These two tokenize: TextReader calls them.
 
     def _check_chat(
         self, tokenizer: Tokenizer, params: SamplingParams | BeamSearchParams, body: ChatRequest

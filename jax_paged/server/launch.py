@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import os
 import socket
 import sys
@@ -22,18 +23,18 @@ from jax_paged.server.options import ServerOptions
 
 # After the last events of all streams: for clients that do not read.
 _CLOSING_S = 2
+_BACKLOG = 2048
 
 
-def serve(args: EngineArgs, options: ServerOptions) -> None:
-    """Serves a model until SIGINT or SIGTERM.
+def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
+    """Serves a model until SIGINT or SIGTERM, and ends the process: 0 says that all are answered.
 
     Args:
         args: Model and limits of the engine.
         options: How to listen, and what clients may do.
 
     Raises:
-        SystemExit: If the address can't be bound, the model or a setting can't be used, requests were cut off
-            at the end (3), or the engine has failed (4).
+        SystemExit: If the address can't be bound, or the model or a setting can't be used.
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """
     with _one_line_errors():
@@ -41,25 +42,30 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
         check_tls(options)
     config = uvicorn_config("", options, log_level="warning", timeout_graceful_shutdown=_CLOSING_S)
     # A port that is taken is found before the model is loaded.
-    with config.bind_socket() as listener:
-        with _one_line_errors():
-            check_exposure(listener, options)
-        allow_open_files(options.max_connections)
-        _serve(args, options, config, listener)
+    listener = _listener(options)
+    with _one_line_errors():
+        check_exposure(listener, options)
+    allow_open_files(options.max_connections)
+    engine = _load_engine(args)
+    openai = OpenAIServer(engine, options.served_model_name or args.model, options)
+    config.app = openai.app()
+    Server(config, openai).run([listener])
+    # Nothing is left to do, and what else runs can't be stopped: a compilation under way, a step that hangs.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(openai.life.exit_code)
 
 
-def _serve(
-    args: EngineArgs, options: ServerOptions, config: uvicorn.Config, listener: socket.socket
-) -> NoReturn:
-    with contextlib.closing(_load_engine(args)) as engine:
-        model_name = options.served_model_name or args.model
-        openai = OpenAIServer(engine, model_name, options)
-        config.app = openai.app()
-        _Server(config, openai).run([listener])
-        if openai.life.hangs:  # its thread can't be joined
-            sys.stdout.flush()
-            os._exit(openai.life.exit_code)
-    sys.exit(openai.life.exit_code)
+def _listener(options: ServerOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        sys.exit(
+            f"jax-paged: can't listen on {options.host}, port {options.port}: {error.strerror}; allowed: an "
+            "address of this machine for --host, and a port that nobody uses for --port (0 takes a free one)"
+        )
 
 
 def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
@@ -85,7 +91,7 @@ def _one_line_errors() -> Iterator[None]:
         sys.exit(f"jax-paged: {error}")
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """Announces itself once it listens, and ends as `Life` says."""
 
     def __init__(self, config: uvicorn.Config, openai: OpenAIServer) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.engine.errors import EngineDeadError
 from jax_paged.server.responses import ApiError
 from jax_paged.server.waiting import WaitingRoom
 
@@ -39,7 +40,6 @@ class Life:
     ) -> None:
         self.num_active = 0  # requests whose answer is not complete
         self.is_draining = False
-        self.hangs = False
         self._engine = engine
         self._shutdown_timeout = shutdown_timeout
         self._step_timeout = step_timeout
@@ -59,10 +59,8 @@ class Life:
             return ApiError(
                 "the server is shutting down", status=503, code="shutting_down", headers={"Retry-After": "1"}
             )
-        error = self._engine.error
-        if error is None:
-            return None
-        return ApiError(f"the engine has stopped: {str(error) or repr(error)}", status=503)
+        stopped = self._engine.stopped
+        return None if stopped is None else ApiError(str(stopped), status=503)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -105,7 +103,7 @@ class Life:
             _LOGGER.warning("shutting down: %d requests are cut off", self.num_active)
             self._exit_code = self._exit_code or REQUESTS_CUT_OFF
             self._ends_at = now + _LAST_WORDS_S
-            self._engine.fail(RuntimeError("the server is shutting down"))
+            self._engine.fail(EngineDeadError("the server is shutting down"))
         is_over = self._ends_at is not None and now >= self._ends_at
         return is_over or (self.is_draining and not self.num_active)
 
@@ -114,12 +112,13 @@ class Life:
             return
         began = self._engine.step_began
         if began is not None and now - began > self._step_timeout:
-            self.hangs = True
             _LOGGER.error(
                 "a step of the engine takes more than %g s, in\n%s", self._step_timeout, self._engine.stack()
             )
             self._engine.fail(
-                RuntimeError(f"a step has taken more than {self._step_timeout:g} s (--step-timeout)")
+                EngineDeadError(
+                    f"the engine hangs: a step takes more than {self._step_timeout:g} s (--step-timeout)"
+                )
             )
         if self._engine.error is not None:
             self._exit_code = ENGINE_FAILED

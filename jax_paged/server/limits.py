@@ -16,6 +16,7 @@ from jax_paged.checks import check_int
 from jax_paged.server.http_protocol import LINGER_S
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.responses import ApiError
+from jax_paged.server.text_reader import Lane
 
 # What a byte of JSON does to the depth, as an int8; a quotation mark begins or ends what does nothing.
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1, '"': 0}
@@ -66,11 +67,13 @@ class BodyLimits:
     Args:
         app: What is behind.
         options: The limits.
+        lane: Where long bodies wait for their turn, once they are there.
     """
 
-    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+    def __init__(self, app: ASGIApp, options: ServerOptions, lane: Lane) -> None:
         self._app = app
         self._options = options
+        self._lane = lane
         self._num_buffered = 0  # bytes of bodies that are being received
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,7 +94,7 @@ class BodyLimits:
         async def read() -> Message:
             return messages.pop() if messages else await receive()
 
-        await self._app(scope, read, send)
+        await self._app(scope, self._lane.paced(read), send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         limit, timeout = self._options.max_body_bytes, self._options.body_timeout

@@ -163,4 +163,3 @@ def test_other_tokenizers(model: str) -> None:
 def test_a_tokenizer_without_control_tokens() -> None:
     control = ControlTokens(tokenizers.Tokenizer(models.BPE({"a": 0}, [])))
     assert control.marked("<|end|>") == ("<|end|>", "")
-    assert control.encode("aa", "") == [0, 0]
