@@ -55,7 +55,7 @@ class OpenAIServer:
 
     def app(self) -> ASGIApp:
         """Returns the application."""
-        app = FastAPI(title="jax-paged", root_path=self.options.root_path, redirect_slashes=False)
+        app = FastAPI(title="jax-paged", redirect_slashes=False)
         app.router.route_class = json_route(self.options)
         generating = {
             "/v1/completions": self._generation.completions,

@@ -1,4 +1,4 @@
-"""What every request passes before the application: its id, other origins, the key."""
+"""What every request passes before the application: its id, its root path, other origins, the key."""
 
 import re
 import uuid
@@ -24,19 +24,21 @@ def guarded(app: ASGIApp, options: ServerOptions) -> ASGIApp:
             allow_headers=("*",),
             expose_headers=("X-Request-Id", "Retry-After"),
         )
-    return _RequestIds(app)
+    return _Front(app, options.root_path)
 
 
-class _RequestIds:
+class _Front:
     """Gives each request an id, which the answer bears: the client's X-Request-Id, if it is harmless."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app = app
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["root_path"] = self._root_path  # paths are found with it and without it
         request_id = _request_id(scope["headers"])
         scope.setdefault("state", {})["request_id"] = request_id.decode()
 

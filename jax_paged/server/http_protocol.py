@@ -43,7 +43,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._is_refused = False
         self._in_head = True
         self._num_head_bytes = 0  # of the first line, the headers and the trailers that are complete
-        self._num_silent_bytes = 0  # that came since the parser has last reported anything
+        self._num_silent_bytes = 0  # of a head; then, since the parser has last reported a part of the body
         self._has_received = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -118,10 +118,12 @@ class _LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Takes a header; trailers, which come after a body, are dropped."""
         self._count_head(len(name) + len(value) + 4)  # with ": " and the end of the line
-        if self._in_head:
-            super().on_header(name, value)
-            if len(self.headers) > (limit := self._options.max_headers):
-                raise _Refusal(ApiError(f"the request has too many headers; allowed: {limit}", status=431))
+        if not self._in_head:
+            self._num_silent_bytes = 0
+            return
+        super().on_header(name, value)
+        if len(self.headers) > (limit := self._options.max_headers):
+            _bad(f"the request has too many headers; allowed: {limit}", 431)
 
     def on_headers_complete(self) -> None:
         """Checks the headers together, and starts the application."""
@@ -143,10 +145,9 @@ class _LimitedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _count_head(self, num_bytes: int) -> None:
-        self._num_silent_bytes = 0
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > self._options.max_header_bytes:
-            raise _Refusal(ApiError(self._too_long(), status=431))
+            _bad(self._too_long(), 431)
 
     def _too_long(self) -> str:
         return f"the headers are too long; allowed: {self._options.max_header_bytes} bytes"
@@ -180,7 +181,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         if not self.parser.should_keep_alive():
             lines.append(b"connection: close")
         self.parser = httptools.HttpRequestParser(self)
-        self._num_head_bytes = 0
+        self._num_head_bytes = self._num_silent_bytes = 0
         self.data_received(b"\r\n".join([*lines, b"", b""]) + rest)
 
     # What is too slow.
