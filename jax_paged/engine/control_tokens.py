@@ -32,8 +32,8 @@ class ControlTokens:
         texts = sorted({text for text in self._texts.values() if len(text) > 1})
         # The first character of a control token; characters that none begins with are passed quickly.
         starts = "".join(sorted({re.escape(text[0]) for text in texts}))
-        any_token = "|".join(map(re.escape, texts))
-        self._begin = re.compile(f"[{starts}](?<=(?={any_token}).)" if texts else "(?!)", re.DOTALL)
+        pattern = f"[{starts}](?<=(?={_any_of(texts)}).)" if texts else "(?!)"
+        self._begin = re.compile(pattern, re.DOTALL)
         self._beginnings = tuple({text[:k] for text in texts for k in range(1, len(text))})
 
     @functools.cached_property
@@ -104,6 +104,17 @@ class ControlTokens:
             items = [self._with_marks(item, mark) for item in value]
             return items if isinstance(value, list) else tuple(items)
         return value
+
+
+def _any_of(texts: list[str]) -> str:
+    """Returns a pattern of what begins with any of some texts, which looks at each character once."""
+    by_first: dict[str, list[str]] = {}
+    for text in texts:
+        if not text:
+            return ""
+        by_first.setdefault(text[0], []).append(text[1:])
+    choices = [re.escape(first) + _any_of(rest) for first, rest in by_first.items()]
+    return choices[0] if len(choices) == 1 else f"(?:{'|'.join(choices)})"
 
 
 def _texts(value: Any) -> Iterator[str]:

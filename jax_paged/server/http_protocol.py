@@ -141,8 +141,16 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Ends the body."""
-        if not self._in_head:  # else it is to be read again
+        if not self._in_head:
             super().on_message_complete()
+        elif (
+            not self.parser.should_upgrade()
+        ):  # the answer came first, and the connection is idle from now on
+            self._stop_head_timer()
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _count_head(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes
@@ -196,7 +204,8 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     def _on_late_head(self) -> None:
         self._head_timer = None
-        if self._has_received:
+        is_answered = self.cycle is not None and self.cycle.more_body  # before its body has ended
+        if self._has_received and not is_answered:
             self._refuse(f"the headers were not complete after {self._options.head_timeout:g} s", 408)
         else:  # browsers open connections that they may never use
             self.transport.close()

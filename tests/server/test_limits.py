@@ -17,6 +17,7 @@ from helpers.raw_http import KEY, Answer, ask, connect, head, post, receive
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.cli import make_parser
 from jax_paged.server.options import ServerOptions
+from jax_paged.server.responses import ApiError
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 0.6
@@ -127,11 +128,49 @@ def test_a_refused_body_that_drips_does_not_keep_its_connection(port: int) -> No
 def is_closed(connection: socket.socket) -> bool:
     connection.settimeout(0.01)
     try:
-        return connection.recv(1) == b""
+        return connection.recv(65536) == b""
     except TimeoutError:
         return False
     except OSError:
         return True
+
+
+@pytest.fixture
+def refusing(served: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port of a server that answers before it reads."""
+    server = OpenAIServer(served.server.engine, "pagelet", dataclasses.replace(OPTIONS, api_key=()))
+    error = ApiError("not now", status=429)
+    with listening(server) as port:
+        monkeypatch.setattr(server.life, "refusal", lambda: error)
+        yield port
+
+
+def test_an_answer_before_the_body_does_not_end_the_connection(refusing: int) -> None:
+    with connect(refusing) as connection:
+        for _ in range(3):
+            connection.sendall(
+                head("POST", "/v1/completions", f"Content-Length: {len(GOOD)}") + b"\r\n" + GOOD[:5]
+            )
+            assert receive(connection).status == 429
+            time.sleep(TIMEOUT_S / 3)
+            connection.sendall(GOOD[5:])
+            time.sleep(TIMEOUT_S / 3)
+        start = time.monotonic()
+        assert connection.recv(1) == b"", "closed without a word"
+        assert time.monotonic() - start < 5
+
+
+def test_a_body_behind_its_answer_stalls(refusing: int) -> None:
+    with connect(refusing) as connection:
+        connection.sendall(head("POST", "/v1/completions", "Content-Length: 100") + b"\r\n{")
+        assert receive(connection).status == 429
+        for _ in range(200):
+            try:
+                connection.sendall(b" ")
+            except OSError:
+                return
+            time.sleep(0.05)
+    pytest.fail("the connection stays open")
 
 
 def test_a_client_waits_for_a_word_before_it_sends_a_body(port: int) -> None:
