@@ -146,6 +146,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         elif (
             not self.parser.should_upgrade()
         ):  # the answer came first, and the connection is idle from now on
+            self.cycle.more_body = False
+            self._num_head_bytes = self._num_silent_bytes = 0
             self._stop_head_timer()
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(
