@@ -8,12 +8,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.server.access import AccessLog
 from jax_paged.server.generation import GenerationRoutes
+from jax_paged.server.guard import guarded
 from jax_paged.server.life import Gate, Life
+from jax_paged.server.limits import BodyLimits, json_route
 from jax_paged.server.metrics import Metrics
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.page import PageRoutes
@@ -50,19 +53,21 @@ class OpenAIServer:
         self._lane = Lane()
         config, tokenizer = engine.engine.config, engine.engine.tokenizer
         texts = TextReader(tokenizer, config.max_model_len, self._lane)
-        self._generation = GenerationRoutes(engine, runner, texts, model_name)
+        self._generation = GenerationRoutes(engine, runner, texts, model_name, self.options)
         self._created = int(time.time())
 
-    def app(self) -> FastAPI:
+    def app(self) -> ASGIApp:
         """Returns the application."""
-        app = FastAPI(title="jax-paged")
+        app = FastAPI(title="jax-paged", redirect_slashes=False)
+        app.router.route_class = json_route(self.options)
         generating = {
             "/v1/completions": self._generation.completions,
             "/v1/chat/completions": self._generation.chat_completions,
         }
         for path, handler in generating.items():
             app.post(path)(handler)
-        app.add_middleware(Gate, life=self.life, room=self._room, lane=self._lane, paths=generating)  # pyright: ignore
+        app.add_middleware(BodyLimits, options=self.options, lane=self._lane)
+        app.add_middleware(Gate, life=self.life, room=self._room, paths=generating)  # pyright: ignore
         app.get("/v1/models")(self.models)
         app.get("/health")(self.health)
         app.get("/ping")(self.health)
@@ -78,8 +83,7 @@ class OpenAIServer:
         app.exception_handler(HTTPException)(_on_http_error)
         app.exception_handler(Exception)(_on_any_error)
         routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
-        app.add_middleware(AccessLog, metrics=self.metrics, paths=routes)  # the last one is outermost
-        return app
+        return AccessLog(guarded(app, self.options), self.metrics, routes)
 
     async def models(self) -> Response:
         """GET /v1/models: the one model."""

@@ -16,6 +16,8 @@ from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.server.limits import check_sizes
+from jax_paged.server.options import ServerOptions
 from jax_paged.server.protocol import ChatRequest, CompletionRequest
 from jax_paged.server.responses import (
     ApiError,
@@ -38,21 +40,29 @@ class GenerationRoutes:
         runner: Counts them, and aborts those whose client has left.
         texts: Tokenizes them.
         model_name: The model's name for clients.
+        options: Limits of what they ask for.
     """
 
     def __init__(
-        self, engine: AsyncLLMEngine, runner: RequestRunner, texts: TextReader, model_name: str
+        self,
+        engine: AsyncLLMEngine,
+        runner: RequestRunner,
+        texts: TextReader,
+        model_name: str,
+        options: ServerOptions,
     ) -> None:
         self._engine = engine
         self._config = engine.engine.config
         self._runner = runner
         self._model_name = model_name
         self._texts = texts
+        self._options = options
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions: continues one or more prompts."""
         self._check_model(body.model)
         with _bad_input(body):
+            check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
             is_prompt = isinstance(body.prompt, str | list | dict)
             check(is_prompt, "prompt", body.prompt, "text, a list of token ids, or a list of prompts")
@@ -70,6 +80,7 @@ class GenerationRoutes:
         self._check_model(body.model)
         tokenizer = self._engine.engine.tokenizer
         with _bad_input(body):
+            check_sizes(body, self._options)
             if tokenizer is None:
                 raise ValueError("chat needs a tokenizer, and the server runs without one")
             params = body.sampling_params(self._config.sampling_defaults)

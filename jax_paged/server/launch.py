@@ -1,21 +1,25 @@
 """Starting the server: binds the port, loads the model, announces itself, and ends on a signal."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
 import orjson
 import uvicorn
 
-from jax_paged.config import EngineArgs
+from jax_paged.config import EngineArgs, api_key_of_environment
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.server.app import OpenAIServer
+from jax_paged.server.keys import with_all_keys
+from jax_paged.server.listening import allow_open_files, check_exposure, check_tls, uvicorn_config
 from jax_paged.server.logs import configure, log_statistics
 from jax_paged.server.options import ServerOptions
 
@@ -37,14 +41,16 @@ def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """
     configure(options.log_level, options.log_format)
-    config = uvicorn.Config(
-        "",
-        log_config=None,  # uvicorn's own would close the handlers that others have made
-        log_level="warning",
-        timeout_graceful_shutdown=_CLOSING_S,
-    )
+    with _one_line_errors():
+        options = with_all_keys(options, api_key_of_environment())
+        check_tls(options)
+    config = uvicorn_config("", options, log_level="warning", timeout_graceful_shutdown=_CLOSING_S)
     # A port that is taken is found before the model is loaded.
-    listener, engine = _listener(options), _load_engine(args)
+    listener = _listener(options)
+    with _one_line_errors():
+        check_exposure(listener, options)
+    allow_open_files(options.max_connections)
+    engine = _load_engine(args)
     openai = OpenAIServer(engine, options.served_model_name or args.model, options)
     config.app = openai.app()
     Server(config, openai).run([listener])
@@ -73,15 +79,23 @@ def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
     start = time.monotonic()
     _LOGGER.info("loading %s", args.model)
     try:
-        engine = AsyncLLMEngine(args)
-        if engine.engine.tokenizer is not None:
-            engine.engine.tokenizer.prepare_chat()  # now, not by the first request
-    except ValueError as error:
-        sys.exit(f"jax-paged: {error}")
+        with _one_line_errors():
+            engine = AsyncLLMEngine(args)
+            if engine.engine.tokenizer is not None:
+                engine.engine.tokenizer.prepare_chat()  # now, not by the first request
     finally:
         gc.enable()
     _LOGGER.info("loaded %s in %.1f s", args.model, time.monotonic() - start)
     return engine
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Ends the program with the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        sys.exit(f"jax-paged: {error}")
 
 
 class Server(uvicorn.Server):
@@ -110,14 +124,16 @@ class Server(uvicorn.Server):
             log_statistics(self._openai.engine, self._openai.metrics.num_waiting)
         )
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if self.config.is_ssl else "http"
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        key = ' -H "Authorization: Bearer $JAX_PAGED_API_KEY"' if self._openai.options.api_key else ""
         question = {"role": "user", "content": "What is a block table?"}
         body = {"model": self._openai.model_name, "messages": [question], "temperature": 0}
-        page = f"A page that shows what runs, and chats: {url}/\n" if self._openai.options.ui else ""
+        page = f"\nor open {url}/ in a browser.\n" if self._openai.options.ui else ""
         print(
-            f"{self._openai.engine.engine!r}\n{page}"
+            f"{self._openai.engine.engine!r}\n"
             f"Serving the OpenAI API at {url}/v1. Press Ctrl-C to stop. Try:\n\n"
-            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-            f"    -d '{orjson.dumps(body).decode()}'\n",
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
+            f"    -d '{orjson.dumps(body).decode()}'\n{page}",
             flush=True,
         )

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from starlette.testclient import TestClient
 
 from jax_paged import AsyncLLMEngine
 from jax_paged.server.app import OpenAIServer
@@ -65,12 +66,21 @@ def test_a_page_of_two_scripts_has_no_policy():
 
 def test_without_ui_there_is_no_page(scripted):
     engine = AsyncLLMEngine(*scripted())
-    paths = {
-        ui: {route.path for route in OpenAIServer(engine, "m", ServerOptions(ui=ui)).app().routes}
-        for ui in (True, False)
-    }
+    found = {}
+    for ui in (True, False):
+        client = TestClient(OpenAIServer(engine, "m", ServerOptions(ui=ui)).app())
+        found[ui] = [client.get(path).status_code for path in ("/", "/ui/state")]
     engine.close()
-    assert paths[True] - paths[False] == {"/", "/ui/state"}
+    assert found == {True: [200, 200], False: [404, 404]}
+
+
+def test_where_a_key_is_set_the_page_is_open_and_its_state_is_not(scripted):
+    engine = AsyncLLMEngine(*scripted())
+    client = TestClient(OpenAIServer(engine, "m", ServerOptions(api_key=("secret",))).app())
+    assert client.get("/").status_code == 200
+    assert client.get("/ui/state").status_code == 401
+    assert client.get("/ui/state", headers={"Authorization": "Bearer secret"}).status_code == 200
+    engine.close()
 
 
 def test_the_state_of_an_idle_server(served):

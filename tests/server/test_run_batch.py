@@ -145,7 +145,7 @@ def test_the_files_must_differ(tmp_path):
 
 
 def test_the_command_is_interrupted_and_goes_on(tmp_path):
-    lines = [line(f"c{i}", "def f(", max_tokens=200, ignore_eos=True, seed=i) for i in range(60)]
+    lines = [line(f"c{i}", "def f(", max_tokens=100, ignore_eos=True, seed=i) for i in range(30)]
     (tmp_path / "in").write_text("".join(json.dumps(x) + "\n" for x in [*lines, "nonsense"]))
     small = "--max-num-seqs 4 --max-num-batched-tokens 16 --max-model-len 256 --num-gpu-blocks-override 80"
     command = [
@@ -161,7 +161,7 @@ def test_the_command_is_interrupted_and_goes_on(tmp_path):
     environment = {**os.environ, "COLUMNS": "100"}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     out = tmp_path / "out"
-    while not out.exists() or out.stat().st_size < 2000:
+    while not out.exists() or out.stat().st_size < 1500:
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
@@ -170,16 +170,16 @@ def test_the_command_is_interrupted_and_goes_on(tmp_path):
     assert "interrupted: run it again to go on" in text
     assert "Traceback" not in text
     before = [json.loads(x) for x in out.read_text().splitlines()]  # all lines are whole
-    assert 0 < len(before) < 61
+    assert 0 < len(before) < 31
     done = subprocess.run(
         command, check=False, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, timeout=300
     )
     assert done.returncode == 1, done.stderr
     summary = done.stderr.splitlines()[-1]
     counts = [int(x) for x in re.findall(r"(\d+) (?:answered|failed|done before)", summary)]
-    assert sum(counts) == 61
+    assert sum(counts) == 31
     assert counts[2] == len(before)
     entries = [json.loads(x) for x in out.read_text().splitlines()]
-    assert len({entry["custom_id"] for entry in entries}) == 61
+    assert len({entry["custom_id"] for entry in entries}) == 31
     assert "request" in done.stderr
     assert "tokens/s" in done.stderr
