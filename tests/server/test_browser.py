@@ -125,6 +125,19 @@ def test_probabilities_by_mouse_and_by_keyboard(open_page):
     assert page.locator("#tip").is_hidden()
 
 
+def test_a_model_without_a_chat_template_completes(open_page, served):
+    page = open_page()
+    state = {**served.client.get("../ui/state").json(), "has_chat": False}
+    page.route("**/ui/state", lambda route: route.fulfill(json=state))
+    page.wait_for_selector("#chat-title:text-is('Complete')")
+    settings(page, temperature=0, max_tokens=8)
+    with page.expect_request("**/v1/completions") as asked:
+        ask(page, "import os")
+    assert asked.value.post_data_json["prompt"] == "import os"
+    page.locator(".token").first.hover()
+    page.wait_for_selector("#tip .bar.sampled", state="visible")
+
+
 def test_texts_are_never_html(open_page):
     page = open_page()
     settings(page, max_tokens=5)
