@@ -5,6 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 
+class TooLongError(ValueError):
+    """A prompt that does not fit max_model_len, or not together with the output that is asked for."""
+
+
 def check(ok: bool, name: str, value: Any, allowed: str) -> None:
     """Raises ValueError that names the argument, its value and what is allowed, unless `ok`."""
     if not ok:

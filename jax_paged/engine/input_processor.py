@@ -4,7 +4,7 @@ import dataclasses
 import numbers
 from typing import Any
 
-from jax_paged.checks import Problems, check, check_int
+from jax_paged.checks import Problems, TooLongError, check, check_int
 from jax_paged.config import EngineConfig
 from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
@@ -297,7 +297,7 @@ class InputProcessor:
         """Cuts max_tokens to what max_model_len has room for, and checks that there is room."""
         room = self._config.max_model_len - num_tokens
         if room < 1:
-            raise ValueError(
+            raise TooLongError(
                 f"the prompt has {num_tokens} tokens and needs room for one more; allowed: max_model_len, "
                 f"{self._config.max_model_len}"
             )
@@ -311,7 +311,7 @@ class InputProcessor:
     ) -> None:
         config, n = self._config, len(token_ids)
         if len(encoder_ids) > config.max_model_len:
-            raise ValueError(
+            raise TooLongError(
                 f"the prompt has {len(encoder_ids)} tokens for the encoder; allowed: max_model_len, "
                 f"{config.max_model_len}"
             )

@@ -11,13 +11,15 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from jax_paged.checks import check
+from jax_paged.checks import TooLongError, check
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
-from jax_paged.server.protocol import ChatRequest, CompletionRequest
+from jax_paged.server.conversation import messages_for
+from jax_paged.server.logprobs import Echo
+from jax_paged.server.protocol import Body, ChatRequest, CompletionRequest, Generation
 from jax_paged.server.responses import (
     ApiError,
     chat_deltas,
@@ -26,6 +28,7 @@ from jax_paged.server.responses import (
     completion_choices,
     json_response,
     shortened,
+    unknown_model,
 )
 from jax_paged.server.streaming import Call, EventStream, RequestRunner, unless_gone
 
@@ -48,33 +51,40 @@ class GenerationRoutes:
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions: continues one or more prompts."""
         check_running(self._engine)
-        self._check_model(body.model)
-        with _bad_input(body):
+        check_model(body, self._model_name)
+        with bad_input(body):
             params = body.sampling_params(self._config.sampling_defaults)
+            echo = self._echo(body)
             is_prompt = isinstance(body.prompt, str | list | dict)
             check(is_prompt, "prompt", body.prompt, "text, a list of token ids, or a list of prompts")
             prompts = as_prompts(body.prompt)
             check(bool(prompts), "prompt", prompts, "at least one prompt")
-            checked = await asyncio.to_thread(self._check_all, prompts, params, body)
+            checked = await asyncio.to_thread(check_all, self._engine, prompts, params, body)
         n = body.num_outputs
-        call = Call(checked, n, self._head("cmpl", "text_completion"), completion_choices(len(checked) * n))
+        call = Call(
+            checked,
+            n,
+            self._head("cmpl", "text_completion"),
+            completion_choices(len(checked) * n, echo),
+            body.prompt_logprobs is not None,
+            counts_output=not body.only_prompt,
+        )
         return await unless_gone(request, self._stream(call, body) if body.stream else self._whole(call))
 
     async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions: answers a conversation."""
         check_running(self._engine)
-        self._check_model(body.model)
-        tokenizer = self._engine.engine.tokenizer
-        with _bad_input(body):
-            if tokenizer is None:
-                raise ValueError("chat needs a tokenizer, and the server runs without one")
+        check_model(body, self._model_name)
+        with bad_input(body):
+            tokenizer = tokenizer_of(self._engine)
             params = body.sampling_params(self._config.sampling_defaults)
             checked = await asyncio.to_thread(self._check_chat, tokenizer, params, body)
         n, num_top = body.num_outputs, body.top_logprobs or 0
         if body.stream:
             call = Call(checked, n, self._head("chatcmpl", "chat.completion.chunk"), chat_deltas(num_top))
             return await unless_gone(request, self._stream(call, body, chat_roles(n)))
-        call = Call(checked, n, self._head("chatcmpl", "chat.completion"), chat_messages(num_top))
+        head, choices = self._head("chatcmpl", "chat.completion"), chat_messages(num_top)
+        call = Call(checked, n, head, choices, body.prompt_logprobs is not None)
         return await unless_gone(request, self._whole(call))
 
     async def _whole(self, call: Call) -> Response:
@@ -83,42 +93,28 @@ class GenerationRoutes:
     async def _stream(
         self, call: Call, body: CompletionRequest | ChatRequest, first: list[dict[str, Any]] | None = None
     ) -> Response:
-        events = self._runner.events(call, first=first or (), include_usage=body.include_usage)
+        events = self._runner.events(
+            call,
+            first=first or (),
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+        )
         return await EventStream.begin(events)
+
+    def _echo(self, body: CompletionRequest) -> Echo | None:
+        if not body.echo:
+            return None
+        if self._config.decoder_start_token_id is not None:
+            raise ValueError("echo is True; allowed: False, as the model reads prompts with an encoder")
+        return Echo(tokenizer_of(self._engine), body.only_prompt)
 
     # These two take milliseconds for long prompts: they run in a thread, so that the event loop goes on.
 
     def _check_chat(
         self, tokenizer: Tokenizer, params: SamplingParams | BeamSearchParams, body: ChatRequest
     ) -> list[CheckedRequest]:
-        return self._check_all([tokenizer.encode_chat(body.messages)], params, body)
-
-    def _check_all(
-        self,
-        prompts: list[Prompt],
-        params: SamplingParams | BeamSearchParams,
-        body: CompletionRequest | ChatRequest,
-    ) -> list[CheckedRequest]:
-        salt, priority = body.cache_salt or "", body.priority or 0
-        check = self._engine.engine.check_request
-        requests = [check(prompt, params, cache_salt=salt, priority=priority) for prompt in prompts]
-        for request in requests:
-            if params.max_tokens not in (None, request.params.max_tokens):  # the engine has cut it
-                n, limit = len(request.prompt_token_ids), self._config.max_model_len
-                raise ValueError(
-                    f"the prompt has {n} tokens and max_tokens is {params.max_tokens}: "
-                    f"{n + params.max_tokens} tokens in all; allowed: max_model_len, {limit}"
-                )
-        return requests
-
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._model_name):
-            raise ApiError(
-                f"model is {name!r}; allowed: {self._model_name!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+        prompt = tokenizer.encode_chat(messages_for(tokenizer, body.messages))
+        return check_all(self._engine, [prompt], params, body)
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
         return {
@@ -127,6 +123,53 @@ class GenerationRoutes:
             "created": int(time.time()),
             "model": self._model_name,
         }
+
+
+def check_all(
+    engine: AsyncLLMEngine,
+    prompts: list[Prompt],
+    params: SamplingParams | BeamSearchParams,
+    body: Generation,
+) -> list[CheckedRequest]:
+    """Tokenizes and checks the prompts of a request.
+
+    Raises:
+        ValueError: If the engine can't run it, or if it could not give all tokens that are asked for.
+    """
+    salt, priority = body.cache_salt or "", body.priority or 0
+    check = engine.engine.check_request
+    requests = [check(prompt, params, cache_salt=salt, priority=priority) for prompt in prompts]
+    for request in requests:
+        if params.max_tokens not in (None, request.params.max_tokens):  # the engine has cut it
+            n, limit = len(request.prompt_token_ids), engine.engine.config.max_model_len
+            raise TooLongError(
+                f"the prompt has {n} tokens and max_tokens is {params.max_tokens}: "
+                f"{n + params.max_tokens} tokens in all; allowed: max_model_len, {limit}"
+            )
+    return requests
+
+
+def tokenizer_of(engine: AsyncLLMEngine) -> Tokenizer:
+    """Returns the engine's tokenizer.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    if engine.engine.tokenizer is None:
+        raise ValueError(
+            "the server runs without a tokenizer; allowed: completions of token ids, without echo"
+        )
+    return engine.engine.tokenizer
+
+
+def check_model(body: Body, model_name: str) -> None:
+    """Checks that a request is for the model that is served, or for none in particular.
+
+    Raises:
+        ApiError: If it is not.
+    """
+    if body.model not in (None, model_name):
+        raise unknown_model(str(body.model), model_name)
 
 
 def check_running(engine: AsyncLLMEngine) -> None:
@@ -141,26 +184,25 @@ def check_running(engine: AsyncLLMEngine) -> None:
 
 
 @contextlib.contextmanager
-def _bad_input(body: CompletionRequest | ChatRequest) -> Iterator[None]:
+def bad_input(body: Body) -> Iterator[None]:
     """Turns a ValueError about what the client sent into an answer with status 400."""
     try:
         yield
     except ValueError as error:
         message = str(error)
-        raise ApiError(shortened(message, 600), param=_wrong_field(message, body)) from error
+        code = "context_length_exceeded" if isinstance(error, TooLongError) else None
+        raise ApiError(shortened(message, 600), param=_wrong_field(message, body), code=code) from error
 
 
-def _wrong_field(message: str, body: CompletionRequest | ChatRequest) -> str | None:
+def _wrong_field(message: str, body: Body) -> str | None:
     """Returns the field of a body that an error message is about, or None if it names none.
 
     By convention the subject of a message names the argument: "n is 0", "the number of stop strings is 65".
     """
     subject = re.match(r".*?(?= is | has )|\S*", message)
     assert subject is not None, "the second alternative matches everything"
-    fields = type(body).model_fields
-    prompt = "prompt" if "prompt" in fields else "messages"
     for word in re.findall(r"\w+", subject.group()):
-        name = prompt if word in ("prompt", "prompt_token_ids") else word
-        if name in fields:
+        name = body.prompt_field if word in ("prompt", "prompt_token_ids") else word
+        if body.has_field(name):
             return name
     return None

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import socket
 import sys
+from pathlib import Path
 
 import orjson
 import uvicorn
@@ -36,7 +37,7 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
         timeout_graceful_shutdown=_SHUTDOWN_S,
     )
     # A port that is taken is found before the model is loaded.
-    with config.bind_socket() as listener, contextlib.closing(_load_engine(args)) as engine:
+    with config.bind_socket() as listener, contextlib.closing(_load_engine(args, options)) as engine:
         model_name = options.served_model_name or args.model
         config.app = OpenAIServer(engine, model_name, options).app()
         server = _Server(config, engine, model_name)
@@ -47,19 +48,33 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
                 raise
 
 
-def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
+def _load_engine(args: EngineArgs, options: ServerOptions) -> AsyncLLMEngine:
     # Loading makes hundreds of thousands of objects, nearly all of which stay: to look through them for
     # garbage again and again takes half a second.
     gc.disable()
     try:
         engine = AsyncLLMEngine(args)
         if engine.engine.tokenizer is not None:
+            if options.chat_template is not None:
+                engine.engine.tokenizer.replace_chat_template(_template(options.chat_template))
             engine.engine.tokenizer.prepare_chat()  # now, not by the first request
     except ValueError as error:
         sys.exit(f"jax-paged: {error}")
     finally:
         gc.enable()
     return engine
+
+
+def _template(value: str) -> str:
+    """Returns the chat template that is given as text or as a file."""
+    if any(character in value for character in "{}\n"):
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"chat_template is {value!r}; allowed: a template, or a file that holds one ({error})"
+        ) from error
 
 
 class _Server(uvicorn.Server):

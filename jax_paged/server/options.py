@@ -16,6 +16,9 @@ class ServerOptions:
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         served_model_name: The model's name for clients; None takes the value of --model.
+        chat_template: A Jinja template in place of the tokenizer's own, or the file that holds it.
+        strict: Whether fields that the server does not know are errors; else they are ignored, and the header
+            X-Ignored-Fields of the answer names them.
 
     Raises:
         ValueError: If a value is out of range.
@@ -24,6 +27,8 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None
+    chat_template: str | None = None
+    strict: bool = False
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
