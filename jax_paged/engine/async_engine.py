@@ -4,12 +4,16 @@ import asyncio
 import contextlib
 import logging
 import queue
+import sys
 import threading
+import time
+import traceback
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
+from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.inputs import Prompt
@@ -117,6 +121,7 @@ class AsyncLLMEngine:
     def __init__(self, args: EngineArgs, executor: "Executor | None" = None) -> None:
         self.engine = LLMEngine(args, executor)
         self.error: BaseException | None = None  # what has stopped the engine, if anything
+        self.step_began: float | None = None  # time.monotonic when the running step began; None between steps
         self._streams: dict[str, RequestStream] = {}  # changed by the engine's thread alone
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -126,6 +131,11 @@ class AsyncLLMEngine:
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """Makes an engine; the name that vLLM's scripts use."""
         return cls(engine_args)
+
+    @property
+    def stopped(self) -> EngineDeadError | None:
+        """What requests are told once the engine has stopped; None while it runs."""
+        return None if self.error is None else self._stopped()
 
     async def submit(
         self,
@@ -153,7 +163,7 @@ class AsyncLLMEngine:
 
         Raises:
             ValueError: If the engine can't run it.
-            RuntimeError: If the engine has failed or is closed.
+            EngineDeadError: If the engine has failed or is closed.
         """
         if not isinstance(prompt, CheckedRequest):
             prompt = await asyncio.to_thread(
@@ -187,7 +197,7 @@ class AsyncLLMEngine:
 
         Raises:
             ValueError: If the engine can't run it.
-            RuntimeError: If the engine has failed or is closed.
+            EngineDeadError: If the engine has failed or is closed.
         """
         check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
         kind = sampling_params.output_kind if isinstance(sampling_params, SamplingParams) else None
@@ -229,11 +239,29 @@ class AsyncLLMEngine:
         self._thread.join()
         self.engine.close()
 
+    def fail(self, error: EngineDeadError) -> None:
+        """Ends all requests with an error, at once and for good, even while the thread hangs in a step.
+
+        Args:
+            error: What `error` is from now on, unless the engine has stopped already.
+        """
+        if self.error is None:
+            self.error = error
+        self._calls.put(None)
+        self._deliver([(stream, self._stopped()) for stream in list(self._streams.values())])
+
+    def stack(self) -> str:
+        """Returns where the engine's thread is, as a traceback."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame else "no thread\n"
+
     def _abort(self, stream: RequestStream) -> None:
         self._calls.put(lambda: self._end(stream.request_id, stream))
 
-    def _stopped(self) -> RuntimeError:
-        stopped = RuntimeError(f"the engine has stopped: {str(self.error) or repr(self.error)}")
+    def _stopped(self) -> EngineDeadError:
+        if isinstance(self.error, EngineDeadError):
+            return EngineDeadError(str(self.error))  # an exception of its own for each who raises it
+        stopped = EngineDeadError(f"the engine has stopped: {str(self.error) or repr(self.error)}")
         stopped.__cause__ = self.error
         return stopped
 
@@ -264,7 +292,7 @@ class AsyncLLMEngine:
             while self._serve_calls():
                 if self.engine.has_unfinished_requests():
                     self._step()
-            self.error = RuntimeError("it was closed")
+            self.error = self.error or EngineDeadError("the engine is closed")
         except BaseException as error:  # a panic of a library in Rust is no Exception
             self.error = error
             _LOGGER.exception("the engine has failed")
@@ -288,7 +316,10 @@ class AsyncLLMEngine:
 
     def _step(self) -> None:
         outputs: list[tuple[RequestStream, RequestOutput | Exception]] = []
-        for state in self.engine.advance():
+        self.step_began = time.monotonic()
+        states = self.engine.advance()
+        self.step_began = None
+        for state in states:
             request_id = state.group.request_id
             stream = self._streams.get(request_id)
             if stream is None or (stream.whole and not state.is_finished):

@@ -39,6 +39,11 @@ class CheckedRequest:
     priority: int = 0
     stop: StopStrings | None = dataclasses.field(default=None, compare=False)
 
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that the request grows to at most."""
+        return self.beam_params.beam_width if self.beam_params else self.params.best_of or self.params.n
+
 
 @dataclasses.dataclass
 class _Tokenized:
@@ -98,10 +103,8 @@ class InputProcessor:
         (own, beams), (encoder, decoder) = own_params, prompts
         self._truncate(encoder or decoder, own.truncate_prompt_tokens)
         encoder_ids = encoder.token_ids if encoder else []
-        num_seqs = beams.beam_width if beams else own.best_of or own.n
         self._fit_max_tokens(len(decoder.token_ids), own, beams)
-        self._check_length(encoder_ids, decoder.token_ids, own, num_seqs)
-        return CheckedRequest(
+        request = CheckedRequest(
             decoder.text,
             decoder.token_ids,
             encoder.text if encoder else None,
@@ -113,6 +116,8 @@ class InputProcessor:
             # Made here and not by the engine, whose thread must not wait for it.
             StopStrings(own.stop_strings) if own.stop_strings else None,
         )
+        self._check_length(request)
+        return request
 
     def _check_priority(self, priority: int) -> None:
         check_int("priority", priority, -(2**63), 2**63 - 1)
@@ -306,10 +311,9 @@ class InputProcessor:
         if beams is not None:
             beams.max_tokens = params.max_tokens
 
-    def _check_length(
-        self, encoder_ids: list[int], token_ids: list[int], params: SamplingParams, num_seqs: int
-    ) -> None:
-        config, n = self._config, len(token_ids)
+    def _check_length(self, request: CheckedRequest) -> None:
+        config, n, num_seqs = self._config, len(request.prompt_token_ids), request.num_seqs
+        encoder_ids = request.encoder_token_ids
         if len(encoder_ids) > config.max_model_len:
             raise TooLongError(
                 f"the prompt has {len(encoder_ids)} tokens for the encoder; allowed: max_model_len, "
@@ -322,7 +326,7 @@ class InputProcessor:
                 continue
             first = 0 if group.window is None else max(0, n - group.window) // size
             # Several sequences share full blocks, and each writes all but its last token to its own.
-            is_shared = num_seqs == 1 or params.max_tokens == 1
+            is_shared = num_seqs == 1 or request.params.max_tokens == 1
             needed += (-(-n // size) if is_shared else n // size + num_seqs) - first
         if needed > usable:
             several = f" for {num_seqs} sequences" if num_seqs > 1 else ""

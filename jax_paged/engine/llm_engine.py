@@ -26,6 +26,7 @@ from jax_paged.engine.assembly import (
     make_tokenizer,
     with_end_token,
 )
+from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.output_processor import RequestState
@@ -384,11 +385,11 @@ class LLMEngine:
         self._check_not_closed()
         if self._failure is not None:
             message = f"the engine has failed: {self._failure!r}; make a new one"
-            raise RuntimeError(message) from self._failure
+            raise EngineDeadError(message) from self._failure
 
     def _check_not_closed(self) -> None:
         if self._closed:
-            raise RuntimeError("this engine is closed; make a new one")
+            raise EngineDeadError("this engine is closed; make a new one")
 
 
 def _check_arrival_time(value: Any, now: float) -> None:

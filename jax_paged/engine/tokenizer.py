@@ -93,6 +93,12 @@ class Tokenizer:
             raise ValueError(f"the prompt is not valid Unicode: {error}") from error
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def max_characters(self, num_tokens: int) -> int:
+        """Returns how many characters so many tokens hold at most: a longer text need not be tokenized."""
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+        # A normalizer joins characters, such as accents with their letters: allow for four.
+        return num_tokens * longest * (1 if self._backend.normalizer is None else 4)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of `token_ids`; ids that the tokenizer does not know add nothing."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)

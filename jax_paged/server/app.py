@@ -9,6 +9,7 @@ from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.engine.errors import EngineDeadError
 from jax_paged.server.answers import (
     ChatAnswer,
     CompletionAnswer,
@@ -22,14 +23,17 @@ from jax_paged.server.answers import (
 )
 from jax_paged.server.docs_page import docs_page
 from jax_paged.server.fields import with_known_fields
-from jax_paged.server.generation import GenerationRoutes, check_running
+from jax_paged.server.generation import GenerationRoutes
 from jax_paged.server.information import InformationRoutes
+from jax_paged.server.life import Gate, Life
 from jax_paged.server.metrics import Metrics
 from jax_paged.server.openapi import answers, describe
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.responses import ApiError, json_response, validation_error
 from jax_paged.server.responses_api import ResponsesRoute
 from jax_paged.server.streaming import RequestRunner
+from jax_paged.server.text_reader import TextReader
+from jax_paged.server.waiting import WaitingRoom
 
 
 class OpenAIServer:
@@ -46,19 +50,34 @@ class OpenAIServer:
         self.model_name = model_name
         self.options = options or ServerOptions()
         self.metrics = Metrics(engine.engine)
-        runner = RequestRunner(engine, self.metrics)
-        self._generation = GenerationRoutes(engine, runner, model_name)
-        self._responses = ResponsesRoute(engine, runner, model_name)
-        self._information = InformationRoutes(engine, model_name)
+        self.life = Life(
+            engine,
+            shutdown_timeout=self.options.shutdown_timeout,
+            step_timeout=self.options.step_timeout,
+            stay=self.options.stay_on_engine_failure,
+        )
+        # Enough to run, and some that wait in the engine: a seat that is left is taken in the next step.
+        max_num_seqs = engine.engine.config.max_num_seqs
+        self._room = WaitingRoom(max_num_seqs + max(4, max_num_seqs // 4), self.options.max_num_waiting)
+        runner = RequestRunner(engine, self._room, self.metrics)
+        texts = TextReader(engine.engine.tokenizer, engine.engine.config.max_model_len)
+        self._generation = GenerationRoutes(engine, runner, texts, model_name)
+        self._responses = ResponsesRoute(engine, runner, texts, model_name)
+        self._information = InformationRoutes(engine, texts, model_name)
 
     def app(self) -> FastAPI:
         """Returns the application."""
         app = FastAPI(title="jax-paged", docs_url=None, redoc_url=None)
-        generation, information = self._generation, self._information
         known = functools.partial(with_known_fields, strict=self.options.strict)
-        app.post("/v1/completions", **answers(CompletionAnswer))(known(generation.completions))
-        app.post("/v1/chat/completions", **answers(ChatAnswer))(known(generation.chat_completions))
-        app.post("/v1/responses", **answers(ResponseAnswer))(known(self._responses.responses))
+        generating = {
+            "/v1/completions": (self._generation.completions, CompletionAnswer),
+            "/v1/chat/completions": (self._generation.chat_completions, ChatAnswer),
+            "/v1/responses": (self._responses.responses, ResponseAnswer),
+        }
+        for path, (handler, form) in generating.items():
+            app.post(path, **answers(form))(known(handler))
+        app.add_middleware(Gate, life=self.life, room=self._room, paths=generating)  # pyright: ignore
+        information = self._information
         app.post("/tokenize", **answers(TokenizeAnswer))(known(information.tokenize))
         app.post("/detokenize", **answers(DetokenizeAnswer))(known(information.detokenize))
         app.get("/v1/models", **answers(ModelList))(information.models)
@@ -66,9 +85,12 @@ class OpenAIServer:
         app.get("/v1/models/{model:path}", **answers(ModelCard, 404))(information.model)
         app.get("/version", **answers(VersionAnswer))(information.version)
         app.get("/health", **answers(HealthAnswer))(self.health)
+        app.get("/ping", **answers(HealthAnswer))(self.health)
+        app.get("/ready", **answers(HealthAnswer))(self.ready)
         app.get("/metrics", response_class=PlainTextResponse)(self.prometheus)
         app.head("/metrics", include_in_schema=False)(self.prometheus)
         app.exception_handler(ApiError)(_on_api_error)
+        app.exception_handler(EngineDeadError)(_on_dead_engine)
         app.exception_handler(RequestValidationError)(_on_validation_error)
         app.exception_handler(HTTPException)(_on_http_error)
         app.exception_handler(Exception)(_on_any_error)
@@ -78,8 +100,15 @@ class OpenAIServer:
 
     async def health(self) -> Response:
         """GET /health: 200 while the engine runs, 503 once it has stopped."""
-        check_running(self.engine)
+        if self.engine.error is not None and (error := self.life.refusal()) is not None:
+            raise error
         return json_response({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """GET /ready: 200 while requests are taken, 503 from the begin of a shutdown on."""
+        if (error := self.life.refusal()) is not None:
+            raise error
+        return json_response({"status": "ready"})
 
     async def prometheus(self) -> Response:
         """GET /metrics: counters and gauges in Prometheus' text format."""
@@ -88,6 +117,10 @@ class OpenAIServer:
 
 async def _on_api_error(_: Request, error: Any) -> Response:
     return error.response()
+
+
+async def _on_dead_engine(_: Request, error: Any) -> Response:
+    return ApiError(str(error), status=503).response()
 
 
 async def _on_validation_error(_: Request, error: Any) -> Response:

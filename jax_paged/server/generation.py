@@ -1,6 +1,5 @@
 """The routes that generate text: completions and chats."""
 
-import asyncio
 import contextlib
 import re
 import time
@@ -31,6 +30,7 @@ from jax_paged.server.responses import (
     unknown_model,
 )
 from jax_paged.server.streaming import Call, EventStream, RequestRunner, unless_gone
+from jax_paged.server.text_reader import TextReader
 
 
 class GenerationRoutes:
@@ -39,18 +39,21 @@ class GenerationRoutes:
     Args:
         engine: Runs the requests.
         runner: Counts them, and aborts those whose client has left.
+        texts: Tokenizes their texts.
         model_name: The model's name for clients.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, runner: RequestRunner, model_name: str) -> None:
+    def __init__(
+        self, engine: AsyncLLMEngine, runner: RequestRunner, texts: TextReader, model_name: str
+    ) -> None:
         self._engine = engine
         self._config = engine.engine.config
         self._runner = runner
+        self._texts = texts
         self._model_name = model_name
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions: continues one or more prompts."""
-        check_running(self._engine)
         check_model(body, self._model_name)
         with bad_input(body):
             params = body.sampling_params(self._config.sampling_defaults)
@@ -59,32 +62,38 @@ class GenerationRoutes:
             check(is_prompt, "prompt", body.prompt, "text, a list of token ids, or a list of prompts")
             prompts = as_prompts(body.prompt)
             check(bool(prompts), "prompt", prompts, "at least one prompt")
-            checked = await asyncio.to_thread(check_all, self._engine, prompts, params, body)
+            checked = await self._texts.read(
+                "prompt", list(prompts), check_all, self._engine, prompts, params, body
+            )
         n = body.num_outputs
         call = Call(
             checked,
             n,
             self._head("cmpl", "text_completion"),
             completion_choices(len(checked) * n, echo),
-            body.prompt_logprobs is not None,
+            client_of(request),
+            with_prompt_logprobs=body.prompt_logprobs is not None,
             counts_output=not body.only_prompt,
         )
         return await unless_gone(request, self._stream(call, body) if body.stream else self._whole(call))
 
     async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions: answers a conversation."""
-        check_running(self._engine)
         check_model(body, self._model_name)
         with bad_input(body):
             tokenizer = tokenizer_of(self._engine)
             params = body.sampling_params(self._config.sampling_defaults)
-            checked = await asyncio.to_thread(self._check_chat, tokenizer, params, body)
+            checked = await self._texts.read(
+                "messages", [body.messages], self._check_chat, tokenizer, params, body
+            )
         n, num_top = body.num_outputs, body.top_logprobs or 0
         if body.stream:
-            call = Call(checked, n, self._head("chatcmpl", "chat.completion.chunk"), chat_deltas(num_top))
+            head = self._head("chatcmpl", "chat.completion.chunk")
+            call = Call(checked, n, head, chat_deltas(num_top), client_of(request))
             return await unless_gone(request, self._stream(call, body, chat_roles(n)))
         head, choices = self._head("chatcmpl", "chat.completion"), chat_messages(num_top)
-        call = Call(checked, n, head, choices, body.prompt_logprobs is not None)
+        with_prompt = body.prompt_logprobs is not None
+        call = Call(checked, n, head, choices, client_of(request), with_prompt_logprobs=with_prompt)
         return await unless_gone(request, self._whole(call))
 
     async def _whole(self, call: Call) -> Response:
@@ -107,8 +116,6 @@ class GenerationRoutes:
         if self._config.decoder_start_token_id is not None:
             raise ValueError("echo is True; allowed: False, as the model reads prompts with an encoder")
         return Echo(tokenizer_of(self._engine), body.only_prompt)
-
-    # These two take milliseconds for long prompts: they run in a thread, so that the event loop goes on.
 
     def _check_chat(
         self, tokenizer: Tokenizer, params: SamplingParams | BeamSearchParams, body: ChatRequest
@@ -172,15 +179,9 @@ def check_model(body: Body, model_name: str) -> None:
         raise unknown_model(str(body.model), model_name)
 
 
-def check_running(engine: AsyncLLMEngine) -> None:
-    """Checks that an engine takes requests.
-
-    Raises:
-        ApiError: If it has stopped.
-    """
-    error = engine.error
-    if error is not None:
-        raise ApiError(f"the engine has stopped: {str(error) or repr(error)}", status=503)
+def client_of(request: Request) -> str:
+    """Returns who sends a request; "" where no key tells."""
+    return getattr(request.state, "client", "")
 
 
 @contextlib.contextmanager

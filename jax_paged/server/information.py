@@ -15,6 +15,7 @@ from jax_paged.server.conversation import messages_for
 from jax_paged.server.generation import bad_input, check_model, tokenizer_of
 from jax_paged.server.protocol import Body, Messages
 from jax_paged.server.responses import json_response, unknown_model
+from jax_paged.server.text_reader import TextReader
 
 
 class TokenizeRequest(Body):
@@ -45,11 +46,13 @@ class InformationRoutes:
 
     Args:
         engine: Its configuration and tokenizer are read.
+        texts: Tokenizes what clients send.
         model_name: The model's name for clients.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, model_name: str) -> None:
+    def __init__(self, engine: AsyncLLMEngine, texts: TextReader, model_name: str) -> None:
         self._engine = engine
+        self._texts = texts
         self._max_model_len = engine.engine.config.max_model_len
         self._model_name = model_name
         self.version_name = importlib.metadata.version("jax-paged")
@@ -80,7 +83,13 @@ class InformationRoutes:
         check_model(body, self._model_name)
         with bad_input(body):
             tokenizer = tokenizer_of(self._engine)
-            token_ids = await asyncio.to_thread(_token_ids, tokenizer, body)
+            token_ids = await self._texts.read(
+                "prompt" if body.messages is None else "messages",
+                [body.prompt, body.messages],
+                _token_ids,
+                tokenizer,
+                body,
+            )
         strings = tokenizer.tokens(token_ids) if body.return_token_strs else None
         return json_response(
             {

@@ -2,9 +2,12 @@
 
 import contextlib
 import gc
+import os
 import socket
 import sys
+import time
 from pathlib import Path
+from types import FrameType
 
 import orjson
 import uvicorn
@@ -14,7 +17,8 @@ from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.options import ServerOptions
 
-_SHUTDOWN_S = 5
+# After the last events of all streams: for clients that do not read.
+_CLOSING_S = 2
 
 
 def serve(args: EngineArgs, options: ServerOptions) -> None:
@@ -25,7 +29,8 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
         options: How to listen, and what clients may do.
 
     Raises:
-        SystemExit: If the address can't be bound, or the model or a setting can't be used.
+        SystemExit: If the address can't be bound, the model or a setting can't be used, requests were cut off
+            at the end (3), or the engine has failed (4).
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """
     config = uvicorn.Config(
@@ -34,18 +39,18 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
         options.port,
         log_config=None,  # uvicorn's own would close the handlers that others have made
         log_level="warning",
-        timeout_graceful_shutdown=_SHUTDOWN_S,
+        timeout_graceful_shutdown=_CLOSING_S,
     )
     # A port that is taken is found before the model is loaded.
     with config.bind_socket() as listener, contextlib.closing(_load_engine(args, options)) as engine:
         model_name = options.served_model_name or args.model
-        config.app = OpenAIServer(engine, model_name, options).app()
-        server = _Server(config, engine, model_name)
-        try:
-            server.run([listener])
-        except KeyboardInterrupt:
-            if not server.started:
-                raise
+        openai = OpenAIServer(engine, model_name, options)
+        config.app = openai.app()
+        Server(config, openai).run([listener])
+        if openai.life.hangs:  # its thread can't be joined
+            sys.stdout.flush()
+            os._exit(openai.life.exit_code)
+    sys.exit(openai.life.exit_code)
 
 
 def _load_engine(args: EngineArgs, options: ServerOptions) -> AsyncLLMEngine:
@@ -77,13 +82,21 @@ def _template(value: str) -> str:
         ) from error
 
 
-class _Server(uvicorn.Server):
-    """Announces itself once it listens."""
+class Server(uvicorn.Server):
+    """Announces itself once it listens, and ends as `Life` says."""
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncLLMEngine, model_name: str) -> None:
+    def __init__(self, config: uvicorn.Config, openai: OpenAIServer) -> None:
         super().__init__(config)
-        self._engine = engine
-        self._model_name = model_name
+        self._openai = openai
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Takes a signal."""
+        self._openai.life.end(time.monotonic())
+
+    async def on_tick(self, counter: int) -> bool:
+        """Returns whether to end; called ten times a second."""
+        await super().on_tick(counter)
+        return self._openai.life.tick(time.monotonic())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to listen."""
@@ -94,9 +107,9 @@ class _Server(uvicorn.Server):
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         question = {"role": "user", "content": "What is a block table?"}
-        body = {"model": self._model_name, "messages": [question], "temperature": 0}
+        body = {"model": self._openai.model_name, "messages": [question], "temperature": 0}
         print(
-            f"{self._engine.engine!r}\n"
+            f"{self._openai.engine.engine!r}\n"
             f"Serving the OpenAI API at {url}/v1. Press Ctrl-C to stop. Try:\n\n"
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
             f"    -d '{orjson.dumps(body).decode()}'\n",

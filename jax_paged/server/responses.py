@@ -22,15 +22,23 @@ class ApiError(Exception):
         status: HTTP status.
         param: The field of the request that is wrong; None if it is not a single field.
         code: A name for programs to compare with, such as "model_not_found".
+        headers: Of the answer, beside those that every answer has.
     """
 
     def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.headers = headers
 
     def body(self) -> dict[str, Any]:
         """Returns the error in OpenAI's envelope."""
@@ -41,7 +49,7 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """Returns the error as a whole answer."""
-        return json_response(self.body(), self.status)
+        return json_response(self.body(), self.status, self.headers)
 
 
 def unknown_model(name: str, served: str) -> ApiError:
@@ -54,9 +62,9 @@ def unknown_model(name: str, served: str) -> ApiError:
     )
 
 
-def json_response(body: dict[str, Any], status: int = 200) -> Response:
+def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Returns an answer whose body is JSON."""
-    return Response(orjson.dumps(body), status, media_type="application/json")
+    return Response(orjson.dumps(body), status, headers, media_type="application/json")
 
 
 def validation_error(errors: Sequence[Any]) -> ApiError:

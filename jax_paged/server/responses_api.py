@@ -1,6 +1,5 @@
 """POST /v1/responses: text in and out, whole or as typed events; nothing is stored."""
 
-import asyncio
 import contextlib
 import time
 import uuid
@@ -19,11 +18,12 @@ from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.server.conversation import messages_for, messages_of_input
-from jax_paged.server.generation import bad_input, check_all, check_model, check_running, tokenizer_of
+from jax_paged.server.generation import bad_input, check_all, check_model, client_of, tokenizer_of
 from jax_paged.server.logprobs import chat_logprobs
 from jax_paged.server.protocol import Generation, Part, ResponseFormat
 from jax_paged.server.responses import ApiError, json_response, usage
 from jax_paged.server.streaming import Call, EventStream, RequestRunner, unless_gone
+from jax_paged.server.text_reader import TextReader
 
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 
@@ -82,24 +82,28 @@ class ResponsesRoute:
     Args:
         engine: Runs the requests.
         runner: Counts them, and aborts those whose client has left.
+        texts: Tokenizes their texts.
         model_name: The model's name for clients.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, runner: RequestRunner, model_name: str) -> None:
+    def __init__(
+        self, engine: AsyncLLMEngine, runner: RequestRunner, texts: TextReader, model_name: str
+    ) -> None:
         self._engine = engine
         self._runner = runner
+        self._texts = texts
         self._model_name = model_name
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """POST /v1/responses: answers a text or a conversation."""
-        check_running(self._engine)
         check_model(body, self._model_name)
         with bad_input(body):
             tokenizer = tokenizer_of(self._engine)
             params = body.sampling_params(self._engine.engine.config.sampling_defaults)
-            checked = await asyncio.to_thread(self._check, tokenizer, params, body)
+            texts = [body.instructions, body.input]
+            checked = await self._texts.read("input", texts, self._check, tokenizer, params, body)
         answer = _Answer(body, checked[0].params, self._model_name)
-        call = Call(checked, 1, {"id": answer.response_id}, answer.item)
+        call = Call(checked, 1, {"id": answer.response_id}, answer.item, client_of(request))
         return await unless_gone(
             request, self._stream(answer, call) if body.stream else self._whole(answer, call)
         )

@@ -12,11 +12,13 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.types import Send
 
 from jax_paged.engine.async_engine import AsyncLLMEngine, RequestStream
+from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.outputs import RequestOutput
 from jax_paged.server.logprobs import prompt_logprobs
 from jax_paged.server.metrics import Metrics
 from jax_paged.server.responses import ApiError, MakeChoice, request_error, usage
+from jax_paged.server.waiting import WaitingRoom
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -30,6 +32,7 @@ class Call:
         num_outputs: Outputs per prompt that the client gets.
         head: Fields of the answer, or of every chunk of it, beside its choices. Its "id" names the requests.
         choice: Makes the choices of the answer.
+        client: Who asks: clients take turns where requests have to wait.
         with_prompt_logprobs: Whether the choices have the prompt's log-probabilities in vLLM's form.
         counts_output: Whether the client is told how many tokens were drawn.
     """
@@ -38,6 +41,7 @@ class Call:
     num_outputs: int
     head: dict[str, Any]
     choice: MakeChoice
+    client: str = ""
     with_prompt_logprobs: bool = False
     counts_output: bool = True
 
@@ -47,11 +51,13 @@ class RequestRunner:
 
     Args:
         engine: Computes the outputs.
+        room: Where requests wait until the engine takes them.
         metrics: Counts every request that ends, aborted ones included.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, metrics: Metrics) -> None:
+    def __init__(self, engine: AsyncLLMEngine, room: WaitingRoom, metrics: Metrics) -> None:
         self._engine = engine
+        self._room = room
         self._metrics = metrics
         self._leaving: set[asyncio.Task[None]] = set()  # an event loop does not keep its tasks alive
 
@@ -127,8 +133,9 @@ class RequestRunner:
         except ApiError as error:
             if not has_begun:
                 raise
-            yield _event(error.body())
-        yield _DONE
+            yield _event(error.body())  # and no end: the answer is not whole
+        else:
+            yield _DONE
 
     async def parts(self, call: Call, *, whole: bool = False) -> AsyncGenerator[RequestOutput]:
         """Runs a call of one request; yields its output part by part, or at its end as a `whole`.
@@ -142,27 +149,29 @@ class RequestRunner:
 
     @contextlib.asynccontextmanager
     async def _running(self, call: Call, *, whole: bool = False) -> AsyncIterator[list["_RunningRequest"]]:
-        """Starts the requests of a call; at the end, aborts those that still run.
+        """Starts the requests of a call when their turn has come; at the end, aborts those that still run.
 
         Args:
             call: What to run.
             whole: Whether each request gives its whole output as one part, at its end.
 
         Raises:
-            ApiError: If the engine has stopped, or stops before they have ended.
+            ApiError: If too many wait, or the engine has stopped, or stops before they have ended.
         """
         running: list[_RunningRequest] = []
-        try:
-            for i, checked in enumerate(call.requests):
-                stream = await self._engine.submit(checked, None, f"{call.head['id']}-{i}", whole=whole)
-                running.append(_RunningRequest(stream, call.num_outputs, self._metrics))
-            yield running
-        except RuntimeError as error:
-            raise ApiError(str(error), status=500) from error
-        finally:
-            for request in running:
-                if not request.is_finished:
-                    self._abort(request)
+        num_seqs = sum(request.num_seqs for request in call.requests)
+        async with self._room.place(num_seqs, call.client, call.requests[0].priority):
+            try:
+                for i, checked in enumerate(call.requests):
+                    stream = await self._engine.submit(checked, None, f"{call.head['id']}-{i}", whole=whole)
+                    running.append(_RunningRequest(stream, call.num_outputs, self._metrics))
+                yield running
+            except EngineDeadError as error:
+                raise ApiError(str(error), status=503) from error
+            finally:
+                for request in running:
+                    if not request.is_finished:
+                        self._abort(request)
 
     def _abort(self, request: "_RunningRequest") -> None:
         self._engine.abort(request.request_id)
@@ -206,7 +215,7 @@ class _RunningRequest:
 
         Raises:
             ApiError: If the request has ended with an error.
-            RuntimeError: If the engine has stopped.
+            EngineDeadError: If the engine has stopped.
         """
         # The only await: what is taken from the stream is counted, even if nobody waits for it any more.
         part = await anext(self._stream)
@@ -301,7 +310,7 @@ def _next_part(request: _RunningRequest) -> asyncio.Task[RequestOutput]:
 
 
 async def _exhaust(request: _RunningRequest) -> None:
-    with contextlib.suppress(ApiError, RuntimeError):  # it was aborted, or the engine has stopped
+    with contextlib.suppress(ApiError, EngineDeadError):  # it was aborted, or the engine has stopped
         async for _ in request:
             pass
 

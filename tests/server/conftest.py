@@ -85,7 +85,7 @@ class Served:
     def stream(
         self, path: str, *, on_first_event: Callable[[], None] = lambda: None, **body: Any
     ) -> list[dict[str, Any]]:
-        """Returns the chunks of an answer that is streamed."""
+        """Returns the chunks of an answer that is streamed; the last is an error if it has failed."""
         with self.client.stream("POST", path, json={**body, "stream": True}) as answer:
             assert answer.status_code == 200, answer.read()
             assert answer.headers["content-type"].startswith("text/event-stream")
@@ -94,8 +94,9 @@ class Served:
                 if not events:
                     on_first_event()
                 events.append(line.removeprefix("data: "))
-        assert events[-1] == "[DONE]"
-        return [json.loads(event) for event in events[:-1]]
+        has_failed = "error" in json.loads(events[-2 if events[-1] == "[DONE]" else -1])
+        assert has_failed == (events[-1] != "[DONE]"), "an answer that is not whole has no end"
+        return [json.loads(event) for event in events if event != "[DONE]"]
 
     def metrics(self) -> dict[str, float]:
         """Returns the values of all metrics, by their names without "jax_paged_"."""
