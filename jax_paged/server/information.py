@@ -22,7 +22,12 @@ class TokenizeRequest(Body):
     """Body of POST /tokenize: text, or a conversation."""
 
     model_config = ConfigDict(
-        json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+                {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+            ]
+        }
     )
 
     prompt: str | None = Field(None, examples=["def fibonacci(n):"])

@@ -24,8 +24,11 @@ _ERRORS = {
     500: ("The server has failed.", ("get", "post")),
     503: ("The server does not take requests now: it ends, or has no room for this one.", ("get", "post")),
 }
-_STREAM = {
-    "text/event-stream": {"schema": {"type": "string"}},
+# Of each event; what its data are, when parsed, is what OpenAI's clients know.
+_EVENT = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
 }
 _STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
@@ -74,7 +77,7 @@ def _document(app: FastAPI, version: str) -> dict[str, Any]:
                 if method in methods:
                     operation["responses"].setdefault(str(status), _error(text))
             if path in _STREAMED:
-                operation["responses"]["200"]["content"] |= _STREAM
+                operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
     return document
 
 

@@ -41,6 +41,7 @@ _BEAM_FIELDS = ("temperature", "ignore_eos", "n", "seed")
 _NOT_BUILT = (
     "add_special_tokens",
     "audio",
+    "background",
     "best_of",
     "chat_template",
     "chat_template_kwargs",
@@ -103,7 +104,7 @@ class Body(BaseModel):
 
     def unknown_fields(self) -> list[str]:
         """Returns the names of the fields that the server does not know."""
-        names = list(self.model_extra or ())
+        names = [name for name in self.model_extra or () if name not in _NOT_BUILT]
         for name, value in self:
             if isinstance(value, Part):
                 names += [f"{name}.{inner}" for inner in value.model_extra or ()]
@@ -112,6 +113,15 @@ class Body(BaseModel):
     def has_field(self, name: str) -> bool:
         """Returns whether a name is a field of such bodies, or one that a client has added."""
         return name in type(self).model_fields or name in (self.model_extra or ())
+
+
+def within(minimum: float, maximum: float | None = None, **more: float) -> Any:
+    """Returns a field that may be left out, with the range that the OpenAPI document tells.
+
+    The engine checks it: its messages name the value and the range, and it knows the model.
+    """
+    bounds = {"minimum": minimum, "maximum": maximum, **more}
+    return Field(None, json_schema_extra={k: v for k, v in bounds.items() if v is not None})
 
 
 class Part(BaseModel):
@@ -125,7 +135,7 @@ class StreamOptions(Part):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = Field(None, description="true is an error.")
 
 
 class Generation(Body, abc.ABC):
@@ -133,23 +143,23 @@ class Generation(Body, abc.ABC):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="Allowed with stream alone.")
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
+    temperature: float | None = within(0, 1e6)
+    top_p: float | None = within(0, 1, exclusiveMinimum=0)
+    presence_penalty: float | None = within(-2, 2)
+    frequency_penalty: float | None = within(-2, 2)
+    seed: int | None = within(0, 2**63 - 1)
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     # vLLM's additions to OpenAI's API.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    top_k: int | None = within(-1, 2**31 - 1)
+    min_p: float | None = within(0, 1)
+    repetition_penalty: float | None = within(1e-6, 1e6)
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = Field(None, json_schema_extra={"minItems": 1})
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
+    min_tokens: int | None = within(0)
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
@@ -197,6 +207,8 @@ class Generation(Body, abc.ABC):
                 )
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is given; allowed: nothing, unless stream is true")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            raise ValueError("stream_options.include_obfuscation is True; allowed: False")
         values = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
         values |= {"logit_bias": _int_keys(self.logit_bias), "logprobs": logprobs}
         return {k: v for k, v in values.items() if v is not None}
@@ -205,12 +217,12 @@ class Generation(Body, abc.ABC):
 class _Request(Generation):
     """The fields that completions and chats have in common."""
 
-    max_tokens: int | None = None
-    n: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: int | None = within(0)
+    n: int | None = within(1)
+    prompt_logprobs: int | None = within(-1)
     use_beam_search: bool | None = None
-    beam_width: int | None = None
-    length_penalty: float | None = None
+    beam_width: int | None = within(1)
+    length_penalty: float | None = within(-10, 10)
 
     def _params(
         self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None
@@ -270,8 +282,8 @@ class CompletionRequest(_Request):
         description="Text, a list of texts, a list of token ids, or a list of such lists.",
         examples=["def fibonacci(n):"],
     )
-    logprobs: int | None = None
-    best_of: int | None = None
+    logprobs: int | None = within(-1)
+    best_of: int | None = within(1)
     echo: bool | None = Field(
         None, description="Whether the text and its log-probabilities begin with the prompt."
     )
@@ -310,20 +322,22 @@ class ChatRequest(_Request):
     prompt_field = "messages"
 
     messages: Messages
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = within(1)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = within(-1)
     response_format: ResponseFormat | None = None
     tools: list[Any] | None = Field(None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Any = None
-    add_generation_prompt: Literal[True] | None = None
+    add_generation_prompt: bool | None = Field(None, description="false is an error.")
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError(
                 f"top_logprobs is {self.top_logprobs}; allowed: nothing, unless logprobs is true"
             )
+        if self.add_generation_prompt is False:
+            raise ValueError("add_generation_prompt is False; allowed: True")
         limits = [x for x in (self.max_tokens, self.max_completion_tokens) if x is not None]
         max_tokens = min(limits, default=None)
         if self.use_beam_search and max_tokens is None:

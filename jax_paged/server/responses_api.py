@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from jax_paged.checks import check_int
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ from jax_paged.sampling_params import SamplingParams
 from jax_paged.server.conversation import messages_for, messages_of_input
 from jax_paged.server.generation import bad_input, check_all, check_model, client_of, tokenizer_of
 from jax_paged.server.logprobs import chat_logprobs
-from jax_paged.server.protocol import Generation, Part, ResponseFormat
+from jax_paged.server.protocol import Generation, Part, ResponseFormat, within
 from jax_paged.server.responses import ApiError, json_response, usage
 from jax_paged.server.streaming import Call, EventStream, RequestRunner, unless_gone
 from jax_paged.server.text_reader import TextReader
@@ -51,16 +52,15 @@ class ResponsesRequest(Generation):
         description="Text of a user, or messages.", examples=["What is a block table?"]
     )
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = within(1)
     include: list[str] | None = Field(None, description=f"{_LOGPROBS} is known.")
-    top_logprobs: int | None = None
+    top_logprobs: int | None = within(0)
     text: TextOptions | None = None
     tools: list[Any] | None = Field(None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
     truncation: Literal["disabled"] | None = None
     previous_response_id: _Stored = None
     conversation: _Stored = None
-    background: Literal[False] | None = None
     prompt: None = None
     # Accepted because clients send them; they change no output.
     parallel_tool_calls: Any = None
@@ -72,6 +72,8 @@ class ResponsesRequest(Generation):
         return _LOGPROBS in (self.include or ())
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        if self.max_output_tokens is not None:
+            check_int("max_output_tokens", self.max_output_tokens, 1)
         given = self._given((self.top_logprobs or 0) if self.with_logprobs else None)
         return SamplingParams(**{**defaults, **given}, max_tokens=self.max_output_tokens)
 
