@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup serve test test-slow test-server lint format bench bench-peers gpu-check kernels-compile kernels-emulate \
-	native-sanitize clean
+.PHONY: setup serve test test-slow test-server lint format bench bench-peers bench-server gpu-check kernels-compile \
+	kernels-emulate native-sanitize clean
 
 setup: $(READY)
 
@@ -56,6 +56,10 @@ format: setup
 
 bench: setup
 	PYTHONPATH=benchmarks $(BIN)/python -m serving $(ARGS)
+
+# The server under storms, crowds and clients that misbehave: 4 minutes.
+bench-server: setup
+	PYTHONPATH=benchmarks $(BIN)/python -m server_load $(ARGS)
 
 # The same beside vLLM and OpenVINO, each in an environment of its own: 9 GB, made once.
 PEERS        := .peers

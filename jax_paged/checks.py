@@ -6,7 +6,16 @@ from typing import Any
 
 
 class TooLongError(ValueError):
-    """A prompt that does not fit max_model_len, or not together with the output that is asked for."""
+    """A prompt that does not fit max_model_len, or not together with the output that is asked for.
+
+    Args:
+        message: What is too long.
+        max_model_len: The limit, in tokens.
+    """
+
+    def __init__(self, message: str, max_model_len: int) -> None:
+        super().__init__(f"{message}; allowed: max_model_len, {max_model_len}")
+        self.max_model_len = max_model_len
 
 
 def check(ok: bool, name: str, value: Any, allowed: str) -> None:

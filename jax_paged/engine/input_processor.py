@@ -303,8 +303,8 @@ class InputProcessor:
         room = self._config.max_model_len - num_tokens
         if room < 1:
             raise TooLongError(
-                f"the prompt has {num_tokens} tokens and needs room for one more; allowed: max_model_len, "
-                f"{self._config.max_model_len}"
+                f"the prompt has {num_tokens} tokens and needs room for one more",
+                self._config.max_model_len,
             )
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
@@ -316,8 +316,7 @@ class InputProcessor:
         encoder_ids = request.encoder_token_ids
         if len(encoder_ids) > config.max_model_len:
             raise TooLongError(
-                f"the prompt has {len(encoder_ids)} tokens for the encoder; allowed: max_model_len, "
-                f"{config.max_model_len}"
+                f"the prompt has {len(encoder_ids)} tokens for the encoder", config.max_model_len
             )
         needed, usable, size = 0, config.num_blocks - 1, config.block_size
         for group in config.cache_groups:

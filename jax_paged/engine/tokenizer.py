@@ -21,6 +21,10 @@ Messages = Sequence[dict[str, Any]]
 
 # Classes of transformers that need no other file than tokenizer.json.
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+# What a tokenizer of transformers is read from, in any of its forms.
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
+# Characters that take less than 2 ms.
+_SHORT_TEXT = 2048
 # Arguments of transformers' apply_chat_template that determine what it returns, and in which form.
 _FORM_SETTINGS = (
     "conversation",
@@ -59,6 +63,12 @@ class Tokenizer:
     @functools.cached_property
     def hf(self) -> "PreTrainedTokenizerBase":
         """The tokenizer as transformers loads it; the first use imports transformers (about a second)."""
+        folder = Path(self.name)
+        if folder.is_dir() and not any(any(folder.glob(name)) for name in _TOKENIZER_FILES):
+            raise ValueError(
+                f"{folder} holds no tokenizer; a model folder holds config.json, *.safetensors and "
+                "tokenizer.json"
+            )
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "IProgress not found")  # in notebooks without ipywidgets
@@ -91,7 +101,11 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the prompt is not valid Unicode: {error}") from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= _SHORT_TEXT:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike encode, this one lets other Python threads run meanwhile: 80 ms for 100,000 characters.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def max_characters(self, num_tokens: int) -> int:
         """Returns how many characters so many tokens hold at most: a longer text need not be tokenized."""

@@ -32,7 +32,7 @@ from jax_paged.server.options import ServerOptions
 from jax_paged.server.responses import ApiError, json_response, validation_error
 from jax_paged.server.responses_api import ResponsesRoute
 from jax_paged.server.streaming import RequestRunner
-from jax_paged.server.text_reader import TextReader
+from jax_paged.server.text_reader import Lane, TextReader
 from jax_paged.server.waiting import WaitingRoom
 
 
@@ -60,7 +60,9 @@ class OpenAIServer:
         max_num_seqs = engine.engine.config.max_num_seqs
         self._room = WaitingRoom(max_num_seqs + max(4, max_num_seqs // 4), self.options.max_num_waiting)
         runner = RequestRunner(engine, self._room, self.metrics)
-        texts = TextReader(engine.engine.tokenizer, engine.engine.config.max_model_len)
+        self._lane = Lane()
+        config, tokenizer = engine.engine.config, engine.engine.tokenizer
+        texts = TextReader(tokenizer, config.max_model_len, self._lane)
         self._generation = GenerationRoutes(engine, runner, texts, model_name)
         self._responses = ResponsesRoute(engine, runner, texts, model_name)
         self._information = InformationRoutes(engine, texts, model_name)
@@ -76,7 +78,7 @@ class OpenAIServer:
         }
         for path, (handler, form) in generating.items():
             app.post(path, **answers(form))(known(handler))
-        app.add_middleware(Gate, life=self.life, room=self._room, paths=generating)  # pyright: ignore
+        app.add_middleware(Gate, life=self.life, room=self._room, lane=self._lane, paths=generating)  # pyright: ignore
         information = self._information
         app.post("/tokenize", **answers(TokenizeAnswer))(known(information.tokenize))
         app.post("/detokenize", **answers(DetokenizeAnswer))(known(information.detokenize))

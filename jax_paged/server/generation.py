@@ -27,6 +27,7 @@ from jax_paged.server.responses import (
     completion_choices,
     json_response,
     shortened,
+    too_long,
     unknown_model,
 )
 from jax_paged.server.streaming import Call, EventStream, RequestRunner, unless_gone
@@ -148,10 +149,11 @@ def check_all(
     requests = [check(prompt, params, cache_salt=salt, priority=priority) for prompt in prompts]
     for request in requests:
         if params.max_tokens not in (None, request.params.max_tokens):  # the engine has cut it
-            n, limit = len(request.prompt_token_ids), engine.engine.config.max_model_len
+            n = len(request.prompt_token_ids)
             raise TooLongError(
                 f"the prompt has {n} tokens and max_tokens is {params.max_tokens}: "
-                f"{n + params.max_tokens} tokens in all; allowed: max_model_len, {limit}"
+                f"{n + params.max_tokens} tokens in all",
+                engine.engine.config.max_model_len,
             )
     return requests
 
@@ -191,8 +193,10 @@ def bad_input(body: Body) -> Iterator[None]:
         yield
     except ValueError as error:
         message = str(error)
-        code = "context_length_exceeded" if isinstance(error, TooLongError) else None
-        raise ApiError(shortened(message, 600), param=_wrong_field(message, body), code=code) from error
+        param = _wrong_field(message, body)
+        if isinstance(error, TooLongError):
+            raise too_long(message, error.max_model_len, param) from error
+        raise ApiError(shortened(message, 600), param=param) from error
 
 
 def _wrong_field(message: str, body: Body) -> str | None:

@@ -1,13 +1,14 @@
 """Starting the server: binds the port, loads the model, announces itself, and ends on a signal."""
 
-import contextlib
 import gc
+import logging
 import os
 import socket
 import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import orjson
 import uvicorn
@@ -19,38 +20,47 @@ from jax_paged.server.options import ServerOptions
 
 # After the last events of all streams: for clients that do not read.
 _CLOSING_S = 2
+_BACKLOG = 2048
 
 
-def serve(args: EngineArgs, options: ServerOptions) -> None:
-    """Serves a model until SIGINT or SIGTERM.
+def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
+    """Serves a model until SIGINT or SIGTERM, and ends the process: 0 says that all are answered.
 
     Args:
         args: Model and limits of the engine.
         options: How to listen, and what clients may do.
 
     Raises:
-        SystemExit: If the address can't be bound, the model or a setting can't be used, requests were cut off
-            at the end (3), or the engine has failed (4).
+        SystemExit: If the address can't be bound, or the model or a setting can't be used.
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """
     config = uvicorn.Config(
         "",
-        options.host,
-        options.port,
         log_config=None,  # uvicorn's own would close the handlers that others have made
         log_level="warning",
         timeout_graceful_shutdown=_CLOSING_S,
     )
     # A port that is taken is found before the model is loaded.
-    with config.bind_socket() as listener, contextlib.closing(_load_engine(args, options)) as engine:
-        model_name = options.served_model_name or args.model
-        openai = OpenAIServer(engine, model_name, options)
-        config.app = openai.app()
-        Server(config, openai).run([listener])
-        if openai.life.hangs:  # its thread can't be joined
-            sys.stdout.flush()
-            os._exit(openai.life.exit_code)
-    sys.exit(openai.life.exit_code)
+    listener, engine = _listener(options), _load_engine(args, options)
+    openai = OpenAIServer(engine, options.served_model_name or args.model, options)
+    config.app = openai.app()
+    Server(config, openai).run([listener])
+    # Nothing is left to do, and what else runs can't be stopped: a compilation under way, a step that hangs.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(openai.life.exit_code)
+
+
+def _listener(options: ServerOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        sys.exit(
+            f"jax-paged: can't listen on {options.host}, port {options.port}: {error.strerror}; allowed: an "
+            "address of this machine for --host, and a port that nobody uses for --port (0 takes a free one)"
+        )
 
 
 def _load_engine(args: EngineArgs, options: ServerOptions) -> AsyncLLMEngine:

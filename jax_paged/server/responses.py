@@ -52,6 +52,21 @@ class ApiError(Exception):
         return json_response(self.body(), self.status, self.headers)
 
 
+def too_long(message: str, max_model_len: int, param: str | None) -> ApiError:
+    """Returns the error for a prompt that is too long, alone or with its output; clients know OpenAI's words.
+
+    Args:
+        message: What is too long.
+        max_model_len: The limit, in tokens.
+        param: The field of the request.
+    """
+    return ApiError(
+        f"This model's maximum context length is {max_model_len} tokens: {message}",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
 def unknown_model(name: str, served: str) -> ApiError:
     """Returns the error for a model that is not the one that is served."""
     return ApiError(

@@ -1,32 +1,82 @@
-"""Tokenizes what clients send: beside the event loop, long texts one at a time, endless ones not at all."""
+"""What clients send is read so that nobody else is held up: a lane for what is long, and a limit to it."""
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.server.responses import ApiError
+from starlette.types import Message, Receive
 
-# Characters that take about as long as a step of a small model (10 ms).
+from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.server.responses import too_long
+
+# Characters that are tokenized in about 10 ms.
 _LONG_TEXT = 16_384
+# Bytes that are parsed in about 2 ms, and seconds of the lane per byte: ten times as long as it takes.
+_LONG_BODY = 256 * 1024
+_SECONDS_PER_BYTE = 3e-8
+# How long the lane rests after a text, in times of what the text took.
+_REST = 3
+
+
+class Lane:
+    """Lets long work through one by one, with rests: it has one core at most, and not all the time.
+
+    Tokenizing and parsing take turns with the engine for the interpreter and for the cores, and a step waits
+    for the slowest of its threads. Nobody is slower for the rests: the engine takes longer for a long
+    prompt than the lane does.
+    """
+
+    def __init__(self) -> None:
+        self._is_taken = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Waits for a turn, which ends with the context."""
+        await self._is_taken.acquire()
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        try:
+            yield
+        finally:
+            loop.call_later(_REST * (loop.time() - start), self._is_taken.release)
+
+    def paced(self, receive: Receive) -> Receive:
+        """Returns a function that receives the body of a request; the end of a long one waits for a turn.
+
+        A client that sends slowly holds nobody up: only a body that is there takes a turn.
+
+        Args:
+            receive: Receives the body.
+        """
+        num_bytes = 0
+
+        async def receive_in_turn() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > _LONG_BODY and not message.get("more_body", False):
+                await self._is_taken.acquire()
+                asyncio.get_running_loop().call_later(num_bytes * _SECONDS_PER_BYTE, self._is_taken.release)
+                num_bytes = 0
+            return message
+
+        return receive_in_turn
 
 
 class TextReader:
-    """Calls functions that tokenize, in threads.
-
-    The tokenizer leaves the interpreter to others while it works, but not the cores: so all long texts
-    together have a single thread, and short ones never wait for them.
+    """Tokenizes in threads, so that the event loop goes on.
 
     Args:
         tokenizer: Tells how many characters a token has at most; None if there are no texts to read.
         max_model_len: Tokens that a text may have.
+        lane: For long texts; short ones do not wait for them.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int, lane: Lane) -> None:
         self._max_model_len = max_model_len
         self._max_characters = tokenizer.max_characters(max_model_len) if tokenizer else None
-        self._long_texts = ThreadPoolExecutor(1, "long-texts")
+        self._lane = lane
 
     async def read[T](self, name: str, texts: list[Any], function: Callable[..., T], *args: Any) -> T:
         """Calls a function in a thread, unless a text is longer than any text of max_model_len tokens.
@@ -43,14 +93,15 @@ class TextReader:
         sizes = [_num_characters(text) for text in texts]
         longest = max(sizes, default=0)
         if self._max_characters is not None and longest > self._max_characters:
-            raise ApiError(
-                f"{name} has {longest} characters, which are more tokens than max_model_len, "
-                f"{self._max_model_len}; allowed: at most {self._max_characters} characters",
-                param=name,
-                code="context_length_exceeded",
+            raise too_long(
+                f"{name} has {longest} characters, which are more tokens; allowed: at most "
+                f"{self._max_characters} characters",
+                self._max_model_len,
+                name,
             )
-        threads = self._long_texts if sum(sizes) > _LONG_TEXT else None
-        return await asyncio.get_running_loop().run_in_executor(threads, lambda: function(*args))
+        is_long = sum(sizes) > _LONG_TEXT
+        async with self._lane.turn() if is_long else contextlib.nullcontext():
+            return await asyncio.to_thread(function, *args)
 
 
 def _num_characters(value: Any) -> int:

@@ -2,6 +2,7 @@ import dataclasses
 import gc
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -112,14 +113,19 @@ def kept_signals():
         ("m", "the command is 'm'; allowed: serve, or no command and --model MODEL"),
         ("--block-size 3", "block_size is 3; allowed: 1 or 2"),
         ("--port 65536", "port is 65536; allowed: an integer in [0, 65535]"),
+        ("--host 300.1.1.1 --port 0", "can't listen on 300.1.1.1, port 0"),
+        ("--model {empty} --port 0", "holds no tokenizer; a model folder holds config.json"),
+        ("--port {taken}", "a port that nobody uses for --port"),
         ("--model /nowhere/at/all --port 0", "model is '/nowhere/at/all'"),
     ],
 )
-def test_bad_arguments_end_with_one_line(line, message, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(line.split())
+def test_bad_arguments_end_with_one_line(line, message, capsys, tmp_path):
+    with pytest.raises(SystemExit) as end, socket.create_server(("127.0.0.1", 0)) as other:
+        main(line.format(empty=tmp_path, taken=other.getsockname()[1]).split())
     assert end.value.code
     assert message in f"{end.value.code} {capsys.readouterr().err}"
+    if isinstance(end.value.code, str):
+        assert "\n" not in end.value.code
 
 
 @pytest.mark.usefixtures("kept_signals")

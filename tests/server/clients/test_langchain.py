@@ -12,7 +12,13 @@ QUESTION = [{"role": "user", "content": TEXT}]
 
 @pytest.fixture(scope="module")
 def server(url):
-    return {"base_url": f"{url}/v1", "api_key": "none", "model": "pagelet", "temperature": 0, "max_retries": 0}
+    return {
+        "base_url": f"{url}/v1",
+        "api_key": "none",
+        "model": "pagelet",
+        "temperature": 0,
+        "max_retries": 0,
+    }
 
 
 @pytest.mark.parametrize("use_responses_api", [False, True])

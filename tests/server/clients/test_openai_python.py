@@ -87,7 +87,9 @@ def test_continuous_usage(client):
 
 def test_roles_and_parts(client):
     def ask(*messages):
-        answer = client.chat.completions.create(model="pagelet", messages=messages, temperature=0, max_tokens=16)
+        answer = client.chat.completions.create(
+            model="pagelet", messages=messages, temperature=0, max_tokens=16
+        )
         return answer.choices[0].message.content, answer.usage.prompt_tokens
 
     system, developer = ({"role": role, "content": "Be short."} for role in ("system", "developer"))
@@ -156,7 +158,12 @@ def test_response_stream(client):
 @pytest.mark.parametrize(
     ("call", "error", "code", "param"),
     [
-        (lambda c: c.completions.create(model="other", prompt="a"), "NotFoundError", "model_not_found", "model"),
+        (
+            lambda c: c.completions.create(model="other", prompt="a"),
+            "NotFoundError",
+            "model_not_found",
+            "model",
+        ),
         (
             lambda c: c.completions.create(model="pagelet", prompt="a " * 600),
             "BadRequestError",
@@ -164,14 +171,18 @@ def test_response_stream(client):
             "prompt",
         ),
         (
-            lambda c: c.chat.completions.create(model="pagelet", messages=QUESTION, max_tokens=512, stream=True),
+            lambda c: c.chat.completions.create(
+                model="pagelet", messages=QUESTION, max_tokens=512, stream=True
+            ),
             "BadRequestError",
             "context_length_exceeded",
             "messages",
         ),
         (lambda c: c.completions.create(model="pagelet", prompt="a", n=0), "BadRequestError", None, "n"),
         (
-            lambda c: c.completions.create(model="pagelet", prompt="a", stream_options={"include_usage": True}),
+            lambda c: c.completions.create(
+                model="pagelet", prompt="a", stream_options={"include_usage": True}
+            ),
             "BadRequestError",
             None,
             "stream_options",
@@ -182,7 +193,12 @@ def test_response_stream(client):
             None,
             "previous_response_id",
         ),
-        (lambda c: c.responses.create(model="pagelet", input="a", background=True), "BadRequestError", None, "background"),
+        (
+            lambda c: c.responses.create(model="pagelet", input="a", background=True),
+            "BadRequestError",
+            None,
+            "background",
+        ),
         (lambda c: c.responses.retrieve("resp_1"), "NotFoundError", None, None),
     ],
 )
@@ -212,7 +228,8 @@ def test_sixteen_at_once(url, greedy):
     async def ask_all():
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
             asked = [
-                client.completions.create(model="pagelet", prompt=f"def f{i}(", temperature=0) for i in range(16)
+                client.completions.create(model="pagelet", prompt=f"def f{i}(", temperature=0)
+                for i in range(16)
             ]
             return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
 

@@ -1,0 +1,1 @@
+"""The server under storms, crowds and clients that misbehave: `make bench-server`."""

@@ -1,0 +1,41 @@
+"""Runs the scenarios and prints a table; exits with 1 if a figure exceeds its bound."""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from server_load.scenarios import SCENARIOS, Figure
+
+
+def main() -> None:
+    """Runs what the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m server_load", description=__doc__)
+    parser.add_argument(
+        "scenarios", nargs="*", metavar="SCENARIO", help=f"of {', '.join(SCENARIOS)}; all if none"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the table goes, too")
+    args = parser.parse_args()
+    unknown = set(args.scenarios) - set(SCENARIOS)
+    if unknown:
+        parser.error(f"SCENARIO is {sorted(unknown)}; allowed: {', '.join(SCENARIOS)}")
+    lines = ["| scenario | figure | value | at most |", "|---|---|---|---|"]
+    holds = True
+    print(*lines, sep="\n", flush=True)
+    for name in args.scenarios or SCENARIOS:
+        for figure in asyncio.run(SCENARIOS[name]()):
+            holds &= figure.holds
+            lines.append(_row(name, figure))
+            print(lines[-1], flush=True)
+    if args.out:
+        args.out.write_text("\n".join(lines) + "\n")
+    sys.exit(not holds)
+
+
+def _row(name: str, figure: Figure) -> str:
+    bound = "" if figure.bound is None else f"{figure.bound:g}" if figure.holds else f"**{figure.bound:g}**"
+    return f"| {name} | {figure.name} | {figure.value:.4g} {figure.unit} | {bound} |"
+
+
+if __name__ == "__main__":
+    main()
