@@ -68,10 +68,11 @@ def _load_engine(args: EngineArgs, options: ServerOptions) -> AsyncLLMEngine:
     # garbage again and again takes half a second.
     gc.disable()
     try:
+        template = None if options.chat_template is None else _template(options.chat_template)
         engine = AsyncLLMEngine(args)
         if engine.engine.tokenizer is not None:
-            if options.chat_template is not None:
-                engine.engine.tokenizer.replace_chat_template(_template(options.chat_template))
+            if template is not None:
+                engine.engine.tokenizer.replace_chat_template(template)
             engine.engine.tokenizer.prepare_chat()  # now, not by the first request
     except ValueError as error:
         sys.exit(f"jax-paged: {error}")
