@@ -39,7 +39,6 @@ _BEAM_FIELDS = ("temperature", "ignore_eos", "n", "seed")
 # Fields of OpenAI's API and of vLLM's that would change the output or its form, and are not built: to ignore
 # them, as unknown fields are, would be to answer another question.
 _NOT_BUILT = (
-    "add_special_tokens",
     "audio",
     "background",
     "best_of",
@@ -288,6 +287,7 @@ class CompletionRequest(_Request):
         None, description="Whether the text and its log-probabilities begin with the prompt."
     )
     suffix: Literal[""] | None = None
+    add_special_tokens: bool | None = Field(None, description="false is an error.")
 
     @property
     def only_prompt(self) -> bool:
@@ -295,6 +295,8 @@ class CompletionRequest(_Request):
         return bool(self.echo) and self.max_tokens == 0
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
+        if self.add_special_tokens is False:
+            raise ValueError("add_special_tokens is False; allowed: True")
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
         if self.only_prompt and not self.use_beam_search:
             max_tokens = 1  # the engine always draws a token: this one is left out of the answer
@@ -330,6 +332,7 @@ class ChatRequest(_Request):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Any = None
     add_generation_prompt: bool | None = Field(None, description="false is an error.")
+    add_special_tokens: bool | None = Field(None, description="true is an error: the template adds them.")
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
         if self.top_logprobs is not None and not self.logprobs:
@@ -338,6 +341,8 @@ class ChatRequest(_Request):
             )
         if self.add_generation_prompt is False:
             raise ValueError("add_generation_prompt is False; allowed: True")
+        if self.add_special_tokens:
+            raise ValueError("add_special_tokens is True; allowed: False, as the chat template adds them")
         limits = [x for x in (self.max_tokens, self.max_completion_tokens) if x is not None]
         max_tokens = min(limits, default=None)
         if self.use_beam_search and max_tokens is None:

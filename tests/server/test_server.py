@@ -232,6 +232,19 @@ BAD = [
     ("/chat/completions", {"messages": CHAT, "best_of": 2}, "best_of is 2; allowed: nothing", "best_of"),
     ("/chat/completions", {"messages": CHAT, "echo": True}, "echo is True; allowed: nothing", "echo"),
     ("/chat/completions", {"messages": CHAT, "n": 17}, "allowed: an integer in [1, 16]", "n"),
+    ("/completions", {"prompt": "a", "add_special_tokens": False}, "allowed: True", "add_special_tokens"),
+    (
+        "/chat/completions",
+        {"messages": CHAT, "add_special_tokens": True},
+        "allowed: False",
+        "add_special_tokens",
+    ),
+    (
+        "/chat/completions",
+        {"messages": CHAT, "add_generation_prompt": False},
+        "allowed: True",
+        "add_generation_prompt",
+    ),
     ("/completions", {"prompt": "a", "echo": "yes"}, "echo is 'yes'", "echo"),
     (
         "/completions",
