@@ -27,7 +27,7 @@ from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
 from jax_paged.worker.block_tables import WriteBlockTablesProgram, write_block_tables
 from jax_paged.worker.buckets import Bucket, plan_buckets, plan_bursts
-from jax_paged.worker.compilation import ONE_GRAPH, CompiledPrograms, use_persistent_cache
+from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
 from jax_paged.worker.encoder import build_encoder_inputs, plan_encoders
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.kv_cache import allocate_kv_cache, device_memory, free_kv_cache_bytes, plan_layout
@@ -159,8 +159,10 @@ class ModelRunner:
         )
         self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
         self._pending: collections.deque[PendingStep] = collections.deque()
-        context, options = self._context, ONE_GRAPH if backend == "pallas" else None
-        on_cpu = memory.platform == "cpu"
+        context, on_cpu = self._context, memory.platform == "cpu"
+        options = ONE_GRAPH if backend == "pallas" else None
+        if on_cpu and loaded.dtype == jnp.bfloat16:
+            options = WIDE_VECTORS
         # XLA multiplies a single row in bfloat16 several times slower than two.
         min_rows = 2 if on_cpu and matmul_backend == "xla" and loaded.dtype == jnp.bfloat16 else 1
         limits = self.config.max_num_seqs, self.config.max_num_batched_tokens

@@ -28,17 +28,19 @@ using PerHead = ffi::Buffer<ffi::F32, 1>;
 using Bias = ffi::Buffer<ffi::F32, 2>;
 
 #if defined(__x86_64__)
-// Whether there is AMX, and Linux lets this process use its tiles.
+// Whether there is AMX, with vectors that round to bfloat16, and Linux lets this process use its tiles.
 bool allows_tiles() {
   unsigned a, b, c, d;
   constexpr unsigned kAmxBf16 = 1 << 22, kAmxTile = 1 << 24;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
+  if (!__builtin_cpu_supports("avx512bf16") || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  if ((d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #endif
 
-// The widest vectors that this processor has, of up to `max_width` floats; 256 are a tile.
+}  // namespace
+
 const Kernels& choose_kernels(int64_t max_width) {
 #if defined(__x86_64__)
   if (max_width >= 16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -50,6 +52,8 @@ const Kernels& choose_kernels(int64_t max_width) {
 #endif
   return kBaselineKernels;
 }
+
+namespace {
 
 // The pool as bytes: tiles [page_size, head_dim] of 2 * kv_heads per page, keys before values.
 struct Pool {

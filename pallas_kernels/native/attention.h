@@ -76,11 +76,18 @@ struct Kernels {
   // Joins `splits` partial results, `stride` floats apart, into the output. They are overwritten.
   void (*join)(const Attention&, const Item&, float* partials, int64_t splits, int64_t stride);
   int64_t (*scratch_floats)(const Attention&, const Item&);
+  // In place of TILE_LANES, in bfloat16.
+  int64_t bfloat16_lanes;
+  // out[i] = silu(x[i]) * factors[i] in bfloat16, for n numbers, a multiple of 32; null where oneDNN does it as well.
+  void (*multiply_silu)(const float* x, const float* factors, void* out, int64_t n);
 };
 
 extern const Kernels kBaselineKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx2Kernels, kAvx512Kernels, kAmxKernels;
 #endif
+
+// The widest vectors that this processor has, of up to `max_width` floats; 256 are a tile.
+const Kernels& choose_kernels(int64_t max_width);
 
 }  // namespace jax_paged

@@ -130,11 +130,8 @@ static void soften_all(const Attention& a, const Item& item, int64_t first, int6
   }
 }
 
-// Turns the sums back to a row per lane, in `rows` [lanes, row], and writes them.
-template <class E>
-static void write_lanes(const Attention& a, const Item& item, int64_t head, const Lanes& state, int64_t lanes,
-                        const float* sums, float* rows) {
-  const int64_t row = a.row();
+// Turns sums [row, lanes] to a row per lane.
+static void to_rows(int64_t row, int64_t lanes, const float* sums, float* rows) {
   for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
     for (int64_t d = 0; d < row; d += WIDTH) {
       Vec sum[WIDTH];
@@ -143,7 +140,6 @@ static void write_lanes(const Attention& a, const Item& item, int64_t head, cons
       for (int i = 0; i < WIDTH; i++) store(rows + (lane + i) * row + d, sum[i]);
     }
   }
-  write_out<E>(a, item, head, item.lanes(a), rows, state.largest, state.total);
 }
 
 // Scratch: queries and sums [row, lanes], scores [BLOCK, lanes], what Lanes has [4, lanes], and the keys or values of a
@@ -179,6 +175,7 @@ static void attend_by_lanes(const Attention& a, const Item& item, float* scratch
       unpack<E>(a, item, head, 1, first, end, tokens);
       multiply_all<true>(row, tokens, 1, row, scores, lanes, n, sums);
     }
-    write_lanes<E>(a, item, head, state, lanes, sums, queries);
+    to_rows(row, lanes, sums, queries);
+    write_out<E>(a, item, head, used, queries, state.largest, state.total);
   }
 }

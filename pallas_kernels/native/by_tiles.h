@@ -6,6 +6,7 @@
 
 constexpr int64_t TILE = 16;   // rows of a tile, and floats of a row
 constexpr int64_t PAIRS = 32;  // bfloat16 of a row
+constexpr int64_t COLUMNS = 4;
 
 INLINE bool is_by_tiles(const Attention& a, const Item& item) {
   // A tile of keys must lie in one page.
@@ -22,24 +23,27 @@ class Tiles {
       uint8_t rows[16] = {};
     } shape;
     for (int i = 0; i < 8; i++) shape.row_bytes[i] = 64, shape.rows[i] = TILE;
+    // GCC takes it for a read of the first bytes only.
+    __asm__ volatile("" : : "m"(shape));
     _tile_loadconfig(&shape);
   }
   ~Tiles() { _tile_release(); }
 };
 
-// out [TILE, lanes] (+)= left [TILE, 2n] right [n, lanes] of pairs, n a multiple of 16; the row of left is in bytes.
+// out (+)= left [TILE, 2n] right [n, TILE] of pairs, for `columns` lane columns of right and out that lie so many floats
+// apart; n is a multiple of 16, and the row of left is in bytes.
 template <bool ADDS>
-INLINE void multiply_tile(const void* left, int64_t left_row, const uint32_t* right, int64_t lanes, int64_t n,
-                          float* out) {
-  const int64_t row = lanes * sizeof(float);
-  int64_t lane = 0;
-  for (; lane + 4 * TILE <= lanes; lane += 4 * TILE) {
-    float* const to = out + lane;
+INLINE void multiply_tile(const void* left, int64_t left_row, const uint32_t* right, int64_t right_column, int64_t n,
+                          float* out, int64_t out_column, int64_t columns) {
+  constexpr int64_t ROW = TILE * sizeof(float);
+  int64_t c = 0;
+  for (; c + 4 <= columns; c += 4) {
+    float* const to = out + c * out_column;
     if (ADDS) {
-      _tile_loadd(0, to, row);
-      _tile_loadd(1, to + TILE, row);
-      _tile_loadd(2, to + 2 * TILE, row);
-      _tile_loadd(3, to + 3 * TILE, row);
+      _tile_loadd(0, to, ROW);
+      _tile_loadd(1, to + out_column, ROW);
+      _tile_loadd(2, to + 2 * out_column, ROW);
+      _tile_loadd(3, to + 3 * out_column, ROW);
     } else {
       _tile_zero(0);
       _tile_zero(1);
@@ -47,88 +51,143 @@ INLINE void multiply_tile(const void* left, int64_t left_row, const uint32_t* ri
       _tile_zero(3);
     }
     for (int64_t i = 0; i < n; i += TILE) {
-      const uint32_t* const from = right + i * lanes + lane;
+      const uint32_t* const from = right + c * right_column + i * TILE;
       _tile_loadd(4, static_cast<const char*>(left) + i * sizeof(uint32_t), left_row);
-      _tile_loadd(5, from, row);
-      _tile_loadd(6, from + TILE, row);
+      _tile_loadd(5, from, ROW);
+      _tile_loadd(6, from + right_column, ROW);
       _tile_dpbf16ps(0, 4, 5);
       _tile_dpbf16ps(1, 4, 6);
-      _tile_loadd(5, from + 2 * TILE, row);
-      _tile_loadd(6, from + 3 * TILE, row);
+      _tile_loadd(5, from + 2 * right_column, ROW);
+      _tile_loadd(6, from + 3 * right_column, ROW);
       _tile_dpbf16ps(2, 4, 5);
       _tile_dpbf16ps(3, 4, 6);
     }
-    _tile_stored(0, to, row);
-    _tile_stored(1, to + TILE, row);
-    _tile_stored(2, to + 2 * TILE, row);
-    _tile_stored(3, to + 3 * TILE, row);
+    _tile_stored(0, to, ROW);
+    _tile_stored(1, to + out_column, ROW);
+    _tile_stored(2, to + 2 * out_column, ROW);
+    _tile_stored(3, to + 3 * out_column, ROW);
   }
-  for (; lane < lanes; lane += TILE) {
+  for (; c < columns; c++) {
+    float* const to = out + c * out_column;
     if (ADDS) {
-      _tile_loadd(0, out + lane, row);
+      _tile_loadd(0, to, ROW);
     } else {
       _tile_zero(0);
     }
     for (int64_t i = 0; i < n; i += TILE) {
       _tile_loadd(4, static_cast<const char*>(left) + i * sizeof(uint32_t), left_row);
-      _tile_loadd(5, right + i * lanes + lane, row);
+      _tile_loadd(5, right + c * right_column + i * TILE, ROW);
       _tile_dpbf16ps(0, 4, 5);
     }
-    _tile_stored(0, out + lane, row);
+    _tile_stored(0, to, ROW);
   }
 }
 
-// The queries of a tile as pairs [head_dim / 2, lanes]; those of unused lanes are 0.
-static void pair_queries(const Attention& a, const Item& item, int64_t head, int64_t lanes, uint32_t* pairs) {
-  for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
-    for (int64_t d = 0; d < a.head_dim; d += PAIRS) {
-      Vec query[WIDTH] = {};
-      for (int i = 0; i < WIDTH && lane + i < item.lanes(a); i++) {
-        query[i] = load_bits(query_at<BFloat16>(a, item, head, lane + i) + d);
-      }
-      transpose(query);
-      for (int i = 0; i < WIDTH; i++) {
-        __builtin_memcpy(pairs + (d / 2 + i) * lanes + lane, &query[i], sizeof(query[i]));
-      }
+// The queries of TILE lanes from `lane` on as pairs [head_dim / 2, TILE]; those of unused lanes are 0.
+static void pair_queries(const Attention& a, const Item& item, int64_t head, int64_t lane, uint32_t* pairs) {
+  for (int64_t d = 0; d < a.head_dim; d += PAIRS) {
+    Vec query[WIDTH] = {};
+    for (int i = 0; i < WIDTH && lane + i < item.lanes(a); i++) {
+      query[i] = load_bits(query_at<BFloat16>(a, item, head, lane + i) + d);
     }
+    transpose(query);
+    __builtin_memcpy(pairs + d / 2 * TILE, query, sizeof(query));
   }
 }
 
 // The values of tokens [first, end) as [head_dim, BLOCK]; those of other tokens, up to `padded_n`, are 0.
 static void transpose_values(const Attention& a, const Item& item, int64_t head, int64_t first, int64_t end,
                              int64_t padded_n, uint16_t* values) {
-  for (int64_t t = 0; t < padded_n; t += TILE) {
-    const BFloat16* const from = first + t < end ? token_at<BFloat16>(a, item, head, 1, first + t) : nullptr;
-    for (int64_t d = 0; d < a.head_dim; d += WIDTH) {
-      Vec value[WIDTH] = {};
-      for (int64_t i = 0; i < TILE && first + t + i < end; i++) value[i] = load(from + i * a.head_dim + d);
-      transpose(value);
+  for (int64_t t = 0; t < padded_n; t += PAIRS) {
+    const BFloat16* from[PAIRS / TILE];
+    for (int64_t i = 0; i < PAIRS / TILE; i++) {
+      const int64_t token = first + t + i * TILE;
+      from[i] = token < end ? token_at<BFloat16>(a, item, head, 1, token) : nullptr;
+    }
+    const auto row = [&](int64_t i, int64_t d) {
+      return first + t + i < end ? _mm512_loadu_si512(from[i / TILE] + i % TILE * a.head_dim + d) : __m512i{};
+    };
+    for (int64_t d = 0; d < a.head_dim; d += PAIRS) {
+      // Pairs of neighbours: `low` has those of elements 0-3, 8-11, 16-19 and 24-27, `high` the others.
+      Vec low[WIDTH], high[WIDTH];
       for (int64_t i = 0; i < WIDTH; i++) {
-        const HalfVec half = __builtin_convertvector(bits_as<BitVec>(value[i]) >> 16, HalfVec);
-        __builtin_memcpy(values + (d + i) * BLOCK + t, &half, sizeof(half));
+        const __m512i even = row(2 * i, d), odd = row(2 * i + 1, d);
+        low[i] = bits_as<Vec>(_mm512_unpacklo_epi16(even, odd));
+        high[i] = bits_as<Vec>(_mm512_unpackhi_epi16(even, odd));
+      }
+      transpose(low);
+      transpose(high);
+      for (int64_t i = 0; i < WIDTH; i++) {
+        uint16_t* const to = values + (d + i / 4 * 8 + i % 4) * BLOCK + t;
+        __builtin_memcpy(to, &low[i], sizeof(Vec));
+        __builtin_memcpy(to + 4 * BLOCK, &high[i], sizeof(Vec));
       }
     }
   }
 }
 
-INLINE BitVec rounded_to_bfloat16(Vec v) {  // not NaN, or NaN with a bit that stays
-  const BitVec bits = bits_as<BitVec>(v);
-  return bits + 0x7fff + ((bits >> 16) & 1);
+// 2^x for x <= SLACK, to 3e-6 of it, and NaN for NaN: the nearest integer, and a polynomial in the rest.
+INLINE Vec exp2(Vec x) {
+  const Vec n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), y = x - n;
+  Vec p = y * 9.58285e-3f + 5.590642e-2f;
+  p = p * y + 2.4024099e-1f;
+  p = p * y + 6.9312419e-1f;
+  p = p * y + 1.f;
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, broadcast(-126.f), _CMP_NLE_UQ), p, n);
 }
 
-// The weights of n tokens as pairs of neighbours [padded_n / 2, lanes]; those of other tokens are 0.
-static void pair_weights(const float* weights, int64_t lanes, int64_t n, int64_t padded_n, uint32_t* pairs) {
-  for (int64_t t = 0; t < padded_n; t += 2) {
-    for (int64_t lane = 0; lane < lanes; lane += WIDTH) {
-      const Vec low = t < n ? load(weights + t * lanes + lane) : Vec{};
-      const Vec high = t + 1 < n ? load(weights + (t + 1) * lanes + lane) : Vec{};
-      const BitVec pair = (rounded_to_bfloat16(low) >> 16) | (rounded_to_bfloat16(high) & 0xffff0000);
-      __builtin_memcpy(pairs + t / 2 * lanes + lane, &pair, sizeof(pair));
-    }
+// A softmax's sums are brought to a larger score only where this is larger by so many powers of two.
+constexpr float SLACK = 8;
+constexpr float LOG2_E = 1.44269504f;
+
+// Turns the scores of a lane column and n tokens, a multiple of PAIRS, into weights, and writes them as pairs of
+// neighbours. As soften_lanes, but that state.largest is any score so far which the largest does not exceed by more
+// than SLACK.
+template <bool IS_MASKED, bool CHANGES>
+static void soften_pairs(const Attention& a, int64_t first, int64_t n, const Lanes& state, int64_t lane, float* scores,
+                         float* sums, uint32_t* pairs) {
+  const IntVec position = bits_as<IntVec>(load(state.positions + lane));
+  const IntVec head = bits_as<IntVec>(load(state.heads + lane));
+  const int32_t window = int32_t(lesser(a.window, INT32_MAX));
+  const Vec old = load(state.largest + lane), scale = broadcast(a.scale);
+  const auto seen = [&](int64_t t) {
+    Vec score = load(scores + t * WIDTH) * scale;
+    if (!CHANGES && !IS_MASKED) return score;
+    const IntVec distance = position - int32_t(first + t);
+    if (CHANGES) score = changed(a, score, head, distance);
+    if (IS_MASKED) score = ((distance >= 0) & (distance < window)) ? score : broadcast(-__builtin_inff());
+    store(scores + t * WIDTH, score);
+    return score;
+  };
+  Vec largest = old, other = old;
+  for (int64_t t = 0; t < n; t += 2) {
+    largest = _mm512_max_ps(largest, seen(t));
+    other = _mm512_max_ps(other, seen(t + 1));
   }
+  largest = _mm512_max_ps(largest, other);
+  const Vec now = (largest - old) * LOG2_E > SLACK ? largest : old;
+  const Vec unit = broadcast(CHANGES || IS_MASKED ? LOG2_E : a.scale * LOG2_E), shift = now * LOG2_E;
+  // Words 2j and 2j + 1 of a result: word j of either half.
+  const BitVec word = bits_as<BitVec>(iota());
+  const __m512i words = bits_as<__m512i>(word | (word + WIDTH) << 16);
+  Vec total = {}, other_total = {};
+  for (int64_t t = 0; t < n; t += 2) {
+    const Vec low = exp2(load(scores + t * WIDTH) * unit - shift);
+    const Vec high = exp2(load(scores + (t + 1) * WIDTH) * unit - shift);
+    total += low, other_total += high;
+    const __m512i halves = bits_as<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+    _mm512_storeu_si512(pairs + t / 2 * WIDTH, _mm512_permutexvar_epi16(words, halves));
+  }
+  const Vec factor = exp2((old - now) * LOG2_E);
+  store(state.total + lane, load(state.total + lane) * factor + (total + other_total));
+  if (!_mm512_cmp_ps_mask(now, old, _CMP_NEQ_UQ)) return;
+  store(state.largest + lane, now);
+  for (int64_t d = 0; d < a.row(); d++) store(sums + d * WIDTH, load(sums + d * WIDTH) * factor);
 }
 
-// Scratch: as attend_by_lanes, the queries and the values smaller, and pairs of weights [BLOCK / 2, lanes] behind them.
+// Scratch: as attend_by_lanes, the queries and the values smaller, and pairs of weights [BLOCK / 2, lanes] behind them;
+// but the lanes lie in columns of TILE, one behind the other: so no two tiles that are used together are 4 KiB apart,
+// which would make loads wait for stores. Columns are taken COLUMNS at a time, and all share what is read of the pool.
 static void attend_by_tiles(const Attention& a, const Item& item, float* scratch) {
   const int64_t row = a.row(), lanes = lanes_of(a, item);
   float *queries = scratch, *sums = queries + row * lanes, *scores = sums + row * lanes,
@@ -137,26 +196,52 @@ static void attend_by_tiles(const Attention& a, const Item& item, float* scratch
   uint16_t* values = reinterpret_cast<uint16_t*>(values_at);
   const Lanes state(state_at, lanes);
   const Tiles tiles;
+  const bool changes = a.soft_cap > 0 || a.bias;
   for (int64_t head = item.head; head < item.head + item.num_heads; head++) {
     begin_lanes(a, item, head, state, lanes);
-    pair_queries(a, item, head, lanes, query_pairs);
+    for (int64_t lane = 0; lane < lanes; lane += TILE) pair_queries(a, item, head, lane, query_pairs + lane * row / 2);
     for (int64_t i = 0; i < row * lanes; i += WIDTH) store(sums + i, Vec{});
     for (int64_t first = item.begin, end; first < item.end; first = end) {
       end = lesser(first / BLOCK * BLOCK + BLOCK, item.end);
       const int64_t n = end - first, padded_n = padded(n, PAIRS);
-      for (int64_t t = 0; t < n; t += TILE) {
-        multiply_tile<false>(token_at<BFloat16>(a, item, head, 0, first + t), a.head_dim * sizeof(BFloat16), query_pairs,
-                             lanes, a.head_dim / 2, scores + t * lanes);
-      }
-      for (int64_t i = 0; i < n * lanes; i += WIDTH) store(scores + i, load(scores + i) * a.scale);
-      soften_all(a, item, first, end, state, lanes, scores, sums);
-      pair_weights(scores, lanes, n, padded_n, weight_pairs);
       transpose_values(a, item, head, first, end, padded_n, values);
-      for (int64_t d = 0; d < a.head_dim; d += TILE) {
-        multiply_tile<true>(values + d * BLOCK, BLOCK * sizeof(uint16_t), weight_pairs, lanes, padded_n / 2,
-                            sums + d * lanes);
+      for (int64_t lane = 0; lane < lanes; lane += COLUMNS * TILE) {
+        const int64_t columns = lesser(COLUMNS, (lanes - lane) / TILE);
+        const int64_t from = item.position + lane / a.group();
+        const int64_t to = item.position + (lane + columns * TILE - 1) / a.group();
+        if (to < first) continue;
+        for (int64_t t = 0; t < n; t += TILE) {
+          multiply_tile<false>(token_at<BFloat16>(a, item, head, 0, first + t), a.head_dim * sizeof(BFloat16),
+                               query_pairs + lane * row / 2, row / 2 * TILE, a.head_dim / 2, scores + t * TILE,
+                               BLOCK * TILE, columns);
+        }
+        // Tokens behind the end are later than every row, and masked.
+        const bool all_see_all = first + padded_n - 1 <= from && first > to - a.window;
+        const auto soften = all_see_all ? (changes ? soften_pairs<false, true> : soften_pairs<false, false>)
+                                        : (changes ? soften_pairs<true, true> : soften_pairs<true, false>);
+        for (int64_t c = 0; c < columns; c++) {
+          soften(a, first, padded_n, state, lane + c * TILE, scores + c * BLOCK * TILE, sums + (lane + c * TILE) * row,
+                 weight_pairs + c * BLOCK / 2 * TILE);
+        }
+        for (int64_t d = 0; d < a.head_dim; d += TILE) {
+          multiply_tile<true>(values + d * BLOCK, BLOCK * sizeof(uint16_t), weight_pairs, BLOCK / 2 * TILE, padded_n / 2,
+                              sums + lane * row + d * TILE, row * TILE, columns);
+        }
       }
     }
-    write_lanes<BFloat16>(a, item, head, state, lanes, sums, queries);
+    for (int64_t lane = 0; lane < lanes; lane += TILE) to_rows(row, TILE, sums + lane * row, queries + lane * row);
+    write_out<BFloat16>(a, item, head, item.lanes(a), queries, state.largest, state.total);
+  }
+}
+
+// The activation of a gated MLP. x / (1 + e^-x) to 7e-5 of it, which rounding to bfloat16 hides.
+static void multiply_silu(const float* x, const float* factors, void* out, int64_t n) {
+  const auto part = [&](int64_t i) {
+    const Vec v = load(x + i);
+    return v * _mm512_rcp14_ps(exp2(v * -LOG2_E) + 1.f) * load(factors + i);
+  };
+  for (int64_t i = 0; i < n; i += PAIRS) {
+    const Vec low = part(i), high = part(i + WIDTH);
+    _mm512_storeu_si512(static_cast<BFloat16*>(out) + i, bits_as<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
   }
 }

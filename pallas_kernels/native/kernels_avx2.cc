@@ -21,7 +21,7 @@
 #endif
 
 namespace jax_paged {
-const Kernels kAvx2Kernels = {avx2::attend, avx2::join_partials, avx2::scratch_floats};
+const Kernels kAvx2Kernels = {avx2::attend, avx2::join_partials, avx2::scratch_floats, TILE_LANES, nullptr};
 }
 
 #endif

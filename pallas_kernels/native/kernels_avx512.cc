@@ -21,7 +21,7 @@
 #endif
 
 namespace jax_paged {
-const Kernels kAvx512Kernels = {avx512::attend, avx512::join_partials, avx512::scratch_floats};
+const Kernels kAvx512Kernels = {avx512::attend, avx512::join_partials, avx512::scratch_floats, TILE_LANES, nullptr};
 }
 
 #endif

@@ -9,5 +9,5 @@
 #include "kernels.h"
 
 namespace jax_paged {
-const Kernels kBaselineKernels = {baseline::attend, baseline::join_partials, baseline::scratch_floats};
+const Kernels kBaselineKernels = {baseline::attend, baseline::join_partials, baseline::scratch_floats, TILE_LANES, nullptr};
 }

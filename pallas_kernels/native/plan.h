@@ -34,7 +34,8 @@ class Plan {
         add_tile(b, row_of(b), 1, len - 1, DECODE_SPLIT, (a_.kv_heads + parts - 1) / parts);
         continue;
       }
-      const int64_t tile = std::max<int64_t>(1, TILE_LANES / a_.group());
+      const int64_t lanes = a_.dtype == DType::kBFloat16 ? kernels_.bfloat16_lanes : TILE_LANES;
+      const int64_t tile = std::max<int64_t>(1, lanes / a_.group());
       for (int64_t first = 0; first < rows; first += tile) {
         add_tile(b, row_of(b) + first, std::min(tile, rows - first), len - rows + first, PREFILL_SPLIT, 1);
       }
