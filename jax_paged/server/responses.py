@@ -6,6 +6,7 @@ from typing import Any
 import orjson
 from fastapi.responses import Response
 
+from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.server.logprobs import Echo, chat_logprobs, completion_logprobs, joined
 
@@ -113,6 +114,10 @@ def request_error(output: RequestOutput) -> ApiError | None:
     """Returns the error that a request has ended with, or None."""
     for completion in output.outputs:
         reason = completion.stop_reason
+        if reason == NO_TOKEN_ALLOWED and completion.finish_reason == "abort":
+            return ApiError(
+                "the request leaves no token: allowed_token_ids, bad_words and min_tokens exclude all"
+            )
         if completion.finish_reason == "abort":
             return ApiError(f"the request was aborted: {reason or 'by the server'}", status=500)
         if completion.finish_reason == "error":

@@ -297,6 +297,14 @@ def test_fields_of_vllm(served):
     assert cut["usage"]["prompt_tokens"] == 3
 
 
+@pytest.mark.parametrize("path", ["/completions", "/responses"])
+def test_a_request_that_leaves_no_token_to_choose_is_wrong(served, path):
+    body = {"prompt": "a"} if path == "/completions" else {"input": "a"}
+    body |= {"allowed_token_ids": [served.engine.tokenizer.eos_token_id], "min_tokens": 1}
+    assert error_of(post(served, path, **body)) == (400, None, None)
+    assert error_of(post(served, path, **body, stream=True)) == (400, None, None)
+
+
 # Conversations.
 
 
