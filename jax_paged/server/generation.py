@@ -116,7 +116,7 @@ class GenerationRoutes:
             return None
         if self._config.decoder_start_token_id is not None:
             raise ValueError("echo is True; allowed: False, as the model reads prompts with an encoder")
-        return Echo(tokenizer_of(self._engine), body.only_prompt)
+        return Echo(tokenizer_of(self._engine), body.only_prompt, body.truncate_prompt_tokens is not None)
 
     def _check_chat(
         self, tokenizer: Tokenizer, params: SamplingParams | BeamSearchParams, body: ChatRequest

@@ -16,14 +16,16 @@ class Echo:
     Args:
         tokenizer: The engine's.
         only_prompt: Whether the output is left out: the engine draws a token where max_tokens is 0.
+        is_cut: Whether the prompt may have lost tokens of its text.
     """
 
     tokenizer: Tokenizer
     only_prompt: bool
+    is_cut: bool
 
     def text(self, output: RequestOutput) -> str:
         """Returns the prompt's text."""
-        if output.prompt is not None:
+        if output.prompt is not None and not self.is_cut:
             return output.prompt
         return self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
@@ -72,14 +74,15 @@ def chat_logprobs(output: CompletionOutput, num_top: int) -> list[dict[str, Any]
 
     Args:
         output: The answer, or the newest part of it.
-        num_top: Most likely tokens to list beside each token.
+        num_top: Most likely tokens to list beside each token; -1 lists all that there are.
     """
     if output.logprobs is None:
         return None
     content = []
     for entry in output.logprobs:
         sampled, *_ = entry.values()
-        top = sorted(entry.values(), key=lambda x: x.rank or 0)[:num_top]
+        top = sorted(entry.values(), key=lambda x: x.rank or 0)
+        top = top if num_top == -1 else top[:num_top]
         content.append({**_chat_logprob(sampled), "top_logprobs": [_chat_logprob(x) for x in top]})
     return content
 

@@ -30,7 +30,19 @@ _EVENT = {
     "required": ["data"],
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
 }
-_STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+_CHUNKS = (
+    "The answer, or with `stream` its parts, each an event; the last is [DONE]. If the request fails on the "
+    "way, the last event has the error, and there is no [DONE]."
+)
+# The routes that stream, and how.
+_STREAMED = {
+    "/v1/completions": _CHUNKS,
+    "/v1/chat/completions": _CHUNKS,
+    "/v1/responses": (
+        "The response, or with `stream` typed events; the last is response.completed, response.incomplete or "
+        "response.failed."
+    ),
+}
 
 
 def answers(form: Any, *more: int) -> dict[str, Any]:
@@ -77,6 +89,7 @@ def _document(app: FastAPI, version: str) -> dict[str, Any]:
                 if method in methods:
                     operation["responses"].setdefault(str(status), _error(text))
             if path in _STREAMED:
+                operation["responses"]["200"]["description"] = _STREAMED[path]
                 operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
     return document
 

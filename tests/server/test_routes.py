@@ -90,6 +90,12 @@ def test_echo_of_several_choices_is_streamed_as_a_whole_one(served, max_tokens):
             assert [x for part in parts for x in part["logprobs"][name]] == choice["logprobs"][name]
 
 
+def test_echo_of_a_prompt_that_is_cut(served):
+    body = {"prompt": "x y z def f(", "truncate_prompt_tokens": 3, "echo": True, "logprobs": 0}
+    (choice,) = served.complete(**body, max_tokens=0)["choices"]
+    assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == " def f("
+
+
 def test_echo_without_logprobs_and_of_beams(served):
     assert served.complete(PROMPT, echo=True, max_tokens=0)["choices"][0]["text"] == PROMPT
     beams = {"use_beam_search": True, "beam_width": 2, "n": 2, "max_tokens": 4}
