@@ -8,10 +8,15 @@ PREFILL_TILE_ROWS in prefill); an item is a tile and ITEM_TOKENS tokens of the c
     b, 30 tokens           b0           (b0, 0-29)
     c, prefill of 20       c0 c1        (c0, 0-15) (c1, 0-19)
 
-The items are packed: a loop takes them chunk by chunk, as many as stay in the cache of a core, and joins the
-chunks by an online softmax (Milakov and Gimelshein, 2018). So the cost follows the live tokens and not the
-padded tables; a gather of whole padded tables would go through memory three times. Temporary arrays stay
-below 32 MiB, as above that size malloc maps and clears new memory at every step.
+The items are packed: a loop takes them chunk by chunk, as many as stay in the cache of a core, and at most a
+few of each sequence, as all of a chunk is computed. So the cost follows the live tokens and not the padded
+tables; a gather of whole padded tables would go through memory three times.
+
+An item has a softmax of its own, in powers of two: its weights are 2**(score - e), with a whole number e,
+that of its largest score rounded up. Items are joined in order (as by Milakov and Gimelshein, 2018), and
+what is rescaled meanwhile is multiplied by whole powers of two, which is exact. So a program adds up a
+sequence in the same way wherever its chunks begin. Temporary arrays stay below 32 MiB, as above
+that size malloc maps and clears new memory at every step.
 """
 
 from typing import Any, NamedTuple
@@ -20,13 +25,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-# Finite: a row with nothing to attend to gets exp(0), which is masked, and not NaN.
-MASKED_SCORE = -1e30
+# Finite, as the difference of two infinities is NaN. A row with nothing to attend to has an exponent so far
+# above its scores that all its weights are 0.
+MASKED_SCORE, MASKED_EXPONENT = -1e30, -1e29
+LOG2_E = 1.4426950408889634
 ITEM_TOKENS = 64
 PREFILL_TILE_ROWS = 16
-# Bytes of keys per chunk.
-DECODE_CHUNK_BYTES = 4 * 2**20
-PREFILL_CHUNK_BYTES = 2 * 2**20
+# All of a chunk is computed, so it grows with the sequences, up to these bytes of keys.
+DECODE_ITEMS_PER_SEQ = 2
+CHUNK_BYTES = 2 * 2**20
 
 
 def write_kv(
@@ -60,7 +67,7 @@ class Tiles(NamedTuple):
     """Query tiles; the R rows of a kv head are those of its query heads, one head after the other.
 
     Args:
-        queries: [N, K, R, D] float32, scaled.
+        queries: [N, K, R, D].
         positions: int32 [N, R], the position of each row in its sequence.
         context_lens: int32 [N], the tokens that the tile's last row sees; 0 in an unused tile.
         seq: int32 [N], the row of the block tables.
@@ -77,16 +84,14 @@ def paged_decode(
     kv_pages: Float[Array, "p 2 k s d"],
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
-    *,
-    scale: float,
     **options: Any,
 ) -> Float[Array, "b h d"]:
     """See ops.paged_decode: every sequence is a tile of one row; the options go to _attend."""
     num_seqs, _, head_dim = q.shape
-    queries = q.reshape(num_seqs, kv_pages.shape[2], -1, head_dim).astype(jnp.float32) * scale
+    queries = q.reshape(num_seqs, kv_pages.shape[2], -1, head_dim)
     positions = jnp.broadcast_to(context_lens[:, None] - 1, (num_seqs, queries.shape[2]))
     tiles = Tiles(queries, positions, context_lens, jnp.arange(num_seqs))
-    out = _attend(tiles, kv_pages, block_tables, DECODE_CHUNK_BYTES, **options)
+    out = _attend(tiles, kv_pages, block_tables, DECODE_ITEMS_PER_SEQ * num_seqs, **options)
     return out.reshape(q.shape).astype(q.dtype)
 
 
@@ -96,8 +101,6 @@ def ragged_attention(
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
     query_start_loc: Int[Array, " b1"],
-    *,
-    scale: float,
     **options: Any,
 ) -> Float[Array, "t h d"]:
     """See ops.ragged_attention: sequences with one query go through paged_decode, the others in tiles."""
@@ -110,7 +113,6 @@ def ragged_attention(
         kv_pages,
         block_tables,
         jnp.where(is_decode, context_lens, 0),
-        scale=scale,
         **options,
     )
 
@@ -126,8 +128,8 @@ def ragged_attention(
     positions = (context_lens[seq] - query_lens[seq] + offset)[:, None] + jnp.arange(rows)
     seen = jnp.where(is_used, jnp.minimum(positions[:, -1] + 1, context_lens[seq]), 0)
     positions = jnp.tile(positions, (1, num_heads // kv_heads))
-    tiles = Tiles(queries.astype(jnp.float32) * scale, positions, seen, seq)
-    out = _attend(tiles, kv_pages, block_tables, PREFILL_CHUNK_BYTES, **options)
+    tiles = Tiles(queries, positions, seen, seq)
+    out = _attend(tiles, kv_pages, block_tables, num_tiles, **options)
     out = out.reshape(num_tiles, kv_heads, -1, rows, head_dim).transpose(0, 3, 1, 2, 4)
     out = out.reshape(num_tiles * rows, num_heads, head_dim).astype(q.dtype)
 
@@ -163,8 +165,9 @@ def _attend(
     tiles: Tiles,
     kv_pages: Float[Array, "p 2 k s d"],
     block_tables: Int[Array, "b m"],
-    chunk_bytes: int,
+    chunk_items: int,
     *,
+    scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " h"] | None = None,
@@ -172,79 +175,118 @@ def _attend(
 ) -> Float[Array, "n k r d"]:
     """Attends with every tile over its context, a chunk of items at a time; 0 in unused tiles."""
     num_pages, _, kv_heads, page_size, head_dim = kv_pages.shape
-    num_tiles = tiles.queries.shape[0]
+    num_tiles, _, rows, _ = tiles.queries.shape
+    dtype = jnp.promote_types(tiles.queries.dtype, kv_pages.dtype)
     pages = max(1, ITEM_TOKENS // page_size)
     tokens = pages * page_size
     max_num_items = num_tiles * -(-block_tables.shape[1] // pages)
-    chunk_items = min(max(1, chunk_bytes // (tokens * kv_heads * head_dim * 4)), max_num_items)
+    item_bytes = tokens * kv_heads * head_dim * dtype.itemsize
+    size = min(chunk_items, max_num_items, max(1, CHUNK_BYTES // item_bytes))
     tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % pages)))
     # A row of this view is the [S, D] tile of one page, one of keys and values, one head.
     page_tiles = kv_pages.reshape(num_pages * 2 * kv_heads, page_size * head_dim)
-    head = jnp.arange(kv_heads)[:, None]
+    first_token = jnp.zeros_like(tiles.context_lens)
+    if window is not None:
+        first_token = jnp.maximum(tiles.positions[:, 0] - window + 1, 0)
     item_counts = -(-tiles.context_lens // tokens)
-    first_token = None if window is None else jnp.maximum(tiles.positions[:, 0] - window + 1, 0)
-    if first_token is not None:
-        item_counts = jnp.maximum(item_counts - first_token // tokens, 0)
+    item_counts = jnp.maximum(item_counts - first_token // tokens, 0)
     item_ends = jnp.cumsum(item_counts)
+    page_start, token = jnp.arange(pages) * page_size, jnp.arange(tokens)
+
+    # The list of all items. It is the same in every layer, and so computed once per step.
+    tile, index, is_used = _spread(item_ends, item_counts, -(-max_num_items // size) * size)
+    # Tokens count from the start of their item; those from low to high are there.
+    start = (index + first_token[tile] // tokens) * tokens
+    low, high = first_token[tile] - start, jnp.where(is_used, tiles.context_lens[tile] - start, 0)
+    # Page 0 stands for pages that no row sees: the table may say anything of them, and they cost nothing.
+    page_is_there = (page_start < high[:, None]) & (page_start + page_size > low[:, None])
+    column = jnp.where(page_is_there, start[:, None] // page_size + jnp.arange(pages), 0)
+    page = jnp.where(page_is_there, tables[tiles.seq[tile][:, None], column], 0)
+    # An unused item gets a tile out of range: what it adds is dropped.
+    segment = jnp.where(is_used, tile, num_tiles)
+    # The barriers here and below end fusions, which would compute all this again for each element.
+    items = lax.optimization_barrier((segment, start, low, high, page))
 
     def of_rows(of_heads: Array) -> Array:
         of_heads = of_heads.astype(jnp.float32).reshape(kv_heads, -1, *of_heads.shape[1:])
-        return jnp.repeat(of_heads, tiles.queries.shape[2] // of_heads.shape[1], axis=1)
+        return jnp.repeat(of_heads, rows // of_heads.shape[1], axis=1)
+
+    def of_page_tiles(values: Array) -> Array:
+        values = jnp.broadcast_to(values, (size, kv_heads, pages))
+        return lax.optimization_barrier(values.reshape(-1))
+
+    def load(page: Array, which: int) -> Array:
+        row = of_page_tiles((page[:, None] * 2 + which) * kv_heads + jnp.arange(kv_heads)[:, None])
+        return page_tiles.at[row].get(mode="promise_in_bounds").astype(dtype)
+
+    def as_tokens(loaded: Array) -> Array:
+        # A loop over whole page tiles is made of vectors; fused with the reshape it would go by head_dim, and
+        # LLVM unrolls such short loops before it looks for vectors.
+        return lax.optimization_barrier(loaded).reshape(size, kv_heads, tokens, head_dim)
 
     bias = None if distance_bias is None else of_rows(distance_bias)
 
-    def load(page: Array, which: int) -> Array:
-        row = (page[:, None, :] * 2 + which) * kv_heads + head
-        loaded = page_tiles.at[row].get(mode="promise_in_bounds")
-        return loaded.reshape(-1, kv_heads, tokens, head_dim).astype(jnp.float32)
-
     def attend_chunk(chunk: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        acc, largest, total = carry
-        ends = item_ends - chunk * chunk_items
-        tile, index, is_used = _spread(ends, item_counts, chunk_items)
-        if first_token is not None:
-            index += first_token[tile] // tokens
-        token = index[:, None] * tokens + jnp.arange(tokens)
-        is_there = is_used[:, None] & (token < tiles.context_lens[tile][:, None])
-        if first_token is not None:
-            is_there &= token >= first_token[tile][:, None]
-        # Page 0 stands for pages that no row sees: the table may say anything of them, and they cost nothing.
-        page_is_there = is_there[:, ::page_size]
-        if first_token is not None:
-            page_is_there = is_there.reshape(-1, pages, page_size).any(-1)
-        column = jnp.where(page_is_there, token[:, ::page_size] // page_size, 0)
-        page = jnp.where(page_is_there, tables[tiles.seq[tile][:, None], column], 0)
-        position = tiles.positions[tile][:, None, :, None]
-        token, is_there = token[:, None, None], is_there[:, None, None]
-        live = is_there & (token <= position)
+        acc, exponent, total = carry
+        segment, start, low, high, page = (
+            lax.dynamic_slice_in_dim(of_items, chunk * size, size) for of_items in items
+        )
+        queries, position = (
+            of_tiles.at[segment].get(mode="clip") for of_tiles in (tiles.queries, tiles.positions)
+        )
+        low, high, position, page, queries = lax.optimization_barrier(
+            (low, high, position - start[:, None], page, queries.astype(dtype))
+        )
+        live = token < jnp.minimum(position + 1, high[:, None])[:, None, :, None]
         if window is not None:
-            live &= token > position - window
+            live &= token > position[:, None, :, None] - window
 
-        scores = jnp.einsum("nkrd,nktd->nkrt", tiles.queries[tile], load(page, 0))
+        keys = as_tokens(load(page, 0))
+        scores = jnp.einsum("nkrd,nktd->nkrt", queries, keys, preferred_element_type=jnp.float32) * scale
         if soft_cap is not None:
             scores = jnp.tanh(scores / soft_cap) * soft_cap
         if bias is not None:
-            distance = jnp.clip(position - token, 0, bias.shape[2] - 1)
-            scores += bias[head[..., None], jnp.arange(bias.shape[1])[:, None], distance]
-        scores = jnp.where(live, scores, MASKED_SCORE)
-        # An unused item gets a tile out of range: what it adds is dropped.
-        segment = jnp.where(is_used, tile, num_tiles)
-        new_largest = largest.at[segment].max(scores.max(-1), mode="drop")
-        probs = jnp.where(live, jnp.exp(scores - new_largest[tile][..., None]), 0)
-        decay = jnp.exp(largest - new_largest)
+            distance = jnp.clip(position[:, None, :, None] - token, 0, bias.shape[2] - 1)
+            head = jnp.arange(kv_heads)[:, None, None]
+            scores += bias[head, jnp.arange(rows)[:, None], distance]
+        # Scores are exponents of two from here on.
+        scores = lax.optimization_barrier(jnp.where(live, scores * LOG2_E, MASKED_SCORE))
+        item_exponent = jnp.maximum(jnp.ceil(scores.max(-1)), MASKED_EXPONENT)
+        # In one dimension, the exponential is made of vectors.
+        shifted = (scores - item_exponent[..., None]).reshape(-1)
+        probs = jnp.exp2(lax.optimization_barrier(shifted))
+        probs = lax.optimization_barrier(probs).reshape(scores.shape)
         # 0 * NaN is NaN: what a dead slot holds must not reach the product.
-        values = jnp.where(is_there.swapaxes(-1, -2), load(page, 1), 0)
-        weighted = jnp.einsum("nkrt,nktd->nkrd", probs, values)
-        acc = (acc * decay[..., None]).at[segment].add(weighted, mode="drop")
-        return acc, new_largest, (total * decay).at[segment].add(probs.sum(-1), mode="drop")
+        slot = jnp.arange(page_size * head_dim) // head_dim
+        is_there = slot < of_page_tiles(high[:, None, None] - page_start)[:, None]
+        if window is not None:
+            is_there &= slot >= of_page_tiles(low[:, None, None] - page_start)[:, None]
+        values = as_tokens(jnp.where(is_there, load(page, 1), 0))
+        weighted = jnp.einsum(
+            "nkrt,nktd->nkrd", probs.astype(dtype), values, preferred_element_type=jnp.float32
+        )
 
-    zero = jnp.zeros_like(tiles.queries)
-    carry = (zero, jnp.full(zero.shape[:-1], MASKED_SCORE), zero[..., 0])
-    num_chunks = -(-item_ends[-1] // chunk_items)
-    acc, largest, total = lax.fori_loop(0, num_chunks, attend_chunk, carry)
+        new_exponent = exponent.at[segment].max(item_exponent, mode="drop")
+        decay = _power_of_two(exponent - new_exponent)
+        factor = _power_of_two(item_exponent - new_exponent.at[segment].get(mode="clip"))
+        decay, factor = lax.optimization_barrier((decay, factor))
+        acc = (acc * decay[..., None]).at[segment].add(weighted * factor[..., None], mode="drop")
+        total = (total * decay).at[segment].add(probs.sum(-1) * factor, mode="drop")
+        return acc, new_exponent, total
+
+    zero = jnp.zeros(tiles.queries.shape)
+    carry = (zero, jnp.full(zero.shape[:-1], MASKED_EXPONENT), zero[..., 0])
+    num_chunks = -(-item_ends[-1] // size)
+    acc, exponent, total = lax.fori_loop(0, num_chunks, attend_chunk, carry)
     if sinks is not None:
-        sink = of_rows(sinks)
-        new_largest = jnp.maximum(largest, sink)
-        decay = jnp.exp(largest - new_largest)
-        acc, total = acc * decay[..., None], total * decay + jnp.exp(sink - new_largest)
+        sink = of_rows(sinks) * LOG2_E
+        new_exponent = jnp.maximum(exponent, jnp.ceil(sink))
+        decay = _power_of_two(exponent - new_exponent)
+        acc, total = acc * decay[..., None], total * decay + jnp.exp2(sink - new_exponent)
     return acc / jnp.where(total > 0, total, 1)[..., None]
+
+
+def _power_of_two(exponent: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns 2**exponent of whole numbers up to 0, exactly; 0 where it is no normal number."""
+    biased = jnp.maximum(exponent, -127.0) + 127
+    return lax.bitcast_convert_type(biased.astype(jnp.int32) << 23, jnp.float32)
