@@ -17,7 +17,8 @@ def add_options(parser: Any, cls: type) -> None:
     """
     texts, hints = _field_texts(cls), typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        text = f"{texts[field.name]} (default: {field.default})".replace("%", "%%")
+        default = "none" if field.default in ((), "") else field.default
+        text = f"{texts[field.name]} (default: {default})".replace("%", "%%")
         option = "--" + field.name.replace("_", "-")
         # SUPPRESS leaves out what is not given, so that "not given" is told from "given as the default".
         parser.add_argument(option, default=argparse.SUPPRESS, help=text, **_kind(hints[field.name]))
@@ -33,6 +34,8 @@ def _kind(hint: Any) -> dict[str, Any]:
     """Returns the arguments with which argparse reads a value of a field's type."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):  # X | None
         hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)
+    if typing.get_origin(hint) is tuple:  # of any length: the option is given once for each
+        return {"action": "append", "type": typing.get_args(hint)[0]}
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
     return {"action": argparse.BooleanOptionalAction} if hint is bool else {"type": hint}

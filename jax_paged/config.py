@@ -278,3 +278,8 @@ def compilation_cache_dir() -> str:
 def checks_inputs() -> bool:
     """Returns whether every kernel's arguments are checked on the host, which JAX_PAGED_CHECKS=1 asks for."""
     return os.environ.get("JAX_PAGED_CHECKS") == "1"
+
+
+def api_key_of_environment() -> str | None:
+    """Returns the key that clients of a server must send, JAX_PAGED_API_KEY; None if it is not set."""
+    return os.environ.get("JAX_PAGED_API_KEY")

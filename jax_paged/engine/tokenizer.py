@@ -13,6 +13,7 @@ import tokenizers
 
 from jax_paged.checks import check
 from jax_paged.engine.chat_template import ChatTemplate, is_usual, read_chat_template
+from jax_paged.engine.control_tokens import ControlTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,8 +58,7 @@ class Tokenizer:
         self._backend = self._load_backend()
         self._backend.no_padding()
         self._backend.no_truncation()
-        added = self._backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._control = ControlTokens(self._backend)
 
     @functools.cached_property
     def hf(self) -> "PreTrainedTokenizerBase":
@@ -97,10 +97,7 @@ class Tokenizer:
         Raises:
             ValueError: If `text` is not valid Unicode.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the prompt is not valid Unicode: {error}") from error
+        _check_unicode(text)
         if len(text) <= _SHORT_TEXT:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         # Unlike encode, this one lets other Python threads run meanwhile: 80 ms for 100,000 characters.
@@ -119,7 +116,7 @@ class Tokenizer:
 
     def adds_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
         """Returns whether `decode` turns a token into text: the tokenizer knows it, and does not skip it."""
-        skipped = skip_special_tokens and token_id in self._special_ids
+        skipped = skip_special_tokens and token_id in self._control.ids
         return not skipped and self._backend.id_to_token(token_id) is not None
 
     def token_text(self, token_id: int) -> str:
@@ -148,6 +145,9 @@ class Tokenizer:
     ) -> list[int]:
         """Returns the ids of a conversation up to where the assistant's answer starts.
 
+        Control tokens come from the template alone: "<|end|>" in a message stays text. (A template may make
+        one of a role, as in "<|" + role + "|>": whoever takes roles from others has to check them.)
+
         Args:
             messages: dicts with "role", and with "content": a string, or a list of
                 {"type": "text", "text": ...}. An assistant's message with "tool_calls" may have no content.
@@ -167,13 +167,12 @@ class Tokenizer:
                 template_kwargs names a setting of transformers that would change the form of the result.
         """
         values: dict[str, Any] = {
-            "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tools": tools,
             **_checked_variables(template_kwargs),
         }
-        chat_template, tools = values["chat_template"], values["tools"]
+        chat_template, tools = values.pop("chat_template", chat_template), values["tools"]
         formats = ("auto", "string", "openai")
         check(content_format in formats, "chat_template_content_format", content_format, f"one of {formats}")
         as_parts = content_format == "openai"
@@ -186,18 +185,21 @@ class Tokenizer:
             raise ValueError(f"tokenizer {self.name!r} has no chat template: use completions instead")
         if tools and isinstance(template, str) and "tools" not in template:
             raise ValueError(f"tools is {tools!r}; allowed: None, as the chat template does not use them")
+        (plain, values), mark = self._control.marked((plain, values))
         try:
             if own:
-                return self.encode(own.render(plain, tools, add_generation_prompt), add_special_tokens=False)
-            ids = self.hf.apply_chat_template(
-                plain,
-                tokenize=True,
-                return_dict=False,
-                **values,
-            )
+                text = own.render(plain, values["tools"], add_generation_prompt)
+            else:
+                rendered = self.hf.apply_chat_template(
+                    plain, chat_template=chat_template, tokenize=False, **values
+                )
+                text = cast(str, rendered)
         except Exception as error:  # templates raise what they like
             raise ValueError(f"the chat template does not take these messages: {error}") from error
-        return cast(list[int], ids)
+        if not mark:
+            return self.encode(text, add_special_tokens=False)
+        _check_unicode(text)
+        return self._control.encode(text, mark)
 
     @property
     def chat_template_source(self) -> str | None:
@@ -225,6 +227,7 @@ class Tokenizer:
         Raises:
             ValueError: If the tokenizer can't be loaded.
         """
+        _ = self._control.text_backend
         if self._own_template is None:
             _ = self.hf
 
@@ -273,6 +276,13 @@ def _checked_variables(template_kwargs: dict[str, Any] | None) -> dict[str, Any]
             name not in values, f"chat_template_kwargs[{name!r}]", values.get(name), "a template's variable"
         )
     return values
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not valid Unicode: {error}") from error
 
 
 def _special_tokens(file: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
 
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError
@@ -24,8 +25,10 @@ from jax_paged.server.answers import (
 from jax_paged.server.docs_page import docs_page
 from jax_paged.server.fields import with_known_fields
 from jax_paged.server.generation import GenerationRoutes
+from jax_paged.server.guard import guarded
 from jax_paged.server.information import InformationRoutes
 from jax_paged.server.life import Gate, Life
+from jax_paged.server.limits import BodyLimits, json_route
 from jax_paged.server.metrics import Metrics
 from jax_paged.server.openapi import answers, describe
 from jax_paged.server.options import ServerOptions
@@ -63,13 +66,14 @@ class OpenAIServer:
         self._lane = Lane()
         config, tokenizer = engine.engine.config, engine.engine.tokenizer
         texts = TextReader(tokenizer, config.max_model_len, self._lane)
-        self._generation = GenerationRoutes(engine, runner, texts, model_name)
-        self._responses = ResponsesRoute(engine, runner, texts, model_name)
-        self._information = InformationRoutes(engine, texts, model_name)
+        self._generation = GenerationRoutes(engine, runner, texts, model_name, self.options)
+        self._responses = ResponsesRoute(engine, runner, texts, model_name, self.options)
+        self._information = InformationRoutes(engine, texts, model_name, self.options)
 
-    def app(self) -> FastAPI:
+    def app(self) -> ASGIApp:
         """Returns the application."""
-        app = FastAPI(title="jax-paged", docs_url=None, redoc_url=None)
+        app = FastAPI(title="jax-paged", docs_url=None, redoc_url=None, redirect_slashes=False)
+        app.router.route_class = json_route(self.options)
         known = functools.partial(with_known_fields, strict=self.options.strict)
         generating = {
             "/v1/completions": (self._generation.completions, CompletionAnswer),
@@ -78,7 +82,8 @@ class OpenAIServer:
         }
         for path, (handler, form) in generating.items():
             app.post(path, **answers(form))(known(handler))
-        app.add_middleware(Gate, life=self.life, room=self._room, lane=self._lane, paths=generating)  # pyright: ignore
+        app.add_middleware(BodyLimits, options=self.options, lane=self._lane)
+        app.add_middleware(Gate, life=self.life, room=self._room, paths=generating)  # pyright: ignore
         information = self._information
         app.post("/tokenize", **answers(TokenizeAnswer))(known(information.tokenize))
         app.post("/detokenize", **answers(DetokenizeAnswer))(known(information.detokenize))
@@ -98,7 +103,7 @@ class OpenAIServer:
         app.exception_handler(Exception)(_on_any_error)
         describe(app, information.version_name)
         app.get("/docs", include_in_schema=False)(lambda: docs_page(app.openapi()))
-        return app
+        return guarded(app, self.options)
 
     async def health(self) -> Response:
         """GET /health: 200 while the engine runs, 503 once it has stopped."""

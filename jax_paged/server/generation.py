@@ -17,7 +17,9 @@ from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.server.conversation import messages_for
+from jax_paged.server.limits import check_sizes
 from jax_paged.server.logprobs import Echo
+from jax_paged.server.options import ServerOptions
 from jax_paged.server.protocol import Body, ChatRequest, CompletionRequest, Generation
 from jax_paged.server.responses import (
     ApiError,
@@ -42,21 +44,29 @@ class GenerationRoutes:
         runner: Counts them, and aborts those whose client has left.
         texts: Tokenizes their texts.
         model_name: The model's name for clients.
+        options: Limits of what they ask for.
     """
 
     def __init__(
-        self, engine: AsyncLLMEngine, runner: RequestRunner, texts: TextReader, model_name: str
+        self,
+        engine: AsyncLLMEngine,
+        runner: RequestRunner,
+        texts: TextReader,
+        model_name: str,
+        options: ServerOptions,
     ) -> None:
         self._engine = engine
         self._config = engine.engine.config
         self._runner = runner
         self._texts = texts
         self._model_name = model_name
+        self._options = options
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions: continues one or more prompts."""
         check_model(body, self._model_name)
         with bad_input(body):
+            check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
             echo = self._echo(body)
             is_prompt = isinstance(body.prompt, str | list | dict)
@@ -83,6 +93,7 @@ class GenerationRoutes:
         check_model(body, self._model_name)
         with bad_input(body):
             tokenizer = tokenizer_of(self._engine)
+            check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
             checked = await self._texts.read(
                 "messages", [body.messages], self._check_chat, tokenizer, params, body

@@ -13,6 +13,8 @@ from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.server.conversation import messages_for
 from jax_paged.server.generation import bad_input, check_model, tokenizer_of
+from jax_paged.server.limits import check_sizes
+from jax_paged.server.options import ServerOptions
 from jax_paged.server.protocol import Body, Messages
 from jax_paged.server.responses import json_response, unknown_model
 from jax_paged.server.text_reader import TextReader
@@ -53,11 +55,15 @@ class InformationRoutes:
         engine: Its configuration and tokenizer are read.
         texts: Tokenizes what clients send.
         model_name: The model's name for clients.
+        options: Limits of what they ask for.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, texts: TextReader, model_name: str) -> None:
+    def __init__(
+        self, engine: AsyncLLMEngine, texts: TextReader, model_name: str, options: ServerOptions
+    ) -> None:
         self._engine = engine
         self._texts = texts
+        self._options = options
         self._max_model_len = engine.engine.config.max_model_len
         self._model_name = model_name
         self.version_name = importlib.metadata.version("jax-paged")
@@ -88,6 +94,7 @@ class InformationRoutes:
         check_model(body, self._model_name)
         with bad_input(body):
             tokenizer = tokenizer_of(self._engine)
+            check_sizes(body, self._options)
             token_ids = await self._texts.read(
                 "prompt" if body.messages is None else "messages",
                 [body.prompt, body.messages],

@@ -1,11 +1,13 @@
 """Starting the server: binds the port, loads the model, announces itself, and ends on a signal."""
 
+import contextlib
 import gc
 import logging
 import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -13,9 +15,11 @@ from typing import NoReturn
 import orjson
 import uvicorn
 
-from jax_paged.config import EngineArgs
+from jax_paged.config import EngineArgs, api_key_of_environment
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.server.app import OpenAIServer
+from jax_paged.server.keys import with_all_keys
+from jax_paged.server.listening import allow_open_files, check_exposure, check_tls, uvicorn_config
 from jax_paged.server.options import ServerOptions
 
 # After the last events of all streams: for clients that do not read.
@@ -34,14 +38,16 @@ def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
         SystemExit: If the address can't be bound, or the model or a setting can't be used.
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """
-    config = uvicorn.Config(
-        "",
-        log_config=None,  # uvicorn's own would close the handlers that others have made
-        log_level="warning",
-        timeout_graceful_shutdown=_CLOSING_S,
-    )
+    with _one_line_errors():
+        options = with_all_keys(options, api_key_of_environment())
+        check_tls(options)
+    config = uvicorn_config("", options, log_level="warning", timeout_graceful_shutdown=_CLOSING_S)
     # A port that is taken is found before the model is loaded.
-    listener, engine = _listener(options), _load_engine(args, options)
+    listener = _listener(options)
+    with _one_line_errors():
+        check_exposure(listener, options)
+    allow_open_files(options.max_connections)
+    engine = _load_engine(args, options)
     openai = OpenAIServer(engine, options.served_model_name or args.model, options)
     config.app = openai.app()
     Server(config, openai).run([listener])
@@ -68,17 +74,25 @@ def _load_engine(args: EngineArgs, options: ServerOptions) -> AsyncLLMEngine:
     # garbage again and again takes half a second.
     gc.disable()
     try:
-        template = None if options.chat_template is None else _template(options.chat_template)
-        engine = AsyncLLMEngine(args)
-        if engine.engine.tokenizer is not None:
-            if template is not None:
-                engine.engine.tokenizer.replace_chat_template(template)
-            engine.engine.tokenizer.prepare_chat()  # now, not by the first request
-    except ValueError as error:
-        sys.exit(f"jax-paged: {error}")
+        with _one_line_errors():
+            template = None if options.chat_template is None else _template(options.chat_template)
+            engine = AsyncLLMEngine(args)
+            if engine.engine.tokenizer is not None:
+                if template is not None:
+                    engine.engine.tokenizer.replace_chat_template(template)
+                engine.engine.tokenizer.prepare_chat()  # now, not by the first request
+            return engine
     finally:
         gc.enable()
-    return engine
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Ends the program with the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        sys.exit(f"jax-paged: {error}")
 
 
 def _template(value: str) -> str:
@@ -116,13 +130,15 @@ class Server(uvicorn.Server):
         gc.collect()
         gc.freeze()
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if self.config.is_ssl else "http"
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+        key = ' -H "Authorization: Bearer $JAX_PAGED_API_KEY"' if self._openai.options.api_key else ""
         question = {"role": "user", "content": "What is a block table?"}
         body = {"model": self._openai.model_name, "messages": [question], "temperature": 0}
         print(
             f"{self._openai.engine.engine!r}\n"
             f"Serving the OpenAI API at {url}/v1. Press Ctrl-C to stop. Try:\n\n"
-            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
             f"    -d '{orjson.dumps(body).decode()}'\n",
             flush=True,
         )

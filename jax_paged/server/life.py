@@ -9,7 +9,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.server.responses import ApiError
-from jax_paged.server.text_reader import Lane
 from jax_paged.server.waiting import WaitingRoom
 
 # Exit statuses.
@@ -134,15 +133,11 @@ class Gate:
         app: The application behind.
         life: Refuses all while the server ends.
         room: Refuses those that would have to wait where too many wait already.
-        lane: Where long bodies wait for their turn.
         paths: Of the routes that generate text; all others pass.
     """
 
-    def __init__(
-        self, app: ASGIApp, life: Life, room: WaitingRoom, lane: Lane, paths: Collection[str]
-    ) -> None:
+    def __init__(self, app: ASGIApp, life: Life, room: WaitingRoom, paths: Collection[str]) -> None:
         self._app = app
-        self._lane = lane
         self._life = life
         self._room = room
         self._paths = paths
@@ -158,4 +153,4 @@ class Gate:
             await error.response()(scope, receive, send)
             return
         with self._life.active():
-            await self._app(scope, self._lane.paced(receive), send)
+            await self._app(scope, receive, send)

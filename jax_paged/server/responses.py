@@ -35,9 +35,10 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        # Whoever sends much does not get all of it back.
+        super().__init__(shortened(message, 800))
         self.status = status
-        self.param = param
+        self.param = param and shortened(param)
         self.code = code
         self.headers = headers
 

@@ -20,7 +20,9 @@ from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.server.conversation import messages_for, messages_of_input
 from jax_paged.server.generation import bad_input, check_all, check_model, client_of, tokenizer_of
+from jax_paged.server.limits import check_sizes
 from jax_paged.server.logprobs import chat_logprobs
+from jax_paged.server.options import ServerOptions
 from jax_paged.server.protocol import Generation, Part, ResponseFormat, within
 from jax_paged.server.responses import ApiError, json_response, usage
 from jax_paged.server.streaming import Call, EventStream, RequestRunner, unless_gone
@@ -86,21 +88,31 @@ class ResponsesRoute:
         runner: Counts them, and aborts those whose client has left.
         texts: Tokenizes their texts.
         model_name: The model's name for clients.
+        options: Limits of what they ask for.
     """
 
     def __init__(
-        self, engine: AsyncLLMEngine, runner: RequestRunner, texts: TextReader, model_name: str
+        self,
+        engine: AsyncLLMEngine,
+        runner: RequestRunner,
+        texts: TextReader,
+        model_name: str,
+        options: ServerOptions,
     ) -> None:
         self._engine = engine
         self._runner = runner
         self._texts = texts
         self._model_name = model_name
+        self._options = options
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """POST /v1/responses: answers a text or a conversation."""
         check_model(body, self._model_name)
         with bad_input(body):
             tokenizer = tokenizer_of(self._engine)
+            check_sizes(body, self._options)
+            if isinstance(body.input, list):
+                check_int("the number of messages in input", len(body.input), 0, self._options.max_messages)
             params = body.sampling_params(self._engine.engine.config.sampling_defaults)
             texts = [body.instructions, body.input]
             checked = await self._texts.read("input", texts, self._check, tokenizer, params, body)

@@ -4,20 +4,20 @@ import contextlib
 import dataclasses
 import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
+from helpers.listening import listening
 from helpers.wrapped_executor import WrappedExecutor
 
 from jax_paged import AsyncLLMEngine, EngineArgs, LLMEngine
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.server.app import OpenAIServer
+from jax_paged.server.options import ServerOptions
 
 
 class Steps:
@@ -133,19 +133,12 @@ class Served:
 
 @contextlib.contextmanager
 def serving(engine: AsyncLLMEngine, model_name: str) -> Iterator[Served]:
-    server = OpenAIServer(engine, model_name)
-    config = uvicorn.Config(server.app(), "127.0.0.1", 0, log_config=None, timeout_graceful_shutdown=2)
-    running = uvicorn.Server(config)
-    thread = threading.Thread(target=running.run)
-    thread.start()
-    while not running.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    port = running.servers[0].sockets[0].getsockname()[1]
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}/v1", timeout=60) as client:
+    server = OpenAIServer(engine, model_name, ServerOptions(port=0))
+    with (
+        listening(server) as port,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}/v1", timeout=60) as client,
+    ):
         yield Served(client, server)
-    running.should_exit = True
-    thread.join()
     engine.close()
 
 

@@ -309,9 +309,9 @@ def test_bad_input(served, path, body, message, param):
         (b'{"prompt":', "not JSON"),
         (b"", "not a JSON object"),
         (b"[]", "not a JSON object"),
-        (b'{"prompt": "a", "top_p": NaN}', "top_p is nan"),
-        (b'{"prompt": "a", "temperature": Infinity}', "temperature is inf"),
-        (b'{"prompt": "\\ud800"}', "Unicode"),
+        (b'{"prompt": "a", "top_p": NaN}', "NaN is no number of JSON's"),
+        (b'{"prompt": "a", "temperature": Infinity}', "Infinity is no number"),
+        (b'{"prompt": "\\ud800"}', "not valid Unicode"),
     ],
 )
 def test_bad_json(served, content, message):

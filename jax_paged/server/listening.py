@@ -1,0 +1,93 @@
+"""How the server listens: uvicorn's settings, TLS, and who may reach it."""
+
+import ipaddress
+import resource
+import ssl
+from collections.abc import Callable
+from socket import socket
+from typing import Any, cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from jax_paged.server.http_protocol import limited_protocol
+from jax_paged.server.options import ServerOptions
+
+
+def uvicorn_config(app: ASGIApp | str, options: ServerOptions, **settings: Any) -> uvicorn.Config:
+    """Returns the settings of an HTTP server that keeps to the limits.
+
+    Args:
+        app: The application.
+        options: How to listen, and the limits.
+        settings: Further ones of uvicorn's.
+    """
+    return uvicorn.Config(
+        cast("Callable[..., Any] | str", app),
+        options.host,
+        options.port,
+        http=cast("Any", limited_protocol(options)),
+        ws="none",
+        log_config=None,  # uvicorn's own would close the handlers that others have made
+        server_header=False,
+        timeout_keep_alive=cast("int", options.keep_alive_timeout),
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        ssl_ca_certs=options.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_ca_certs else ssl.CERT_NONE,
+        **settings,
+    )
+
+
+def check_tls(options: ServerOptions) -> None:
+    """Checks that the files for TLS can be used.
+
+    Raises:
+        ValueError: If one can't.
+    """
+    if options.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # The password is asked for where the key is encrypted: a terminal must not be.
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"ssl_certfile is {options.ssl_certfile!r} and ssl_keyfile {options.ssl_keyfile!r}; allowed: a "
+            f"certificate and its key, which is not encrypted, in PEM ({error})"
+        ) from error
+    if options.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(options.ssl_ca_certs)
+        except OSError as error:
+            raise ValueError(
+                f"ssl_ca_certs is {options.ssl_ca_certs!r}; allowed: certificates in PEM ({error})"
+            ) from error
+
+
+def check_exposure(listener: socket, options: ServerOptions) -> None:
+    """Checks that a server without keys can be reached from its own machine only, unless that is wished.
+
+    Args:
+        listener: Bound to the address.
+        options: With all keys.
+
+    Raises:
+        ValueError: If others can reach it.
+    """
+    address = listener.getsockname()[0]
+    if options.api_key or options.allow_unauthenticated or ipaddress.ip_address(address).is_loopback:
+        return
+    raise ValueError(
+        f"host is {options.host!r}, which others can reach; allowed without an API key: a loopback address "
+        "such as 127.0.0.1. Set JAX_PAGED_API_KEY or --api-key-file, or pass --allow-unauthenticated"
+    )
+
+
+def allow_open_files(num_connections: int) -> None:
+    """Raises how many files the process may have open, as far as it may, for so many connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_connections + 256  # for the model's files and the engine's
+    if soft < wanted:
+        high = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (high, hard))
