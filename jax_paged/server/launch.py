@@ -46,7 +46,7 @@ def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
     listener = _listener(options)
     with _one_line_errors():
         check_exposure(listener, options)
-    allow_open_files(options.max_connections)
+        allow_open_files(options.max_connections)
     engine = _load_engine(args, options)
     openai = OpenAIServer(engine, options.served_model_name or args.model, options)
     config.app = openai.app()

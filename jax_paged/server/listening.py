@@ -13,6 +13,9 @@ from starlette.types import ASGIApp
 from jax_paged.server.http_protocol import limited_protocol
 from jax_paged.server.options import ServerOptions
 
+# Files that a server has open beside its connections.
+_OWN_FILES = 128
+
 
 def uvicorn_config(app: ASGIApp | str, options: ServerOptions, **settings: Any) -> uvicorn.Config:
     """Returns the settings of an HTTP server that keeps to the limits.
@@ -85,9 +88,17 @@ def check_exposure(listener: socket, options: ServerOptions) -> None:
 
 
 def allow_open_files(num_connections: int) -> None:
-    """Raises how many files the process may have open, as far as it may, for so many connections."""
+    """Lets the process have a file open for each of so many connections, and some for itself.
+
+    Raises:
+        ValueError: If the system does not allow as many.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_connections + 256  # for the model's files and the engine's
-    if soft < wanted:
-        high = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (high, hard))
+    wanted = num_connections + _OWN_FILES
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise ValueError(
+            f"max_connections is {num_connections}; allowed: at most {hard - _OWN_FILES}, as the process may "
+            f"have {hard} files open (ulimit -Hn)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,6 +1,7 @@
 """Keys, other origins, TLS, and the path of a proxy: who may reach the server."""
 
 import contextlib
+import resource
 import shutil
 import socket
 import ssl
@@ -16,7 +17,7 @@ from helpers.listening import listening
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.cli import main, parse_args
 from jax_paged.server.keys import with_all_keys
-from jax_paged.server.listening import check_exposure, check_tls
+from jax_paged.server.listening import allow_open_files, check_exposure, check_tls
 from jax_paged.server.options import ServerOptions
 
 
@@ -160,6 +161,18 @@ def test_who_may_be_reached_without_a_key(host: str, options: dict[str, Any], is
         else:
             with pytest.raises(ValueError, match=r"which others can reach.*--allow-unauthenticated$"):
                 check_exposure(listener, ServerOptions(host=host, **options))
+
+
+def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, wished = (1024, 2000), []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, values: wished.append(values))
+    allow_open_files(500)
+    assert wished == []
+    allow_open_files(1000)
+    assert wished == [(1128, 2000)]
+    with pytest.raises(ValueError, match="max_connections is 1900; allowed: at most 1872"):
+        allow_open_files(1900)
 
 
 def test_keys_come_from_everywhere(tmp_path: Path) -> None:
