@@ -25,7 +25,7 @@ NATIVE = [pytest.param("native", marks=IF_BUILT)]
 def cases(everywhere, interpreted=(), on_gpu=None):
     """Parameters: `everywhere` for xla, native and a GPU (`on_gpu` if given, float32 never); `interpreted`.
 
-    xla computes in float32 whatever the dtype is, so its cases in float16 are slow ones.
+    float16 is to xla what bfloat16 is, so its cases in float16 are slow ones.
     """
     for case in everywhere:
         yield pytest.param("xla", *case, marks=[pytest.mark.slow] if case[0] == "float16" else [])
