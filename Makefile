@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup serve test test-slow test-browser lint format bench bench-peers bench-server gpu-check kernels-compile \
-	kernels-emulate native-sanitize clean
+.PHONY: setup serve test test-slow test-browser test-server lint format bench bench-peers bench-server gpu-check \
+	kernels-compile kernels-emulate native-sanitize clean
 
 setup: $(READY)
 
@@ -38,6 +38,17 @@ test-slow: setup
 test-browser: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
 	$(BIN)/python -m pytest tests/server/test_browser.py $(ARGS)
+
+# The server with the clients that people use, in an environment of its own: some of them pin their dependencies.
+SERVER_VENV := .venv-server
+test-server: $(SERVER_VENV)/.ready
+	$(SERVER_VENV)/bin/python -m pytest -m server --timeout=3600 tests/server $(ARGS)
+
+$(SERVER_VENV)/.ready: pyproject.toml $(NATIVE_SOURCES)
+	$(PYTHON) -m venv $(SERVER_VENV)
+	$(SERVER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[server-test]'
+	@if command -v npm > /dev/null; then npm install --silent --no-audit --no-fund --prefix $(SERVER_VENV)/node openai; fi
+	@touch $@
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -115,4 +126,4 @@ $(KERNELS_VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(KERNELS_VENV) $(PEERS) build *.egg-info .pytest_cache
+	rm -rf $(VENV) $(KERNELS_VENV) $(SERVER_VENV) $(PEERS) build *.egg-info .pytest_cache

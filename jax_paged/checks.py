@@ -5,6 +5,19 @@ from collections.abc import Callable
 from typing import Any
 
 
+class TooLongError(ValueError):
+    """A prompt that does not fit max_model_len, or not together with the output that is asked for.
+
+    Args:
+        message: What is too long.
+        max_model_len: The limit, in tokens.
+    """
+
+    def __init__(self, message: str, max_model_len: int) -> None:
+        super().__init__(f"{message}; allowed: max_model_len, {max_model_len}")
+        self.max_model_len = max_model_len
+
+
 def check(ok: bool, name: str, value: Any, allowed: str) -> None:
     """Raises ValueError that names the argument, its value and what is allowed, unless `ok`."""
     if not ok:

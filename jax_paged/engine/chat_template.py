@@ -68,17 +68,22 @@ class ChatTemplate:
         return self._template.render({**self._special_tokens, **variables, "documents": None})
 
 
-def read_chat_template(folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
+def read_chat_template(
+    folder: Path, settings: Mapping[str, Any], replacement: str | None = None
+) -> ChatTemplate | None:
     """Returns the chat template of a tokenizer; None if there is none, or transformers is needed for it.
 
     Args:
         folder: Of a tokenizer that tokenizer.json is all of.
         settings: Its tokenizer_config.json, with the special tokens of older files.
+        replacement: A template in place of the tokenizer's own; None takes that.
     """
     tokens: dict[str, Any] = {k: v for k, v in settings.items() if k.endswith("_token") and v is not None}
     tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
     source, file = settings.get("chat_template"), folder / "chat_template.jinja"
-    if file.is_file():
+    if replacement is not None:
+        source = replacement
+    elif file.is_file():
         source = file.read_text(encoding="utf-8")
     several = (folder / "additional_chat_templates").is_dir()
     named = isinstance(settings.get("extra_special_tokens"), dict) or not tokens.keys() <= _TOKENS

@@ -4,7 +4,7 @@ import dataclasses
 import numbers
 from typing import Any
 
-from jax_paged.checks import Problems, check, check_int
+from jax_paged.checks import Problems, TooLongError, check, check_int
 from jax_paged.config import EngineConfig
 from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
@@ -302,9 +302,9 @@ class InputProcessor:
         """Cuts max_tokens to what max_model_len has room for, and checks that there is room."""
         room = self._config.max_model_len - num_tokens
         if room < 1:
-            raise ValueError(
-                f"the prompt has {num_tokens} tokens and needs room for one more; allowed: max_model_len, "
-                f"{self._config.max_model_len}"
+            raise TooLongError(
+                f"the prompt has {num_tokens} tokens and needs room for one more",
+                self._config.max_model_len,
             )
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
@@ -315,9 +315,8 @@ class InputProcessor:
         config, n, num_seqs = self._config, len(request.prompt_token_ids), request.num_seqs
         encoder_ids = request.encoder_token_ids
         if len(encoder_ids) > config.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(encoder_ids)} tokens for the encoder; allowed: max_model_len, "
-                f"{config.max_model_len}"
+            raise TooLongError(
+                f"the prompt has {len(encoder_ids)} tokens for the encoder", config.max_model_len
             )
         needed, usable, size = 0, config.num_blocks - 1, config.block_size
         for group in config.cache_groups:

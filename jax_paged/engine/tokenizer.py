@@ -54,6 +54,7 @@ class Tokenizer:
         self.name = name
         # What the tokenizer's files say, if tokenizer.json is all to load; None if transformers is needed.
         self._settings: dict[str, Any] | None = None
+        self._chat_template: str | None = None  # in place of the tokenizer's own
         self._backend = self._load_backend()
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -74,9 +75,12 @@ class Tokenizer:
             from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
+            loaded = AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
         except Exception as error:
             raise ValueError(f"tokenizer {self.name!r} can't be loaded: {error}") from error
+        if self._chat_template is not None:
+            loaded.chat_template = self._chat_template
+        return loaded
 
     @functools.cached_property
     def eos_token_id(self) -> int | None:
@@ -123,6 +127,10 @@ class Tokenizer:
             text = self.decode([*anchor, token_id], skip_special_tokens=False)[start:]
             self._token_texts[token_id] = text
         return text
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Returns the vocabulary's entries of token ids, before they become text; None for no entry."""
+        return [self._backend.id_to_token(token_id) for token_id in token_ids]
 
     def encode_chat(
         self,
@@ -193,6 +201,26 @@ class Tokenizer:
         _check_unicode(text)
         return self._control.encode(text, mark)
 
+    @property
+    def chat_template_source(self) -> str | None:
+        """The chat template in Jinja's language; None if there is none, or if there are several."""
+        source = self._own_template.source if self._own_template else self.hf.chat_template
+        return source if isinstance(source, str) else None
+
+    def replace_chat_template(self, source: str) -> None:
+        """Makes all chats that follow use another template; not for a tokenizer that is in use.
+
+        Args:
+            source: In Jinja's language.
+
+        Raises:
+            ValueError: If it is not valid, or does not take the message of a user.
+        """
+        self._chat_template = source
+        vars(self).pop("hf", None)  # both are made anew with the template
+        vars(self).pop("_own_template", None)
+        self.encode_chat([{"role": "user", "content": "a"}])
+
     def prepare_chat(self) -> None:
         """Loads what chats need, which may be transformers: now instead of for the first of them.
 
@@ -206,7 +234,9 @@ class Tokenizer:
     @functools.cached_property
     def _own_template(self) -> ChatTemplate | None:
         """The chat template, if usual chats do without transformers."""
-        return None if self._settings is None else read_chat_template(Path(self.name), self._settings)
+        if self._settings is None:
+            return None
+        return read_chat_template(Path(self.name), self._settings, self._chat_template)
 
     def _load_backend(self) -> tokenizers.Tokenizer:
         """Reads tokenizer.json alone if there is nothing else to read: it takes a hundredth of the time."""

@@ -1,11 +1,11 @@
 """The application: which route is answered by whom, and how errors are answered."""
 
-import time
+import functools
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -13,14 +13,30 @@ from starlette.types import ASGIApp
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.server.access import AccessLog
+from jax_paged.server.answers import (
+    ChatAnswer,
+    CompletionAnswer,
+    DetokenizeAnswer,
+    HealthAnswer,
+    ModelCard,
+    ModelList,
+    ResponseAnswer,
+    TokenizeAnswer,
+    VersionAnswer,
+)
+from jax_paged.server.docs_page import docs_page
+from jax_paged.server.fields import with_known_fields
 from jax_paged.server.generation import GenerationRoutes
 from jax_paged.server.guard import guarded
+from jax_paged.server.information import InformationRoutes
 from jax_paged.server.life import Gate, Life
 from jax_paged.server.limits import BodyLimits, json_route
 from jax_paged.server.metrics import Metrics
+from jax_paged.server.openapi import answers, describe
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.page import PageRoutes
 from jax_paged.server.responses import ApiError, json_response, validation_error
+from jax_paged.server.responses_api import ResponsesRoute
 from jax_paged.server.streaming import RequestRunner
 from jax_paged.server.text_reader import Lane, TextReader
 from jax_paged.server.waiting import WaitingRoom
@@ -54,25 +70,35 @@ class OpenAIServer:
         config, tokenizer = engine.engine.config, engine.engine.tokenizer
         texts = TextReader(tokenizer, config.max_model_len, self._lane)
         self._generation = GenerationRoutes(engine, runner, texts, model_name, self.options)
-        self._created = int(time.time())
+        self._responses = ResponsesRoute(engine, runner, texts, model_name, self.options)
+        self._information = InformationRoutes(engine, texts, model_name, self.options)
 
     def app(self) -> ASGIApp:
         """Returns the application."""
-        app = FastAPI(title="jax-paged", redirect_slashes=False)
+        app = FastAPI(title="jax-paged", docs_url=None, redoc_url=None, redirect_slashes=False)
         app.router.route_class = json_route(self.options)
+        known = functools.partial(with_known_fields, strict=self.options.strict)
         generating = {
-            "/v1/completions": self._generation.completions,
-            "/v1/chat/completions": self._generation.chat_completions,
+            "/v1/completions": (self._generation.completions, CompletionAnswer),
+            "/v1/chat/completions": (self._generation.chat_completions, ChatAnswer),
+            "/v1/responses": (self._responses.responses, ResponseAnswer),
         }
-        for path, handler in generating.items():
-            app.post(path)(handler)
+        for path, (handler, form) in generating.items():
+            app.post(path, **answers(form))(known(handler))
         app.add_middleware(BodyLimits, options=self.options, lane=self._lane)
         app.add_middleware(Gate, life=self.life, room=self._room, paths=generating)  # pyright: ignore
-        app.get("/v1/models")(self.models)
-        app.get("/health")(self.health)
-        app.get("/ping")(self.health)
-        app.get("/ready")(self.ready)
-        app.get("/metrics")(self.prometheus)
+        information = self._information
+        app.post("/tokenize", **answers(TokenizeAnswer))(known(information.tokenize))
+        app.post("/detokenize", **answers(DetokenizeAnswer))(known(information.detokenize))
+        app.get("/v1/models", **answers(ModelList))(information.models)
+        # A model's name may be a path.
+        app.get("/v1/models/{model:path}", **answers(ModelCard, 404))(information.model)
+        app.get("/version", **answers(VersionAnswer))(information.version)
+        app.get("/health", **answers(HealthAnswer))(self.health)
+        app.get("/ping", **answers(HealthAnswer))(self.health)
+        app.get("/ready", **answers(HealthAnswer))(self.ready)
+        app.get("/metrics", response_class=PlainTextResponse)(self.prometheus)
+        app.head("/metrics", include_in_schema=False)(self.prometheus)
         if self.options.ui:
             page = PageRoutes(self.engine, self.metrics, self.model_name)
             app.get("/", include_in_schema=False)(page.page)
@@ -82,19 +108,10 @@ class OpenAIServer:
         app.exception_handler(RequestValidationError)(_on_validation_error)
         app.exception_handler(HTTPException)(_on_http_error)
         app.exception_handler(Exception)(_on_any_error)
+        describe(app, information.version_name)
+        app.get("/docs", include_in_schema=False)(lambda: docs_page(app.openapi()))
         routes = frozenset(route.path for route in app.routes if isinstance(route, Route))
         return AccessLog(guarded(app, self.options), self.metrics, routes)
-
-    async def models(self) -> Response:
-        """GET /v1/models: the one model."""
-        card = {
-            "id": self.model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "jax-paged",
-            "max_model_len": self.engine.engine.config.max_model_len,
-        }
-        return json_response({"object": "list", "data": [card]})
 
     async def health(self) -> Response:
         """GET /health: 200 while the engine runs, 503 once it has stopped."""
@@ -126,9 +143,10 @@ async def _on_validation_error(_: Request, error: Any) -> Response:
 
 
 async def _on_http_error(request: Request, error: Any) -> Response:
-    return ApiError(
-        f"{request.method} {request.url.path}: {error.detail}", status=error.status_code
-    ).response()
+    refused = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    response = refused.response()
+    response.headers.update(error.headers or {})  # such as Allow, with 405
+    return response
 
 
 async def _on_any_error(_: Request, error: Exception) -> Response:

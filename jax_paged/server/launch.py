@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -50,7 +51,7 @@ def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
     with _one_line_errors():
         check_exposure(listener, options)
         allow_open_files(options.max_connections)
-    engine = _load_engine(args)
+    engine = _load_engine(args, options)
     openai = OpenAIServer(engine, options.served_model_name or args.model, options)
     config.app = openai.app()
     Server(config, openai).run([listener])
@@ -72,7 +73,7 @@ def _listener(options: ServerOptions) -> socket.socket:
         )
 
 
-def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
+def _load_engine(args: EngineArgs, options: ServerOptions) -> AsyncLLMEngine:
     # Loading makes hundreds of thousands of objects, nearly all of which stay: to look through them for
     # garbage again and again takes half a second.
     gc.disable()
@@ -80,8 +81,11 @@ def _load_engine(args: EngineArgs) -> AsyncLLMEngine:
     _LOGGER.info("loading %s", args.model)
     try:
         with _one_line_errors():
+            template = None if options.chat_template is None else _template(options.chat_template)
             engine = AsyncLLMEngine(args)
             if engine.engine.tokenizer is not None:
+                if template is not None:
+                    engine.engine.tokenizer.replace_chat_template(template)
                 engine.engine.tokenizer.prepare_chat()  # now, not by the first request
     finally:
         gc.enable()
@@ -96,6 +100,18 @@ def _one_line_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         sys.exit(f"jax-paged: {error}")
+
+
+def _template(value: str) -> str:
+    """Returns the chat template that is given as text or as a file."""
+    if any(character in value for character in "{}\n"):
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"chat_template is {value!r}; allowed: a template, or a file that holds one ({error})"
+        ) from error
 
 
 class Server(uvicorn.Server):

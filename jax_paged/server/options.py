@@ -43,6 +43,9 @@ class ServerOptions:
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         served_model_name: The model's name for clients; None takes the value of --model.
+        chat_template: A Jinja template in place of the tokenizer's own, or the file that holds it.
+        strict: Whether fields that the server does not know are errors; else they are ignored, and the header
+            X-Ignored-Fields of the answer names them.
         max_num_waiting: Requests that may wait for the engine; more are answered with status 429.
         shutdown_timeout: Seconds that running requests have to end after SIGTERM or Ctrl-C, before they are
             cut off; a second signal cuts them off at once.
@@ -89,6 +92,8 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None
+    chat_template: str | None = None
+    strict: bool = False
     max_num_waiting: int = 512
     shutdown_timeout: float = 30
     step_timeout: float = 120

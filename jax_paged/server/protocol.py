@@ -1,9 +1,10 @@
 """The requests of the OpenAI API, and the sampling parameters that they ask for."""
 
+import abc
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from jax_paged.checks import check_int
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
@@ -20,10 +21,14 @@ _SAMPLING_FIELDS = (
     "seed",
     "stop",
     "stop_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "include_stop_str_in_output",
     "ignore_eos",
     "min_tokens",
     "prompt_logprobs",
     "skip_special_tokens",
+    "truncate_prompt_tokens",
     "n",
     "best_of",
 )
@@ -31,49 +36,133 @@ _SAMPLING_FIELDS = (
 _BEAM_FIELDS = ("temperature", "ignore_eos", "n", "seed")
 
 
-class StreamOptions(BaseModel):
-    """What a streamed answer holds in addition to its choices."""
+# Fields of OpenAI's API and of vLLM's that would change the output or its form, and are not built: to ignore
+# them, as unknown fields are, would be to answer another question.
+_NOT_BUILT = (
+    "audio",
+    "background",
+    "best_of",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "documents",
+    "echo",
+    "function_call",
+    "functions",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "kv_transfer_params",
+    "logits_processors",
+    "prompt_embeds",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "structured_outputs",
+)
 
-    model_config = ConfigDict(extra="forbid", strict=True)
 
-    include_usage: bool = False
-    include_obfuscation: Literal[False] = False
+# The forms of fields that the engine checks, in words of its own.
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
+_PROMPTS = [
+    _TEXT,
+    {"type": "array", "items": _TEXT, "minItems": 1},
+    _TOKEN_IDS,
+    {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+    {"type": "object", "description": "A prompt as LLM.generate takes it."},
+]
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+    },
+}
+_QUESTION = {"role": "user", "content": "What is a block table?"}
+Prompts = Annotated[Any, WithJsonSchema({"anyOf": _PROMPTS})]
+Messages = Annotated[
+    list[dict[str, Any]],
+    WithJsonSchema({"type": "array", "items": _MESSAGE, "minItems": 1, "examples": [[_QUESTION]]}),
+]
 
 
-class _Request(BaseModel):
-    """The fields that both kinds of requests have.
+class Body(BaseModel):
+    """The body of a request; null means the same as leaving a field out."""
 
-    null means the same as leaving a field out; unknown fields are errors.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
+    prompt_field: ClassVar[str] = "prompt"  # what errors call the prompt
 
     model: str | None = None
+
+    def unknown_fields(self) -> list[str]:
+        """Returns the names of the fields that the server does not know."""
+        names = [name for name in self.model_extra or () if name not in _NOT_BUILT]
+        for name, value in self:
+            if isinstance(value, Part):
+                names += [f"{name}.{inner}" for inner in value.model_extra or ()]
+        return names
+
+    def has_field(self, name: str) -> bool:
+        """Returns whether a name is a field of such bodies, or one that a client has added."""
+        return name in type(self).model_fields or name in (self.model_extra or ())
+
+
+def within(minimum: float, maximum: float | None = None, **more: float) -> Any:
+    """Returns a field that may be left out, with the range that the OpenAPI document tells.
+
+    The engine checks it: its messages name the value and the range, and it knows the model.
+    """
+    bounds = {"minimum": minimum, "maximum": maximum, **more}
+    return Field(None, json_schema_extra={k: v for k, v in bounds.items() if v is not None})
+
+
+class Part(BaseModel):
+    """An object within a body."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class StreamOptions(Part):
+    """What a streamed answer holds in addition to its choices."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="true is an error.")
+
+
+class Generation(Body, abc.ABC):
+    """The fields that all requests for text have."""
+
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
+    stream_options: StreamOptions | None = Field(None, description="Allowed with stream alone.")
+    temperature: float | None = within(0, 1e6)
+    top_p: float | None = within(0, 1, exclusiveMinimum=0)
+    presence_penalty: float | None = within(-2, 2)
+    frequency_penalty: float | None = within(-2, 2)
+    seed: int | None = within(0, 2**63 - 1)
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
-    n: int | None = None
     # vLLM's additions to OpenAI's API.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    top_k: int | None = within(-1, 2**31 - 1)
+    min_p: float | None = within(0, 1)
+    repetition_penalty: float | None = within(1e-6, 1e6)
     stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = Field(None, json_schema_extra={"minItems": 1})
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    prompt_logprobs: int | None = None
+    min_tokens: int | None = within(0)
     skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    use_beam_search: bool | None = None
-    beam_width: int | None = None
-    length_penalty: float | None = None
     # Accepted because clients send them; they change no output.
     user: Any = None
     store: Any = None
@@ -83,16 +172,61 @@ class _Request(BaseModel):
     prompt_cache_key: Any = None
 
     @property
+    def num_outputs(self) -> int:
+        """Choices per prompt."""
+        return 1
+
+    @property
     def include_usage(self) -> bool:
         """Whether a streamed answer ends with the token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a streamed answer has token counts, too."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @abc.abstractmethod
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
+        """Returns the parameters that the request asks for.
+
+        Args:
+            defaults: The model's values for fields that the request leaves out.
+
+        Raises:
+            ValueError: If a value is out of range; the message names the field, its value and the range.
+        """
+
+    def _given(self, logprobs: int | None) -> dict[str, Any]:
+        """Returns the sampling parameters that the request names."""
+        for name, value in (self.model_extra or {}).items():
+            if name in _NOT_BUILT and value:
+                raise ValueError(
+                    f"{name} is {shortened(repr(value))}; allowed: nothing, as this server does not have it"
+                )
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is given; allowed: nothing, unless stream is true")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            raise ValueError("stream_options.include_obfuscation is True; allowed: False")
+        values = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
+        values |= {"logit_bias": _int_keys(self.logit_bias), "logprobs": logprobs}
+        return {k: v for k, v in values.items() if v is not None}
+
+
+class _Request(Generation):
+    """The fields that completions and chats have in common."""
+
+    max_tokens: int | None = within(0)
+    n: int | None = within(1)
+    prompt_logprobs: int | None = within(-1)
+    use_beam_search: bool | None = None
+    beam_width: int | None = within(1)
+    length_penalty: float | None = within(-10, 10)
 
     def _params(
         self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams | BeamSearchParams:
-        values = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
-        values |= {"logit_bias": _int_keys(self.logit_bias), "logprobs": logprobs}
-        given = {k: v for k, v in values.items() if v is not None}
+        given = self._given(logprobs)
         if self.use_beam_search:
             return self._beam_params(given, max_tokens)
         for name in ("beam_width", "length_penalty"):
@@ -106,6 +240,8 @@ class _Request(BaseModel):
                 f"best_of is {params.best_of}; allowed with stream: {params.n}, the value of n, because the "
                 "best outputs are known only at the end"
             )
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError(f"prompt_logprobs is {self.prompt_logprobs}; allowed with stream: nothing")
         return params
 
     def _beam_params(self, given: dict[str, Any], max_tokens: int | None) -> BeamSearchParams:
@@ -141,31 +277,43 @@ class _Request(BaseModel):
 class CompletionRequest(_Request):
     """Body of POST /v1/completions."""
 
-    prompt: Any = Field(
+    prompt: Prompts = Field(
         description="Text, a list of texts, a list of token ids, or a list of such lists.",
         examples=["def fibonacci(n):"],
     )
-    logprobs: int | None = None
-    best_of: int | None = None
-    echo: Literal[False] | None = None
+    logprobs: int | None = within(-1)
+    best_of: int | None = within(1)
+    echo: bool | None = Field(
+        None, description="Whether the text and its log-probabilities begin with the prompt."
+    )
     suffix: Literal[""] | None = None
+    add_special_tokens: bool | None = Field(None, description="false is an error.")
+
+    @property
+    def only_prompt(self) -> bool:
+        """Whether the answer is the prompt alone, with its log-probabilities."""
+        return bool(self.echo) and self.max_tokens == 0
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
-        """Returns the parameters that the request asks for.
+        if self.add_special_tokens is False:
+            raise ValueError("add_special_tokens is False; allowed: True")
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        if self.only_prompt and not self.use_beam_search:
+            max_tokens = 1  # the engine always draws a token: this one is left out of the answer
+        return self._params(defaults, max_tokens, self.logprobs)
 
-        Args:
-            defaults: The model's values for fields that the request leaves out.
+    def _given(self, logprobs: int | None) -> dict[str, Any]:
+        given = super()._given(logprobs)
+        if self.echo and logprobs is not None and given.setdefault("prompt_logprobs", logprobs) != logprobs:
+            raise ValueError(
+                f"prompt_logprobs is {self.prompt_logprobs}; allowed with echo: {logprobs}, the value of "
+                "logprobs"
+            )
+        return given
 
-        Raises:
-            ValueError: If a value is out of range; the message names the field, its value and the range.
-        """
-        return self._params(defaults, 16 if self.max_tokens is None else self.max_tokens, self.logprobs)
 
-
-class ResponseFormat(BaseModel):
+class ResponseFormat(Part):
     """The form of the output; plain text is the only one."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
 
@@ -173,28 +321,28 @@ class ResponseFormat(BaseModel):
 class ChatRequest(_Request):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(examples=[[{"role": "user", "content": "What is a block table?"}]])
-    max_completion_tokens: int | None = None
+    prompt_field = "messages"
+
+    messages: Messages
+    max_completion_tokens: int | None = within(1)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = within(-1)
     response_format: ResponseFormat | None = None
     tools: list[Any] | None = Field(None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Any = None
+    add_generation_prompt: bool | None = Field(None, description="false is an error.")
+    add_special_tokens: bool | None = Field(None, description="true is an error: the template adds them.")
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
-        """Returns the parameters that the request asks for.
-
-        Args:
-            defaults: The model's values for fields that the request leaves out.
-
-        Raises:
-            ValueError: If a value is out of range; the message names the field, its value and the range.
-        """
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError(
                 f"top_logprobs is {self.top_logprobs}; allowed: nothing, unless logprobs is true"
             )
+        if self.add_generation_prompt is False:
+            raise ValueError("add_generation_prompt is False; allowed: True")
+        if self.add_special_tokens:
+            raise ValueError("add_special_tokens is True; allowed: False, as the chat template adds them")
         limits = [x for x in (self.max_tokens, self.max_completion_tokens) if x is not None]
         max_tokens = min(limits, default=None)
         if self.use_beam_search and max_tokens is None:

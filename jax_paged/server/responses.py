@@ -1,16 +1,18 @@
 """What the server answers: choices, token counts, log-probabilities, and errors in OpenAI's envelope."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
 from fastapi.responses import Response
 
-from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput
+from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
+from jax_paged.outputs import CompletionOutput, RequestOutput
+from jax_paged.server.logprobs import Echo, chat_logprobs, completion_logprobs, joined
 
-# Makes one entry of "choices" from its index in the answer and an output, or the newest part of one.
-MakeChoice = Callable[[int, CompletionOutput], dict[str, Any]]
+# Makes one entry of "choices" from its index in the answer, an output or the newest part of one, and the
+# request's output that this is part of.
+MakeChoice = Callable[[int, CompletionOutput, RequestOutput], dict[str, Any]]
 
 
 class ApiError(Exception):
@@ -52,6 +54,31 @@ class ApiError(Exception):
         return json_response(self.body(), self.status, self.headers)
 
 
+def too_long(message: str, max_model_len: int, param: str | None) -> ApiError:
+    """Returns the error for a prompt that is too long, alone or with its output; clients know OpenAI's words.
+
+    Args:
+        message: What is too long.
+        max_model_len: The limit, in tokens.
+        param: The field of the request.
+    """
+    return ApiError(
+        f"This model's maximum context length is {max_model_len} tokens: {message}",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    """Returns the error for a model that is not the one that is served."""
+    return ApiError(
+        f"model is {shortened(name)!r}; allowed: {served!r}",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
+
+
 def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Returns an answer whose body is JSON."""
     return Response(orjson.dumps(body), status, headers, media_type="application/json")
@@ -88,6 +115,10 @@ def request_error(output: RequestOutput) -> ApiError | None:
     """Returns the error that a request has ended with, or None."""
     for completion in output.outputs:
         reason = completion.stop_reason
+        if reason == NO_TOKEN_ALLOWED and completion.finish_reason == "abort":
+            return ApiError(
+                "the request leaves no token: allowed_token_ids, bad_words and min_tokens exclude all"
+            )
         if completion.finish_reason == "abort":
             return ApiError(f"the request was aborted: {reason or 'by the server'}", status=500)
         if completion.finish_reason == "error":
@@ -122,15 +153,33 @@ def usage(outputs: Sequence[RequestOutput], num_output_tokens: int) -> dict[str,
     }
 
 
-def completion_choices(num_choices: int) -> MakeChoice:
-    """Returns a function that makes the choices of a /v1/completions answer, streamed or not."""
-    text_offsets = [0] * num_choices  # where the next part of each choice begins in the choice's text
+def completion_choices(num_choices: int, echo: Echo | None = None) -> MakeChoice:
+    """Returns a function that makes the choices of a /v1/completions answer, streamed or not.
 
-    def choice(index: int, completion: CompletionOutput) -> dict[str, Any]:
-        logprobs = _completion_logprobs(completion, text_offsets[index])
-        if logprobs is not None:
-            text_offsets[index] += sum(map(len, logprobs["tokens"]))
-        return {"index": index, "text": completion.text, "logprobs": logprobs, **_finish(completion)}
+    Args:
+        num_choices: Of the whole answer.
+        echo: Puts the prompt in front of each choice; None for nothing.
+    """
+    # Where the next part of each choice begins in the choice's text; None before the first.
+    text_offsets: list[int | None] = [None] * num_choices
+
+    def choice(index: int, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+        offset = text_offsets[index]
+        front = echo if offset is None else None
+        prompt = front.text(output) if front else ""
+        if offset is None:
+            offset = len(prompt)
+        text, logprobs = completion.text, None
+        if completion.logprobs is not None:
+            logprobs = completion_logprobs(completion.logprobs, offset)
+            offset += sum(map(len, logprobs["tokens"]))
+            if front:
+                own = front.logprobs(output)
+                logprobs = own if front.only_prompt else joined(own, logprobs)
+        if echo and echo.only_prompt:
+            text = ""
+        text_offsets[index] = offset
+        return {"index": index, "text": prompt + text, "logprobs": logprobs, **_finish(completion)}
 
     return choice
 
@@ -142,7 +191,7 @@ def chat_messages(num_top: int) -> MakeChoice:
         num_top: Most likely tokens to list beside each token, if log-probabilities were asked for.
     """
 
-    def choice(index: int, completion: CompletionOutput) -> dict[str, Any]:
+    def choice(index: int, completion: CompletionOutput, _: RequestOutput) -> dict[str, Any]:
         message = {"role": "assistant", "content": completion.text}
         logprobs = _chat_logprobs(completion, num_top)
         return {"index": index, "message": message, "logprobs": logprobs, **_finish(completion)}
@@ -157,7 +206,7 @@ def chat_deltas(num_top: int) -> MakeChoice:
         num_top: Most likely tokens to list beside each token, if log-probabilities were asked for.
     """
 
-    def choice(index: int, completion: CompletionOutput) -> dict[str, Any]:
+    def choice(index: int, completion: CompletionOutput, _: RequestOutput) -> dict[str, Any]:
         delta = {"content": completion.text} if completion.text else {}
         logprobs = _chat_logprobs(completion, num_top)
         return {"index": index, "delta": delta, "logprobs": logprobs, **_finish(completion)}
@@ -171,16 +220,6 @@ def chat_roles(num_choices: int) -> list[dict[str, Any]]:
     return [{"index": index, **role} for index in range(num_choices)]
 
 
-def prompt_logprobs(output: RequestOutput) -> list[dict[str, dict[str, Any]] | None] | None:
-    """Returns the prompt's log-probabilities in vLLM's form, or None if they were not asked for."""
-    if output.prompt_logprobs is None:
-        return None
-    return [
-        None if entry is None else {str(i): dataclasses.asdict(x) for i, x in entry.items()}
-        for entry in output.prompt_logprobs
-    ]
-
-
 def shortened(text: str, length: int = 100) -> str:
     """Returns `text`, without its middle if it is longer than about `length` characters."""
     half = length // 2
@@ -191,34 +230,6 @@ def _finish(completion: CompletionOutput) -> dict[str, Any]:
     return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
 
-def _completion_logprobs(output: CompletionOutput, text_offset: int) -> dict[str, Any] | None:
-    if output.logprobs is None:
-        return None
-    entries = [list(entry.values()) for entry in output.logprobs]
-    tokens = [entry[0].decoded_token or "" for entry in entries]
-    offsets = []
-    for token in tokens:
-        offsets.append(text_offset)
-        text_offset += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [entry[0].logprob for entry in entries],
-        "top_logprobs": [{x.decoded_token or "": x.logprob for x in entry} for entry in entries],
-        "text_offset": offsets,
-    }
-
-
-def _chat_logprobs(output: CompletionOutput, num_top: int) -> dict[str, Any] | None:
-    if output.logprobs is None:
-        return None
-    content = []
-    for entry in output.logprobs:
-        sampled, *_ = entry.values()
-        top = sorted(entry.values(), key=lambda x: x.rank or 0)[:num_top]
-        content.append({**_chat_logprob(sampled), "top_logprobs": [_chat_logprob(x) for x in top]})
-    return {"content": content}
-
-
-def _chat_logprob(logprob: Logprob) -> dict[str, Any]:
-    token = logprob.decoded_token or ""
-    return {"token": token, "logprob": logprob.logprob, "bytes": list(token.encode())}
+def _chat_logprobs(completion: CompletionOutput, num_top: int) -> dict[str, Any] | None:
+    content = chat_logprobs(completion, num_top)
+    return None if content is None else {"content": content}

@@ -17,8 +17,9 @@ from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.outputs import RequestOutput
 from jax_paged.server.access import RequestRecord
+from jax_paged.server.logprobs import prompt_logprobs
 from jax_paged.server.metrics import Metrics
-from jax_paged.server.responses import ApiError, MakeChoice, prompt_logprobs, request_error, usage
+from jax_paged.server.responses import ApiError, MakeChoice, request_error, usage
 from jax_paged.server.waiting import WaitingRoom
 
 _DONE = b"data: [DONE]\n\n"
@@ -35,6 +36,8 @@ class Call:
         choice: Makes the choices of the answer.
         record: Notes what comes of the requests.
         client: Who asks: clients take turns where requests have to wait.
+        with_prompt_logprobs: Whether the choices have the prompt's log-probabilities in vLLM's form.
+        counts_output: Whether the client is told how many tokens were drawn.
     """
 
     requests: Sequence[CheckedRequest]
@@ -43,6 +46,8 @@ class Call:
     choice: MakeChoice
     record: RequestRecord
     client: str = ""
+    with_prompt_logprobs: bool = False
+    counts_output: bool = True
 
 
 class RequestRunner:
@@ -76,14 +81,19 @@ class RequestRunner:
         choices = []
         for i, request in enumerate(requests):
             output = request.output
-            own = [call.choice(i * n + completion.index, completion) for completion in output.outputs]
-            if output.prompt_logprobs is not None:
+            own = [call.choice(i * n + x.index, x, output) for x in output.outputs]
+            if call.with_prompt_logprobs:
                 own = [{**choice, "prompt_logprobs": prompt_logprobs(output)} for choice in own]
             choices += own
-        return {**call.head, "choices": choices, "usage": _usage(requests)}
+        return {**call.head, "choices": choices, "usage": _usage(call, requests)}
 
     async def events(
-        self, call: Call, *, first: Sequence[dict[str, Any]] = (), include_usage: bool = False
+        self,
+        call: Call,
+        *,
+        first: Sequence[dict[str, Any]] = (),
+        include_usage: bool = False,
+        continuous_usage: bool = False,
     ) -> AsyncGenerator[bytes]:
         """Runs all requests of a call; yields server-sent events: a chunk per part of an output, and the end.
 
@@ -93,12 +103,18 @@ class RequestRunner:
             call: What to run.
             first: Choices that come before all others, each in a chunk of its own.
             include_usage: Whether a chunk of token counts comes last.
+            continuous_usage: Whether, with include_usage, the other chunks have those of their choice so far.
 
         Raises:
             ApiError: If a request fails before the first event; a later failure becomes an event.
         """
         n = call.num_outputs
-        no_usage = {"usage": None} if include_usage else {}
+
+        def counts(part: RequestOutput, num_tokens: int) -> dict[str, Any]:
+            if not include_usage:
+                return {}
+            return {"usage": usage([part], num_tokens * call.counts_output) if continuous_usage else None}
+
         ended: set[int] = set()
         has_begun = False
         try:
@@ -107,22 +123,33 @@ class RequestRunner:
                     if not has_begun:
                         has_begun = True
                         for choice in first:
-                            yield _event({**call.head, "choices": [choice], **no_usage})
+                            yield _event({**call.head, "choices": [choice], **counts(part, 0)})
                     for completion in part.outputs:
                         index = i * n + completion.index
                         if index not in ended and (completion.token_ids or completion.finish_reason):
-                            choice = call.choice(index, completion)
-                            yield _event({**call.head, "choices": [choice], **no_usage})
+                            choice = call.choice(index, completion, part)
+                            num_tokens = requests[i].num_tokens[completion.index]
+                            yield _event({**call.head, "choices": [choice], **counts(part, num_tokens)})
                         if completion.finish_reason:
                             ended.add(index)
             if include_usage:
-                yield _event({**call.head, "choices": [], "usage": _usage(requests)})
+                yield _event({**call.head, "choices": [], "usage": _usage(call, requests)})
         except ApiError as error:
             if not has_begun:
                 raise
             yield _event(error.body())  # and no end: the answer is not whole
         else:
             yield _DONE
+
+    async def parts(self, call: Call, *, whole: bool = False) -> AsyncGenerator[RequestOutput]:
+        """Runs a call of one request; yields its output part by part, or at its end as a `whole`.
+
+        Raises:
+            ApiError: If the request fails.
+        """
+        async with self._running(call, whole=whole) as requests:
+            async for part in requests[0]:
+                yield part
 
     @contextlib.asynccontextmanager
     async def _running(self, call: Call, *, whole: bool = False) -> AsyncIterator[list["_RunningRequest"]]:
@@ -315,8 +342,8 @@ async def _exhaust(request: _RunningRequest) -> None:
             pass
 
 
-def _usage(requests: Sequence[_RunningRequest]) -> dict[str, Any]:
-    num_output_tokens = sum(sum(request.num_tokens) for request in requests)
+def _usage(call: Call, requests: Sequence[_RunningRequest]) -> dict[str, Any]:
+    num_output_tokens = sum(sum(request.num_tokens) for request in requests) * call.counts_output
     return usage([request.output for request in requests], num_output_tokens)
 
 

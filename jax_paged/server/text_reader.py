@@ -8,7 +8,7 @@ from typing import Any
 from starlette.types import Message, Receive
 
 from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.server.responses import ApiError
+from jax_paged.server.responses import too_long
 
 # Characters that are tokenized in about 10 ms.
 _LONG_TEXT = 16_384
@@ -93,11 +93,11 @@ class TextReader:
         sizes = [_num_characters(text) for text in texts]
         longest = max(sizes, default=0)
         if self._max_characters is not None and longest > self._max_characters:
-            raise ApiError(
-                f"{name} has {longest} characters, which are more tokens than max_model_len, "
-                f"{self._max_model_len}; allowed: at most {self._max_characters} characters",
-                param=name,
-                code="context_length_exceeded",
+            raise too_long(
+                f"{name} has {longest} characters, which are more tokens; allowed: at most "
+                f"{self._max_characters} characters",
+                self._max_model_len,
+                name,
             )
         is_long = sum(sizes) > _LONG_TEXT
         async with self._lane.turn() if is_long else contextlib.nullcontext():

@@ -1,0 +1,194 @@
+"""The forms of all answers, for the OpenAPI document; the tests compare them with what the server sends."""
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+FinishReason = Literal["stop", "length"]
+
+
+class ErrorInfo(TypedDict):
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(TypedDict):
+    error: ErrorInfo
+
+
+class CachedTokens(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+
+
+class CompletionAnswer(TypedDict):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+
+
+class ChatAnswer(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class OutputText(TypedDict):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[TokenLogprob]
+
+
+class OutputMessage(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["completed", "incomplete"]
+    content: list[OutputText]
+
+
+class OutputTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseFormatAnswer(TypedDict):
+    type: Literal["text"]
+
+
+class ResponseTextAnswer(TypedDict):
+    format: ResponseFormatAnswer
+
+
+class ResponseAnswer(TypedDict):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[OutputMessage]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: Any
+    temperature: float
+    top_p: float
+    top_logprobs: int
+    text: ResponseTextAnswer
+    tools: list[Any]
+    tool_choice: Literal["none", "auto"]
+    parallel_tool_calls: bool
+    truncation: Literal["disabled"]
+    background: bool
+    store: bool
+    previous_response_id: None
+    reasoning: None
+    user: Any
+    usage: ResponseUsage
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class VersionAnswer(TypedDict):
+    version: str
+
+
+class TokenizeAnswer(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class DetokenizeAnswer(TypedDict):
+    prompt: str
+
+
+class HealthAnswer(TypedDict):
+    status: str

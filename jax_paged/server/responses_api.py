@@ -1,0 +1,292 @@
+"""POST /v1/responses: text in and out, whole or as typed events; nothing is stored."""
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from jax_paged.checks import check_int
+from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.outputs import CompletionOutput, RequestOutput
+from jax_paged.sampling_params import SamplingParams
+from jax_paged.server.conversation import messages_for, messages_of_input
+from jax_paged.server.generation import bad_input, check_all, check_model, client_of, tokenizer_of
+from jax_paged.server.limits import check_sizes
+from jax_paged.server.logprobs import chat_logprobs
+from jax_paged.server.options import ServerOptions
+from jax_paged.server.protocol import Generation, Part, ResponseFormat, within
+from jax_paged.server.responses import ApiError, json_response, usage
+from jax_paged.server.streaming import Call, EventStream, RequestRunner, unless_gone
+from jax_paged.server.text_reader import TextReader
+
+_LOGPROBS = "message.output_text.logprobs"  # in `include`
+
+
+def _refuse_stored(value: Any) -> None:
+    if value is not None:
+        raise PydanticCustomError("not_stored", "allowed: null, as this server stores no responses")
+
+
+_Stored = Annotated[None, BeforeValidator(_refuse_stored)]
+
+
+class TextOptions(Part):
+    """How the text of a response is made."""
+
+    format: ResponseFormat | None = None
+
+
+class ResponsesRequest(Generation):
+    """Body of POST /v1/responses."""
+
+    prompt_field = "input"
+
+    input: str | list[dict[str, Any]] = Field(
+        description="Text of a user, or messages.", examples=["What is a block table?"]
+    )
+    instructions: str | None = None
+    max_output_tokens: int | None = within(1)
+    include: list[str] | None = Field(None, description=f"{_LOGPROBS} is known.")
+    top_logprobs: int | None = within(0)
+    text: TextOptions | None = None
+    tools: list[Any] | None = Field(None, max_length=0)
+    tool_choice: Literal["none", "auto"] | None = None
+    truncation: Literal["disabled"] | None = None
+    previous_response_id: _Stored = None
+    conversation: _Stored = None
+    prompt: None = None
+    # Accepted because clients send them; they change no output.
+    parallel_tool_calls: Any = None
+    reasoning: Any = None
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether the tokens come with log-probabilities."""
+        return _LOGPROBS in (self.include or ())
+
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        if self.max_output_tokens is not None:
+            check_int("max_output_tokens", self.max_output_tokens, 1)
+        given = self._given((self.top_logprobs or 0) if self.with_logprobs else None)
+        return SamplingParams(**{**defaults, **given}, max_tokens=self.max_output_tokens)
+
+
+class ResponsesRoute:
+    """Answers requests of OpenAI's Responses API.
+
+    Args:
+        engine: Runs the requests.
+        runner: Counts them, and aborts those whose client has left.
+        texts: Tokenizes their texts.
+        model_name: The model's name for clients.
+        options: Limits of what they ask for.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLMEngine,
+        runner: RequestRunner,
+        texts: TextReader,
+        model_name: str,
+        options: ServerOptions,
+    ) -> None:
+        self._engine = engine
+        self._runner = runner
+        self._texts = texts
+        self._model_name = model_name
+        self._options = options
+
+    async def responses(self, body: ResponsesRequest, request: Request) -> Response:
+        """POST /v1/responses: answers a text or a conversation."""
+        check_model(body, self._model_name)
+        with bad_input(body):
+            tokenizer = tokenizer_of(self._engine)
+            check_sizes(body, self._options)
+            if isinstance(body.input, list):
+                check_int("the number of messages in input", len(body.input), 0, self._options.max_messages)
+            params = body.sampling_params(self._engine.engine.config.sampling_defaults)
+            texts = [body.instructions, body.input]
+            checked = await self._texts.read("input", texts, self._check, tokenizer, params, body)
+        answer = _Answer(body, checked[0].params, self._model_name)
+        call = Call(
+            checked, 1, {"id": answer.response_id}, answer.item, request.state.record, client_of(request)
+        )
+        return await unless_gone(
+            request, self._stream(answer, call) if body.stream else self._whole(answer, call)
+        )
+
+    def _check(
+        self, tokenizer: Tokenizer, params: SamplingParams, body: ResponsesRequest
+    ) -> list[CheckedRequest]:
+        messages = messages_of_input(body.input, body.instructions)
+        prompt = tokenizer.encode_chat(messages_for(tokenizer, messages))
+        return check_all(self._engine, [prompt], params, body)
+
+    async def _whole(self, answer: "_Answer", call: Call) -> Response:
+        output = [part async for part in self._runner.parts(call, whole=True)][-1]
+        return json_response(answer.ended(output))
+
+    async def _stream(self, answer: "_Answer", call: Call) -> Response:
+        return await EventStream.begin(self._events(answer, call))
+
+    async def _events(self, answer: "_Answer", call: Call) -> AsyncGenerator[bytes]:
+        """Runs a call; yields typed events. The first comes with the first part of the output."""
+        numbers = _Numbers()
+        whole: RequestOutput | None = None
+        try:
+            async with contextlib.aclosing(self._runner.parts(call)) as parts:
+                async for part in parts:
+                    (new,) = part.outputs
+                    delta = answer.delta(new) if new.text or new.logprobs else None
+                    if whole is None:
+                        whole = part
+                        for event in answer.beginning():
+                            yield numbers.event(event)
+                    else:
+                        whole.extend(part)
+                    if delta is not None:
+                        yield numbers.event(delta)
+        except ApiError as error:
+            if whole is None:
+                raise
+            yield numbers.event(answer.failure(error))
+            return
+        assert whole is not None, "a request that ends has a part"
+        for event in answer.ending(whole):
+            yield numbers.event(event)
+
+
+class _Numbers:
+    """Makes server-sent events of objects that have a type, and numbers them."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def event(self, content: dict[str, Any]) -> bytes:
+        numbered = {**content, "sequence_number": self._next}
+        self._next += 1
+        return f"event: {content['type']}\ndata: ".encode() + orjson.dumps(numbered) + b"\n\n"
+
+
+class _Answer:
+    """The response object of one request, and the events that tell how it comes to be.
+
+    Args:
+        body: What the client asked for.
+        params: What that means.
+        model_name: The model's name for clients.
+    """
+
+    def __init__(self, body: ResponsesRequest, params: SamplingParams, model_name: str) -> None:
+        self.response_id = f"resp_{uuid.uuid4().hex}"
+        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._num_top = body.top_logprobs or 0
+        self._place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        self._fields = {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model_name,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_logprobs": self._num_top,
+            "text": {"format": {"type": "text"}},
+            "tools": [],
+            "tool_choice": body.tool_choice or "auto",
+            "parallel_tool_calls": True,
+            "truncation": "disabled",
+            "background": False,
+            "store": False,
+            "previous_response_id": None,
+            "reasoning": None,
+            "user": body.user,
+        }
+
+    def ended(self, output: RequestOutput) -> dict[str, Any]:
+        """Returns the response of an output that has come to its end."""
+        (completion,) = output.outputs
+        counts = usage([output], len(completion.token_ids))
+        is_cut = completion.finish_reason == "length"
+        return {
+            **self._fields,
+            "status": "incomplete" if is_cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": [self.item(0, completion, output)],
+            "usage": {
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": counts["prompt_tokens_details"],
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counts["total_tokens"],
+            },
+        }
+
+    def item(self, _: int, completion: CompletionOutput, __: RequestOutput) -> dict[str, Any]:
+        """Returns the message of an output that has come to its end."""
+        status = "incomplete" if completion.finish_reason == "length" else "completed"
+        return {**self._message(status), "content": [self._part(completion)]}
+
+    def beginning(self) -> list[dict[str, Any]]:
+        """Returns the events before the text."""
+        response = {**self._unfinished("in_progress"), "error": None}
+        return [
+            {"type": "response.created", "response": response},
+            {"type": "response.in_progress", "response": response},
+            {
+                "type": "response.output_item.added",
+                "output_index": 0,
+                "item": {**self._message("in_progress"), "content": []},
+            },
+            {"type": "response.content_part.added", **self._place, "part": self._part(None)},
+        ]
+
+    def delta(self, new: CompletionOutput) -> dict[str, Any]:
+        """Returns the event of a new part of the text."""
+        logprobs = chat_logprobs(new, self._num_top) or []
+        return {
+            "type": "response.output_text.delta",
+            **self._place,
+            "delta": new.text,
+            "logprobs": logprobs,
+        }
+
+    def ending(self, output: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the events after the text."""
+        response, part = self.ended(output), self._part(output.outputs[0])
+        text = {"text": part["text"], "logprobs": part["logprobs"]}
+        return [
+            {"type": "response.output_text.done", **self._place, **text},
+            {"type": "response.content_part.done", **self._place, "part": part},
+            {"type": "response.output_item.done", "output_index": 0, "item": response["output"][0]},
+            {"type": f"response.{response['status']}", "response": response},
+        ]
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """Returns the event of a response that has failed after its first part."""
+        details = {"code": "server_error", "message": str(error)}
+        return {"type": "response.failed", "response": {**self._unfinished("failed"), "error": details}}
+
+    def _unfinished(self, status: str) -> dict[str, Any]:
+        return {**self._fields, "status": status, "incomplete_details": None, "output": [], "usage": None}
+
+    def _message(self, status: str) -> dict[str, Any]:
+        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status}
+
+    def _part(self, completion: CompletionOutput | None) -> dict[str, Any]:
+        text, logprobs = "", None
+        if completion is not None:
+            text, logprobs = completion.text, chat_logprobs(completion, self._num_top)
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
