@@ -1,11 +1,11 @@
 """A server of the OpenAI API and its clients, as a process that answers scenarios."""
 
+import asyncio
 import http.client
 import itertools
 import json
 import socket
 import subprocess
-import threading
 import time
 
 from serving import runner
@@ -17,7 +17,7 @@ STARTUP_S = 900
 
 
 class Server:
-    """A server process, and one client thread with its own connection for every request.
+    """A server process, and a client with its own connection for every request.
 
     settings.arguments: "command", which starts the server, but for its port.
     """
@@ -38,21 +38,14 @@ class Server:
     def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
         """Streams all requests at once, each from its arrival on."""
         salt = str(next(self._runs))
-        answers = [Answer("", 0, []) for _ in requests]
+        return asyncio.run(self._ask_all(requests, salt))
+
+    async def _ask_all(self, requests: list[Request], salt: str) -> list[Answer]:
         start = time.perf_counter()
+        return await asyncio.gather(*(self._stream(request, salt, start) for request in requests))
 
-        def ask(i: int) -> None:
-            time.sleep(max(0.0, requests[i].arrival_s - (time.perf_counter() - start)))
-            self._stream(requests[i], salt, answers[i], start)
-
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(requests))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return answers
-
-    def _stream(self, request: Request, salt: str, answer: Answer, start: float) -> None:
+    async def _stream(self, request: Request, salt: str, start: float) -> Answer:
+        """Asks for a stream; what comes is only noted with its time, and read when the stream has ended."""
         body = {
             "model": NAME,
             "prompt": request.prompt,
@@ -63,24 +56,25 @@ class Server:
             "stream_options": {"include_usage": True},
             "cache_salt": salt,
         }
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise RuntimeError(f"the server answered {response.status}: {response.read()[:500]!r}")
-        pieces = []
-        for line in response:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            if event["choices"]:
-                answer.times.append(time.perf_counter() - start)
-                pieces.append(event["choices"][0]["text"])
-            if event.get("usage"):
-                answer.num_tokens = event["usage"]["completion_tokens"]
-        connection.close()
-        answer.output = "".join(pieces)
+        data = json.dumps(body).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1",
+            "Host: 127.0.0.1",
+            "Connection: close",
+            "Content-Type: application/json",
+            f"Content-Length: {len(data)}",
+        )
+        await asyncio.sleep(max(0.0, request.arrival_s - (time.perf_counter() - start)))
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        writer.write("\r\n".join((*head, "", "")).encode() + data)
+        parts: list[tuple[float, bytes]] = []
+        while part := await reader.read(2**16):
+            parts.append((time.perf_counter() - start, part))
+        writer.close()
+        received = b"".join(part for _, part in parts)
+        if b" 200 " not in received[:20]:
+            raise RuntimeError(f"the server answered: {received[:500]!r}")
+        return _answer_of(parts)
 
     def _is_ready(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
@@ -91,6 +85,24 @@ class Server:
             return False
         finally:
             connection.close()
+
+
+def _answer_of(parts: list[tuple[float, bytes]]) -> Answer:
+    """Reads the events of a stream from its parts; an event has come with the end of its line."""
+    answer, pieces, line = Answer("", 0, []), [], b""
+    for seconds, part in parts:
+        *ended, line = (line + part).split(b"\n")
+        for text in ended:
+            if not text.startswith(b"data: {"):
+                continue
+            event = json.loads(text[6:])
+            if event["choices"]:
+                answer.times.append(seconds)
+                pieces.append(event["choices"][0]["text"])
+            if event.get("usage"):
+                answer.num_tokens = event["usage"]["completion_tokens"]
+    answer.output = "".join(pieces)
+    return answer
 
 
 if __name__ == "__main__":
