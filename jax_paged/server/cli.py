@@ -22,19 +22,21 @@ _USAGE = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serves a model until SIGINT or SIGTERM.
+    """Serves a model until SIGINT or SIGTERM, or runs a batch.
 
     Args:
         argv: The command line without the program's name; None takes the process's.
 
     Raises:
-        SystemExit: If an argument is wrong or the model can't be served, after SIGTERM (0), or if Ctrl-C is
-            pressed before the server listens (130).
+        SystemExit: If an argument is wrong or the model can't be served, after SIGTERM (0), if Ctrl-C is
+            pressed before the server listens (130), or as run_batch says.
     """
-    signal.signal(signal.SIGTERM, _exit)
     argv = sys.argv[1:] if argv is None else argv
     if list(argv[:1]) == ["run-batch"]:
+        # As Ctrl-C: the work is not done.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         _run_batch(argv[1:])
+    signal.signal(signal.SIGTERM, _exit)
     args = parse_args(argv)
     try:
         options, settings = ServerOptions.from_cli_args(args), EngineArgs.from_cli_args(args)
@@ -109,17 +111,16 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 def _run_batch(argv: Sequence[str]) -> NoReturn:
     args = make_batch_parser().parse_args(argv)
-    from jax_paged.llm import NUM_SCHEDULER_STEPS  # only now, as it imports much
-
-    # As in LLM: nobody waits for a single token.
-    vars(args).setdefault("num_scheduler_steps", NUM_SCHEDULER_STEPS)
     try:
-        options, settings = BatchOptions.from_cli_args(args), EngineArgs.from_cli_args(args)
-    except ValueError as error:
-        sys.exit(f"jax-paged: {error}")
-    try:
+        from jax_paged.llm import NUM_SCHEDULER_STEPS  # only now, as it imports much
         from jax_paged.server.run_batch import run_batch
 
+        # As in LLM: nobody waits for a single token.
+        vars(args).setdefault("num_scheduler_steps", NUM_SCHEDULER_STEPS)
+        try:
+            options, settings = BatchOptions.from_cli_args(args), EngineArgs.from_cli_args(args)
+        except ValueError as error:
+            sys.exit(f"jax-paged: {error}")
         run_batch(settings, options)
     except KeyboardInterrupt:
         sys.exit(130)
