@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
+import stat
 import sys
 import uuid
 from collections.abc import Iterator
@@ -38,12 +39,14 @@ class Summary:
         num_answered: Lines with an answer.
         num_failed: Lines whose request was refused or failed, or that hold no request.
         num_skipped: Lines that the output named before.
+        num_skipped_failed: Those of them that had failed.
         num_tokens: Generated tokens.
     """
 
     num_answered: int = 0
     num_failed: int = 0
     num_skipped: int = 0
+    num_skipped_failed: int = 0
     num_tokens: int = 0
 
 
@@ -63,29 +66,28 @@ def run_batch(args: EngineArgs, options: BatchOptions) -> NoReturn:
             a message if a file or the model can't be used, or the engine has failed.
     """
     configure(options.log_level, options.log_format)
-    try:
-        done = Done.read(options.output_file)
-        num_lines = sum(1 for _ in _lines(options.input_file))
-        engine = AsyncLLMEngine(args)
-    except (OSError, ValueError) as error:
-        sys.exit(f"jax-paged: {error}")
     summary = Summary()
-    with (
-        contextlib.closing(engine),
-        options.output_file.open("ab") as output,
-        tqdm(total=num_lines, unit="request", dynamic_ncols=True) as bar,
-    ):
+    with contextlib.ExitStack() as stack:
+        try:
+            num_lines = _num_lines(options.input_file)
+            done = Done.read(options.output_file)
+            output = stack.enter_context(options.output_file.open("ab"))
+            engine = stack.enter_context(contextlib.closing(AsyncLLMEngine(args)))
+        except (OSError, ValueError) as error:
+            sys.exit(f"jax-paged: {error}")
+        bar = stack.enter_context(tqdm(total=num_lines, unit="request", dynamic_ncols=True))
         batch = Batch(engine, options.served_model_name or args.model, done, summary, output, bar)
         try:
             asyncio.run(batch.run(options.input_file))
-            status = _FAILED if summary.num_failed else 0
+            status = _FAILED if summary.num_failed or summary.num_skipped_failed else 0
         except asyncio.CancelledError:
             status = _INTERRUPTED
         except EngineDeadError as error:
             sys.exit(f"jax-paged: {error}; run it again to go on")
     parts = f"{summary.num_answered} answered, {summary.num_failed} failed, {summary.num_skipped} done before"
+    failed = f" ({summary.num_skipped_failed} of them failed)" if summary.num_skipped_failed else ""
     rest = "; interrupted: run it again to go on" if status == _INTERRUPTED else ""
-    print(f"{parts}; {summary.num_tokens} tokens{rest}", file=sys.stderr)
+    print(f"{parts}{failed}; {summary.num_tokens} tokens{rest}", file=sys.stderr)
     sys.exit(status)
 
 
@@ -95,10 +97,12 @@ class Done:
 
     Args:
         custom_ids: Of its requests.
-        bad_lines: Numbers of input lines that had no custom_id.
+        failed_ids: Those of them whose request failed.
+        bad_lines: Numbers of input lines that had no custom_id of their own.
     """
 
     custom_ids: frozenset[str]
+    failed_ids: frozenset[str]
     bad_lines: frozenset[int]
 
     @classmethod
@@ -106,30 +110,41 @@ class Done:
         """Reads what an output file names, if there is one; cuts off a last line that is not whole.
 
         Raises:
-            ValueError: If the file was written by something else.
+            OSError: If the file can't be read or written.
+            ValueError: If it was written by something else, or is no regular file.
         """
         ids: set[str] = set()
+        failed: set[str] = set()
         bad: set[int] = set()
         size = 0
         if output.exists():
+            allowed = "allowed: a new file, or one that run-batch has begun"
+            if not output.is_file():
+                raise ValueError(f"output_file is {str(output)!r}, which is no regular file; {allowed}")
             with output.open("rb") as file:
                 for number, line in enumerate(file, 1):
                     if not line.endswith(b"\n"):
                         break
-                    entry = _entry(line)
-                    if entry is None:
-                        raise ValueError(
-                            f"output_file is {str(output)!r}, whose line {number} is no answer of a batch; "
-                            "allowed: a new file, or one that run-batch has begun"
-                        )
+                    match _entry(line):
+                        case {"custom_id": str(name), "response": {"status_code": 200}, "error": None}:
+                            ids.add(name)
+                        case {"custom_id": str(name), "response": {"status_code": int()}, "error": None}:
+                            ids.add(name)
+                            failed.add(name)
+                        case {"custom_id": str(name), "response": None, "error": {"line": int()}}:
+                            ids.add(name)
+                            failed.add(name)
+                        case {"custom_id": None, "response": None, "error": {"line": int(bad_line)}}:
+                            bad.add(bad_line)
+                        case _:
+                            raise ValueError(
+                                f"output_file is {str(output)!r}, "
+                                f"whose line {number} is no answer of a batch; {allowed}"
+                            )
                     size += len(line)
-                    if entry["custom_id"] is not None:
-                        ids.add(entry["custom_id"])
-                    elif entry["error"] is not None:
-                        bad.add(entry["error"]["line"])
             with output.open("rb+") as file:
                 file.truncate(size)
-        return cls(frozenset(ids), frozenset(bad))
+        return cls(frozenset(ids), frozenset(failed), frozenset(bad))
 
 
 class Batch:
@@ -191,16 +206,15 @@ class Batch:
         error: dict[str, Any] | None = None
         try:
             request = _parsed(line)
-            if isinstance(request.get("custom_id"), str):
-                custom_id = request["custom_id"]
+            custom_id = _new_id(request, seen)
             if custom_id in self._done.custom_ids:
-                self._count_skipped()
+                self._count_skipped(custom_id in self._done.failed_ids)
                 return
-            body = _checked_body(request, seen)
+            body = _checked_body(request)
             response = await self._answer(request["url"], body)
         except _BadLineError as problem:
             if custom_id is None and number in self._done.bad_lines:
-                self._count_skipped()
+                self._count_skipped(has_failed=True)
                 return
             error = {"code": "invalid_request", "message": f"line {number}: {problem}", "line": number}
             self._bar.write(f"line {number}: {problem}", file=sys.stderr)
@@ -213,8 +227,9 @@ class Batch:
             raise EngineDeadError(str(self._engine.error) or repr(self._engine.error))
         return {"status_code": status, "request_id": uuid.uuid4().hex, "body": orjson.loads(answer)}
 
-    def _count_skipped(self) -> None:
+    def _count_skipped(self, has_failed: bool) -> None:
         self._summary.num_skipped += 1
+        self._summary.num_skipped_failed += has_failed
         self._bar.update()
 
     def _write(self, entry: dict[str, Any]) -> None:
@@ -279,12 +294,22 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _entry(line: bytes) -> dict[str, Any] | None:
-    """Returns a line of an output file, or None if it is none."""
+def _num_lines(file: Path) -> int:
+    """Returns how many lines a file has that are not empty.
+
+    Raises:
+        OSError: If it can't be read.
+        ValueError: If it is no regular file: what a pipe holds could not be read again.
+    """
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise ValueError(f"input_file is {str(file)!r}; allowed: a regular file, as it is read twice")
+    return sum(1 for _ in _lines(file))
+
+
+def _entry(line: bytes) -> object:
+    """Returns what a line of an output file holds, or None if that is no JSON."""
     with contextlib.suppress(orjson.JSONDecodeError):
-        entry = orjson.loads(line)
-        if isinstance(entry, dict) and {"custom_id", "response", "error"} <= entry.keys():
-            return entry
+        return orjson.loads(line)
     return None
 
 
@@ -298,15 +323,24 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return request
 
 
-def _checked_body(request: dict[str, Any], seen: set[str]) -> bytes:
-    """Returns the body of a request, which must be one that the server can answer as a whole."""
-    custom_id, method, url = (request.get(name) for name in ("custom_id", "method", "url"))
-    body = request.get("body")
+def _new_id(request: dict[str, Any], seen: set[str]) -> str:
+    """Returns the custom_id of a request, and adds it to those that were seen.
+
+    Raises:
+        _BadLineError: If it has none, or that of an earlier line: an error under it would hide that request.
+    """
+    custom_id = request.get("custom_id")
     if not isinstance(custom_id, str):
         raise _BadLineError(f"custom_id is {custom_id!r}; allowed: a string")
     if custom_id in seen:
         raise _BadLineError(f"custom_id is {custom_id!r}, as in an earlier line; allowed: one of its own")
     seen.add(custom_id)
+    return custom_id
+
+
+def _checked_body(request: dict[str, Any]) -> bytes:
+    """Returns the body of a request, which must be one that the server can answer as a whole."""
+    method, url, body = (request.get(name) for name in ("method", "url", "body"))
     if method != "POST":
         raise _BadLineError(f"method is {method!r}; allowed: 'POST'")
     if url not in _URLS:
@@ -315,4 +349,7 @@ def _checked_body(request: dict[str, Any], seen: set[str]) -> bytes:
         raise _BadLineError(f"body is {body!r:.100}; allowed: an object")
     if body.get("stream"):
         raise _BadLineError("stream is true; allowed: false")
-    return orjson.dumps(body)
+    try:
+        return orjson.dumps(body)
+    except orjson.JSONEncodeError as error:  # orjson reads deeper nesting than it writes
+        raise _BadLineError(f"body is nested too deeply: {error}") from None

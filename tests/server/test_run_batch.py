@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import re
 import signal
@@ -15,6 +16,8 @@ from tqdm import tqdm
 
 from jax_paged import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError
+from jax_paged.server import run_batch
+from jax_paged.server.cli import main
 from jax_paged.server.options import BatchOptions
 from jax_paged.server.run_batch import Batch, Done, Summary
 
@@ -45,6 +48,29 @@ def run(tmp_path, scripted):
         return summary, [json.loads(x) for x in (tmp_path / "out").read_text().splitlines()]
 
     return run
+
+
+@pytest.fixture
+def command(tmp_path, scripted, monkeypatch):
+    """Returns a function that runs the command in this process, and returns what it exits with."""
+    handler, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("jax_paged")
+    kept = logger.handlers, logger.level, logger.propagate
+
+    def command(*args, load=lambda _: AsyncLLMEngine(*scripted())):
+        monkeypatch.setattr(run_batch, "AsyncLLMEngine", load)
+        files = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
+        with pytest.raises(SystemExit) as end:
+            main(["run-batch", *files, "--served-model-name", "scripted", *args])
+        return end.value.code
+
+    yield command
+    signal.signal(signal.SIGTERM, handler)
+    logger.handlers, logger.propagate = kept[0], kept[2]
+    logger.setLevel(kept[1])
+
+
+def never(_):
+    raise AssertionError("the model is loaded")
 
 
 def test_every_line_has_its_answer(run):
@@ -89,6 +115,113 @@ def test_bad_lines_are_reported_and_do_not_stop_the_others(run, capsys):
     (entry,) = [entry for entry in entries if entry["custom_id"] == "refused"]
     assert entry["response"]["status_code"] == 400
     assert "max_tokens is -1" in entry["response"]["body"]["error"]["message"]
+
+
+@pytest.mark.parametrize("depth", [200, 252, 253, 254, 300, 1000, 1100])
+def test_a_body_nested_deeply_ends_no_other_line(run, depth):
+    deep = json.dumps(line("deep", x=0)).replace("0", "[" * depth + "]" * depth) + "\n"
+    summary, entries = run([deep, line("good")])
+    assert (summary.num_answered + summary.num_failed, len(entries)) == (2, 2)
+    (other,) = [entry for entry in entries if entry["custom_id"] != "good"]
+    if depth > 253:  # in an object: orjson writes 254 levels, and reads 1,024
+        assert other["error"]["line"] == 1
+        assert other["custom_id"] == ("deep" if depth <= 1000 else None)
+    else:
+        assert other["response"]["status_code"] in (200, 400)
+    summary, _ = run([deep, line("good")])
+    assert summary.num_skipped == 2
+
+
+def test_a_custom_id_used_again_hides_no_request(run, tmp_path):
+    lines = [line("a"), line("a", "abc?"), line("b")]
+    _, entries = run(lines)
+    (error,) = [entry for entry in entries if entry["error"]]
+    assert (error["custom_id"], error["error"]["line"]) == (None, 2)
+    # As after Ctrl-C while the first line still runs.
+    (tmp_path / "out").write_text(json.dumps(error) + "\n")
+    summary, entries = run(lines)
+    assert (summary.num_answered, summary.num_failed, summary.num_skipped) == (2, 0, 1)
+    assert [e["custom_id"] for e in entries if e["response"]] in (["a", "b"], ["b", "a"])
+    # As after Ctrl-C before the second line was read: it is told then.
+    (tmp_path / "out").write_text("".join(json.dumps(e) + "\n" for e in entries if e["custom_id"] == "a"))
+    summary, entries = run(lines)
+    assert (summary.num_answered, summary.num_failed, summary.num_skipped) == (1, 1, 1)
+    assert [e["error"]["line"] for e in entries if e["error"]] == [2]
+    # A line that was mended is run.
+    summary, _ = run([line("a"), line("c"), line("b")])
+    assert (summary.num_answered, summary.num_failed, summary.num_skipped) == (1, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("failing", "is_refused"),
+    [("nonsense", False), (json.dumps(line("f", max_tokens=-1)), True), (json.dumps(line("a")), False)],
+)
+def test_the_status_counts_lines_that_failed_in_an_earlier_run(
+    command, tmp_path, capsys, failing, is_refused
+):
+    (tmp_path / "in").write_text(json.dumps(line("a")) + "\n" + failing + "\n")
+    assert command() == 1
+    entries = [json.loads(x) for x in (tmp_path / "out").read_text().splitlines()]
+    assert any(e["response"] and e["response"]["status_code"] == 400 for e in entries) == is_refused
+    assert command() == 1
+    assert "0 answered, 0 failed, 2 done before (1 of them failed)" in capsys.readouterr().err
+    (tmp_path / "in").write_text(json.dumps(line("a")) + "\n")
+    assert command() == 0
+    assert "0 answered, 0 failed, 1 done before; 0 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_model_loads_is_an_interruption(command, tmp_path, end):
+    (tmp_path / "in").write_text(json.dumps(line("a")) + "\n")
+    assert command(load=lambda _: signal.raise_signal(end)) == 130
+
+
+def test_an_input_that_can_be_read_only_once_is_refused(command, tmp_path):
+    reading, writing = os.pipe()
+    os.write(writing, json.dumps(line("a")).encode() + b"\n")
+    os.close(writing)
+    for path in (f"/dev/fd/{reading}", str(tmp_path)):
+        message = command("-i", path, load=never)
+        assert message == f"jax-paged: input_file is {path!r}; allowed: a regular file, as it is read twice"
+    os.close(reading)
+    assert not (tmp_path / "out").exists()
+    assert "No such file" in command("-i", str(tmp_path / "missing"), load=never)
+
+
+def test_an_output_that_cannot_be_written_is_told_before_the_model_loads(command, tmp_path):
+    (tmp_path / "in").write_text(json.dumps(line("a")) + "\n")
+    os.mkfifo(tmp_path / "pipe")
+    for path, text in [
+        (tmp_path / "missing" / "x", "No such file"),
+        (tmp_path, "no regular file"),
+        (tmp_path / "pipe", "no regular file"),
+    ]:
+        message = command("-o", str(path), load=never)
+        assert message.startswith("jax-paged: ")
+        assert "\n" not in message
+        assert text in message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"custom_id": None},
+        {"custom_id": None, "response": None},
+        {"custom_id": None, "response": None, "error": "text"},
+        {"custom_id": None, "response": None, "error": {"code": "x"}},
+        {"custom_id": None, "response": None, "error": {"line": [1]}},
+        {"custom_id": ["a"]},
+        {"response": None},
+        {"response": []},
+    ],
+)
+def test_a_broken_line_of_the_output_is_told(tmp_path, changes):
+    good = {"id": "x", "custom_id": "a", "response": {"status_code": 200, "body": {}}, "error": None}
+    text = json.dumps(good) + "\n" + json.dumps({**good, **changes}) + "\n"
+    (tmp_path / "out").write_text(text)
+    with pytest.raises(ValueError, match="whose line 2 is no answer of a batch"):
+        Done.read(tmp_path / "out")
+    assert (tmp_path / "out").read_text() == text
 
 
 def test_what_is_done_is_not_run_again_and_half_a_line_is_mended(run, tmp_path):
