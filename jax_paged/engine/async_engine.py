@@ -125,6 +125,7 @@ class AsyncLLMEngine:
         self.statistics = EngineStatistics()  # changed by the engine's thread alone
         self.step_began: float | None = None  # time.monotonic when the running step began; None between steps
         self._streams: dict[str, RequestStream] = {}  # changed by the engine's thread alone
+        self._submitted: set[RequestStream] = set()  # those that its thread has not taken yet
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -172,6 +173,7 @@ class AsyncLLMEngine:
                 self.engine.check_request, prompt, sampling_params, cache_salt=cache_salt, priority=priority
             )
         stream = RequestStream(request_id, whole, self._abort)
+        self._submitted.add(stream)
         self._calls.put(lambda: self._add(stream, prompt))
         if self.error is not None:  # checked after the put: the thread sets it before its last look
             raise self._stopped()
@@ -250,7 +252,8 @@ class AsyncLLMEngine:
         if self.error is None:
             self.error = error
         self._calls.put(None)
-        self._deliver([(stream, self._stopped()) for stream in list(self._streams.values())])
+        streams = [*list(self._streams.values()), *list(self._submitted)]
+        self._deliver([(stream, self._stopped()) for stream in streams])
 
     def stack(self) -> str:
         """Returns where the engine's thread is, as a traceback."""
@@ -271,6 +274,7 @@ class AsyncLLMEngine:
 
     def _add(self, stream: RequestStream, request: CheckedRequest) -> None:
         if self.error is not None:
+            self._submitted.discard(stream)
             self._deliver([(stream, self._stopped())])
             return
         try:
@@ -279,6 +283,8 @@ class AsyncLLMEngine:
             self._deliver([(stream, error)])
         else:
             self._streams[stream.request_id] = stream
+        finally:
+            self._submitted.discard(stream)
 
     def _end(self, request_id: str, of: RequestStream | None = None) -> None:
         """Aborts a request, if it is the one of a certain stream."""

@@ -55,7 +55,9 @@ class ControlTokens:
         texts = list(_texts(value))
         if not any(text.endswith(self._beginnings) or self._begin.search(text) for text in texts):
             return value, ""
-        mark = next(m for m in _MARKS if not any(m in text for text in texts))
+        mark = next((m for m in _MARKS if not any(m in text for text in texts)), None)
+        if mark is None:
+            raise ValueError("messages hold all characters from U+F0000 to U+F00FF; allowed: not all of them")
         return self._with_marks(value, mark), mark
 
     def encode(self, text: str, mark: str) -> list[int]:

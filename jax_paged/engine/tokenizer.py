@@ -66,8 +66,8 @@ class Tokenizer:
         folder = Path(self.name)
         if folder.is_dir() and not any(any(folder.glob(name)) for name in _TOKENIZER_FILES):
             raise ValueError(
-                f"{folder} holds no tokenizer; a model folder holds config.json, *.safetensors and "
-                "tokenizer.json"
+                f"tokenizer {self.name!r} can't be loaded: the folder holds none; a model folder holds "
+                "config.json, *.safetensors and tokenizer.json"
             )
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
         with warnings.catch_warnings():

@@ -117,6 +117,8 @@ class InformationRoutes:
         check_model(body, self._model_name)
         with bad_input(body):
             tokenizer, last = tokenizer_of(self._engine), self._engine.engine.config.vocab_size - 1
+            longest = self._engine.engine.config.max_model_len
+            check_int("the number of tokens", len(body.tokens), 0, longest)
             for i, token_id in enumerate(body.tokens):
                 if not 0 <= token_id <= last:
                     check_int(f"tokens[{i}]", token_id, 0, last)

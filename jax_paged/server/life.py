@@ -145,6 +145,10 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if not path.isprintable():  # routes would take a path with a line break at its end for one without
+            error = ApiError("no path here has control characters", status=404)
+            await error.response()(scope, receive, send)
+            return
         if scope["type"] != "http" or scope["method"] != "POST" or path not in self._paths:
             await self._app(scope, receive, send)
             return

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,7 +16,7 @@ from jax_paged.checks import check_int
 from jax_paged.server.http_protocol import LINGER_S
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.responses import ApiError
-from jax_paged.server.text_reader import Lane
+from jax_paged.server.text_reader import LONG_BODY, Lane
 
 # What a byte of JSON does to the depth, as an int8; a quotation mark begins or ends what does nothing.
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1, '"': 0}
@@ -74,7 +74,7 @@ class BodyLimits:
         self._app = app
         self._options = options
         self._lane = lane
-        self._num_buffered = 0  # bytes of bodies that are being received
+        self._num_buffered = 0  # bytes of bodies that are being received, or wait to be parsed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves a request."""
@@ -88,13 +88,18 @@ class BodyLimits:
             return
         if body is None:  # the client has left
             return
+        try:
+            if len(body) > LONG_BODY and not await _is_first(self._lane.body_turn(len(body)), receive()):
+                return  # it has left while it waited
+        finally:
+            self._num_buffered -= len(body)
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         del body
 
         async def read() -> Message:
             return messages.pop() if messages else await receive()
 
-        await self._app(scope, self._lane.paced(read), send)
+        await self._app(scope, read, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
         limit, timeout = self._options.max_body_bytes, self._options.body_timeout
@@ -102,7 +107,7 @@ class BodyLimits:
         if lengths and int(lengths[0]) > limit:
             raise _too_large(f"{int(lengths[0])} bytes", limit)
         parts: list[bytes] = []
-        num_bytes = 0
+        num_bytes, is_whole = 0, False
         try:
             async with asyncio.timeout(timeout):
                 while True:
@@ -122,11 +127,24 @@ class BodyLimits:
                             headers={"Retry-After": "1"},
                         )
                     if not message.get("more_body", False):
+                        is_whole = True
                         return b"".join(parts)
         except TimeoutError:
             raise ApiError(f"the body was not complete after {timeout:g} s", status=408) from None
         finally:
-            self._num_buffered -= num_bytes
+            if not is_whole:
+                self._num_buffered -= num_bytes
+
+
+async def _is_first(wanted: Awaitable[object], other: Awaitable[object]) -> bool:
+    """Waits for the first of two, cancels the second, and returns whether the wanted one has ended."""
+    tasks = [asyncio.ensure_future(wanted), asyncio.ensure_future(other)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].done()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def json_route(limits: ServerOptions) -> type[APIRoute]:

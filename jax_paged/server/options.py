@@ -112,7 +112,7 @@ class ServerOptions:
     max_connections: int = 1000
     max_header_bytes: int = 32 * 1024
     max_headers: int = 100
-    max_body_bytes: int = 8 * 1024 * 1024
+    max_body_bytes: int = 4 * 1024 * 1024
     max_buffered_bytes: int = 256 * 1024 * 1024
     max_json_depth: int = 64
     max_json_containers: int = 65536

@@ -5,15 +5,13 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from starlette.types import Message, Receive
-
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.server.responses import too_long
 
 # Characters that are tokenized in about 10 ms.
 _LONG_TEXT = 16_384
 # Bytes that are parsed in about 2 ms, and seconds of the lane per byte: ten times as long as it takes.
-_LONG_BODY = 256 * 1024
+LONG_BODY = 256 * 1024
 _SECONDS_PER_BYTE = 3e-8
 # How long the lane rests after a text, in times of what the text took.
 _REST = 3
@@ -41,27 +39,14 @@ class Lane:
         finally:
             loop.call_later(_REST * (loop.time() - start), self._is_taken.release)
 
-    def paced(self, receive: Receive) -> Receive:
-        """Returns a function that receives the body of a request; the end of a long one waits for a turn.
-
-        A client that sends slowly holds nobody up: only a body that is there takes a turn.
+    async def body_turn(self, num_bytes: int) -> None:
+        """Waits until a long body that has been received may be parsed.
 
         Args:
-            receive: Receives the body.
+            num_bytes: Length of the body.
         """
-        num_bytes = 0
-
-        async def receive_in_turn() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > _LONG_BODY and not message.get("more_body", False):
-                await self._is_taken.acquire()
-                asyncio.get_running_loop().call_later(num_bytes * _SECONDS_PER_BYTE, self._is_taken.release)
-                num_bytes = 0
-            return message
-
-        return receive_in_turn
+        await self._is_taken.acquire()
+        asyncio.get_running_loop().call_later(num_bytes * _SECONDS_PER_BYTE, self._is_taken.release)
 
 
 class TextReader:
@@ -101,7 +86,14 @@ class TextReader:
             )
         is_long = sum(sizes) > _LONG_TEXT
         async with self._lane.turn() if is_long else contextlib.nullcontext():
-            return await asyncio.to_thread(function, *args)
+            return await asyncio.to_thread(_called, function, *args)
+
+
+def _called[T](function: Callable[..., T], *args: Any) -> T:
+    try:
+        return function(*args)
+    except StopIteration as error:  # a future can't hold it: whoever awaits it would wait forever
+        raise RuntimeError("an iterator has ended too early") from error
 
 
 def _num_characters(value: Any) -> int:
@@ -112,7 +104,7 @@ def _num_characters(value: Any) -> int:
         if isinstance(item, str):
             num += len(item)
         elif isinstance(item, dict):
-            rest.extend(item.values())
-        elif isinstance(item, list) and not (item and isinstance(item[0], int)):  # token ids are many
+            rest += [*item, *item.values()]
+        elif isinstance(item, list) and set(map(type, item)) != {int}:  # token ids are many
             rest.extend(item)
     return num

@@ -52,7 +52,7 @@ class WaitingRoom:
         # By priority; the clients of a priority stand in the order of their turns.
         self._queues: dict[int, dict[str, deque[_Ticket]]] = {}
         self._seconds_per_request = 1.0
-        self._last_admission = time.monotonic()
+        self._last_admission: float | None = None  # while requests wait
 
     def refusal(self) -> ApiError | None:
         """Returns what a request is answered that finds no place, not even one to wait; or None."""
@@ -116,8 +116,9 @@ class WaitingRoom:
             if not ticket.admitted.done():  # a client that leaves in this moment gives its place back
                 ticket.admitted.set_result(None)
             now = time.monotonic()
-            self._seconds_per_request += 0.1 * (now - self._last_admission - self._seconds_per_request)
-            self._last_admission = now
+            if self._last_admission is not None:
+                self._seconds_per_request += 0.1 * (now - self._last_admission - self._seconds_per_request)
+            self._last_admission = now if self._queues else None
 
     def _remove(self, ticket: _Ticket, priority: int, client: str) -> None:
         """Takes a ticket from its queue; the other clients of its priority have their turns first."""

@@ -163,3 +163,11 @@ def test_other_tokenizers(model: str) -> None:
 def test_a_tokenizer_without_control_tokens() -> None:
     control = ControlTokens(tokenizers.Tokenizer(models.BPE({"a": 0}, [])))
     assert control.marked("<|end|>") == ("<|end|>", "")
+
+
+def test_a_text_of_all_marks_is_refused():
+    tokenizer = Tokenizer(str(resolve_model_dir("pagelet")))
+    text = "".join(map(chr, range(0xF0000, 0xF0100)))
+    assert tokenizer.encode_chat([{"role": "user", "content": text}])
+    with pytest.raises(ValueError, match="U\\+F0000 to U\\+F00FF"):
+        tokenizer.encode_chat([{"role": "user", "content": text + "<|end|>"}])

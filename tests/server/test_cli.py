@@ -121,7 +121,7 @@ def kept_process():
         ("--block-size 3", "block_size is 3; allowed: 1 or 2"),
         ("--port 65536", "port is 65536; allowed: an integer in [0, 65535]"),
         ("--host 300.1.1.1 --port 0", "can't listen on 300.1.1.1, port 0"),
-        ("--model {empty} --port 0", "holds no tokenizer; a model folder holds config.json"),
+        ("--model {empty} --port 0", "the folder holds none; a model folder holds config.json"),
         ("--port {taken}", "a port that nobody uses for --port"),
         ("--model /nowhere/at/all --port 0", "model is '/nowhere/at/all'"),
     ],

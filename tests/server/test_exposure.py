@@ -220,7 +220,7 @@ def test_files_without_keys(content: bytes | None, tmp_path: Path) -> None:
         ("--max-stop-strings 65", "max_stop_strings is 65; allowed: an integer in [0, 64]"),
         (
             "--max-buffered-bytes 5000",
-            "max_buffered_bytes is 5000; allowed: at least max_body_bytes, 8388608",
+            "max_buffered_bytes is 5000; allowed: at least max_body_bytes, 4194304",
         ),
         ("--head-timeout 0", "head_timeout is 0.0; allowed: a finite number in (0, 86400]"),
         ("--write-timeout nan", "write_timeout is nan"),

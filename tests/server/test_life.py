@@ -162,6 +162,34 @@ def test_an_engine_that_hangs_is_found_and_may_leave_the_server_up(ending, caplo
         let_go.set()
 
 
+def test_a_request_that_comes_while_the_engine_hangs_is_told_too(ending):
+    running = ending(step_timeout=1, stay_on_engine_failure=True)
+    let_go, begun = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        let_go.wait(60)
+
+    try:
+        running.steps.before = hang
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(running.served.client.post, "/completions", json={"prompt": "a?"})]
+            assert begun.wait(30)
+            asked.append(pool.submit(running.served.client.post, "/completions", json={"prompt": "a?"}))
+            for answer in asked:
+                assert answer.result(timeout=20).status_code == 503
+                assert "the engine hangs" in answer.result().text
+        Served.wait_until(lambda: running.served.server.life.num_active == 0, "nothing is active")
+    finally:
+        let_go.set()
+
+
+def test_a_path_that_ends_with_a_line_break_is_no_route(ending):
+    running = ending()
+    for path in ("/v1/completions%0a", "/v1/comple%00tions", "/health%0d"):
+        assert httpx.post(f"{running.url}{path}", json={"prompt": "a?"}).status_code == 404
+
+
 HANGING = """
 import threading
 from jax_paged.engine.llm_engine import LLMEngine

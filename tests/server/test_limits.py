@@ -1,5 +1,6 @@
 """Clients that are slow, many or do not read; and that documents, help and options name the same limits."""
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -16,8 +17,10 @@ from helpers.raw_http import KEY, Answer, ask, connect, head, post, receive
 
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.cli import make_parser
+from jax_paged.server.limits import BodyLimits
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.responses import ApiError
+from jax_paged.server.text_reader import Lane
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 0.6
@@ -285,3 +288,45 @@ def test_options_that_documents_name_exist(file: str) -> None:
     options = {option for action in make_parser()._actions for option in action.option_strings}
     assert {"--api-key-file", "--allow-unauthenticated"} <= named
     assert named <= options
+
+
+def test_a_long_body_counts_as_buffered_until_its_turn_and_its_client_may_leave():
+    async def check():
+        lane = Lane()
+        parsed = []
+
+        async def app(scope, receive, send):
+            parsed.append((await receive())["body"])
+
+        limits = BodyLimits(app, ServerOptions(max_body_bytes=10**6, max_buffered_bytes=10**6), lane)
+        left = asyncio.Event()
+        sent = []
+
+        def client(gone):
+            messages = [{"type": "http.request", "body": b"a" * 600_000}]
+
+            async def receive():
+                if messages:
+                    return messages.pop()
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            return receive
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "headers": [], "path": "/"}
+        await lane._is_taken.acquire()
+        waits = asyncio.create_task(limits(scope, client(left), send))
+        await asyncio.sleep(0.01)
+        await limits(scope, client(asyncio.Event()), send)
+        assert sent[0]["status"] == 503
+        left.set()
+        await waits
+        assert parsed == []
+        lane._is_taken.release()
+        await limits(scope, client(asyncio.Event()), send)
+        assert parsed == [b"a" * 600_000]
+
+    asyncio.run(check())

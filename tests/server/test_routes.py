@@ -441,3 +441,9 @@ def test_the_page_of_the_document_needs_nothing_else(served):
         assert f" {path}</code>" in page.text
     for outside in ("<script", "http://", "https://", "src=", "<link"):
         assert outside not in page.text
+
+
+def test_detokenize_takes_no_more_tokens_than_the_model(served):
+    answer = served.client.post("../detokenize", json={"tokens": [5] * 513})
+    assert answer.status_code == 400
+    assert "the number of tokens is 513" in answer.json()["error"]["message"]

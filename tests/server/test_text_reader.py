@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.server.text_reader import Lane, TextReader
+from jax_paged.server.text_reader import Lane, TextReader, _num_characters
 
 
 def test_a_text_of_too_many_characters_is_refused_unread(served, monkeypatch):
@@ -75,37 +75,32 @@ def test_short_texts_do_not_wait_for_long_ones(served):
     assert most == [1]
 
 
-def test_long_bodies_are_parsed_one_by_one_and_slow_senders_hold_nobody_up():
+def test_long_bodies_are_parsed_one_by_one():
     async def check():
         lane, order = Lane(), []
 
-        async def receive_all(name: str, parts: list[bytes], last: asyncio.Event | None = None) -> None:
-            rest = iter(parts)
-
-            async def receive():
-                part = next(rest)
-                if part == parts[-1] and last:
-                    await last.wait()
-                return {"type": "http.request", "body": part, "more_body": part is not parts[-1]}
-
-            paced = lane.paced(receive)
-            for _ in parts:
-                await paced()
+        async def take(name):
+            await lane.body_turn(1_000_000)
             order.append(name)
 
-        end = asyncio.Event()
-        slow = asyncio.create_task(receive_all("slow", [b"a" * 300_000, b"b"], end))
-        await asyncio.sleep(0)
-        await receive_all("long", [b"a" * 300_000])
-        waiting = asyncio.create_task(receive_all("next", [b"a" * 300_000]))
-        await receive_all("short", [b"a"])
-        assert order == ["long", "short"]
-        await waiting
-        end.set()
-        await slow
-        assert order == ["long", "short", "next", "slow"]
+        begin = asyncio.get_running_loop().time()
+        await asyncio.gather(*(take(i) for i in range(4)))
+        assert order == [0, 1, 2, 3]
+        assert asyncio.get_running_loop().time() - begin > 3 * 0.03 * 0.9
 
     asyncio.run(check())
+
+
+def test_a_function_that_ends_an_iterator_too_early_is_an_error_and_no_endless_wait():
+    async def check():
+        with pytest.raises(RuntimeError, match="too early"):
+            await asyncio.wait_for(TextReader(None, 8, Lane()).read("prompt", [], next, iter(())), 10)
+
+    asyncio.run(check())
+
+
+def test_all_strings_of_a_value_count():
+    assert _num_characters({"ab": [1, "cde", {"f": ["gh"]}], "i": [1, 2, 3]}) == 2 + 3 + 1 + 2 + 1
 
 
 def test_without_a_tokenizer_the_engine_says_what_is_wrong():

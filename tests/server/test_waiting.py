@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -143,5 +144,27 @@ def test_no_place_is_lost_whoever_leaves_and_when(events):
         await visitors.come("all", num_seqs=3)
         assert visitors.entered[-1] == "all"
         await visitors.leave("all")
+
+    run(check())
+
+
+def test_the_time_to_come_back_is_measured_while_somebody_waits(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    async def check():
+        visitors = Visitors(WaitingRoom(1, 4))
+        for hour in range(30):
+            clock[0] = 3600.0 * hour
+            await visitors.come(f"{hour}")
+            await visitors.leave(f"{hour}")
+        for i in range(5):
+            await visitors.come(f"waits {i}")
+        error = visitors.room.refusal()
+        assert error is not None
+        assert error.headers == {"Retry-After": "4"}
+        for i in range(5):
+            clock[0] += 0.01
+            await visitors.leave(f"waits {i}")
 
     run(check())
