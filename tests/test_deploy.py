@@ -9,6 +9,7 @@ import pytest
 
 from jax_paged.config import EngineArgs
 from jax_paged.server.cli import parse_args
+from jax_paged.server.life import REQUESTS_CUT_OFF
 from jax_paged.server.options import ServerOptions
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
@@ -46,6 +47,11 @@ def test_the_unit_waits_longer_than_the_server_drains():
     compose = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
     (seconds,) = re.findall(r"^    stop_grace_period: (\d+)s", compose, re.MULTILINE)
     assert int(seconds) > ServerOptions().shutdown_timeout
+
+
+def test_a_unit_that_cut_requests_off_when_it_stopped_has_not_failed():
+    unit = (DEPLOY / "systemd" / "jax-paged.service").read_text(encoding="utf-8")
+    assert re.findall(r"^SuccessExitStatus=(.*)$", unit, re.MULTILINE) == [str(REQUESTS_CUT_OFF)]
 
 
 def test_files_that_compose_mounts_are_there():

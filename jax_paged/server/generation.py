@@ -36,8 +36,8 @@ from jax_paged.server.streaming import Call, EventStream, RequestRunner, unless_
 from jax_paged.server.text_reader import TextReader
 
 
-class GenerationRoutes:
-    """Checks what clients ask for, runs it, and answers whole or as a stream.
+class TextRoutes:
+    """What all routes that generate text need.
 
     Args:
         engine: Runs the requests.
@@ -61,6 +61,10 @@ class GenerationRoutes:
         self._texts = texts
         self._model_name = model_name
         self._options = options
+
+
+class GenerationRoutes(TextRoutes):
+    """Checks what clients ask for, runs it, and answers whole or as a stream."""
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions: continues one or more prompts."""

@@ -13,20 +13,17 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from jax_paged.checks import check_int
-from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.server.conversation import messages_for, messages_of_input
-from jax_paged.server.generation import bad_input, check_all, check_model, client_of, tokenizer_of
+from jax_paged.server.generation import TextRoutes, bad_input, check_all, check_model, client_of, tokenizer_of
 from jax_paged.server.limits import check_sizes
 from jax_paged.server.logprobs import chat_logprobs
-from jax_paged.server.options import ServerOptions
 from jax_paged.server.protocol import Generation, Part, ResponseFormat, within
 from jax_paged.server.responses import ApiError, json_response, usage
-from jax_paged.server.streaming import Call, EventStream, RequestRunner, unless_gone
-from jax_paged.server.text_reader import TextReader
+from jax_paged.server.streaming import Call, EventStream, unless_gone
 
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 
@@ -80,30 +77,8 @@ class ResponsesRequest(Generation):
         return SamplingParams(**{**defaults, **given}, max_tokens=self.max_output_tokens)
 
 
-class ResponsesRoute:
-    """Answers requests of OpenAI's Responses API.
-
-    Args:
-        engine: Runs the requests.
-        runner: Counts them, and aborts those whose client has left.
-        texts: Tokenizes their texts.
-        model_name: The model's name for clients.
-        options: Limits of what they ask for.
-    """
-
-    def __init__(
-        self,
-        engine: AsyncLLMEngine,
-        runner: RequestRunner,
-        texts: TextReader,
-        model_name: str,
-        options: ServerOptions,
-    ) -> None:
-        self._engine = engine
-        self._runner = runner
-        self._texts = texts
-        self._model_name = model_name
-        self._options = options
+class ResponsesRoute(TextRoutes):
+    """Answers requests of OpenAI's Responses API."""
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """POST /v1/responses: answers a text or a conversation."""
@@ -113,7 +88,7 @@ class ResponsesRoute:
             check_sizes(body, self._options)
             if isinstance(body.input, list):
                 check_int("the number of messages in input", len(body.input), 0, self._options.max_messages)
-            params = body.sampling_params(self._engine.engine.config.sampling_defaults)
+            params = body.sampling_params(self._config.sampling_defaults)
             texts = [body.instructions, body.input]
             checked = await self._texts.read("input", texts, self._check, tokenizer, params, body)
         answer = _Answer(body, checked[0].params, self._model_name)

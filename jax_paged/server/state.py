@@ -109,12 +109,14 @@ class State:
 
 def _request(group: SequenceGroup, status: str, now: float) -> dict[str, Any]:
     times, sequences = group.metrics, list(group.sequences)
+    # A beam search may have none for a moment: all of its hypotheses have just ended.
+    prompt = group.encoder_token_ids or next((s.prompt_token_ids for s in sequences + group.completed), ())
     started, first = times.first_scheduled_time, times.first_token_time
     return {
         "id": group.request_id,
         "order": group.arrival,
         "status": status,
-        "num_prompt_tokens": len(group.encoder_token_ids or sequences[0].prompt_token_ids),
+        "num_prompt_tokens": len(prompt),
         "num_cached_tokens": times.num_cached_tokens,
         "num_output_tokens": sum(len(seq.output_token_ids) for seq in sequences),
         "num_sequences": len(sequences),

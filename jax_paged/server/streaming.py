@@ -12,10 +12,11 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Send
 
+from jax_paged.core.sequence import RequestMetrics
 from jax_paged.engine.async_engine import AsyncLLMEngine, RequestStream
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
-from jax_paged.outputs import RequestOutput
+from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.server.access import RequestRecord
 from jax_paged.server.logprobs import prompt_logprobs
 from jax_paged.server.metrics import Metrics
@@ -171,7 +172,7 @@ class RequestRunner:
                 for i, checked in enumerate(call.requests):
                     stream = await self._engine.submit(checked, None, f"{call.head['id']}-{i}", whole=whole)
                     observers = self._metrics, call.record
-                    running.append(_RunningRequest(stream, call.num_outputs, waited_s, *observers))
+                    running.append(_RunningRequest(stream, checked, call.num_outputs, waited_s, *observers))
                 yield running
             except EngineDeadError as error:
                 raise ApiError(str(error), status=503) from error
@@ -193,6 +194,7 @@ class _RunningRequest:
 
     Args:
         stream: The request's output, as the engine delivers it.
+        checked: The request.
         num_outputs: Outputs that the client gets.
         waited_s: Seconds that it has waited for the engine.
         metrics: Told once, when the request ends.
@@ -202,6 +204,7 @@ class _RunningRequest:
     def __init__(
         self,
         stream: RequestStream,
+        checked: CheckedRequest,
         num_outputs: int,
         waited_s: float,
         metrics: Metrics,
@@ -210,10 +213,12 @@ class _RunningRequest:
         self.request_id = stream.request_id
         self.num_tokens = [0] * num_outputs  # generated so far, per output
         self._stream = stream
+        self._checked = checked
         self._waited_s = waited_s
         self._metrics = metrics
         self._record = record
         self._last: RequestOutput | None = None
+        self._start = time.monotonic()
         record.begin()
 
     @property
@@ -239,22 +244,43 @@ class _RunningRequest:
         # The only await: what is taken from the stream is counted, even if nobody waits for it any more.
         try:
             part = await anext(self._stream)
-        except EngineDeadError:
-            self._record.end()
+        except EngineDeadError as error:
+            self._count_end(self._cut_off(str(error)))
             raise
         part.outputs = part.outputs[: len(self.num_tokens)]  # a beam search may find more than were asked for
         for completion in part.outputs:
             self.num_tokens[completion.index] += len(completion.token_ids)
         self._last = part
         if part.finished:
-            # The engine's clock begins when it gets the request, the client's when the server does.
-            part.metrics.arrival_time -= self._waited_s
-            self._metrics.observe(part, self.num_tokens)
-            self._record.observe(part, self.num_tokens)
-            self._record.end()
+            self._count_end(part)
             if (error := request_error(part)) is not None:
                 raise error
         return part
+
+    def _count_end(self, part: RequestOutput) -> None:
+        # The engine's clock begins when it gets the request, the client's when the server does.
+        part.metrics.arrival_time -= self._waited_s
+        self._metrics.observe(part, self.num_tokens)
+        self._record.observe(part, self.num_tokens)
+        self._record.end()
+
+    def _cut_off(self, reason: str) -> RequestOutput:
+        """Returns the last part, which an engine that has stopped does not give any more."""
+        checked, last = self._checked, self._last
+        times = RequestMetrics(self._start) if last is None else last.metrics.snapshot()
+        times.finished_time = time.monotonic()
+        return RequestOutput(
+            self.request_id,
+            checked.prompt,
+            checked.prompt_token_ids,
+            None,
+            [CompletionOutput(0, "", [], 0.0, None, "error", reason)],
+            True,
+            times,
+            times.num_cached_tokens,
+            checked.encoder_prompt,
+            checked.encoder_token_ids or None,
+        )
 
 
 async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:

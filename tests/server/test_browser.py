@@ -190,9 +190,13 @@ def test_a_key_is_asked_for_kept_and_sent(open_page):
 
     page.route("**/ui/state", guard)
     page.wait_for_selector("#key", state="visible")
+    page.fill("#key", "right€")  # which no header can hold
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=only printable ASCII")
+    assert page.evaluate("sessionStorage.getItem('jax-paged-key')") is None
     page.fill("#key", "wrong")
     page.keyboard.press("Enter")
-    page.wait_for_selector("#key-problem", state="visible")
+    page.wait_for_selector("text=does not know this key")
     page.fill("#key", "right")
     with page.expect_response(lambda answer: answer.ok and "ui/state" in answer.url):
         page.keyboard.press("Enter")

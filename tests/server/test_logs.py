@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from jax_paged import AsyncLLMEngine
+from jax_paged.engine.errors import EngineDeadError
 from jax_paged.server.logs import configure, log_statistics, printable
 
 
@@ -94,9 +95,35 @@ def test_an_engine_that_fails_ends_the_line_too(scripted_server, scripted_steps,
     scripted_steps.before = fail
     assert scripted_server.client.post("/completions", json={"prompt": "abc?"}).status_code == 503
     (line,) = access(lines, scripted_server)
-    assert (line["status"], line["requests"], line["finish_reason"]) == (503, 1, None)
+    assert (line["status"], line["requests"], line["finish_reason"]) == (503, 1, "error")
+    assert (line["prompt_tokens"], line["output_tokens"]) == (4, 0)
+    assert scripted_server.metrics()['request_success_total{finished_reason="error"}'] == 1
     (failed,) = [line for line in lines() if "traceback" in line]
     assert "a step fails" in failed["traceback"]
+
+
+def test_a_stream_that_the_engines_end_cuts_off_is_an_error_with_what_was_sent(
+    scripted_server, scripted_steps, lines
+):
+    scripted_steps.delay_s = 0.02
+
+    def stop():
+        scripted_server.server.engine.fail(EngineDeadError("it ends"))
+
+    prompts = ["abcdefghijklmnopqrstuvwxyz?", "abcdefghijklmnopqrstuvwxyz?"]
+    *chunks, error = scripted_server.stream("/completions", prompt=prompts, on_first_event=stop)
+    assert error["error"]["message"] == "it ends"
+    num_sent = sum(len(chunk["choices"][0]["text"]) for chunk in chunks)
+    (line,) = access(lines, scripted_server)
+    assert (line["status"], line["requests"], line["finish_reason"]) == (200, 2, "error")
+    assert line["prompt_tokens"] == 2 * len(prompts[0])
+    assert num_sent <= line["output_tokens"] < 2 * 26  # a prompt's last tokens may have come after the error
+    assert line["output_tokens"] > 0
+    now = scripted_server.metrics()
+    assert now['request_success_total{finished_reason="error"}'] == 2
+    assert now["request_prompt_tokens_sum"] == line["prompt_tokens"]
+    assert now["request_generation_tokens_sum"] == line["output_tokens"]
+    assert now["e2e_request_latency_seconds_count"] == 2
 
 
 def test_text_is_one_line_per_record_but_for_tracebacks(kept_loggers):

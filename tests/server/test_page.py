@@ -10,10 +10,13 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
-from jax_paged import AsyncLLMEngine
+from jax_paged import AsyncLLMEngine, SamplingParams
+from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.server.app import OpenAIServer
+from jax_paged.server.keys import with_all_keys
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.page import content_security_policy
+from jax_paged.server.state import State, _request
 
 
 def page(served):
@@ -62,6 +65,19 @@ def test_the_page_loads_nothing_from_elsewhere_and_writes_no_html(served):
 def test_a_page_of_two_scripts_has_no_policy():
     with pytest.raises(ValueError):
         content_security_policy("<script></script><script></script><style></style>")
+
+
+def test_the_page_takes_every_key_that_the_server_takes_and_no_other(served):
+    (pattern,) = re.findall(r"isKey = text => /(.*)/\.test", page(served).text)
+
+    def is_key(text):
+        try:
+            return with_all_keys(ServerOptions(api_key=(text,)), None).api_key == (text,)
+        except ValueError:
+            return False
+
+    for text in ["", "two words", "a" * 64, *map(chr, range(1, 0x2100))]:
+        assert is_key(text) == bool(re.fullmatch(pattern, text)), text
 
 
 def test_without_ui_there_is_no_page(scripted):
@@ -130,6 +146,14 @@ def test_the_state_while_requests_run_names_who_holds_what_and_no_text(served, s
     served.wait_until_idle()
 
 
+def test_a_beam_search_may_be_without_a_beam_for_a_moment():
+    ended = Sequence([1, 2, 3])
+    for completed, num_prompt_tokens in (([ended], 3), ([], 0)):
+        group = SequenceGroup("a", [], SamplingParams(), RequestMetrics(0.0), completed=completed)
+        shown = _request(group, "running", 1.0)
+        assert (shown["num_prompt_tokens"], shown["num_sequences"]) == (num_prompt_tokens, 0)
+
+
 def test_pinned_prefixes_are_told_apart(served):
     served.wait_until_idle()
     name = served.engine.pin_prefix("def read(self, path):\n" * 8)
@@ -144,8 +168,6 @@ def test_reading_the_state_does_not_disturb_the_engine(served):
     failed = []
 
     def read():
-        from jax_paged.server.state import State
-
         reader = State(served.server.engine, served.server.metrics, "m")
         while not ended.is_set():
             try:
