@@ -10,7 +10,7 @@ from jax_paged.server.responses import too_long
 
 # Characters that are tokenized in about 10 ms.
 _LONG_TEXT = 16_384
-# Bytes that are parsed in about 2 ms, and seconds of the lane per byte: ten times as long as it takes.
+# Bytes that are parsed in a few ms; seconds of the lane per byte, twice as long as 2 MB took on a busy core.
 LONG_BODY = 256 * 1024
 _SECONDS_PER_BYTE = 3e-8
 # How long the lane rests after a text, in times of what the text took.
