@@ -19,6 +19,7 @@ from jax_paged.core.seats import Seats
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.sequence_updater import SequenceUpdater, StepUpdate
 from jax_paged.core.step_builder import StepBuilder
+from jax_paged.core.step_edits import take_back, with_rows
 from jax_paged.core.stop_conditions import StopConditions
 
 
@@ -233,6 +234,29 @@ class Scheduler:
         if output.scheduled and output.scheduled[-1].num_tokens > 1:
             admission.note_prompt(now)
         return output
+
+    def edit(self, output: SchedulerOutput, rows: list[int]) -> SchedulerOutput:
+        """Drops requests from the step that was scheduled last, or re-orders its rows, before it is computed.
+
+        A request that is dropped keeps its seats and blocks, and computes in a later step what it would have
+        computed in this one.
+
+        Args:
+            output: What schedule() returned last.
+            rows: Indices in output.scheduled of the rows that stay, in their order: rows of one token first,
+                and of a request all or none.
+
+        Returns:
+            The step that is to be computed and handed back to update() in place of `output`.
+        """
+        kept = set(rows)
+        take_back(
+            output,
+            [i for i in range(len(output.scheduled)) if i not in kept],
+            self._seats,
+            self.block_manager,
+        )
+        return with_rows(output, rows)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
         """Takes in the result of a step: appends tokens, caches full blocks, ends and frees what is done.

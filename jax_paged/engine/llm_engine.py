@@ -18,7 +18,7 @@ from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
-from jax_paged.engine import prefixes
+from jax_paged.engine import prefixes, recordings
 from jax_paged.engine.assembly import (
     described,
     make_local_executor,
@@ -30,6 +30,7 @@ from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.step_loop import StepLoop
+from jax_paged.engine.step_plan import StepPlan
 from jax_paged.inputs import Prompt
 from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from jax_paged.lab.pool_map import PoolMap
+    from jax_paged.lab.what_if import Replay
     from jax_paged.worker.executor import Executor
 
 
@@ -215,6 +217,24 @@ class LLMEngine:
         self._check_open()
         return self._loop.advance()
 
+    def schedule(self) -> StepPlan:
+        """Plans the next step and does not run it; `run` does, or `step`, which runs it as it stands.
+
+        A plan is made with the results of all steps before it. One that was not run is dropped by the next.
+        """
+        self._check_open()
+        return self._loop.plan()
+
+    def run(self, plan: StepPlan) -> list[RequestOutput]:
+        """Runs a plan, perhaps without some requests or in another order; returns what `step` does.
+
+        Raises:
+            ValueError: If it is not the last plan, has run, or was changed otherwise.
+        """
+        self._check_open()
+        outputs = (state.next_output() for state in self._loop.run(plan))
+        return [output for output in outputs if output is not None]
+
     def drain(self) -> bool:
         """Waits for what the device still computes for requests that have ended; returns if no others run."""
         return self._loop.drain()
@@ -257,11 +277,26 @@ class LLMEngine:
             RuntimeError: If requests are running or prefixes are pinned.
         """
         self._check_open()
-        if not self.drain() or self.scheduler.block_manager.pinned:
-            raise RuntimeError("requests are running or prefixes pinned; record before them")
-        from jax_paged.lab.recording import RecordedScheduler
+        recordings.record(self._loop, sink)
 
-        self._loop.scheduler = RecordedScheduler(self.scheduler, sink)
+    def replay(self, lines: Iterable[str]) -> "Replay":
+        """Computes a recording again, step by step on the device, and checks that it gets the same tokens.
+
+        The engine starts again with an empty pool, without cached prefixes.
+
+        Args:
+            lines: What `record` wrote, such as an open file or a list; of an engine that had at most as many
+                blocks, sequences and tokens per step as this one.
+
+        Returns:
+            The steps and requests. Its max_logprob_difference is 0.0 where the same programs ran.
+
+        Raises:
+            ValueError: If a decision or a token differs, or the recording does not fit this engine.
+            RuntimeError: If requests are running, prefixes are pinned, or the engine is being recorded.
+        """
+        self._check_open()
+        return recordings.replay(self._loop, self.config, lines)
 
     def pool_map(self) -> "PoolMap":
         """Returns what each block of the pool holds, who holds it and how full it is; a notebook draws it."""

@@ -31,6 +31,7 @@ CORE = tuple(
     )
 )
 TESTS = {
+    "core/step_edits.py": ("core/test_running_ahead",),
     "worker/batch_builder.py": ("worker/test_batch",),
     "worker/input_batch.py": ("worker/test_input_batch",),
     "worker/block_mover.py": ("worker/test_block_mover",),
@@ -555,6 +556,48 @@ MUTATIONS = [
     ),
     Mutation(
         "worker/block_mover.py", "pairs = pairs[size:]", "pairs = ()", "copies beyond the first call left out"
+    ),
+    Mutation(
+        "core/step_edits.py",
+        "        seat.seq.num_in_flight -= num_tokens\n",
+        "",
+        "tokens of a dropped row are never computed",
+    ),
+    Mutation(
+        "core/step_edits.py",
+        "num_told - len(blocks) for",
+        "num_told for",
+        "blocks of a dropped row are never told",
+    ),
+    Mutation(
+        "core/step_edits.py",
+        "[*row.replaced_blocks, *manager.changed.get(seat.seq, [])]",
+        "[*manager.changed.get(seat.seq, [])]",
+        "entries that a dropped row replaced are never told",
+    ),
+    Mutation(
+        "core/step_edits.py",
+        "seat.seq.num_pending -= dropped[sample.row] if output.burst else 1",
+        "seat.seq.num_pending -= 1",
+        "a dropped burst counts as one token",
+    ),
+    Mutation(
+        "core/step_edits.py",
+        "            manager.free(seat.seq)\n",
+        "",
+        "blocks of samples that a dropped row forked are lost",
+    ),
+    Mutation(
+        "core/step_edits.py",
+        "            seat.group.sequences.remove(seat.seq)\n",
+        "",
+        "samples that a dropped row forked stay",
+    ),
+    Mutation(
+        "core/step_edits.py",
+        "sample._replace(row=new)",
+        "sample",
+        "samples of a re-ordered row are drawn from another",
     ),
     Mutation(
         "worker/block_mover.py",

@@ -224,6 +224,16 @@ class BlockManagerMachine(RuleBasedStateMachine):
             seq.num_computed_tokens = start + n
 
     @precondition(lambda self: self.at("device"))
+    @rule(data=st.data(), num_tokens=st.integers(1, 9))
+    def plan_and_drop(self, data, num_tokens):
+        """Some sequences get the blocks of a step, and are dropped from it: copies are made, no token is."""
+        family = data.draw(st.sampled_from(self.at("device")))
+        chosen = data.draw(st.lists(st.sampled_from(family.seqs), min_size=1, unique=True))
+        rows = [(seq, min(num_tokens, len(seq) - seq.num_computed_tokens)) for seq in chosen]
+        copies = self.manager.append_slots([row for row in rows if row[1]])
+        self.device.move(copies=tuple(copies or ()))
+
+    @precondition(lambda self: self.at("device"))
     @rule(data=st.data())
     def fork(self, data):
         """A beam or a sample goes on from where another is."""
