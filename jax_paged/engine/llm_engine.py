@@ -5,7 +5,7 @@ Nothing here imports JAX: only the executor that LLMEngine makes, if it is given
 
 import copy
 import hashlib
-import itertools
+import os
 import random
 import sys
 import time
@@ -18,7 +18,7 @@ from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
-from jax_paged.engine import prefixes, recordings
+from jax_paged.engine import prefixes, recordings, snapshot
 from jax_paged.engine.assembly import (
     described,
     make_local_executor,
@@ -29,6 +29,7 @@ from jax_paged.engine.assembly import (
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.engine.snapshot import EngineState
 from jax_paged.engine.step_loop import StepLoop
 from jax_paged.engine.step_plan import StepPlan
 from jax_paged.inputs import Prompt
@@ -72,8 +73,8 @@ class LLMEngine:
             if executor is not None:
                 executor.close()
             raise
-        self._pins = itertools.count()
-        self._seeds = random.Random(self.config.seed)
+        self.num_pins = 0
+        self.seeds = random.Random(self.config.seed)  # of requests that bring none
         self._closed = False
 
     @property
@@ -167,7 +168,7 @@ class LLMEngine:
         params, cache_salt = prompt.params, prompt.cache_salt
         if params.seed is None:
             params = copy.copy(params)  # dataclasses.replace would check all values again
-            params.seed = self._seeds.getrandbits(63)
+            params.seed = self.seeds.getrandbits(63)
         if prompt.encoder_token_ids:
             # What the decoder has computed is of use only beside the same encoder output.
             cache_salt += hashlib.sha256(array("q", prompt.encoder_token_ids).tobytes()).hexdigest()
@@ -254,7 +255,8 @@ class LLMEngine:
             RuntimeError: If requests are running.
         """
         self._check_open()
-        return prefixes.pin(self, f"prefix-{next(self._pins)}", prompt, cache_salt)
+        name, self.num_pins = f"prefix-{self.num_pins}", self.num_pins + 1
+        return prefixes.pin(self, name, prompt, cache_salt)
 
     def unpin_prefix(self, name: str) -> None:
         """Lets go of a pinned prefix, by the name that pin_prefix returned.
@@ -297,6 +299,30 @@ class LLMEngine:
         """
         self._check_open()
         return recordings.replay(self._loop, self.config, lines)
+
+    def state(self, *, weights: bool = False) -> EngineState:
+        """Returns all that it takes to go on elsewhere, or later: `LLM.restore` and `load_state` do.
+
+        Args:
+            weights: Whether it holds the weights too. Without them, the engine that goes on has to serve the
+                same ones, of which the state keeps a fingerprint.
+
+        Raises:
+            RuntimeError: If a plan has not run.
+        """
+        self._check_open()
+        return snapshot.take(self, self._loop, with_weights=weights)
+
+    def load_state(self, state: "EngineState | str | os.PathLike[str]") -> None:
+        """Goes on from a state, or from the folder of one that was saved: the same tokens come, bit for bit.
+
+        Raises:
+            ValueError: If it is of an engine with another model or pool, or of another version.
+            RuntimeError: If requests are running, prefixes are pinned, or the engine is being recorded.
+        """
+        self._check_open()
+        loaded = state if isinstance(state, EngineState) else EngineState.load(state)
+        snapshot.load(self, self._loop, loaded)
 
     def pool_map(self) -> "PoolMap":
         """Returns what each block of the pool holds, who holds it and how full it is; a notebook draws it."""

@@ -24,12 +24,9 @@ def record(loop: "StepLoop", sink: Callable[[str], object]) -> None:
 def replay(loop: "StepLoop", config: "EngineConfig", lines: Iterable[str]) -> "Replay":
     """Computes the steps of a recording again; see LLMEngine.replay."""
     _check_idle(loop)
-    from jax_paged.lab.recording import RecordedScheduler, tell
+    check_not_recorded(loop)
+    from jax_paged.lab.recording import tell
 
-    if isinstance(loop.scheduler, RecordedScheduler):
-        raise RuntimeError(
-            "this engine is being recorded, and a replay would end that; replay with another one"
-        )
     lines = list(lines)
     for event in map(json.loads, lines):
         if event["event"] == "start":
@@ -38,6 +35,20 @@ def replay(loop: "StepLoop", config: "EngineConfig", lines: Iterable[str]) -> "R
         return tell(lines, loop.executor).replay()
     finally:
         loop.scheduler = make_scheduler(config)  # the pool holds what was replayed
+
+
+def check_not_recorded(loop: "StepLoop") -> None:
+    """Checks that a new scheduler would not end a recording.
+
+    Raises:
+        RuntimeError: If it would.
+    """
+    from jax_paged.lab.recording import RecordedScheduler
+
+    if isinstance(loop.scheduler, RecordedScheduler):
+        raise RuntimeError(
+            "this engine is being recorded, and a new scheduler would end that; use another engine"
+        )
 
 
 def _check_idle(loop: "StepLoop") -> None:

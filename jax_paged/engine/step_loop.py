@@ -48,6 +48,11 @@ class StepLoop:
         return self.scheduler.has_unfinished or self._is_busy or bool(self.changed)
 
     @property
+    def is_planned(self) -> bool:
+        """Whether a plan has not run."""
+        return self._plan is not None
+
+    @property
     def _is_busy(self) -> bool:
         return bool(self._in_flight or self._plan)
 

@@ -7,6 +7,8 @@ from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jax_paged.models.weights import LoadedModel
 
 
@@ -34,6 +36,27 @@ class Executor(Protocol):
 
     def result(self) -> ModelRunnerOutput:
         """Waits for the oldest step that was dispatched and whose result was not asked for yet."""
+        ...
+
+    def read_memory(
+        self, blocks: list[int], host_blocks: list[int], *, with_weights: bool
+    ) -> "dict[str, np.ndarray]":
+        """Returns what some blocks hold, and perhaps the weights; no step is in flight."""
+        ...
+
+    def write_memory(
+        self,
+        blocks: list[int],
+        host_blocks: list[int],
+        arrays: "dict[str, np.ndarray]",
+        *,
+        with_weights: bool,
+    ) -> None:
+        """Writes what `read_memory` returned; ValueError if an array is missing or does not fit."""
+        ...
+
+    def fingerprint(self) -> tuple[str, str]:
+        """Returns hashes of the weights as they are served, and of how such kernels are packed here."""
         ...
 
     def compile_plan(self) -> str:
@@ -92,6 +115,43 @@ class LocalExecutor:
     def result(self) -> ModelRunnerOutput:
         """Waits for the oldest step that was dispatched and whose result was not asked for yet."""
         return self.runner.result()
+
+    def read_memory(
+        self, blocks: list[int], host_blocks: list[int], *, with_weights: bool
+    ) -> "dict[str, np.ndarray]":
+        """Returns what some blocks hold, and perhaps the weights; no step is in flight."""
+        from jax_paged.worker import memory_state
+
+        arrays = self.runner.arrays
+        kept = memory_state.read_blocks(arrays["kv_cache"], self.runner.host_blocks, blocks, host_blocks)
+        return kept | (memory_state.read_weights(arrays["weights"]) if with_weights else {})
+
+    def write_memory(
+        self,
+        blocks: list[int],
+        host_blocks: list[int],
+        arrays: "dict[str, np.ndarray]",
+        *,
+        with_weights: bool,
+    ) -> None:
+        """Writes what `read_memory` of an executor with the same config has returned.
+
+        Raises:
+            ValueError: If an array is missing, or of another shape or type.
+        """
+        from jax_paged.worker import memory_state
+
+        ours = self.runner.arrays
+        memory_state.write_blocks(ours["kv_cache"], self.runner.host_blocks, blocks, host_blocks, arrays)
+        if with_weights:
+            memory_state.write_weights(ours["weights"], arrays)
+
+    def fingerprint(self) -> tuple[str, str]:
+        """Returns hashes of the weights as they are served, and of how such kernels are packed here."""
+        from jax_paged.worker import memory_state
+
+        packing = memory_state.packing(self.config.matmul_backend, self.runner.context.dtype)
+        return memory_state.fingerprint(self.runner.arrays["weights"]), packing
 
     def compile_plan(self) -> str:
         """Returns a table of what is compiled: shapes, seconds and bytes."""
