@@ -266,20 +266,20 @@ class LLMEngine:
         """
         self.scheduler.block_manager.unpin(name)
 
-    def record(self, sink: Callable[[str], object]) -> None:
+    def record(self, sink: Callable[[str], object] | None) -> None:
         """Writes down every decision from now on as lines of JSON; `recording.replay` checks them.
 
         The engine starts again with an empty pool, without cached prefixes. `scheduler` is another one
         afterwards.
 
         Args:
-            sink: Takes each line, such as an open file's `write` or a list's `append`.
+            sink: Takes each line, such as an open file's `write` or a list's `append`; None ends a recording.
 
         Raises:
             RuntimeError: If requests are running or prefixes are pinned.
         """
         self._check_open()
-        recordings.record(self._loop, sink)
+        recordings.record(self._loop, self.config, sink)
 
     def replay(self, lines: Iterable[str]) -> "Replay":
         """Computes a recording again, step by step on the device, and checks that it gets the same tokens.

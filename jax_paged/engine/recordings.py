@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from jax_paged.lab.what_if import Replay
 
 
-def record(loop: "StepLoop", sink: Callable[[str], object]) -> None:
-    """Gives a loop a scheduler that writes everything down; see LLMEngine.record."""
+def record(loop: "StepLoop", config: "EngineConfig", sink: Callable[[str], object] | None) -> None:
+    """Gives a loop a scheduler that writes everything down, or none that does; see LLMEngine.record."""
     _check_idle(loop)
     from jax_paged.lab.recording import RecordedScheduler
 
-    loop.scheduler = RecordedScheduler(loop.scheduler, sink)
+    loop.scheduler = make_scheduler(config) if sink is None else RecordedScheduler(loop.scheduler, sink)
 
 
 def replay(loop: "StepLoop", config: "EngineConfig", lines: Iterable[str]) -> "Replay":
@@ -47,7 +47,7 @@ def check_not_recorded(loop: "StepLoop") -> None:
 
     if isinstance(loop.scheduler, RecordedScheduler):
         raise RuntimeError(
-            "this engine is being recorded, and a new scheduler would end that; use another engine"
+            "this engine is being recorded, which a new scheduler would end; end it with record(None)"
         )
 
 

@@ -88,6 +88,17 @@ class ScriptedExecutor:
     def wait_until_compiled(self) -> None:
         pass
 
+    def read_memory(self, blocks: list[int], host_blocks: list[int], *, with_weights: bool) -> dict[str, Any]:
+        return {}
+
+    def write_memory(
+        self, blocks: list[int], host_blocks: list[int], arrays: dict[str, Any], *, with_weights: bool
+    ) -> None:
+        assert not arrays
+
+    def fingerprint(self) -> tuple[str, str]:
+        return "scripted", "none"
+
     def close(self) -> None:
         self.num_closed += 1
 

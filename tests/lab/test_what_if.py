@@ -177,8 +177,10 @@ def test_another_model_is_noticed(own: LLMEngine) -> None:
         own.replay(lines)
     own.replay(lines)
     own.record(lines.append)
-    with pytest.raises(RuntimeError, match="is being recorded"):
+    with pytest.raises(RuntimeError, match=r"end it with record\(None\)"):
         own.replay(lines)
+    own.record(None)
+    own.replay(lines[:-1])
 
 
 def test_what_does_not_fit_is_refused(own: LLMEngine) -> None:
