@@ -143,6 +143,11 @@ def test_a_step_takes_what_the_recorded_ones_took() -> None:
     times = StepTimeModel(base_s=0.5, s_per_prefill_token=0.01, s_per_decode_seq=0.01)
     trace = [Request(0.37 * i, 10 + i, 20) for i in range(30)]
     simulate(trace, RecordedScheduler(make_scheduler(64, 4), lines.append), times)
+    events = list(map(json.loads, lines))
+    last = max(i for i, event in enumerate(events) if event["event"] == "update")
+    events[last]["now"] += 100  # the machine paused
+    slow = replay(map(json.dumps, events), watermark=0.0)
+    np.testing.assert_allclose(slow.steps["step_s"], replay(lines).steps["step_s"], rtol=1e-3)
     recorded, again = replay(lines), replay(lines, watermark=0.0)
     np.testing.assert_allclose(again.steps["step_s"], recorded.steps["step_s"], rtol=1e-9)
     np.testing.assert_allclose(again.times_s("finished_time"), recorded.times_s("finished_time"), rtol=1e-9)
