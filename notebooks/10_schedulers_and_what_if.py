@@ -26,7 +26,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from jax_paged import LLM, SamplingParams
-from jax_paged.core.scheduler import Scheduler
 from jax_paged.lab.recording import replay
 
 settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 256}
@@ -102,20 +101,17 @@ table(budgets)
 # %% [markdown]
 # ## A scheduler of your own
 #
-# A scheduler is a class. This one serves short prompts first: it makes the length of a prompt its priority.
+# A scheduler may be a subclass of Scheduler, or just the key that requests stand in order by.
+# `LLM(scheduler=...)` serves with it, and `replay` tells beforehand what comes of it. This one serves short
+# prompts first.
 
 
 # %%
-class ShortestPromptFirst(Scheduler):
-    def __init__(self, **arguments):
-        super().__init__(**(arguments | {"policy": "priority"}))
-
-    def add(self, group):
-        group.priority = len(group.sequences[0])
-        super().add(group)
+def prompt_length(group):
+    return len(group.sequences[0].prompt_token_ids)
 
 
-shortest = replay(lines, ShortestPromptFirst)
+shortest = replay(lines, prompt_length)
 table({"first come first served": pools["48 blocks"], "shortest prompt first": shortest})
 
 # %% [markdown]

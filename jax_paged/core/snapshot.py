@@ -66,6 +66,7 @@ def restore_group(scheduler: Scheduler, values: dict[str, Any], shift_s: float) 
     group.sequences = [_sequence_of_values(prompt, entry, manager) for entry in values["sequences"]]
     group.completed = [_sequence_of_values(prompt, entry, manager) for entry in values["completed"]]
     group.arrival, queues = values["arrival"], scheduler.queues
+    group.key = scheduler.key_of(group)
     puts = {"running": queues.run, "waiting": queues.wait, "swapped": queues.swap}
     if values["queue"] is not None:
         puts[values["queue"]](group)

@@ -4,6 +4,7 @@ Nothing here imports JAX: only the executor that LLMEngine makes, if it is given
 """
 
 import copy
+import functools
 import hashlib
 import os
 import random
@@ -17,9 +18,11 @@ from typing import TYPE_CHECKING, Any, Self
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.engine import prefixes, recordings, snapshot
 from jax_paged.engine.assembly import (
+    OwnScheduler,
     described,
     make_local_executor,
     make_scheduler,
@@ -28,6 +31,7 @@ from jax_paged.engine.assembly import (
 )
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
+from jax_paged.engine.invariance import check_invariance
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.snapshot import EngineState
 from jax_paged.engine.step_loop import StepLoop
@@ -53,29 +57,49 @@ class LLMEngine:
         args: Model and limits.
         executor: Runs the steps. The engine closes it, also if it can't be made. None runs them in this
             process.
+        scheduler: A subclass of Scheduler to take its place; or a function of a new request (a SequenceGroup)
+            that returns its key: requests of lower keys go first, and take the blocks of others.
 
     Raises:
         ValueError: If the model, its tokenizer or a setting can't be used.
     """
 
-    def __init__(self, args: EngineArgs, executor: "Executor | None" = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        executor: "Executor | None" = None,
+        *,
+        scheduler: OwnScheduler | None = None,
+    ) -> None:
         self.args = args
+        self.num_pins = 0
+        self.seeds = random.Random(args.seed)  # of requests that bring none
+        self._closed = False
         try:
             self.tokenizer = make_tokenizer(args)
             if executor is None:
                 executor = make_local_executor(args)
-            self.executor = executor
             self.config = with_end_token(executor.config, self.tokenizer)
             self.input_processor = InputProcessor(self.config, self.tokenizer)
             max_in_flight = 2 if self.config.async_scheduling else 1
-            self._loop = StepLoop(make_scheduler(self.config), executor, max_in_flight)
+            make = functools.partial(make_scheduler, self.config, scheduler)
+            self._loop = StepLoop(make, executor, max_in_flight)
+            if self.config.batch_invariant:
+                check_invariance(self)
         except BaseException:
             if executor is not None:
                 executor.close()
             raise
-        self.num_pins = 0
-        self.seeds = random.Random(self.config.seed)  # of requests that bring none
-        self._closed = False
+
+    @property
+    def executor(self) -> "Executor":
+        """Computes the steps."""
+        return self._loop.executor
+
+    @property
+    def observers(self) -> list[Callable[[Scheduler, SchedulerOutput], None]]:
+        """Functions that are called after each step, with the scheduler and the step; append your own."""
+        return self._loop.observers
 
     @property
     def scheduler(self) -> Scheduler:
@@ -221,7 +245,7 @@ class LLMEngine:
     def schedule(self) -> StepPlan:
         """Plans the next step and does not run it; `run` does, or `step`, which runs it as it stands.
 
-        A plan is made with the results of all steps before it. One that was not run is dropped by the next.
+        It is made with the results of all steps before it, and drops a plan that has not run.
         """
         self._check_open()
         return self._loop.plan()
@@ -279,7 +303,7 @@ class LLMEngine:
             RuntimeError: If requests are running or prefixes are pinned.
         """
         self._check_open()
-        recordings.record(self._loop, self.config, sink)
+        recordings.record(self._loop, sink)
 
     def replay(self, lines: Iterable[str]) -> "Replay":
         """Computes a recording again, step by step on the device, and checks that it gets the same tokens.
@@ -287,8 +311,7 @@ class LLMEngine:
         The engine starts again with an empty pool, without cached prefixes.
 
         Args:
-            lines: What `record` wrote, such as an open file or a list; of an engine that had at most as many
-                blocks, sequences and tokens per step as this one.
+            lines: What `record` wrote, such as an open file or a list; of an engine with no larger limits.
 
         Returns:
             The steps and requests. Its max_logprob_difference is 0.0 where the same programs ran.

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from jax_paged.checks import check, check_int
-from jax_paged.engine.assembly import make_scheduler
 
 if TYPE_CHECKING:
     from jax_paged.config import EngineConfig
@@ -13,12 +12,12 @@ if TYPE_CHECKING:
     from jax_paged.lab.what_if import Replay
 
 
-def record(loop: "StepLoop", config: "EngineConfig", sink: Callable[[str], object] | None) -> None:
+def record(loop: "StepLoop", sink: Callable[[str], object] | None) -> None:
     """Gives a loop a scheduler that writes everything down, or none that does; see LLMEngine.record."""
     _check_idle(loop)
     from jax_paged.lab.recording import RecordedScheduler
 
-    loop.scheduler = make_scheduler(config) if sink is None else RecordedScheduler(loop.scheduler, sink)
+    loop.scheduler = loop.make_scheduler() if sink is None else RecordedScheduler(loop.scheduler, sink)
 
 
 def replay(loop: "StepLoop", config: "EngineConfig", lines: Iterable[str]) -> "Replay":
@@ -34,7 +33,7 @@ def replay(loop: "StepLoop", config: "EngineConfig", lines: Iterable[str]) -> "R
     try:
         return tell(lines, loop.executor).replay()
     finally:
-        loop.scheduler = make_scheduler(config)  # the pool holds what was replayed
+        loop.scheduler = loop.make_scheduler()  # the pool holds what was replayed
 
 
 def check_not_recorded(loop: "StepLoop") -> None:

@@ -20,11 +20,11 @@ from jax_paged.core.snapshot import (
     values_of_group,
     values_of_scheduler,
 )
-from jax_paged.engine.assembly import make_scheduler
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.recordings import check_not_recorded
 
 if TYPE_CHECKING:
+    from jax_paged.core.scheduler import Scheduler
     from jax_paged.engine.llm_engine import LLMEngine
     from jax_paged.engine.step_loop import StepLoop
 
@@ -100,7 +100,7 @@ def take(engine: "LLMEngine", loop: "StepLoop", *, with_weights: bool) -> Engine
     values = {
         "format": _FORMAT,
         "args": dataclasses.asdict(engine.args) | {"num_gpu_blocks_override": engine.config.num_blocks},
-        "settings": _settings(engine),
+        "settings": _settings(engine, loop.make_scheduler()),
         "weights": {"fingerprint": weights, "packing": packing, "by_value": with_weights},
         "time": time.monotonic(),
         "seeds": engine.seeds.getstate(),
@@ -120,13 +120,13 @@ def load(engine: "LLMEngine", loop: "StepLoop", state: EngineState) -> None:
     check_not_recorded(loop)
     if loop.has_unfinished or loop.scheduler.block_manager.pinned:
         raise RuntimeError("requests are running or prefixes pinned; load a state before them")
-    ours = _settings(engine)
+    scheduler = loop.make_scheduler()
+    ours = _settings(engine, scheduler)
     for name, value in values["settings"].items():
         if value != ours[name]:
             raise ValueError(f"{name} of the state is {value!r}; allowed: the engine's, {ours[name]!r}")
     _check_weights(values["weights"], *engine.executor.fingerprint())
     values = json.loads(json.dumps(values))  # what is restored grows, and the state may be loaded again
-    scheduler = make_scheduler(engine.config)
     shift_s = time.monotonic() - values["time"]
     groups = [restore_group(scheduler, entry, shift_s) for entry in values["requests"]]
     try:
@@ -145,11 +145,14 @@ def load(engine: "LLMEngine", loop: "StepLoop", state: EngineState) -> None:
     loop.changed |= dict.fromkeys(states[i] for i in values["changed"])
 
 
-def _settings(engine: "LLMEngine") -> dict[str, Any]:
+def _settings(engine: "LLMEngine", scheduler: "Scheduler") -> dict[str, Any]:
     """Returns what has to be the same in an engine that goes on, as JSON holds it."""
     values = dataclasses.asdict(engine.config)
-    settings = {name: values[name] for name in _SETTINGS} | {"eos_token_ids": sorted(values["eos_token_ids"])}
-    return json.loads(json.dumps(settings))
+    own = {
+        "eos_token_ids": sorted(values["eos_token_ids"]),
+        "scheduler": [type(scheduler).__name__, getattr(scheduler.policy, "__name__", scheduler.policy)],
+    }
+    return json.loads(json.dumps({name: values[name] for name in _SETTINGS} | own))
 
 
 def _check_format(values: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from jax_paged.core.scheduler import Scheduler
@@ -21,21 +21,26 @@ class StepLoop:
     """Steps the unfinished requests of an engine; the requests themselves are checked before.
 
     Args:
-        scheduler: Decides what each step computes.
+        make_scheduler: Makes what decides what each step computes.
         executor: Computes the steps.
         max_in_flight: Steps that the executor works on at a time. A second one keeps it busy while the host
             takes in the first.
 
     Attributes:
         requests: The unfinished requests, by id.
+        observers: Called after each step, with the scheduler and the step that it has taken in.
         failure: What has stopped a step half-way; nothing may be stepped any more then.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: "Executor", max_in_flight: int) -> None:
-        self.scheduler = scheduler
+    def __init__(
+        self, make_scheduler: Callable[[], Scheduler], executor: "Executor", max_in_flight: int
+    ) -> None:
+        self.make_scheduler = make_scheduler
+        self.scheduler = make_scheduler()
         self.executor = executor
         self.max_in_flight = max_in_flight
         self.requests: dict[str, RequestState] = {}
+        self.observers: list[Callable[[Scheduler, SchedulerOutput], None]] = []
         self.failure: BaseException | None = None
         self._in_flight: collections.deque[SchedulerOutput] = collections.deque()
         self._plan: StepPlan | None = None  # scheduled, and not dispatched
@@ -177,6 +182,8 @@ class StepLoop:
         self.changed |= dict.fromkeys(self.requests[request_id] for request_id in request_ids)
         for request_id in ended:
             self._finish_ended(self.requests[request_id], now)
+        for observe in self.observers:
+            observe(self.scheduler, output)
 
     def _finish_ended(self, state: RequestState, now: float) -> None:
         """Finishes the outputs whose sequences have ended; forgets a request that has ended as a whole."""

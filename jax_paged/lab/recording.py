@@ -28,6 +28,9 @@ class RecordedScheduler(Scheduler):
     """
 
     def __init__(self, like: Scheduler, sink: Callable[[str], object]) -> None:
+        ok = type(like) in (Scheduler, RecordedScheduler) and not callable(like.policy)
+        check(ok, "scheduler", like, "the engine's own, as nobody else's decisions could be replayed")
+
         def note(event: str, **values: Any) -> None:
             sink(json.dumps({"event": event, **values}) + "\n")
 
@@ -123,7 +126,9 @@ class Device(Protocol):
 
 
 def replay(
-    lines: Iterable[str], scheduler: Callable[..., Scheduler] | None = None, **settings: Any
+    lines: Iterable[str],
+    scheduler: type[Scheduler] | Callable[[SequenceGroup], Any] | None = None,
+    **settings: Any,
 ) -> Replay:
     """Tells a fresh scheduler what a recorded one was told.
 
@@ -135,7 +140,7 @@ def replay(
 
     Args:
         lines: A recording from its start, such as an open file or a list.
-        scheduler: A Scheduler class, or a function that takes its arguments and returns one.
+        scheduler: A subclass of Scheduler, or a key of requests, as LLMEngine takes it.
         **settings: Arguments of Scheduler or of its BlockManager, in place of the recorded ones, such as
             num_blocks or max_num_batched_tokens.
 
@@ -148,7 +153,10 @@ def replay(
     told = tell(lines)
     if scheduler is None and not settings:
         return told.replay()
-    return what_if([json.loads(line) for line in lines], told, scheduler or Scheduler, settings)
+    make = scheduler if isinstance(scheduler, type) else Scheduler
+    if scheduler is not None and not isinstance(scheduler, type):
+        settings["policy"] = scheduler
+    return what_if([json.loads(line) for line in lines], told, make, settings)
 
 
 def tell(lines: Iterable[str], device: Device | None = None) -> Told:

@@ -288,6 +288,11 @@ def test_mistakes_are_errors(engines: tuple[LLMEngine, LLMEngine], tmp_path: Pat
     settings = state.values["settings"] | {"num_blocks": 61}
     with pytest.raises(ValueError, match="num_blocks of the state is 61; allowed: the engine's, 60"):
         second.load_state(EngineState(state.values | {"settings": settings}, state.arrays))
+    settings = state.values["settings"] | {"scheduler": ["Own", "fcfs"]}
+    with pytest.raises(
+        ValueError, match=r"scheduler of the state is .'Own', 'fcfs'.; allowed: the engine's, "
+    ):
+        second.load_state(EngineState(state.values | {"settings": settings}, state.arrays))
     arrays = {name: array[:-1] for name, array in state.arrays.items()}
     with pytest.raises(ValueError, match=r"the state's array 'pool\.0' is float32 \[.*\]; allowed: float32"):
         second.load_state(EngineState(state.values, arrays))

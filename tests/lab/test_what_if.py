@@ -130,11 +130,9 @@ def test_another_scheduler(own: LLMEngine) -> None:
     other = replay(lines, OneAtATime)
     assert tokens_of(other) == tokens_of(replay(lines))
     assert other.steps["num_seqs"].max() == 3
-
-    def greedy(**arguments):
-        return Scheduler(**(arguments | {"watermark": 0.0}))
-
-    assert tokens_of(replay(lines, greedy)) == tokens_of(other)
+    by_key = replay(lines, lambda group: -len(group.sequences[0]))
+    assert tokens_of(by_key) == tokens_of(other)
+    assert by_key.num_steps != replay(lines).num_steps
 
 
 def test_a_step_takes_what_the_recorded_ones_took() -> None:
