@@ -40,8 +40,8 @@ def sequence_with_blocks(loop: StepLoop, request_id: str, index: int) -> tuple[R
     state = settled(loop, request_id)
     check_int("index", index, 0, len(state.group.sequences) - 1)
     seq, tables = state.group.sequences[index], loop.scheduler.block_manager.block_tables
-    what = f"{request_id!r}, of which sequence {index} is {seq.status.name.lower()}"
-    check(seq in tables, "request_id", what, "a request that runs")
+    allowed = f"a request that runs; sequence {index} of this one is {seq.status.name.lower()}"
+    check(seq in tables, "request_id", request_id, allowed)
     return state, seq
 
 
@@ -71,8 +71,8 @@ def inspect(
 ) -> Inspection:
     """See LLMEngine.inspect."""
     state, seq = sequence_with_blocks(loop, request_id, index)
-    what = f"{request_id!r}, with {seq.num_new_tokens} tokens to compute"
-    check(seq.num_new_tokens == 1, "request_id", what, "a request that has only its last token to compute")
+    allowed = f"a request that has one token to compute; this one has {seq.num_new_tokens}"
+    check(seq.num_new_tokens == 1, "request_id", request_id, allowed)
     manager = loop.scheduler.block_manager
     num_queries = len(seq) if num_queries is None else num_queries
     check_int("num_queries", num_queries, 1, 1 if seq.num_dropped_tokens else len(seq))

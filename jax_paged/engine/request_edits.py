@@ -43,12 +43,9 @@ def settled(loop: StepLoop, request_id: str) -> RequestState:
 def only_sequence(state: RequestState) -> Sequence:
     """Returns the sequence of a request that has one and will have no other."""
     group = state.group
-    kind = "of a beam search" if group.beam_params else f"of n or best_of {group.max_num_seqs}"
-    ok, allowed = (
-        group.max_num_seqs == 1 and not group.beam_params,
-        "a request with n=1 that is no beam search",
-    )
-    check(ok, "request_id", f"{group.request_id!r}, {kind}", allowed)
+    check(not group.beam_params, "request_id", group.request_id, "a request that is no beam search")
+    ok, allowed = group.max_num_seqs == 1, "a request with one sequence, of n and best_of 1"
+    check(ok, "request_id", group.request_id, allowed)
     return group.sequences[0]
 
 
@@ -56,21 +53,16 @@ def decoding_sequence(state: RequestState) -> Sequence:
     """Returns the sequence of a request whose next step computes the last of its tokens, and no other."""
     seq = only_sequence(state)
     decodes = seq.status is SequenceStatus.RUNNING and seq.num_new_tokens == 1
-    what = (
-        f"{state.group.request_id!r}, {seq.status.name.lower()} with {seq.num_new_tokens} tokens to compute"
-    )
-    check(decodes, "request_id", what, "a request that runs and has only its last token to compute")
+    what = f"this one is {seq.status.name.lower()}, and has {seq.num_new_tokens}"
+    allowed = f"a request that runs and has one token to compute; {what}"
+    check(decodes, "request_id", state.group.request_id, allowed)
     return seq
 
 
 def fork(loop: StepLoop, request_id: str, new_id: str, seed: int) -> None:
     """See LLMEngine.fork."""
-    check(
-        isinstance(new_id, str) and new_id not in loop.requests,
-        "new_id",
-        new_id,
-        "a string that is not taken",
-    )
+    ok = isinstance(new_id, str) and new_id not in loop.requests
+    check(ok, "new_id", new_id, "a string that is not taken")
     SamplingParams(seed=seed)  # checks it
     state = settled(loop, request_id)
     only_sequence(state)

@@ -9,6 +9,7 @@ from typing import Any
 from jax_paged.checks import check
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.request_edits import DropBlocks, Fork, RequestEdit, Rollback
 from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
@@ -17,6 +18,7 @@ from jax_paged.core.sequence_updater import StepUpdate
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 Note = Callable[..., None]
+_EDITS: dict[str, Callable[..., RequestEdit]] = {e.__name__: e for e in (Fork, Rollback, DropBlocks)}
 
 
 class RecordedScheduler(Scheduler):
@@ -71,6 +73,16 @@ class RecordedScheduler(Scheduler):
         values = {"now": now, "stop_reason": stop_reason, "num_output_tokens": num_output_tokens}
         self._note("finish", request_id=group.request_id, seq=place, status=status.name, **values)
         super().finish(group, seq, status, now, stop_reason, num_output_tokens=num_output_tokens)
+
+    def edit_request(self, edit: RequestEdit) -> SequenceGroup:
+        self._note("edit", kind=type(edit).__name__, **dataclasses.asdict(edit))
+        return super().edit_request(edit)
+
+    def schedule_draft(self, request_id: str, token_ids: list[int]) -> SchedulerOutput | None:
+        output = super().schedule_draft(request_id, token_ids)
+        decided = None if output is None else decisions(output)
+        self._note("draft", request_id=request_id, token_ids=token_ids, decided=decided)
+        return output
 
     def schedule(self, now: float) -> SchedulerOutput:
         output = super().schedule(now)
@@ -159,6 +171,19 @@ def replay(lines: Iterable[str]) -> int:
             output = outputs[event["step_id"]] = scheduler.schedule(event.pop("now"))
             _check_equal(f"step {num_steps}", decisions(output), event)
             num_steps += 1
+        elif kind == "edit":
+            group = scheduler.edit_request(_EDITS[event.pop("kind")](**event))
+            groups[group.request_id] = group
+        elif kind == "draft":
+            output, decided = (
+                scheduler.schedule_draft(event["request_id"], event["token_ids"]),
+                event["decided"],
+            )
+            assert (output is None) == (decided is None), "blocks are found alike"
+            if output is not None:
+                outputs[output.step_id] = output
+                _check_equal(f"step {num_steps}", decisions(output), decided)
+                num_steps += 1
         elif kind == "update":
             output = outputs.pop(event["step_id"])
             scheduler.update(output, _result(output, event), event["now"])
