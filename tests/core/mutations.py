@@ -327,8 +327,8 @@ MUTATIONS = [
     ),
     Mutation(
         "core/block_manager.py",
-        "            self.pool.release_tables(self.block_tables.pop(seq))\n            self.lost.append(seq)\n",
-        "            self.pool.release_tables(self.block_tables.pop(seq))\n",
+        "release_tables(self.block_tables.pop(seq))\n            self.lost.append(seq)\n",
+        "release_tables(self.block_tables.pop(seq))\n",
         "seats are kept by those that lost their blocks",
     ),
     Mutation(
@@ -561,8 +561,8 @@ MUTATIONS = [
     ),
     Mutation(
         "core/request_edits.py",
-        "        manager.prefixes.forget_walk()  # it may be that of this sequence, along tokens that are gone\n",
-        "",
+        "        manager.prefixes.forget_walk()  #",
+        "        #",
         "a walk goes on along tokens that were taken back",
     ),
     Mutation(
@@ -585,7 +585,7 @@ MUTATIONS = [
     ),
     Mutation(
         "core/request_edits.py",
-        "                - 2 - seq.block_places".strip(),
+        "- 2 - seq.block_places",
         "- 1 - seq.block_places",
         "taken back up to the last kept block",
     ),
