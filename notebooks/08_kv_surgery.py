@@ -46,7 +46,9 @@ engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
 # Two requests that begin alike share their full blocks.
 
 # %%
-start = "class Pool:\n    def __init__(self, size):\n        self.free = list(range(size))\n\n    def take(self):\n"
+start = (
+    "class Pool:\n    def __init__(self, size):\n        self.free = list(range(size))\n\n    def take(self):\n"
+)
 params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 engine.add_request("a", start, params)
 engine.step()
@@ -100,8 +102,8 @@ engine.abort_request(["a", "b"])
 #
 # ## Dropping blocks
 #
-# `drop_kv` keeps some blocks of a request and gives the others back. Positions stay those of the text. What it
-# does to a model shows in the log-probabilities of a text that goes on: `verify` returns those of a draft,
+# `drop_kv` keeps some blocks of a request and gives the others back. Positions stay those of the text. What
+# it does to a model shows in the log-probabilities of a text that goes on: `verify` returns those of a draft,
 # all in one step. Here it is a function of Python's library, of which the last 56 tokens are the draft.
 
 # %%
@@ -201,7 +203,8 @@ plt.show()
 # %% [markdown]
 # ## And on it goes
 #
-# A request with dropped blocks goes on as any other. Kept to six blocks, it needs no more memory however long it gets.
+# A request with dropped blocks goes on as any other. Kept to a few blocks, it needs no more memory however
+# long it gets.
 
 # %%
 engine.add_request("long", start, SamplingParams(temperature=0.7, seed=1, max_tokens=400, ignore_eos=True))
