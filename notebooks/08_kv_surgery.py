@@ -47,12 +47,12 @@ engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
 
 # %%
 start = (
-    "class Pool:\n    def __init__(self, size):\n        self.free = list(range(size))\n\n    def take(self):\n"
+    "class Pool:\n    def __init__(self, size):\n        self.free = list(range(size))\n\n    def take(self):"
 )
 params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 engine.add_request("a", start, params)
 engine.step()
-engine.add_request("b", start + "        return self.", params)
+engine.add_request("b", start + "\n        return self.", params)
 for _ in range(6):
     engine.step()
 engine.page_table("b")

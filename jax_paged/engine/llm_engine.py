@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Self
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.engine import kv_access, prefixes, request_edits
 from jax_paged.engine.assembly import (
+    OwnScheduler,
     described,
     make_local_executor,
     make_scheduler,
@@ -28,6 +30,7 @@ from jax_paged.engine.input_processor import (
     check_arrival_time,
     sequence_group,
 )
+from jax_paged.engine.invariance import check_invariance
 from jax_paged.engine.kv_access import Inspection
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.request_edits import Verification
@@ -54,29 +57,48 @@ class LLMEngine:
         args: Model and limits.
         executor: Runs the steps. The engine closes it, also if it can't be made. None runs them in this
             process.
+        scheduler: A subclass of Scheduler to take its place; or a function of a new request (a SequenceGroup)
+            that returns its key: requests of lower keys go first, and take the blocks of others.
 
     Raises:
         ValueError: If the model, its tokenizer or a setting can't be used.
     """
 
-    def __init__(self, args: EngineArgs, executor: "Executor | None" = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        executor: "Executor | None" = None,
+        *,
+        scheduler: OwnScheduler | None = None,
+    ) -> None:
         self.args = args
+        self._names = itertools.count()
+        self._seeds = random.Random(args.seed)
+        self._closed = False
         try:
             self.tokenizer = make_tokenizer(args)
             if executor is None:
                 executor = make_local_executor(args)
-            self.executor = executor
             self.config = with_end_token(executor.config, self.tokenizer)
             self.input_processor = InputProcessor(self.config, self.tokenizer)
             max_in_flight = 2 if self.config.async_scheduling else 1
-            self._loop = StepLoop(make_scheduler(self.config), executor, max_in_flight)
+            self._loop = StepLoop(make_scheduler(self.config, scheduler), executor, max_in_flight)
+            if self.config.batch_invariant:
+                check_invariance(self)
         except BaseException:
             if executor is not None:
                 executor.close()
             raise
-        self._pins, self._forks = itertools.count(), itertools.count()
-        self._seeds = random.Random(self.config.seed)
-        self._closed = False
+
+    @property
+    def executor(self) -> "Executor":
+        """Computes the steps."""
+        return self._loop.executor
+
+    @property
+    def observers(self) -> list[Callable[[Scheduler, SchedulerOutput], None]]:
+        """Functions that are called after each step, with the scheduler and the step; append your own."""
+        return self._loop.observers
 
     @property
     def scheduler(self) -> Scheduler:
@@ -224,7 +246,7 @@ class LLMEngine:
             RuntimeError: If requests are running.
         """
         self._check_open()
-        return prefixes.pin(self, f"prefix-{next(self._pins)}", prompt, cache_salt)
+        return prefixes.pin(self, f"prefix-{next(self._names)}", prompt, cache_salt)
 
     def unpin_prefix(self, name: str) -> None:
         """Lets go of a pinned prefix, by the name that pin_prefix returned.
@@ -235,22 +257,17 @@ class LLMEngine:
         self.scheduler.block_manager.unpin(name)
 
     def fork(self, request_id: str, new_id: str | None = None, seed: int | None = None) -> str:
-        """Adds a request that goes on from where another one is, with a seed of its own; returns its id.
+        """Adds a request that goes on from where another is, and shares its blocks; returns its id.
 
-        They share all blocks until they write to them. Like all methods that follow, it waits for the steps
-        in flight first, so the fork has what they bring; `step` then returns that as usual. Without a free
-        seat the fork waits, and computes again what the prefix cache does not hold.
-
-        Args:
-            request_id: A request with one sequence.
-            new_id: Of the fork; None makes one.
-            seed: Of the fork; None takes a new one.
+        Its id and seed are new ones unless given. Like all methods that follow, it waits for the steps in
+        flight first; `step` returns what these bring. Without a free seat the fork waits, and computes again
+        what the prefix cache does not hold.
 
         Raises:
             ValueError: If this can't be done, and nothing has changed; so in all methods that follow.
         """
         self._check_open()
-        new_id = f"{request_id}-fork-{next(self._forks)}" if new_id is None else new_id
+        new_id = f"{request_id}-fork-{next(self._names)}" if new_id is None else new_id
         request_edits.fork(self._loop, request_id, new_id, self._new_seed() if seed is None else seed)
         return new_id
 
@@ -272,10 +289,7 @@ class LLMEngine:
         return request_edits.verify(self._loop, request_id, list(draft), self.config.vocab_size)
 
     def kv(self, request_id: str, layer: int, index: int = 0) -> "tuple[np.ndarray, np.ndarray]":
-        """Returns the keys and values of a request's sequence, each [tokens, kv heads, head_dim].
-
-        They are those that the pool holds: not of dropped blocks, nor of a token that is not computed yet.
-        """
+        """Returns a sequence's keys and values in the pool, each [computed tokens, kv heads, head_dim]."""
         self._check_open()
         return kv_access.kv(self._loop, request_id, layer, index)
 
@@ -297,14 +311,8 @@ class LLMEngine:
     ) -> Inspection:
         """Returns the logits that a request's next token is drawn from, and what the last tokens attend to.
 
-        It is computed beside the request's steps, with the keys in the pool, and changes nothing.
-
-        Args:
-            request_id: A request whose prompt is computed.
-            layers: Of self attention, from 0, whose attention to return.
-            heads: Of queries, from 0; None for all.
-            num_queries: How many of the last tokens attend; None for all. 1 if blocks were dropped.
-            index: Of the request's sequences.
+        It is computed beside the steps, with the keys in the pool, and changes nothing. Of the layers of self
+        attention and heads (None: all), the last num_queries tokens attend (None: all; 1 if blocks are gone).
         """
         self._check_open()
         return kv_access.inspect(self._loop, request_id, layers, heads, num_queries, index)
