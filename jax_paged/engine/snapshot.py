@@ -104,7 +104,7 @@ def take(engine: "LLMEngine", loop: "StepLoop", *, with_weights: bool) -> Engine
         "weights": {"fingerprint": weights, "packing": packing, "by_value": with_weights},
         "time": time.monotonic(),
         "seeds": engine.seeds.getstate(),
-        "num_pins": engine.num_pins,
+        "num_names": engine.num_names,
         "scheduler": values_of_scheduler(scheduler),
         "requests": requests,
         "changed": [i for i, state in enumerate(states) if state in loop.changed],
@@ -139,7 +139,7 @@ def load(engine: "LLMEngine", loop: "StepLoop", state: EngineState) -> None:
     states = [RequestState.of_values(group, entry["text"], engine.tokenizer) for group, entry in texts]
     version, internal, gauss = values["seeds"]
     engine.seeds.setstate((version, tuple(internal), gauss))
-    engine.num_pins = values["num_pins"]
+    engine.num_names = values["num_names"]
     loop.scheduler = scheduler
     loop.requests.update({s.group.request_id: s for s in states if not s.is_finished})
     loop.changed |= dict.fromkeys(states[i] for i in values["changed"])

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceStatus
@@ -99,7 +100,7 @@ class StepLoop:
                 return self._take_changed()
             while not in_flight or (len(in_flight) < most and self.scheduler.can_run_ahead):
                 self._dispatch(self.scheduler.schedule(time.monotonic()))
-            self._take_in(in_flight.popleft())
+            self._take_in(in_flight.popleft(), self.executor.result())
             return self._take_changed()
 
     def plan(self) -> StepPlan:
@@ -122,11 +123,27 @@ class StepLoop:
             self._run(plan)
             return self._take_changed()
 
+    def run_draft(self, request_id: str, token_ids: list[int]) -> ModelRunnerOutput | None:
+        """Runs a step of Scheduler.schedule_draft; what it changes is returned with the next step.
+
+        Returns:
+            Its result; None if there are no blocks for it.
+        """
+        self.settle()
+        with self._unfinished_step():
+            output = self.scheduler.schedule_draft(request_id, token_ids)
+            if output is None:
+                return None
+            self.executor.dispatch(output)
+            result = self.executor.result()
+            self._take_in(output, result)
+            return result
+
     def settle(self) -> None:
         """Takes in the results of all steps in flight; what they change is returned with the next step."""
         with self._unfinished_step():
             while self._in_flight:
-                self._take_in(self._in_flight.popleft())
+                self._take_in(self._in_flight.popleft(), self.executor.result())
 
     def drain(self) -> bool:
         """Waits for what the device still computes for requests that have ended; returns if no others run."""
@@ -157,15 +174,14 @@ class StepLoop:
         if plan.output != output:
             output = self.scheduler.edit(output, self._plan.places_of(plan))
         self._dispatch(output)
-        self._take_in(self._in_flight.popleft())
+        self._take_in(self._in_flight.popleft(), self.executor.result())
 
     def _take_changed(self) -> list[RequestState]:
         changed = list(self.changed)
         self.changed.clear()
         return changed
 
-    def _take_in(self, output: SchedulerOutput) -> None:
-        result = self.executor.result()
+    def _take_in(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         now = time.monotonic()
         update = self.scheduler.update(output, result, now)
         for group, start, logprobs in update.prompt_logprobs:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from jax_paged.checks import check
 from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.request_edits import DropBlocks, Fork, RequestEdit, Rollback
 from jax_paged.core.request_values import request_of_values, values_of_request
 from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
@@ -17,6 +18,7 @@ from jax_paged.core.sequence_updater import StepUpdate
 from jax_paged.lab.what_if import Replay, Told, arguments_of, step_row, what_if
 
 Note = Callable[..., None]
+_EDITS: dict[str, Callable[..., RequestEdit]] = {e.__name__: e for e in (Fork, Rollback, DropBlocks)}
 
 
 class RecordedScheduler(Scheduler):
@@ -62,13 +64,23 @@ class RecordedScheduler(Scheduler):
         self._note("finish", request_id=group.request_id, seq=place, status=status.name, **values)
         super().finish(group, seq, status, now, stop_reason, num_output_tokens=num_output_tokens)
 
+    def edit_request(self, edit: RequestEdit) -> SequenceGroup:
+        self._note("edit_request", kind=type(edit).__name__, **dataclasses.asdict(edit))
+        return super().edit_request(edit)
+
+    def schedule_draft(self, request_id: str, token_ids: list[int]) -> SchedulerOutput | None:
+        output = super().schedule_draft(request_id, token_ids)
+        decided = None if output is None else decisions(output)
+        self._note("draft", request_id=request_id, token_ids=token_ids, decided=decided)
+        return output
+
     def schedule(self, now: float) -> SchedulerOutput:
         output = super().schedule(now)
         self._note("schedule", now=now, **decisions(output))
         return output
 
     def edit(self, output: SchedulerOutput, rows: list[int]) -> SchedulerOutput:
-        self._note("edit", step_id=output.step_id, rows=rows)
+        self._note("edit_step", step_id=output.step_id, rows=rows)
         return super().edit(output, rows)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
@@ -156,7 +168,12 @@ def replay(
     make = scheduler if isinstance(scheduler, type) else Scheduler
     if scheduler is not None and not isinstance(scheduler, type):
         settings["policy"] = scheduler
-    return what_if([json.loads(line) for line in lines], told, make, settings)
+    events = [json.loads(line) for line in lines]
+    edits = {event["event"] for event in events} & {"edit_request", "draft"}
+    check(
+        not edits, "the recording", sorted(edits), "one without forks, rollbacks, drafts and dropped blocks"
+    )
+    return what_if(events, told, make, settings)
 
 
 def tell(lines: Iterable[str], device: Device | None = None) -> Told:
@@ -173,6 +190,14 @@ def tell(lines: Iterable[str], device: Device | None = None) -> Told:
     told, scheduler, clock = Told(), None, 0.0
     out: dict[int, tuple[int, float, SchedulerOutput]] = {}  # whose results have not been handed back yet
     groups: dict[str, int] = {}
+
+    def note_step(output: SchedulerOutput, now: float, decided: dict[str, Any]) -> None:
+        assert scheduler is not None, "a recording begins with its start"
+        _check_equal(f"step {len(told.steps)}", decisions(output), decided)
+        out[output.step_id] = len(told.steps), now, output
+        told.steps.append(step_row(output, scheduler, now))
+        told.outputs.append(output)
+
     for event in map(json.loads, lines):
         kind = event.pop("event")
         if kind == "start":
@@ -193,16 +218,23 @@ def tell(lines: Iterable[str], device: Device | None = None) -> Told:
             scheduler.finish(group, seq, status, **event)
         elif kind == "schedule":
             now = event.pop("now")
-            output = scheduler.schedule(now)
-            _check_equal(f"step {len(told.steps)}", decisions(output), event)
-            out[output.step_id] = len(told.steps), now, output
-            told.steps.append(step_row(output, scheduler, now))
-            told.outputs.append(output)
-        elif kind == "edit":
+            note_step(scheduler.schedule(now), now, event)
+        elif kind == "edit_step":
             place, now, output = out[event["step_id"]]
             output = told.outputs[place] = scheduler.edit(output, event["rows"])
             out[output.step_id] = place, now, output
             told.steps[place] = step_row(output, scheduler, now)
+        elif kind == "edit_request":
+            group = scheduler.edit_request(_EDITS[event.pop("kind")](**event))
+            if group.request_id not in groups:
+                groups[group.request_id] = len(told.groups)
+                told.groups.append(group)
+        elif kind == "draft":
+            decided = event.pop("decided")
+            output = scheduler.schedule_draft(event["request_id"], event["token_ids"])
+            assert (output is None) == (decided is None), "blocks are found alike"
+            if output is not None:
+                note_step(output, clock, decided)
         elif kind == "update":
             place, now, output = out.pop(event["step_id"])
             result = _result(output, event)

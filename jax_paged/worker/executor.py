@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from jax_paged.config import EngineArgs, EngineConfig
 from jax_paged.core.runner_output import ModelRunnerOutput
-from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,6 +59,27 @@ class Executor(Protocol):
         """Returns hashes of the weights as they are served, and of how such kernels are packed here."""
         ...
 
+    def read_kv(
+        self, layer: int, block_tables: BlockTables, num_tokens: list[int]
+    ) -> "tuple[np.ndarray, np.ndarray]":
+        """Returns the keys and values [tokens, kv heads, head_dim] of a sequence, in the pool's dtype.
+
+        Args:
+            layer: Index into the model's kv_cache_specs().
+            block_tables: Of the sequence; tokens in null blocks are left out.
+            num_tokens: How many slots of each table are filled.
+        """
+        ...
+
+    def inspect(self, query: InspectionInput) -> "tuple[np.ndarray, dict[int, np.ndarray]]":
+        """Computes tokens again with what the pool holds, and changes nothing.
+
+        Returns:
+            The logits of the last token, float32 [V]; and by layer, the attention probabilities of all of
+            them, float32 [heads, tokens, slots of the block table].
+        """
+        ...
+
     def compile_plan(self) -> str:
         """Returns a table of what is compiled: shapes, seconds and bytes."""
         ...
@@ -89,9 +110,11 @@ class LocalExecutor:
 
     def __init__(self, args: EngineArgs, loaded: "LoadedModel | None" = None) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
+        from jax_paged.worker.inspection import Inspector
         from jax_paged.worker.model_runner import ModelRunner
 
         self.runner = ModelRunner(args, loaded)
+        self._inspector = Inspector(self.runner)
 
     @property
     def config(self) -> EngineConfig:
@@ -152,6 +175,16 @@ class LocalExecutor:
 
         packing = memory_state.packing(self.config.matmul_backend, self.runner.context.dtype)
         return memory_state.fingerprint(self.runner.arrays["weights"]), packing
+
+    def read_kv(
+        self, layer: int, block_tables: BlockTables, num_tokens: list[int]
+    ) -> "tuple[np.ndarray, np.ndarray]":
+        """Returns the keys and values of a sequence; see Executor."""
+        return self._inspector.read_kv(layer, block_tables, num_tokens)
+
+    def inspect(self, query: InspectionInput) -> "tuple[np.ndarray, dict[int, np.ndarray]]":
+        """Computes tokens again with what the pool holds; see Executor."""
+        return self._inspector.inspect(query)
 
     def compile_plan(self) -> str:
         """Returns a table of what is compiled: shapes, seconds and bytes."""

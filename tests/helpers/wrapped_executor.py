@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_paged.config import EngineConfig
 from jax_paged.core.runner_output import ModelRunnerOutput
-from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
 from jax_paged.worker.executor import Executor
 
 
@@ -71,6 +71,12 @@ class WrappedExecutor:
 
     def fingerprint(self) -> tuple[str, str]:
         return self.inner.fingerprint()
+
+    def read_kv(self, layer: int, block_tables: BlockTables, num_tokens: list[int]) -> Any:
+        return self.inner.read_kv(layer, block_tables, num_tokens)
+
+    def inspect(self, query: InspectionInput) -> Any:
+        return self.inner.inspect(query)
 
     def compile_plan(self) -> str:
         return self.inner.compile_plan()
