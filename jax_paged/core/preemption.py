@@ -57,7 +57,7 @@ class Preemption:
     def recompute(self, group: SequenceGroup) -> None:
         """Sends a request back to wait, without blocks."""
         for seq in group.unfinished:
-            if seq in self.block_manager.block_tables:
+            if seq in self.block_manager.block_tables or seq in self.block_manager.swapped_tables:
                 self.block_manager.free(seq)
             assert not seq.num_in_flight, "a step in flight computes it"
             seq.status, seq.num_computed_tokens = SequenceStatus.WAITING, 0

@@ -72,6 +72,10 @@ class RecordedScheduler(Scheduler):
         self._note("finish", request_id=group.request_id, seq=place, status=status.name, **values)
         super().finish(group, seq, status, now, stop_reason, num_output_tokens=num_output_tokens)
 
+    def forget_prefixes(self, kept_salt: str | None) -> None:
+        self._note("forget_prefixes", kept_salt=kept_salt)
+        super().forget_prefixes(kept_salt)
+
     def schedule(self, now: float) -> SchedulerOutput:
         output = super().schedule(now)
         self._note("schedule", now=now, **decisions(output))
@@ -155,6 +159,8 @@ def replay(lines: Iterable[str]) -> int:
             group = groups[event.pop("request_id")]
             seq, status = group.sequences[event.pop("seq")], SequenceStatus[event.pop("status")]
             scheduler.finish(group, seq, status, **event)
+        elif kind == "forget_prefixes":
+            scheduler.forget_prefixes(**event)
         elif kind == "schedule":
             output = outputs[event["step_id"]] = scheduler.schedule(event.pop("now"))
             _check_equal(f"step {num_steps}", decisions(output), event)

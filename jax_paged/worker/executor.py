@@ -7,6 +7,8 @@ from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
+    from jax_paged.models.causal_lm import LanguageModel
+    from jax_paged.models.exchange import NewWeights
     from jax_paged.models.weights import LoadedModel
 
 
@@ -44,6 +46,14 @@ class Executor(Protocol):
         """Returns when everything is compiled; until then steps may use a larger shape than they need."""
         ...
 
+    def update_weights(self, new: "NewWeights") -> None:
+        """Computes with other weights from the next step on; ValueError, and nothing changes, if they don't fit."""
+        ...
+
+    def check_weights(self) -> None:
+        """Raises RuntimeError if a model in memory has got other weights than those that steps compute with."""
+        ...
+
     def close(self) -> None:
         """Frees weights and pool."""
         ...
@@ -64,7 +74,7 @@ class LocalExecutor:
         ValueError: If the model can't be loaded or a limit does not fit it.
     """
 
-    def __init__(self, args: EngineArgs, loaded: "LoadedModel | None" = None) -> None:
+    def __init__(self, args: EngineArgs, loaded: "LoadedModel | LanguageModel | None" = None) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
         from jax_paged.worker.model_runner import ModelRunner
 
@@ -100,6 +110,14 @@ class LocalExecutor:
     def wait_until_compiled(self) -> None:
         """Returns when everything is compiled; until then steps may use a larger shape than they need."""
         self.runner.wait_until_compiled()
+
+    def update_weights(self, new: "NewWeights") -> None:
+        """Computes with other weights from the next step on; ValueError, and nothing changes, if they don't fit."""
+        self.runner.update_weights(new)
+
+    def check_weights(self) -> None:
+        """Raises RuntimeError if a model in memory has got other weights than those that steps compute with."""
+        self.runner.check_weights()
 
     def close(self) -> None:
         """Frees the pool, and the weights unless the caller brought the model."""

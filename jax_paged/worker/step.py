@@ -1,6 +1,7 @@
 """The step as it is traced: weights, pool, the seats' arrays and one packed buffer in; drawn tokens out."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Array, Int
 from jax_paged.core.runner_output import NO_TOKEN
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker.block_tables import tables_of, write_changes
-from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.buckets import Bucket, plan_buckets
 from jax_paged.worker.packed_batch import attention_metadata, layout, sampling_batch, unpack
 from jax_paged.worker.programs import Program, SeatArrays, TraceContext, bits
 from jax_paged.worker.sampler import SampledTokens, sample
@@ -199,3 +200,24 @@ class StepProgram(Program):
         out_shardings = (*[replicated] * 3, [context.pool_sharding] * len(pool), replicated)
         jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
         return jitted.trace(context.weights, pool, context.seat_arrays(), *inputs)
+
+
+def step_bytes(context: TraceContext, burst_size: int) -> int:
+    """Returns the memory that an engine needs beside weights and pool; the largest step tells.
+
+    Args:
+        context: With a small pool: its size does not matter.
+        burst_size: Decode steps of a burst, whose results lie beside those of a step; 1 for no bursts.
+    """
+    buckets = plan_buckets(context.max_num_seqs, context.max_num_batched_tokens)
+    largest = max(buckets, key=lambda b: b.num_tokens)
+    memory = StepProgram(largest).lower(context).compile().memory_analysis()
+    assert memory is not None, "a GPU's compiler tells what a program needs"
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    row_bytes = 4 * (2 * MAX_BIAS_IDS + context.num_mask_words)
+    # What steps without biases and masks read, of every size; and what a step with them brings along.
+    sampling_inputs = row_bytes * (sum({b.num_seqs for b in buckets}) + context.max_num_seqs)
+    seat_arrays = sum(math.prod(x.shape) * x.dtype.itemsize for x in context.seat_arrays())
+    step = memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes
+    burst_rows = burst_size * context.max_num_seqs if burst_size > 1 else 0
+    return step + sampling_inputs + seat_arrays + 4 * burst_rows * (6 + 2 * context.max_logprobs)
