@@ -3,7 +3,7 @@
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 NULL_BLOCK = 0  # pads block tables on the device; never handed out
@@ -29,6 +29,12 @@ def block_hash(parent: bytes, tokens: list[int], salt: str) -> bytes:
     return hashlib.sha256(
         parent + array("q", tokens).tobytes() + salt.encode("utf-8", "surrogatepass")
     ).digest()
+
+
+def distinct(tables_of: Iterable[list[list[int]]]) -> list[int]:
+    """Returns the blocks of several sequences, each once."""
+    every = (b for tables in tables_of for table in tables for b in table if b != NULL_BLOCK)
+    return list(dict.fromkeys(every))
 
 
 class BlockPool:
@@ -119,6 +125,12 @@ class BlockPool:
             self._add_free(block)
         else:
             self._held[block] = self._last_step
+
+    def release_tables(self, tables: list[list[int]]) -> None:
+        """Takes back the references of a sequence's block tables, the last block of each first."""
+        for table in tables:
+            for block in reversed(table):
+                self.release(block)
 
     def _add_free(self, block: int) -> None:
         self._free[block] = None

@@ -11,6 +11,7 @@ from jax_paged.core.admission import Admission, Answer
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.burst_planner import BurstPlanner
 from jax_paged.core.preemption import Preemption, PreemptionMode
+from jax_paged.core.request_edits import RequestEdit, RequestEditor
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.row_planner import RowPlanner
 from jax_paged.core.runner_output import ModelRunnerOutput
@@ -129,6 +130,7 @@ class Scheduler:
             enable_chunked_prefill,
         )
         self._bursts = BurstPlanner(block_manager, self.queues, stop_conditions, burst_size)
+        self.editor = RequestEditor(block_manager, self.queues, self._preemption, self.max_num_seqs)
         self._step_ids = itertools.count()
         self._num_in_flight = 0
         self._is_short = False  # the last step, of what the results of those before it bring
@@ -235,7 +237,6 @@ class Scheduler:
         """
         assert not self._num_in_flight or self.can_run_ahead, "the step has to know the results of others"
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=self._num_in_flight > 0)
-        self._num_in_flight += 1
         admission = self._admission
         admission.begin_step(now)
         if self._bursts.plan(step):
@@ -246,12 +247,25 @@ class Scheduler:
             self._fill(step, now, admission.first_waiting, lambda n: n > 1)
             if step.is_empty:
                 self._fill(step, now, admission.first_if_swapped, lambda n: n == 1)
-        output = step.build(next(self._step_ids), self._seats)
-        self.block_manager.begin_step(output.step_id)
-        self._is_short = step.is_short
+        output = self._built(step)
         if output.scheduled and output.scheduled[-1].num_tokens > 1:
             admission.note_prompt(now)
         return output
+
+    def schedule_draft(self, request_id: str, token_ids: list[int]) -> SchedulerOutput | None:
+        """Schedules a step of one request that decodes, with tokens that may be drawn next.
+
+        Returns:
+            The step; None, and nothing but windows has changed, if there are no blocks for it.
+        """
+        assert not self._num_in_flight, "the draft follows the last token"
+        step = StepBuilder(self.max_num_batched_tokens, is_ahead=False)
+        return self._built(step) if self.editor.plan_draft(request_id, token_ids, step) else None
+
+    def edit_request(self, edit: RequestEdit) -> SequenceGroup:
+        """Applies an edit between two steps; returns the request, of a fork the new one."""
+        assert not self._num_in_flight, "a step in flight knows the request as it was"
+        return self.editor.apply(edit)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
         """Takes in the result of a step: appends tokens, caches full blocks, ends and frees what is done.
@@ -269,6 +283,13 @@ class Scheduler:
         if not self._num_in_flight:
             self._is_short = False
         return self._updater.update(output, result, now)
+
+    def _built(self, step: StepBuilder) -> SchedulerOutput:
+        self._num_in_flight += 1
+        output = step.build(next(self._step_ids), self._seats)
+        self.block_manager.begin_step(output.step_id)
+        self._is_short = step.is_short
+        return output
 
     def _fill(
         self,
@@ -297,7 +318,7 @@ class Scheduler:
                 if answer is Answer.NO_ROOM:
                     if not self.queues.running and not step.is_ahead:
                         self._preemption.end_for_good(head, step, now)  # all is free, and it is not enough
-                    elif not self._admission.make_room(head, step):
+                    elif not self._admission.make_room(head, step, now):
                         head = None
                         continue
                 head = first_to_admit()

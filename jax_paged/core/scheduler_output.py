@@ -35,6 +35,8 @@ class NewSequence(NamedTuple):
         logprob_temperature: Divides the logits before anything else; 1 but for beam searches.
         num_encoder_tokens: Tokens that its groups of cross attention hold.
         block_tables: All of its blocks, at the time that this step computes. Read-only.
+        num_dropped_tokens: By how much the slots of its tokens stand before their positions in the tables:
+            tokens whose blocks a user has dropped.
     """
 
     seq_id: int
@@ -48,6 +50,7 @@ class NewSequence(NamedTuple):
     logprob_temperature: float
     num_encoder_tokens: int
     block_tables: BlockTables
+    num_dropped_tokens: int = 0
 
 
 class ScheduledSequence(NamedTuple):

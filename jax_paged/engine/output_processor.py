@@ -31,6 +31,7 @@ class SampleState:
         params = group.sampling_params
         self.seq = seq
         self.is_finished = False
+        self._group = group
         self._logprobs: list[TokenLogprobDict] | None = None if params.logprobs is None else []
         self._num_logprobs = params.logprobs or 0
         self._tokenizer = tokenizer
@@ -42,9 +43,28 @@ class SampleState:
             min_tokens=params.min_tokens,
             include_stop=params.include_stop_str_in_output,
         )
+        self._stop = stop
         self._shows_stop_token = params.include_stop_str_in_output
         self._num_tokens_taken = 0
         self._num_chars_taken = 0
+
+    def restarted(self, seq: Sequence, group: SequenceGroup) -> "SampleState":
+        """Returns the state of a sequence that goes on from this one's first tokens."""
+        state = SampleState(seq, group, self._tokenizer, self._stop)
+        if self._logprobs is not None:
+            state._logprobs = self._logprobs[: len(seq.output_token_ids)]
+        if state._detokenizer is not None:
+            for token_id in seq.output_token_ids:
+                state._detokenizer.append(token_id)
+        return state
+
+    def rolled_back(self) -> "SampleState":
+        """Returns the state of the same sequence after it has lost tokens; what was taken stays taken."""
+        state = self.restarted(self.seq, self._group)
+        detokenizer = state._detokenizer
+        state._num_tokens_taken = min(self._num_tokens_taken, len(self.seq.output_token_ids))
+        state._num_chars_taken = min(self._num_chars_taken, detokenizer.num_visible if detokenizer else 0)
+        return state
 
     def add_tokens(self, token_ids: list[int], logprobs: "list[TokenLogprobs]") -> tuple[str, int] | None:
         """Takes the tokens that the sequence has just got, as if they had come one at a time.
@@ -139,6 +159,18 @@ class RequestState:
         self._prompt_logprobs: list[TokenLogprobDict | None] | None = (
             None if group.sampling_params.prompt_logprobs is None else [None]
         )
+
+    def forked(self, group: SequenceGroup) -> "RequestState":
+        """Returns the state of a request that goes on from where this one is; of both, one sequence."""
+        state = RequestState(group, self.prompt, self._tokenizer, self._encoder_prompt, self._stop)
+        state._samples = [self._samples[0].restarted(group.sequences[0], group)]
+        if self._prompt_logprobs is not None:
+            state._prompt_logprobs = list(self._prompt_logprobs)
+        return state
+
+    def roll_back(self) -> None:
+        """Follows its only sequence, which has lost its last tokens."""
+        self._samples[0] = self._samples[0].rolled_back()
 
     def add_prompt_logprobs(self, start: int, logprobs: "list[TokenLogprobs]") -> None:
         """Takes the log-probabilities of the prompt tokens at positions start + 1 and on.

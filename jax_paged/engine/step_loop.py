@@ -1,9 +1,12 @@
 """The loop of an engine: schedules steps, keeps the executor busy, and gives requests their tokens."""
 
 import collections
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceStatus
@@ -35,11 +38,13 @@ class StepLoop:
         self.requests: dict[str, RequestState] = {}
         self.failure: BaseException | None = None
         self._in_flight: collections.deque[SchedulerOutput] = collections.deque()
+        # What has changed since advance() last returned.
+        self.changed: dict[RequestState, None] = {}
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do, if only to wait for what the device still works on."""
-        return self.scheduler.has_unfinished or bool(self._in_flight)
+        return self.scheduler.has_unfinished or bool(self._in_flight or self.changed)
 
     def add(self, state: RequestState) -> None:
         """Puts a request into the queue; its id is that of no unfinished one."""
@@ -66,29 +71,68 @@ class StepLoop:
         finally:
             state.give_up()
             self.requests.pop(request_id, None)
+            self.changed.pop(state, None)
         return state
 
     def advance(self) -> list[RequestState]:
         """Runs one step; returns the requests that got a token or ended."""
-        with deferred_interrupt():
-            try:
-                in_flight, most = self._in_flight, self.max_in_flight
-                while not in_flight or (len(in_flight) < most and self.scheduler.can_run_ahead):
-                    in_flight.append(self.scheduler.schedule(time.monotonic()))
-                    self.executor.dispatch(in_flight[-1])
-                return self._take_in(in_flight.popleft())
-            except BaseException as error:
-                self.failure = error
-                raise
+        with self._unfinished_step():
+            in_flight, most = self._in_flight, self.max_in_flight
+            if self.changed and not in_flight and not self.scheduler.has_unfinished:
+                return self._take_changed()
+            while not in_flight or (len(in_flight) < most and self.scheduler.can_run_ahead):
+                self._dispatch(self.scheduler.schedule(time.monotonic()))
+            self._take_in(in_flight.popleft(), self.executor.result())
+            return self._take_changed()
+
+    def run_draft(self, request_id: str, token_ids: list[int]) -> ModelRunnerOutput | None:
+        """Runs a step of Scheduler.schedule_draft; what it changes is returned with the next step.
+
+        Returns:
+            Its result; None if there are no blocks for it.
+        """
+        self.settle()
+        with self._unfinished_step():
+            output = self.scheduler.schedule_draft(request_id, token_ids)
+            if output is None:
+                return None
+            self.executor.dispatch(output)
+            result = self.executor.result()
+            self._take_in(output, result)
+            return result
+
+    def settle(self) -> None:
+        """Takes in the results of all steps in flight; what they change is returned with the next step."""
+        with self._unfinished_step():
+            while self._in_flight:
+                self._take_in(self._in_flight.popleft(), self.executor.result())
 
     def drain(self) -> bool:
         """Waits for what the device still computes for requests that have ended; returns if no others run."""
         while self._in_flight and not self.scheduler.has_unfinished:
-            self.advance()
+            self.settle()
         return not self.scheduler.has_unfinished
 
-    def _take_in(self, output: SchedulerOutput) -> list[RequestState]:
-        result = self.executor.result()
+    @contextlib.contextmanager
+    def _unfinished_step(self) -> Iterator[None]:
+        """Keeps Ctrl-C until the end of the step, and notes what stops one half-way."""
+        with deferred_interrupt():
+            try:
+                yield
+            except BaseException as error:
+                self.failure = error
+                raise
+
+    def _dispatch(self, output: SchedulerOutput) -> None:
+        self._in_flight.append(output)
+        self.executor.dispatch(output)
+
+    def _take_changed(self) -> list[RequestState]:
+        changed = list(self.changed)
+        self.changed.clear()
+        return changed
+
+    def _take_in(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         now = time.monotonic()
         update = self.scheduler.update(output, result, now)
         for group, start, logprobs in update.prompt_logprobs:
@@ -102,10 +146,9 @@ class StepLoop:
                 self.scheduler.finish(group, seq, status, now, stop, num_output_tokens=num_output_tokens)
                 ended[group.request_id] = None
         request_ids = [*output.ended, *(group.request_id for group in update.changed)]
-        changed = [self.requests[request_id] for request_id in request_ids]
+        self.changed |= dict.fromkeys(self.requests[request_id] for request_id in request_ids)
         for request_id in ended:
             self._finish_ended(self.requests[request_id], now)
-        return changed
 
     def _finish_ended(self, state: RequestState, now: float) -> None:
         """Finishes the outputs whose sequences have ended; forgets a request that has ended as a whole."""

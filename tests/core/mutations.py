@@ -196,7 +196,7 @@ MUTATIONS = [
     ),
     Mutation(
         "core/block_manager.py",
-        "        _release(self.pool, self.pinned.pop(name))",
+        "        self.pool.release_tables(self.pinned.pop(name))",
         "        self.pinned.pop(name)",
         "unpin without letting go",
     ),
@@ -327,8 +327,8 @@ MUTATIONS = [
     ),
     Mutation(
         "core/block_manager.py",
-        "            self.lost.append(seq)\n",
-        "",
+        "            self.pool.release_tables(self.block_tables.pop(seq))\n            self.lost.append(seq)\n",
+        "            self.pool.release_tables(self.block_tables.pop(seq))\n",
         "seats are kept by those that lost their blocks",
     ),
     Mutation(
@@ -381,8 +381,8 @@ MUTATIONS = [
     ),
     Mutation(
         "worker/batch_builder.py",
-        "blocks * size + positions % size",
-        "blocks * size + (positions + 1) % size",
+        "blocks * size + places % size",
+        "blocks * size + (places + 1) % size",
         "slots shifted",
     ),
     Mutation(
@@ -393,8 +393,8 @@ MUTATIONS = [
     ),
     Mutation(
         "worker/batch_builder.py",
-        'view["context_lens"][g, :n] = stops\n',
-        'view["context_lens"][g, :n] = stops - 1\n',
+        'view["context_lens"][g, :n] = stops - batch.num_dropped[seats]\n',
+        'view["context_lens"][g, :n] = stops - batch.num_dropped[seats] - 1\n',
         "own tokens not attended to",
     ),
     Mutation(
@@ -423,8 +423,8 @@ MUTATIONS = [
     ),
     Mutation(
         "core/block_manager.py",
-        "            start = seq.num_computed_tokens + seq.num_in_flight\n            first,",
-        "            start = seq.num_computed_tokens\n            first,",
+        "            start = seq.next_position - seq.num_dropped_tokens\n            first,",
+        "            start = seq.num_computed_tokens - seq.num_dropped_tokens\n            first,",
         "a step ahead has no block for its token",
     ),
     Mutation(
