@@ -14,6 +14,7 @@ from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.tokenizer import Messages
+from jax_paged.engine.weight_updates import Running
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from jax_paged.lab.pool_map import PoolMap
+    from jax_paged.models.causal_lm import LanguageModel
+    from jax_paged.models.exchange import NewWeights
     from jax_paged.models.weights import LoadedModel
     from jax_paged.worker.executor import Executor
 
@@ -38,7 +41,7 @@ class LLM:
         model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
         tokenizer: Folder or hub id of the tokenizer; None takes the model's own.
         loaded: A model in memory to serve in place of the weights of `model`, such as one in training. They
-            stay the caller's.
+            stay the caller's; see from_module.
         executor: As LLMEngine takes it; only without `loaded`.
         **engine_args: The other fields of EngineArgs; num_scheduler_steps is 8 unless given.
 
@@ -51,7 +54,7 @@ class LLM:
         model: str = "pagelet",
         tokenizer: str | None = None,
         *,
-        loaded: "LoadedModel | None" = None,
+        loaded: "LoadedModel | LanguageModel | None" = None,
         executor: "Executor | None" = None,
         **engine_args: Any,
     ) -> None:
@@ -64,6 +67,29 @@ class LLM:
             executor = LocalExecutor(args, loaded)
         self.llm_engine = LLMEngine(args, executor)
         self._request_ids = itertools.count()
+
+    @classmethod
+    def from_module(cls, module: "LanguageModel", tokenizer: str | None = None, **engine_args: Any) -> Self:
+        """Serves a Flax NNX model in memory, such as one in training; its weights are shared, not copied.
+
+        When the module gets other weights, the next request or step is an error until they are handed over
+        by `update_weights`.
+
+        Args:
+            module: One of the families of models/.
+            tokenizer: Folder or hub id of the tokenizer; generation_config.json in a folder names end tokens
+                and sampling defaults. None for token ids only.
+            **engine_args: As LLM takes them.
+
+        Raises:
+            ValueError: If the model or a setting can't be used.
+        """
+        engine_args = {"skip_tokenizer_init": tokenizer is None, **engine_args}
+        return cls(type(module).__name__, tokenizer, loaded=module, **engine_args)
+
+    def update_weights(self, weights: "NewWeights", *, running: Running = "error") -> None:
+        """Serves other weights from now on, as LLMEngine.update_weights does."""
+        self.llm_engine.update_weights(weights, running=running)
 
     def generate(
         self,

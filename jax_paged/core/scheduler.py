@@ -205,23 +205,8 @@ class Scheduler:
             seq.truncate(num_output_tokens)
 
     def forget_prefixes(self, kept_salt: str | None) -> None:
-        """Makes sure that nothing computed so far is shared with what is computed from now on.
-
-        Called between steps, with none in flight and no prefix pinned.
-
-        Args:
-            kept_salt: A salt that nobody has used, under which requests that run keep what they have
-                computed. None takes it from them: they compute their tokens again.
-        """
-        assert not self._num_in_flight, "a step in flight fills blocks"
-        self.block_manager.forget_prefixes()
-        for group in [*self.queues.running.values(), *self.queues.swapped.values()]:
-            if kept_salt is None:
-                self._preemption.recompute(group)
-                continue
-            group.cache_salt = kept_salt
-            for seq in group.unfinished:
-                seq.block_hashes.clear()
+        """Shares nothing computed so far from now on; no step is in flight. See Preemption.forget_prefixes."""
+        self._preemption.forget_prefixes(kept_salt)
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Chooses the sequences and token counts of the next step, and gives them their blocks.

@@ -18,7 +18,7 @@ from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
-from jax_paged.engine import prefixes
+from jax_paged.engine import prefixes, weight_updates
 from jax_paged.engine.assembly import (
     described,
     make_local_executor,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from jax_paged.lab.pool_map import PoolMap
+    from jax_paged.models.exchange import NewWeights
     from jax_paged.worker.executor import Executor
 
 
@@ -70,6 +71,7 @@ class LLMEngine:
             if executor is not None:
                 executor.close()
             raise
+        self.pinned_prompts: dict[str, tuple[list[int], str]] = {}  # prompt and salt, by name
         self._pins = itertools.count()
         self._seeds = random.Random(self.config.seed)
         self._closed = False
@@ -242,7 +244,31 @@ class LLMEngine:
         Raises:
             ValueError: If no prefix is pinned by this name.
         """
-        self.scheduler.block_manager.unpin(name)
+        prefixes.unpin(self, name)
+
+    def update_weights(self, weights: "NewWeights", *, running: weight_updates.Running = "error") -> None:
+        """Serves other weights from now on; nothing is compiled, and no cached prefix of older ones is hit.
+
+        Args:
+            weights: A model, its nnx.State, tensors by the names of a checkpoint (a mapping or pairs), or a
+                folder or hub id; names, shapes and types are those of the model that is served. Arrays on
+                the device are shared: a program that they are donated to takes them away.
+            running: What becomes of running requests. With "error" there must be none; "recompute" computes
+                all their tokens again, those they have drawn included; "keep" goes on from the keys and
+                values of the older weights, which no other request is given.
+
+        Pinned prefixes are computed again, under their names; while requests run they are an error.
+
+        Raises:
+            ValueError: If the weights do not fit; nothing has changed then.
+            RuntimeError: If requests run, or prefixes are pinned, that must not be.
+        """
+        self._check_open(checks_weights=False)
+        weight_updates.update(self, weights, running)
+
+    def settle(self) -> None:
+        """Takes in the results of the steps in flight; what they change is returned with the next step."""
+        self._loop.settle()
 
     def record(self, sink: Callable[[str], object]) -> None:
         """Writes down every decision from now on as lines of JSON; `recording.replay` checks them.
@@ -297,11 +323,13 @@ class LLMEngine:
             return f"<{self.config.model_name}, failed: {self._loop.failure!r}>"
         return f"<{described(self.config, self.executor.buckets)}>"
 
-    def _check_open(self) -> None:
+    def _check_open(self, *, checks_weights: bool = True) -> None:
         self._check_not_closed()
         if self._loop.failure is not None:
             message = f"the engine has failed: {self._loop.failure!r}; make a new one"
             raise EngineDeadError(message) from self._loop.failure
+        if checks_weights:
+            self.executor.check_weights()
 
     def _check_not_closed(self) -> None:
         if self._closed:

@@ -43,4 +43,11 @@ def pin(engine: "LLMEngine", name: str, prompt: Prompt, cache_salt: str) -> str:
             f"logits, for which the {num_free} free blocks of {num_usable} are enough"
         )
     manager.pin(name, request.prompt_token_ids, cache_salt)
+    engine.pinned_prompts[name] = request.prompt_token_ids, cache_salt
     return name
+
+
+def unpin(engine: "LLMEngine", name: str) -> None:
+    """Lets go of a pinned prefix; see LLMEngine.unpin_prefix."""
+    engine.scheduler.block_manager.unpin(name)
+    engine.pinned_prompts.pop(name, None)

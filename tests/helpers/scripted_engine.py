@@ -88,6 +88,12 @@ class ScriptedExecutor:
     def wait_until_compiled(self) -> None:
         pass
 
+    def update_weights(self, new: Any) -> None:
+        raise ValueError("scripted tokens have no weights")
+
+    def check_weights(self) -> None:
+        pass
+
     def close(self) -> None:
         self.num_closed += 1
 
