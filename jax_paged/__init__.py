@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from jax_paged.engine.llm_engine import LLMEngine
     from jax_paged.inputs import ExplicitEncoderDecoderPrompt, PromptType, TextPrompt, TokensPrompt
     from jax_paged.llm import LLM
+    from jax_paged.models.hooks import Hook
     from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput
     from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
@@ -20,6 +21,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "ExplicitEncoderDecoderPrompt",
+    "Hook",
     "LLMEngine",
     "Logprob",
     "PromptType",
@@ -38,6 +40,7 @@ _MODULES = {
     "CompletionOutput": "outputs",
     "EngineArgs": "config",
     "ExplicitEncoderDecoderPrompt": "inputs",
+    "Hook": "models.hooks",
     "LLMEngine": "engine.llm_engine",
     "Logprob": "outputs",
     "PromptType": "inputs",

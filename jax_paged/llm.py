@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jax_paged.lab.pool_map import PoolMap
     from jax_paged.models.causal_lm import LanguageModel
     from jax_paged.models.exchange import NewWeights
+    from jax_paged.models.hooks import Hook
     from jax_paged.models.weights import LoadedModel
     from jax_paged.worker.executor import Executor
 
@@ -42,7 +43,8 @@ class LLM:
         tokenizer: Folder or hub id of the tokenizer; None takes the model's own.
         loaded: A model in memory to serve in place of the weights of `model`, such as one in training. They
             stay the caller's; see from_module.
-        executor: As LLMEngine takes it; only without `loaded`.
+        executor: As LLMEngine takes it; only without `loaded` and `hooks`.
+        hooks: What requests may ask for by name, with SamplingParams.hook_args.
         **engine_args: The other fields of EngineArgs; num_scheduler_steps is 8 unless given.
 
     Raises:
@@ -56,15 +58,16 @@ class LLM:
         *,
         loaded: "LoadedModel | LanguageModel | None" = None,
         executor: "Executor | None" = None,
+        hooks: "Sequence[Hook]" = (),
         **engine_args: Any,
     ) -> None:
         engine_args = {"num_scheduler_steps": NUM_SCHEDULER_STEPS, **engine_args}
         args = EngineArgs(model=model, tokenizer=tokenizer, **engine_args)
-        if loaded is not None:
+        if loaded is not None or hooks:
             from jax_paged.worker.executor import LocalExecutor  # imports JAX
 
-            check(executor is None, "executor", executor, "None beside `loaded`")
-            executor = LocalExecutor(args, loaded)
+            check(executor is None, "executor", executor, "None beside `loaded` and `hooks`")
+            executor = LocalExecutor(args, loaded, hooks)
         self.llm_engine = LLMEngine(args, executor)
         self._request_ids = itertools.count()
 
@@ -90,6 +93,15 @@ class LLM:
     def update_weights(self, weights: "NewWeights", *, running: Running = "error") -> None:
         """Serves other weights from now on, as LLMEngine.update_weights does."""
         self.llm_engine.update_weights(weights, running=running)
+
+    def score(
+        self,
+        token_lists: Sequence[Sequence[int]],
+        num_prompt_tokens: int | Sequence[int] = 1,
+        sampling_params: SamplingParams | None = None,
+    ) -> list[list[float]]:
+        """Returns the log-probabilities of the tokens of given texts, as LLMEngine.score does."""
+        return self.llm_engine.score(token_lists, num_prompt_tokens, sampling_params)
 
     def generate(
         self,

@@ -11,6 +11,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,7 +19,7 @@ from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
-from jax_paged.engine import prefixes, weight_updates
+from jax_paged.engine import prefixes, scoring, weight_updates
 from jax_paged.engine.assembly import (
     described,
     make_local_executor,
@@ -171,6 +172,8 @@ class LLMEngine:
         if prompt.encoder_token_ids:
             # What the decoder has computed is of use only beside the same encoder output.
             cache_salt += hashlib.sha256(array("q", prompt.encoder_token_ids).tobytes()).hexdigest()
+        if params.hook_args:
+            cache_salt += f"\0{sorted(params.hook_args.items())}"  # they change what is computed
         group = SequenceGroup(
             request_id,
             [Sequence(prompt.prompt_token_ids, seed=params.seed)],
@@ -265,6 +268,35 @@ class LLMEngine:
         """
         self._check_open(checks_weights=False)
         weight_updates.update(self, weights, running)
+
+    def score(
+        self,
+        token_lists: Items[Items[int]],
+        num_prompt_tokens: int | Items[int] = 1,
+        sampling_params: SamplingParams | None = None,
+    ) -> list[list[float]]:
+        """Returns the log-probabilities of the tokens of given texts, computed as if they had been drawn.
+
+        Each token is one step of the program that draws them, with the same sums: where an engine's sums are
+        the same in every batch (batch_invariant=True), the result equals what generation returned of these
+        tokens, to the bit.
+
+        Args:
+            token_lists: The texts.
+            num_prompt_tokens: How many tokens of each, or of all, are a prompt: computed as one, and not
+                scored.
+            sampling_params: As the texts were drawn with. They count where log-probabilities are the
+                processed ones, or hooks are on; None for none.
+
+        Returns:
+            For each text, one number per token behind its prompt.
+
+        Raises:
+            ValueError: If the engine can't run a text; then none has run.
+            RuntimeError: If requests are running.
+        """
+        self._check_open()
+        return scoring.score(self, token_lists, num_prompt_tokens, sampling_params)
 
     def settle(self) -> None:
         """Takes in the results of the steps in flight; what they change is returned with the next step."""

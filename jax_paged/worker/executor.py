@@ -1,5 +1,6 @@
 """What the engine asks of whoever runs its steps, and the executor that does it in this process."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from jax_paged.config import EngineArgs, EngineConfig
@@ -9,6 +10,7 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 if TYPE_CHECKING:
     from jax_paged.models.causal_lm import LanguageModel
     from jax_paged.models.exchange import NewWeights
+    from jax_paged.models.hooks import Hook
     from jax_paged.models.weights import LoadedModel
 
 
@@ -66,6 +68,7 @@ class LocalExecutor:
         args: Model and limits.
         loaded: A model in memory to serve in place of args.model's weights, such as one in training. They
             stay the caller's.
+        hooks: What requests may ask for by name.
 
     Attributes:
         runner: Does the work.
@@ -74,11 +77,16 @@ class LocalExecutor:
         ValueError: If the model can't be loaded or a limit does not fit it.
     """
 
-    def __init__(self, args: EngineArgs, loaded: "LoadedModel | LanguageModel | None" = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        loaded: "LoadedModel | LanguageModel | None" = None,
+        hooks: "Sequence[Hook]" = (),
+    ) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
         from jax_paged.worker.model_runner import ModelRunner
 
-        self.runner = ModelRunner(args, loaded)
+        self.runner = ModelRunner(args, loaded, hooks)
 
     @property
     def config(self) -> EngineConfig:

@@ -1,7 +1,9 @@
 """The device side of an engine: owns weights, pool and seats, and runs steps on them."""
 
 import collections
+import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.exchange import NewWeights
+from jax_paged.models.hooks import Hook, check_hooks
 from jax_paged.models.layers import TENSOR
 from jax_paged.models.weights import LoadedModel, load_model, loaded_from
 from jax_paged.pallas_kernels import native
@@ -52,6 +55,7 @@ class ModelRunner:
         args: Model and limits.
         loaded: A model in memory to serve, in place of args.model; its weights stay the caller's. What a
             module does not tell, such as end tokens, is read where its tokenizer lies, if that is a folder.
+        hooks: What requests may ask for by name.
 
     Attributes:
         config: What the settings have come to.
@@ -61,7 +65,12 @@ class ModelRunner:
         ValueError: If the model can't be loaded or a limit does not fit it.
     """
 
-    def __init__(self, args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        loaded: LoadedModel | LanguageModel | None = None,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
         backend = resolve_backend(args.attention_backend, name="attention_backend")
         use_persistent_cache()
         is_own = loaded is None
@@ -83,7 +92,10 @@ class ModelRunner:
             _LOGGER.warning("XLA packs the weights in every step; oneDNN does it once, but %s", problem)
         layout = plan_layout(loaded.model.kv_cache_specs())
         packs = matmul_backend == "onednn"
-        self._served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=[])
+        captured = check_hooks(loaded.model, hooks)
+        hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
+        placed = jax.device_put([jnp.asarray(x) for x in hook_params], self._replicated)
+        self._served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=placed)
         self._weights = self._served.arrays
         self._encodes = isinstance(loaded.model, EncoderDecoderLM)
         facts = ModelFacts(
@@ -114,6 +126,10 @@ class ModelRunner:
                 max_logprobs=config.max_logprobs,
                 backend=backend,
                 mesh=mesh,
+                is_processed=args.logprobs_mode == "processed_logprobs",
+                hooks=tuple(hooks),
+                hook_params=params_def,
+                captured=captured,
             )
 
         memory = device_memory(device)
@@ -131,6 +147,9 @@ class ModelRunner:
             matmul_backend=matmul_backend,
             free_bytes=free_bytes,
         )
+        self.config = dataclasses.replace(
+            self.config, hooks={h.name: h.num_args for h in hooks}, capturing=frozenset(captured)
+        )
         self._context = context_of(self.config, self.config.num_blocks)
         self._encoders = plan_encoders(self.config.max_model_len) if self._encodes else []
         self._prompt_logprobs = PromptLogprobsProgram(loaded.config.hidden_size)
@@ -140,6 +159,7 @@ class ModelRunner:
             max_blocks_per_seq=self._context.max_blocks_per_seq,
             num_blocks=self.config.num_blocks,
             vocab_size=self.config.vocab_size,
+            hooks=self.config.hooks,
         )
         self.builder = BatchBuilder(
             self._input_batch,
@@ -288,7 +308,7 @@ class ModelRunner:
         empty = self._empty(bucket)
         given = inputs.bias_ids, inputs.bias_values, inputs.token_mask
         sampling_inputs = [e if x is None else x for x, e in zip(given, empty, strict=True)]
-        results, details, hidden, self._kv_cache, self._seat_arrays = self._run(
+        results, details, hidden, self._kv_cache, self._seat_arrays, captured = self._run(
             StepProgram(bucket),
             self._weights,
             self._kv_cache,
@@ -307,6 +327,8 @@ class ModelRunner:
             results=results,
             details=details if (num_top >= 0).any() else None,
             prompt_logprobs=self._begin_prompt_logprobs(output, targets, hidden) if targets else [],
+            captured=captured,
+            capturing=self._input_batch.capturing(output, self.config.capturing) if captured else {},
         )
 
     def _bucket(self, output: SchedulerOutput, *, wants_hidden: bool) -> Bucket:

@@ -27,9 +27,14 @@ class FlatModel:
     graphdef: Any
     treedef: Any
 
+    @property
+    def num_weights(self) -> int:
+        """How many arrays the weights are."""
+        return self.treedef.num_leaves
+
     def merge(self, weights: list[Array]) -> LanguageModel:
         """Returns the model with these weights; what follows them in the list is left alone."""
-        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights[: self.treedef.num_leaves]))
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights[: self.num_weights]))
 
 
 def packed(model: LanguageModel, *, in_place: bool) -> LanguageModel:
