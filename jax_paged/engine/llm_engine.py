@@ -21,6 +21,7 @@ from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.engine import prefixes, scoring, weight_updates
 from jax_paged.engine.assembly import (
+    OwnScheduler,
     described,
     make_local_executor,
     make_scheduler,
@@ -29,6 +30,7 @@ from jax_paged.engine.assembly import (
 )
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
+from jax_paged.engine.invariance import check_invariance
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.step_loop import StepLoop
 from jax_paged.inputs import Prompt
@@ -52,30 +54,44 @@ class LLMEngine:
         args: Model and limits.
         executor: Runs the steps. The engine closes it, also if it can't be made. None runs them in this
             process.
+        scheduler: A subclass of Scheduler to take its place; or a function of a new request (a SequenceGroup)
+            that returns its key: requests of lower keys go first, and take the blocks of others.
 
     Raises:
         ValueError: If the model, its tokenizer or a setting can't be used.
     """
 
-    def __init__(self, args: EngineArgs, executor: "Executor | None" = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        executor: "Executor | None" = None,
+        *,
+        scheduler: OwnScheduler | None = None,
+    ) -> None:
         self.args = args
+        self.pinned_prompts: dict[str, tuple[list[int], str]] = {}  # prompt and salt, by name
+        self._pins = itertools.count()
+        self._seeds = random.Random(args.seed)
+        self._closed = False
         try:
             self.tokenizer = make_tokenizer(args)
             if executor is None:
                 executor = make_local_executor(args)
-            self.executor = executor
             self.config = with_end_token(executor.config, self.tokenizer)
             self.input_processor = InputProcessor(self.config, self.tokenizer)
             max_in_flight = 2 if self.config.async_scheduling else 1
-            self._loop = StepLoop(make_scheduler(self.config), executor, max_in_flight)
+            self._loop = StepLoop(make_scheduler(self.config, scheduler), executor, max_in_flight)
+            if self.config.batch_invariant:
+                check_invariance(self)
         except BaseException:
             if executor is not None:
                 executor.close()
             raise
-        self.pinned_prompts: dict[str, tuple[list[int], str]] = {}  # prompt and salt, by name
-        self._pins = itertools.count()
-        self._seeds = random.Random(self.config.seed)
-        self._closed = False
+
+    @property
+    def executor(self) -> "Executor":
+        """Computes the steps."""
+        return self._loop.executor
 
     @property
     def scheduler(self) -> Scheduler:

@@ -72,8 +72,9 @@ class TracedStep:
         """
         context, fields = self.context, self.fields | moved
         model = context.merge(self.weights)
+        places, is_row_by_row = context.layout.places, context.batch_invariant
         metadata = attention_metadata(
-            fields, self.tables, self.bucket, context.backend, context.layout.places
+            fields, self.tables, self.bucket, context.backend, places, is_row_by_row
         )
         captured: dict[str, Array] = {}
         hooks = context.hooks_at(self.weights, self.hook_columns(), captured) if context.hooks else {}
