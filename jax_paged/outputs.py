@@ -111,8 +111,8 @@ class CompletionOutput:
         finish_reason: "stop", "length", "abort", or "error" for a request that could not run; None while
             it runs.
         stop_reason: The stop string or stop token id that ended it, or why it was aborted or could not run.
-        captured: Once the request has finished, what hooks captured, by name: arrays with a row for each token
-            of the prompt and the output that was computed, which is all but the last.
+        captured: Once the request has finished, what hooks captured, by name: arrays with a row for each
+            token of the prompt and the output that was computed, which is all but the last.
     """
 
     index: int

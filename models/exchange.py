@@ -102,6 +102,7 @@ def _take_tied(
     for key in list(raw):
         if re.fullmatch(table.ignored, key):
             del raw[key]
-        elif (kept := by_key.get(table.tied.get(key, ""))) is not None:
-            if not np.array_equal(np.asarray(raw.pop(key)), np.asarray(kept)):
-                problems.append(f"{key} differs from {table.tied[key]}, though the model ties them")
+            continue
+        kept = by_key.get(table.tied.get(key, ""))
+        if kept is not None and not np.array_equal(np.asarray(raw.pop(key)), np.asarray(kept)):
+            problems.append(f"{key} differs from {table.tied[key]}, though the model ties them")

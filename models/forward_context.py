@@ -85,7 +85,7 @@ class ForwardContext:
     hooks: Mapping[str, Callable[[Array], Array]] = types.MappingProxyType({})
 
     def run(self, module: "Module", x: Any) -> Array:
-        """Returns module.forward(x, self), as a hook leaves it. Every call of every module comes through here.
+        """Returns module.forward(x, self), or what a hook makes of it. Every call of a module comes here.
 
         Only gate and up of an MLP whose kernels are packed, and that have no hook, are not called, see
         layers.gated.

@@ -1,10 +1,10 @@
 """Hooks: functions of a user that read or change what a module of a model returns, row by row.
 
-    Hook("layers.7.mlp", fn, params)
+Hook("layers.7.mlp", fn, params)
 
-    module.forward(x, context) -> y [rows, ...]
-    fn(params, y, args [rows, num_args]) -> y, or (y, captured [rows, ...])
-    rows of requests that did not ask for the hook keep their y, to the bit
+module.forward(x, context) -> y [rows, ...]
+fn(params, y, args [rows, num_args]) -> y, or (y, captured [rows, ...])
+rows of requests that did not ask for the hook keep their y, to the bit
 """
 
 import dataclasses
@@ -80,7 +80,12 @@ def at_paths(
         before = functions.get(hook.path, lambda y: y)
 
         def after(
-            y: Array, hook: Hook = hook, own: Any = own, is_on: Array = is_on, args: Array = args, before=before
+            y: Array,
+            hook: Hook = hook,
+            own: Any = own,
+            is_on: Array = is_on,
+            args: Array = args,
+            before=before,
         ) -> Array:
             y = before(y)
             rows = y.reshape(-1, *y.shape[num_leading:])

@@ -209,7 +209,7 @@ class Scheduler:
             seq.truncate(num_output_tokens)
 
     def forget_prefixes(self, kept_salt: str | None) -> None:
-        """Shares nothing computed so far from now on; no step is in flight. See Preemption.forget_prefixes."""
+        """Shares nothing computed so far from now on; see Preemption. No step is in flight."""
         self._preemption.forget_prefixes(kept_salt)
 
     def schedule(self, now: float) -> SchedulerOutput:

@@ -11,7 +11,6 @@ from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_list
 from jax_paged.sampling_params import MAX_BAD_WORDS, MAX_BIAS_IDS, BeamSearchParams, SamplingParams
 
-
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 

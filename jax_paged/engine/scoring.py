@@ -21,7 +21,9 @@ def score(
     """Scores texts; see LLMEngine.score."""
     if not engine.drain():
         raise RuntimeError("requests are running; score texts before or after them")
-    counts = [num_prompt_tokens] * len(token_lists) if isinstance(num_prompt_tokens, int) else num_prompt_tokens
+    counts = (
+        [num_prompt_tokens] * len(token_lists) if isinstance(num_prompt_tokens, int) else num_prompt_tokens
+    )
     allowed = f"an integer, or one for each of {len(token_lists)} texts"
     check(len(counts) == len(token_lists), "num_prompt_tokens", num_prompt_tokens, allowed)
     pairs = enumerate(zip(token_lists, counts, strict=True))
@@ -49,7 +51,12 @@ def _request(
     check_int("num_prompt_tokens", num_prompt_tokens, 1, len(text) - 1)
     params = SamplingParams(temperature=0) if given is None else given.clone()
     params.n, params.best_of, params.min_tokens, params.prompt_logprobs = 1, None, 0, None
-    params.stop, params.stop_token_ids, params.ignore_eos, params.truncate_prompt_tokens = None, None, True, None
+    params.stop, params.stop_token_ids, params.ignore_eos, params.truncate_prompt_tokens = (
+        None,
+        None,
+        True,
+        None,
+    )
     params.logprobs, params.detokenize = 0, False
     params.forced_token_ids = text[num_prompt_tokens:]
     params.max_tokens = len(params.forced_token_ids)

@@ -17,7 +17,9 @@ def update(engine: "LLMEngine", weights: Any, running: Running) -> None:
     check_choice("running", running, ("error", "recompute", "keep"))
     is_busy, manager = not engine.drain(), engine.scheduler.block_manager
     if is_busy and running == "error":
-        raise RuntimeError("requests are running; finish or abort them, or pass running='recompute' or 'keep'")
+        raise RuntimeError(
+            "requests are running; finish or abort them, or pass running='recompute' or 'keep'"
+        )
     pinned = {name: engine.pinned_prompts[name] for name in manager.pinned if name in engine.pinned_prompts}
     if manager.pinned and (is_busy or len(pinned) < len(manager.pinned)):
         names = ", ".join(map(repr, manager.pinned))

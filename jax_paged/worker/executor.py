@@ -49,11 +49,11 @@ class Executor(Protocol):
         ...
 
     def update_weights(self, new: "NewWeights") -> None:
-        """Computes with other weights from the next step on; ValueError, and nothing changes, if they don't fit."""
+        """Computes with other weights from the next step on; ValueError if they don't fit."""
         ...
 
     def check_weights(self) -> None:
-        """Raises RuntimeError if a model in memory has got other weights than those that steps compute with."""
+        """Raises RuntimeError if a model in memory has got other weights than those of the steps."""
         ...
 
     def close(self) -> None:
@@ -120,12 +120,12 @@ class LocalExecutor:
         self.runner.wait_until_compiled()
 
     def update_weights(self, new: "NewWeights") -> None:
-        """Computes with other weights from the next step on; ValueError, and nothing changes, if they don't fit."""
-        self.runner.update_weights(new)
+        """Computes with other weights from the next step on; ValueError if they don't fit."""
+        self.runner.served.replace(new, self.config.max_model_len)
 
     def check_weights(self) -> None:
-        """Raises RuntimeError if a model in memory has got other weights than those that steps compute with."""
-        self.runner.check_weights()
+        """Raises RuntimeError if a model in memory has got other weights than those of the steps."""
+        self.runner.served.check()
 
     def close(self) -> None:
         """Frees the pool, and the weights unless the caller brought the model."""

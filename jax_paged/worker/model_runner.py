@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,17 +12,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_paged.checks import check_choice
 from jax_paged.config import EngineArgs, EngineConfig, checks_inputs
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
-from jax_paged.models.exchange import NewWeights
 from jax_paged.models.hooks import Hook, check_hooks
 from jax_paged.models.layers import TENSOR
-from jax_paged.models.weights import LoadedModel, load_model, loaded_from
+from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels import native
 from jax_paged.pallas_kernels.native import products
 from jax_paged.pallas_kernels.ops import resolve_backend
@@ -43,7 +39,7 @@ from jax_paged.worker.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.results import PendingStep
 from jax_paged.worker.step import StepProgram, step_bytes
 from jax_paged.worker.token_counts import ResetTokenCountsProgram, reset_token_counts
-from jax_paged.worker.weights import ServedWeights
+from jax_paged.worker.weights import ServedWeights, load
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -53,13 +49,13 @@ class ModelRunner:
 
     Args:
         args: Model and limits.
-        loaded: A model in memory to serve, in place of args.model; its weights stay the caller's. What a
-            module does not tell, such as end tokens, is read where its tokenizer lies, if that is a folder.
+        loaded: A model in memory to serve, in place of args.model; its weights stay the caller's.
         hooks: What requests may ask for by name.
 
     Attributes:
         config: What the settings have come to.
         builder: Builds the inputs of steps.
+        served: The weights; they may be exchanged between steps.
 
     Raises:
         ValueError: If the model can't be loaded or a limit does not fit it.
@@ -73,14 +69,7 @@ class ModelRunner:
     ) -> None:
         backend = resolve_backend(args.attention_backend, name="attention_backend")
         use_persistent_cache()
-        is_own = loaded is None
-        if loaded is None:
-            loaded = load_model(resolve_model_dir(args.model), args.dtype, args.max_model_len)
-        elif isinstance(loaded, LanguageModel):
-            name = args.tokenizer or ""
-            is_folder = name == "pagelet" or (bool(name) and Path(name).expanduser().is_dir())
-            loaded = loaded_from(loaded, resolve_model_dir(name) if is_folder else None)
-        check_choice("dtype", args.dtype, ("auto", str(loaded.dtype)))
+        is_own, loaded = loaded is None, load(args, loaded)
         device = jax.devices()[0]
         if args.attention_backend == "auto" and backend == "xla" and device.platform == "cpu":
             _LOGGER.warning("attention runs in XLA; the native backend is quicker, but %s", native.problem())
@@ -94,9 +83,8 @@ class ModelRunner:
         packs = matmul_backend == "onednn"
         captured = check_hooks(loaded.model, hooks)
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
-        placed = jax.device_put([jnp.asarray(x) for x in hook_params], self._replicated)
-        self._served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=placed)
-        self._weights = self._served.arrays
+        self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=hook_params)
+        self._weights = self.served.arrays
         self._encodes = isinstance(loaded.model, EncoderDecoderLM)
         facts = ModelFacts(
             architecture=loaded.architecture,
@@ -113,7 +101,7 @@ class ModelRunner:
 
         def context_of(config: EngineConfig, num_blocks: int) -> TraceContext:
             return TraceContext(
-                model=self._served.model,
+                model=self.served.model,
                 weights=self._weights,
                 layout=layout,
                 num_blocks=num_blocks,
@@ -248,14 +236,6 @@ class ModelRunner:
         """Returns a table of what is compiled: shapes, seconds and bytes."""
         return self._compiled.plan()
 
-    def update_weights(self, new: NewWeights) -> None:
-        """Serves other weights from the next step on; see ServedWeights.replace."""
-        self._served.replace(new, self.config.max_model_len)
-
-    def check_weights(self) -> None:
-        """Raises an error if the weights that are served are not the caller's any more."""
-        self._served.check()
-
     def wait_until_compiled(self) -> None:
         """Returns when everything is compiled; until then steps may use a larger bucket than needed."""
         self._compiled.wait()
@@ -296,7 +276,7 @@ class ModelRunner:
         arrays += [x for inputs in self._empty_inputs.values() for x in inputs]
         for array in arrays:
             array.delete()
-        self._served.close()
+        self.served.close()
         self._kv_cache, self._weights, self._empty_inputs = [], [], {}
         self._pending.clear()
         del self._compiled, self._context, self._seat_arrays

@@ -18,8 +18,8 @@ token that is drawn from it, and sample_seats the seat that gets it. count_seats
 counts its penalties read; a row of logits without penalties has a seat that does not exist. The columns of
 `sampling` are FLOATS, then INTS. forced_tokens holds what is chosen whatever is drawn, in each of a burst's K
 steps (K is 1 elsewhere), -1 for what is drawn. hook_args holds, for each row and each hook, whether it is on,
-and its arguments: A columns in all. A row of a burst draws at most max_draws tokens, and none after one of its
-E = MAX_END_TOKENS end tokens, which are padded with -1.
+and its arguments: A columns in all. A row of a burst draws at most max_draws tokens, and none after one of
+its E = MAX_END_TOKENS end tokens, which are padded with -1.
 """
 
 import math
@@ -65,9 +65,7 @@ class Field(NamedTuple):
     shape: tuple[int, ...]
 
 
-def layout(
-    bucket: Bucket, num_groups: int, num_hook_columns: int = 0
-) -> tuple[dict[str, Field], int]:
+def layout(bucket: Bucket, num_groups: int, num_hook_columns: int = 0) -> tuple[dict[str, Field], int]:
     """Returns the fields of a bucket's buffer, and the buffer's length."""
     t, b, g = bucket.num_tokens, bucket.num_seqs, num_groups
     shapes: dict[str, tuple[int, ...]] = {

@@ -76,7 +76,7 @@ class TraceContext:
     mesh: Mesh | AbstractMesh | None
     is_processed: bool = False
     hooks: tuple[Hook, ...] = ()
-    hook_params: jax.tree_util.PyTreeDef = jax.tree.structure([])
+    hook_params: Any = None
     captured: Mapping[str, tuple[int, ...]] = types.MappingProxyType({})
 
     @property

@@ -111,7 +111,9 @@ class PendingStep:
             return {}
         arrays = {name: np.asarray(x) for name, x in self.captured.items()}
         rows = self.capturing.items()
-        return {i: {name: of_row(arrays[name], i, first, n) for name in names} for i, (first, n, names) in rows}
+        return {
+            i: {name: of_row(arrays[name], i, first, n) for name in names} for i, (first, n, names) in rows
+        }
 
     def _by_sample[T](self, items: list[T]) -> list[list[T]]:
         """Splits what was drawn into a list per sample."""

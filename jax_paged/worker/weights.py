@@ -1,18 +1,24 @@
 """The weights of a model as a flat list on the device, their exchange, and the model that they make."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from jax_paged.checks import check_choice
+from jax_paged.config import EngineArgs
 from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.exchange import NewWeights, with_weights
 from jax_paged.models.forward_context import Module
 from jax_paged.models.layers import Embedding, Linear
+from jax_paged.models.weights import LoadedModel, load_model, loaded_from
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,6 +41,27 @@ class FlatModel:
     def merge(self, weights: list[Array]) -> LanguageModel:
         """Returns the model with these weights; what follows them in the list is left alone."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights[: self.num_weights]))
+
+
+def load(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> LoadedModel:
+    """Returns the model that an engine serves.
+
+    Args:
+        args: Name the model and its tokenizer.
+        loaded: A model in memory in place of it. What a module alone does not tell, such as end tokens, is
+            read where the tokenizer lies, if that is a folder.
+
+    Raises:
+        ValueError: If it can't be loaded, or is of another type than is asked for.
+    """
+    if loaded is None:
+        return load_model(resolve_model_dir(args.model), args.dtype, args.max_model_len)
+    if isinstance(loaded, LanguageModel):
+        name = args.tokenizer or ""
+        is_folder = name == "pagelet" or (bool(name) and Path(name).expanduser().is_dir())
+        loaded = loaded_from(loaded, resolve_model_dir(name) if is_folder else None)
+    check_choice("dtype", args.dtype, ("auto", str(loaded.dtype)))
+    return loaded
 
 
 def packed(model: LanguageModel, *, in_place: bool) -> LanguageModel:
@@ -85,7 +112,7 @@ class ServedWeights:
             who may go on training it.
         packs: Whether oneDNN multiplies.
         mesh: Where the weights lie.
-        extra: Arrays that programs get behind the weights.
+        extra: Arrays that programs get behind the weights; copied to every device.
 
     Attributes:
         model: The model without its weights.
@@ -93,7 +120,7 @@ class ServedWeights:
     """
 
     def __init__(
-        self, model: LanguageModel, *, is_own: bool, packs: bool, mesh: Mesh, extra: list[Array]
+        self, model: LanguageModel, *, is_own: bool, packs: bool, mesh: Mesh, extra: list[Any]
     ) -> None:
         graphdef, state = nnx.split(model)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
@@ -102,7 +129,8 @@ class ServedWeights:
         self.arrays: list[Array] = []
         self._is_own, self._watched = is_own, _watch(None if is_own else model)
         self.model, weights = self._flat(model)
-        self.arrays += [*weights, *extra]
+        placed = jax.device_put([jnp.asarray(x) for x in extra], NamedSharding(mesh, PartitionSpec()))
+        self.arrays += [*weights, *placed]
 
     def replace(self, new: NewWeights, max_model_len: int) -> None:
         """Serves other weights from the next step on; those on a device are shared, not copied.
@@ -127,10 +155,7 @@ class ServedWeights:
         Raises:
             RuntimeError: If a parameter of the model was replaced, or an array was deleted.
         """
-        if any(
-            names.get(name) is not item or (isinstance(item, nnx.Variable) and item.get_raw_value() is not array)
-            for names, name, item, array in self._watched
-        ):
+        if any(is_other() for is_other in self._watched):
             raise RuntimeError(
                 "the model in memory has other weights than those that are served; call update_weights(model)"
             )
@@ -152,12 +177,19 @@ class ServedWeights:
         return flat, jax.device_put(weights, shardings)
 
 
-def _watch(model: LanguageModel | None) -> list[tuple[dict[str, Any], str, Any, Any]]:
-    """Returns where each module and weight of a model in memory is kept, and the arrays that are there now."""
-    modules = [] if model is None else nnx.iter_modules(model)
+def _watch(model: LanguageModel | None) -> list[Callable[[], bool]]:
+    """Returns functions that tell whether a module or a weight of a model in memory is another one now."""
+
+    def watch(names: dict[str, Any], name: str, item: nnx.Variable | nnx.Module) -> Callable[[], bool]:
+        if isinstance(item, nnx.Module):
+            return lambda: names.get(name) is not item
+        array = item.get_raw_value()
+        return lambda: names.get(name) is not item or item.get_raw_value() is not array
+
+    modules = [] if model is None else [module for _, module in nnx.iter_modules(model)]
     return [
-        (vars(module), name, item, item.get_raw_value() if isinstance(item, nnx.Variable) else None)
-        for _, module in modules
+        watch(vars(module), name, item)
+        for module in modules
         for name, item in vars(module).items()
         if isinstance(item, nnx.Variable | nnx.Module)
     ]

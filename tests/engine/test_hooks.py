@@ -12,7 +12,7 @@ from jax_paged import LLM, Hook, SamplingParams
 from jax_paged.models.hooks import dense
 from jax_paged.models.weights import load_model
 
-# Float32 sums in another order move activations of this model by a few 1e-6 of the largest, which is about 20.
+# Float32 sums in another order move activations of this model by a few 1e-6 of the largest, about 20.
 TOLERANCE = 1e-3
 RNG = np.random.default_rng(0)
 DIRECTION = RNG.normal(size=64).astype(np.float32)
@@ -37,7 +37,9 @@ HOOKS = [
     Hook("layers.1.self_attn", lambda params, y, args: (y, y), num_args=0, name="read"),
     Hook("layers.0.mlp", lambda params, y, args: (y, jnp.sum(y, axis=1)), num_args=0, name="sum"),
     # Inside an MLP whose halves are one call where kernels are packed.
-    Hook("layers.1.mlp.up_proj", lambda params, y, args: y * args[:, :1] + args[:, 1:], num_args=2, name="up"),
+    Hook(
+        "layers.1.mlp.up_proj", lambda params, y, args: y * args[:, :1] + args[:, 1:], num_args=2, name="up"
+    ),
 ]
 
 
@@ -142,7 +144,9 @@ def test_one_token_per_step_captures_what_bursts_do(llm: LLM, checkpoint: Path) 
         for prompt in PROMPTS[:2]:
             (output,), (want,) = generate(single, [prompt], given), generate(llm, [prompt], given)
             assert tokens(output) == tokens(want)
-            np.testing.assert_array_equal(output.outputs[0].captured["read"], want.outputs[0].captured["read"])
+            np.testing.assert_array_equal(
+                output.outputs[0].captured["read"], want.outputs[0].captured["read"]
+            )
 
 
 def test_prefixes_are_shared_only_by_requests_of_equal_arguments(llm: LLM) -> None:
@@ -172,7 +176,10 @@ def test_other_arguments_trace_nothing(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"other": 1.0}, r"hook_args names is 'other'; allowed: the hooks of this engine: \['steer', 'read', "),
+        (
+            {"other": 1.0},
+            r"hook_args names is 'other'; allowed: the hooks of this engine: \['steer', 'read', ",
+        ),
         ({"steer": [1.0, 2.0]}, r"hook_args\['steer'\] is \[1.0, 2.0\]; allowed: 1 numbers"),
         ({"steer": float("nan")}, r"hook_args\['steer'\] is nan"),
         ({"steer": "much"}, r"hook_args\['steer'\] is 'much'"),

@@ -11,9 +11,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
-
 from helpers.real_model import TOLERANCE
+from safetensors.numpy import load_file
 
 from jax_paged import LLM, SamplingParams
 from jax_paged.lab.recording import replay
@@ -119,7 +118,9 @@ def test_a_training_step_between_two_steps_of_a_request_is_an_error_and_no_harm(
 
 
 @pytest.mark.parametrize("change", ["a module", "a weight"])
-def test_parts_of_a_served_module_that_are_replaced_are_noticed(model: Any, checkpoint: Path, change: str) -> None:
+def test_parts_of_a_served_module_that_are_replaced_are_noticed(
+    model: Any, checkpoint: Path, change: str
+) -> None:
     other = load_model(checkpoint, "float32").model
     with make(model) as llm:
         if change == "a module":
@@ -131,7 +132,7 @@ def test_parts_of_a_served_module_that_are_replaced_are_noticed(model: Any, chec
 
 
 def test_weights_that_were_donated_are_noticed(model: Any) -> None:
-    graph, state = nnx.split(model)
+    state = nnx.state(model)
     with make(model, matmul_backend="xla") as llm:
         llm.update_weights(state)
         state = jax.jit(lambda s: jax.tree.map(lambda x: x * 2, s), donate_argnums=0)(state)
@@ -185,7 +186,10 @@ def test_a_changed_numpy_array_changes_nothing(served: tuple[LLM, Any, LLM], che
     [
         (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
         (lambda t: t.update(extra=np.zeros(3)), "extra is unexpected"),
-        (lambda t: t.update({"lm_head.weight": np.zeros((3, 4), np.float32)}), r"shape \(3, 4\); allowed: \(384, 64\)"),
+        (
+            lambda t: t.update({"lm_head.weight": np.zeros((3, 4), np.float32)}),
+            r"shape \(3, 4\); allowed: \(384, 64\)",
+        ),
         (lambda t: t.update({"model.norm.weight": np.ones(64)}), "is of type float64; allowed: float32"),
         (lambda t: t.update({"model.norm.weight": jnp.ones(64, jnp.bfloat16)}), "bfloat16; allowed: float32"),
     ],
@@ -233,7 +237,7 @@ def finish(llm: LLM) -> dict[str, Any]:
 
 
 def test_running_requests_are_an_error_unless_said_otherwise(served: tuple[LLM, Any, LLM]) -> None:
-    llm, other, fresh = served
+    llm, other, _ = served
     llm.llm_engine.add_request("a", PROMPT, GREEDY)
     with pytest.raises(RuntimeError, match="requests are running"):
         llm.update_weights(other)
@@ -276,7 +280,7 @@ def test_running_requests_go_on_with_other_weights(
 
 
 def test_a_recording_goes_on_over_new_weights(served: tuple[LLM, Any, LLM], checkpoint: Path) -> None:
-    llm, other, fresh = served
+    llm, other, _ = served
     lines: list[str] = []
     llm.llm_engine.record(lines.append)
     generate(llm)

@@ -1,4 +1,4 @@
-"""Log-probabilities of given texts: to the bit those of the tokens that were drawn, and which distribution's."""
+"""Log-probabilities of given texts: to the bit those that the tokens were drawn with."""
 
 import math
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def params(**kwargs: Any) -> SamplingParams:
 
 
 def drawn(outputs: list[Any]) -> tuple[list[list[int]], list[int], list[list[float]]]:
-    """Returns the texts of all outputs, the lengths of their prompts, and the log-probabilities drawn with."""
+    """Returns the texts of all outputs, the lengths of their prompts, and the log-probabilities."""
     samples = [(o.prompt_token_ids, s) for o in outputs for s in o.outputs]
     texts = [prompt + list(s.token_ids) for prompt, s in samples]
     logprobs = [[at[t].logprob for t, at in zip(s.token_ids, s.logprobs, strict=True)] for _, s in samples]
@@ -79,7 +79,10 @@ def test_forced_tokens_are_the_output_until_they_end(llm: LLM) -> None:
     [
         (([[1, 2], [3]],), r"the number of tokens of token_lists\[1\] is 1; allowed: .*2"),
         (([[1, 2]], 2), "num_prompt_tokens is 2; allowed: .*1"),
-        (([[1, 2]], [1, 1]), r"num_prompt_tokens is \[1, 1\]; allowed: an integer, or one for each of 1 texts"),
+        (
+            ([[1, 2]], [1, 1]),
+            r"num_prompt_tokens is \[1, 1\]; allowed: an integer, or one for each of 1 texts",
+        ),
         (([[1, 2], [1, 999]],), r"token_lists\[1\]: forced_token_ids"),
         (([[1] * 65],), r"the number of tokens of token_lists\[0\] is 65"),
     ],
@@ -135,5 +138,7 @@ def test_processed_logprobs_are_of_what_is_drawn_from(checkpoint: Path) -> None:
 
 
 def test_modes_that_there_are_not(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="logprobs_mode is 'raw_logits'; allowed: 'raw_logprobs' or 'processed_"):
+    with pytest.raises(
+        ValueError, match="logprobs_mode is 'raw_logits'; allowed: 'raw_logprobs' or 'processed_"
+    ):
         LLM(str(checkpoint), logprobs_mode="raw_logits")

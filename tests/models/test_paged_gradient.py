@@ -45,8 +45,8 @@ def test_the_gradient_is_that_of_the_dense_call(name: str) -> None:
 
     want, want_grads = jax.value_and_grad(dense)(state)
     got, grads = jax.value_and_grad(paged)(state)
-    # Two float32 sums of n terms in other orders differ by about sqrt(n) roundings of 2**-24; a gradient passes
-    # some ten of them in each layer, forth and back.
+    # Two float32 sums of n terms in other orders differ by about sqrt(n) roundings of 2**-24; a gradient
+    # passes some ten of them in each layer, forth and back.
     n = max(model.config.intermediate_size, model.config.hidden_size, ends[-1])
     tolerance = 2 * 10 * model.config.num_hidden_layers * n**0.5 * 2**-24
     np.testing.assert_allclose(got, want, rtol=tolerance)
