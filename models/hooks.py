@@ -141,7 +141,7 @@ def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[
     captured = jax.eval_shape(run, state, [hook.params for hook in hooks])
     for hook in hooks:
         if hook.path not in ran:
-            near = difflib.get_close_matches(hook.path, paths, 4, 0.3)
+            near = difflib.get_close_matches(hook.path, paths - {hook.path}, 4, 0.3)
             raise ValueError(
                 f"path is {hook.path!r}; allowed: that of a module that token rows pass, such as "
                 f"{', '.join(map(repr, near or sorted(paths)[:4]))} (a head has no such rows)"
@@ -191,4 +191,4 @@ def _like(is_on: Bool[Array, " rows"], rows: Array) -> Array:
 
 def _check_shape(hook: Hook, what: str, value: Array, shape: tuple[int, ...]) -> None:
     if value.shape != shape:
-        raise ValueError(f"hook {hook.name!r} returns an {what} of shape {value.shape}; allowed: {shape}")
+        raise ValueError(f"hook {hook.name!r} returns, as its {what}, shape {value.shape}; allowed: {shape}")

@@ -88,7 +88,7 @@ def test_requests_that_ask_for_nothing_get_what_they_get_without_hooks(llm: LLM,
 def test_what_is_generated_and_captured_is_what_the_dense_call_computes(llm: LLM, checkpoint: Path) -> None:
     model = load_model(checkpoint, "float32").model
     args = {"steer": [2.0], "read": [], "up": [0.5, -0.1], "sum": []}
-    for output in generate(llm, PROMPTS, params(hook_args=args)):
+    for output in generate(llm, PROMPTS[1:3], params(hook_args=args)):
         whole = jnp.asarray([text(output)])
         logits, captured = dense(model, whole, HOOKS, args)
         first = len(output.prompt_token_ids) - 1
@@ -195,9 +195,9 @@ def test_arguments_that_no_hook_takes(llm: LLM, args: Any, message: str) -> None
     ("hook", "message"),
     [
         (Hook("layers.9.mlp", steer, DIRECTION), "path is 'layers.9.mlp'; allowed: .*'layers.[01].mlp'"),
-        (Hook("lm_head", steer, DIRECTION), "path is 'lm_head'; allowed: .* a head has no such rows"),
-        (Hook("norm", lambda p, y, a: y[:, :3]), r"'norm' returns an activation of shape \(2, 3\)"),
-        (Hook("norm", lambda p, y, a: (y, y[0])), r"'norm' returns a capture of shape \(64,\)"),
+        (Hook("lm_head", steer, DIRECTION), "path is 'lm_head'; allowed: .*a head has no such rows"),
+        (Hook("norm", lambda p, y, a: y[:, :3]), r"'norm' returns, as its activation, shape \(2, 3\)"),
+        (Hook("norm", lambda p, y, a: (y, y[0])), r"'norm' returns, as its capture, shape \(64,\)"),
     ],
 )
 def test_hooks_that_fit_no_module(checkpoint: Path, hook: Hook, message: str) -> None:

@@ -52,6 +52,23 @@ def test_the_importance_ratio_of_a_rollout_is_one(llm: LLM) -> None:
     assert llm.score(texts, lens, params(temperature=0.3)) == logprobs  # how tokens are drawn does not count
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_ratio_is_one_in_any_batch_of_an_engine_that_is_batch_invariant(
+    checkpoint: Path, dtype: Any
+) -> None:
+    settings = SETTINGS | {"enable_prefix_caching": True, "num_gpu_blocks_override": 30}
+    with LLM(str(checkpoint), dtype=dtype, batch_invariant=True, **settings) as llm:
+        # They end at different times, and lose their blocks to each other.
+        given = params(n=2, max_tokens=32, ignore_eos=False, stop_token_ids=list(range(10, 30)))
+        outputs = llm.generate(PROMPTS, given, use_tqdm=False)
+        texts, lens, logprobs = drawn(outputs)
+        assert len(set(map(len, logprobs))) > 2
+        assert llm.score(texts, lens) == logprobs
+        for text, n, want in zip(texts[:3], lens, logprobs, strict=False):
+            assert llm.score([text], n) == [want]
+            assert llm.score([text])[0][n - 1 :] == want  # the prompt token by token
+
+
 def test_every_token_behind_the_first_is_scored_as_the_dense_model_does(llm: LLM, checkpoint: Path) -> None:
     if llm.llm_engine.config.dtype == "bfloat16":
         pytest.skip("other sums, other roundings")
@@ -83,7 +100,7 @@ def test_forced_tokens_are_the_output_until_they_end(llm: LLM) -> None:
             ([[1, 2]], [1, 1]),
             r"num_prompt_tokens is \[1, 1\]; allowed: an integer, or one for each of 1 texts",
         ),
-        (([[1, 2], [1, 999]],), r"token_lists\[1\]: forced_token_ids"),
+        (([[1, 2], [1, 999]],), r"token_lists\[1\]: a token id of forced_token_ids is 999"),
         (([[1] * 65],), r"the number of tokens of token_lists\[0\] is 65"),
     ],
 )
