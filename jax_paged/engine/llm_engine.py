@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.engine import prefixes, scoring, weight_updates
 from jax_paged.engine.assembly import (
@@ -92,6 +93,11 @@ class LLMEngine:
     def executor(self) -> "Executor":
         """Computes the steps."""
         return self._loop.executor
+
+    @property
+    def observers(self) -> list[Callable[[Scheduler, SchedulerOutput], None]]:
+        """Functions that are called after each step, with the scheduler and the step; append your own."""
+        return self._loop.observers
 
     @property
     def scheduler(self) -> Scheduler:

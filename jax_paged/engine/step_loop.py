@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from jax_paged.core.runner_output import ModelRunnerOutput
@@ -28,6 +28,7 @@ class StepLoop:
 
     Attributes:
         requests: The unfinished requests, by id.
+        observers: Called after each step, with the scheduler and the step that it has taken in.
         failure: What has stopped a step half-way; nothing may be stepped any more then.
     """
 
@@ -36,6 +37,7 @@ class StepLoop:
         self.executor = executor
         self.max_in_flight = max_in_flight
         self.requests: dict[str, RequestState] = {}
+        self.observers: list[Callable[[Scheduler, SchedulerOutput], None]] = []
         self.failure: BaseException | None = None
         self._in_flight: collections.deque[SchedulerOutput] = collections.deque()
         # What has changed since advance() last returned.
@@ -151,6 +153,8 @@ class StepLoop:
         self.changed |= dict.fromkeys(self.requests[request_id] for request_id in request_ids)
         for request_id in ended:
             self._finish_ended(self.requests[request_id], now)
+        for observe in self.observers:
+            observe(self.scheduler, output)
 
     def _finish_ended(self, state: RequestState, now: float) -> None:
         """Finishes the outputs whose sequences have ended; forgets a request that has ended as a whole."""
