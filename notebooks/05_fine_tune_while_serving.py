@@ -151,7 +151,8 @@ def rollout_and_learn(rng, seed):
     """Draws four answers to each of sixteen questions, and learns from them; returns the mean reward."""
     stories, right = draw(rng, 16)
     outputs = ask(stories, n=4, temperature=1, seed=seed, logprobs=0)
-    rewards = np.array([[reward(s.text, r) for s in o.outputs] for o, r in zip(outputs, right, strict=True)])
+    pairs = zip(outputs, right, strict=True)
+    rewards = np.array([[reward(s.text, r) for s in o.outputs] for o, r in pairs])
     advantage = (rewards - rewards.mean(1, keepdims=True)).reshape(-1)
     samples = [(o.prompt_token_ids, s) for o in outputs for s in o.outputs]
     texts = pad([prompt + list(sample.token_ids) for prompt, sample in samples])
@@ -177,8 +178,8 @@ except RuntimeError as error:
     print(error)
 
 # %% [markdown]
-# `update_weights` hands them over. Keys and values that the old weights have computed are forgotten with them:
-# no request is served from a prefix of theirs.
+# `update_weights` hands them over. Keys and values that the old weights have computed are forgotten with
+# them: no request is served from a prefix of theirs.
 
 # %%
 llm.update_weights(model)

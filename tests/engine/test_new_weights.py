@@ -131,6 +131,15 @@ def test_parts_of_a_served_module_that_are_replaced_are_noticed(
             generate(llm)
 
 
+def test_a_function_that_only_reads_the_module_is_no_change(model: Any) -> None:
+    with make(model) as llm:
+        before = values(generate(llm))
+        nnx.jit(lambda model: model(jnp.asarray([PROMPT])))(model)
+        llm.update_weights(model)
+        nnx.jit(lambda model: model(jnp.asarray([PROMPT])))(model)
+        assert values(generate(llm)) == before
+
+
 def test_weights_that_were_donated_are_noticed(model: Any) -> None:
     state = nnx.state(model)
     with make(model, matmul_backend="xla") as llm:
