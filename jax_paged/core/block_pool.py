@@ -4,7 +4,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 NULL_BLOCK = 0  # pads block tables on the device; never handed out
 NO_PARENT = bytes(hashlib.sha256().digest_size)
@@ -149,6 +149,20 @@ class BlockPool:
         """Returns the block of a content, if one is cached; an equal hash alone is not trusted."""
         block = self._cached.get((content.hash, content.group))
         return block if block is not None and self.contents[block] == content else None
+
+    def values(self) -> dict[str, Any]:
+        """Returns what `restore` needs beside the references to blocks, as values that JSON can hold."""
+        assert not self._held, "blocks wait for a step"
+        cached = [(block, content) for block, content in enumerate(self.contents) if content is not None]
+        contents = [[block, c.hash.hex(), c.parent.hex(), *c[2:]] for block, c in cached]
+        return {"free": list(self._free), "contents": contents}
+
+    def restore(self, values: dict[str, Any], counts: list[int]) -> None:
+        """Gives a new pool the state of another, of which `values` were taken, and counts of references."""
+        self._free = OrderedDict.fromkeys(values["free"])
+        self.ref_counts = counts
+        for block, digest, parent, *rest in values["contents"]:
+            self.remember(block, BlockContent(bytes.fromhex(digest), bytes.fromhex(parent), *rest))
 
     def check_integrity(self, counts: list[int], block_size: int) -> None:
         """Asserts every invariant of the class.

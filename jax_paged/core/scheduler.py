@@ -20,6 +20,7 @@ from jax_paged.core.seats import Seats
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.sequence_updater import SequenceUpdater, StepUpdate
 from jax_paged.core.step_builder import StepBuilder
+from jax_paged.core.step_edits import take_back, with_rows
 from jax_paged.core.stop_conditions import StopConditions
 
 Policy = Literal["fcfs", "priority"] | Callable[[SequenceGroup], Any]
@@ -163,8 +164,12 @@ class Scheduler:
         assert 0 < len(seq) < self.max_model_len, f"prompt of {len(seq)} tokens"
         assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences"
         assert self.policy != "fcfs" or not group.priority, "a priority under fcfs"
-        group.key = self.policy(group) if callable(self.policy) else group.priority
+        group.key = self.key_of(group)
         self.queues.add(group)
+
+    def key_of(self, group: SequenceGroup) -> Any:
+        """Returns what a request stands in order by: requests of a lower key go first."""
+        return self.policy(group) if callable(self.policy) else group.priority
 
     def abort(self, request_id: str) -> SequenceGroup | None:
         """Ends a request at any moment as FINISHED_ABORTED and frees its blocks.
@@ -240,6 +245,29 @@ class Scheduler:
         if output.scheduled and output.scheduled[-1].num_tokens > 1:
             admission.note_prompt(now)
         return output
+
+    def edit(self, output: SchedulerOutput, rows: list[int]) -> SchedulerOutput:
+        """Drops requests from the step that was scheduled last, or re-orders its rows, before it is computed.
+
+        A request that is dropped keeps its seats and blocks, and computes in a later step what it would have
+        computed in this one.
+
+        Args:
+            output: What schedule() returned last.
+            rows: Indices in output.scheduled of the rows that stay, in their order: rows of one token first,
+                and of a request all or none.
+
+        Returns:
+            The step that is to be computed and handed back to update() in place of `output`.
+        """
+        kept = set(rows)
+        take_back(
+            output,
+            [i for i in range(len(output.scheduled)) if i not in kept],
+            self._seats,
+            self.block_manager,
+        )
+        return with_rows(output, rows)
 
     def schedule_draft(self, request_id: str, token_ids: list[int]) -> SchedulerOutput | None:
         """Schedules a step of one request that decodes, with tokens that may be drawn next.

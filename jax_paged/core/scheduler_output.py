@@ -107,6 +107,28 @@ class EncoderInput(NamedTuple):
     block_tables: BlockTables
 
 
+class InspectionInput(NamedTuple):
+    """Tokens of a sequence to compute again, beside its steps.
+
+    Args:
+        token_ids: The last tokens of the sequence.
+        start: Position of the first of them.
+        num_computed_tokens: Tokens whose keys and values lie in the pool, those of dropped blocks included.
+        num_dropped_tokens: As NewSequence has it.
+        num_encoder_tokens: As NewSequence has it.
+        block_tables: Its blocks.
+        layers: Whose attention to report.
+    """
+
+    token_ids: list[int]
+    start: int
+    num_computed_tokens: int
+    num_dropped_tokens: int
+    num_encoder_tokens: int
+    block_tables: BlockTables
+    layers: list[int]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step.

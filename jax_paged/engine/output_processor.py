@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -99,6 +99,24 @@ class SampleState:
         self.is_finished = True
         return self._detokenizer.finish() if self._detokenizer else None
 
+    def values(self) -> dict[str, Any]:
+        """Returns its state as values that JSON can hold."""
+        return {
+            "is_finished": self.is_finished,
+            "logprobs": self._logprobs and [_logprob_values(entry) for entry in self._logprobs],
+            "num_taken": [self._num_tokens_taken, self._num_chars_taken],
+            "detokenizer": self._detokenizer and self._detokenizer.values(),
+        }
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Takes over the state of another one of the same request."""
+        self.is_finished = values["is_finished"]
+        if self._logprobs is not None:
+            self._logprobs = [_logprob_of_values(entry) for entry in values["logprobs"] or ()]
+        self._num_tokens_taken, self._num_chars_taken = values["num_taken"]
+        if self._detokenizer is not None:
+            self._detokenizer.restore(values["detokenizer"])
+
     def output(self, index: int, *, is_last: bool) -> CompletionOutput:
         """Returns all of it as it stands, in lists if it `is_last`, else in snapshots."""
         detokenizer, logprobs = self._detokenizer, self._logprobs
@@ -163,6 +181,35 @@ class RequestState:
         )
         # By the sequence's index: the hook's name, the first position, and what it captured from there on.
         self._captured: dict[int, list[tuple[str, int, np.ndarray]]] = {}
+
+    def values(self) -> dict[str, Any]:
+        """Returns its state as values that JSON can hold, but for the group."""
+        logprobs = self._prompt_logprobs
+        return {
+            "prompt": self.prompt,
+            "encoder_prompt": self._encoder_prompt,
+            "is_finished": self.is_finished,
+            "prompt_logprobs": logprobs and [entry and _logprob_values(entry) for entry in logprobs],
+            "samples": [sample.values() for sample in self._samples],
+        }
+
+    @classmethod
+    def of_values(cls, group: SequenceGroup, values: dict[str, Any], tokenizer: Tokenizer | None) -> Self:
+        """Returns the state of which `values` were taken, for a group that was restored."""
+        params = group.sampling_params
+        stop = StopStrings(params.stop_strings) if params.stop_strings else None
+        tokenizer = tokenizer if params.detokenize else None
+        state = cls(group, values["prompt"], tokenizer, values["encoder_prompt"], stop)
+        state.is_finished = values["is_finished"]
+        if values["prompt_logprobs"] is not None:
+            entries = values["prompt_logprobs"]
+            state._prompt_logprobs = [entry and _logprob_of_values(entry) for entry in entries]
+        samples = values["samples"]
+        for seq in group.sequences[1 : len(samples)]:
+            state._samples.append(SampleState(seq, group, tokenizer, stop))
+        for sample, entry in zip(state._samples, samples, strict=True):
+            sample.restore(entry)
+        return state
 
     def forked(self, group: SequenceGroup) -> "RequestState":
         """Returns the state of a request that goes on from where this one is; of both, one sequence."""
@@ -318,6 +365,14 @@ def logprob_dict(
     for rank, (top_id, top_logprob) in enumerate(top, 1):
         result.setdefault(top_id, Logprob(top_logprob, rank, text(top_id)))
     return result
+
+
+def _logprob_values(entry: TokenLogprobDict) -> list[list[Any]]:
+    return [[token_id, x.logprob, x.rank, x.decoded_token] for token_id, x in entry.items()]
+
+
+def _logprob_of_values(values: list[list[Any]]) -> TokenLogprobDict:
+    return {token_id: Logprob(*rest) for token_id, *rest in values}
 
 
 def _empty_like(output: CompletionOutput, index: int) -> CompletionOutput:

@@ -20,8 +20,9 @@ class Verification:
 
     Args:
         num_accepted: How many of the draft's tokens it has drawn itself, one after the other.
-        token_ids: The tokens that it has got: these, and unless it has ended, the one that it drew behind them.
-        logprobs: Of every token of the draft, the natural logarithm of its probability behind those before it.
+        token_ids: The tokens that it has got: these, and unless they end it, the one drawn behind them.
+        logprobs: Natural logarithms of the probabilities of all tokens of the draft, each behind those before
+            it.
     """
 
     num_accepted: int
@@ -32,6 +33,9 @@ class Verification:
 def settled(loop: StepLoop, request_id: str) -> RequestState:
     """Waits for the steps in flight; returns the state of a request that goes on behind them."""
     loop.settle()
+    check(
+        not loop.is_planned, "the plan of the next step", "one that has not run", "none: run it, or call step"
+    )
     state = loop.requests.get(request_id)
     names = ", ".join(map(repr, list(loop.requests)[:8])) or "none runs"
     check(state is not None, "request_id", request_id, f"that of a request that has not ended: {names}")
@@ -42,9 +46,9 @@ def settled(loop: StepLoop, request_id: str) -> RequestState:
 def only_sequence(state: RequestState) -> Sequence:
     """Returns the sequence of a request that has one and will have no other."""
     group = state.group
-    kind = "of a beam search" if group.beam_params else f"of n or best_of {group.max_num_seqs}"
-    ok, allowed = group.max_num_seqs == 1 and not group.beam_params, "a request with n=1 that is no beam search"
-    check(ok, "request_id", f"{group.request_id!r}, {kind}", allowed)
+    check(not group.beam_params, "request_id", group.request_id, "a request that is no beam search")
+    ok, allowed = group.max_num_seqs == 1, "a request with one sequence, of n and best_of 1"
+    check(ok, "request_id", group.request_id, allowed)
     return group.sequences[0]
 
 
@@ -52,19 +56,23 @@ def decoding_sequence(state: RequestState) -> Sequence:
     """Returns the sequence of a request whose next step computes the last of its tokens, and no other."""
     seq = only_sequence(state)
     decodes = seq.status is SequenceStatus.RUNNING and seq.num_new_tokens == 1
-    what = f"{state.group.request_id!r}, which is {seq.status.name.lower()} with {seq.num_new_tokens} tokens to go"
-    check(decodes, "request_id", what, "a request that runs, all of whose tokens but the last are computed")
+    what = f"this one is {seq.status.name.lower()}, and has {seq.num_new_tokens}"
+    allowed = f"a request that runs and has one token to compute; {what}"
+    check(decodes, "request_id", state.group.request_id, allowed)
     return seq
 
 
 def fork(loop: StepLoop, request_id: str, new_id: str, seed: int) -> None:
     """See LLMEngine.fork."""
-    check(isinstance(new_id, str) and new_id not in loop.requests, "new_id", new_id, "a string that is not taken")
+    ok = isinstance(new_id, str) and new_id not in loop.requests
+    check(ok, "new_id", new_id, "a string that is not taken")
     SamplingParams(seed=seed)  # checks it
     state = settled(loop, request_id)
     only_sequence(state)
     editor = loop.scheduler.editor
-    allowed = "one that runs while max_num_seqs leaves a seat: blocks of it were dropped, so the fork can't wait"
+    allowed = (
+        "one that runs while max_num_seqs leaves a seat: blocks of it were dropped, so the fork can't wait"
+    )
     check(editor.can_fork(state.group), "request_id", request_id, allowed)
     group = loop.scheduler.edit_request(Fork(request_id, new_id, seed, time.monotonic()))
     loop.requests[new_id] = state.forked(group)
@@ -87,10 +95,12 @@ def verify(loop: StepLoop, request_id: str, draft: Items[int], vocab_size: int) 
     seq, params, scheduler = decoding_sequence(state), state.group.sampling_params, loop.scheduler
     room = scheduler.max_model_len - len(seq)
     most = min(scheduler.max_num_seqs - 1, scheduler.max_num_batched_tokens - 1, room)
-    allowed = f"1 to {most} token ids from 0 to {vocab_size - 1}, as max_num_seqs and max_model_len leave room for"
+    allowed = (
+        f"1 to {most} token ids from 0 to {vocab_size - 1}, as max_num_seqs and max_model_len leave room for"
+    )
     token_ids = np.asarray(draft)
     ok = token_ids.ndim == 1 and token_ids.dtype.kind in "iu" and 1 <= len(token_ids) <= most
-    ok = ok and 0 <= token_ids.min() and token_ids.max() < vocab_size
+    ok = ok and token_ids.min() >= 0 and token_ids.max() < vocab_size
     check(ok, "draft", draft, allowed)
     has_penalty = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
     allowed = "one without penalties, which count tokens that are not drawn yet"

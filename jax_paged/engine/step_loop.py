@@ -12,6 +12,7 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceStatus
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.engine.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from jax_paged.worker.executor import Executor
@@ -21,7 +22,7 @@ class StepLoop:
     """Steps the unfinished requests of an engine; the requests themselves are checked before.
 
     Args:
-        scheduler: Decides what each step computes.
+        make_scheduler: Makes what decides what each step computes.
         executor: Computes the steps.
         max_in_flight: Steps that the executor works on at a time. A second one keeps it busy while the host
             takes in the first.
@@ -32,21 +33,34 @@ class StepLoop:
         failure: What has stopped a step half-way; nothing may be stepped any more then.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: "Executor", max_in_flight: int) -> None:
-        self.scheduler = scheduler
+    def __init__(
+        self, make_scheduler: Callable[[], Scheduler], executor: "Executor", max_in_flight: int
+    ) -> None:
+        self.make_scheduler = make_scheduler
+        self.scheduler = make_scheduler()
         self.executor = executor
         self.max_in_flight = max_in_flight
         self.requests: dict[str, RequestState] = {}
         self.observers: list[Callable[[Scheduler, SchedulerOutput], None]] = []
         self.failure: BaseException | None = None
         self._in_flight: collections.deque[SchedulerOutput] = collections.deque()
-        # What has changed since advance() last returned.
+        self._plan: StepPlan | None = None  # scheduled, and not dispatched
+        # What has changed since advance() or run() last returned.
         self.changed: dict[RequestState, None] = {}
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do, if only to wait for what the device still works on."""
-        return self.scheduler.has_unfinished or bool(self._in_flight or self.changed)
+        return self.scheduler.has_unfinished or self._is_busy or bool(self.changed)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a plan has not run."""
+        return self._plan is not None
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._in_flight or self._plan)
 
     def add(self, state: RequestState) -> None:
         """Puts a request into the queue; its id is that of no unfinished one."""
@@ -77,14 +91,36 @@ class StepLoop:
         return state
 
     def advance(self) -> list[RequestState]:
-        """Runs one step; returns the requests that got a token or ended."""
+        """Runs one step, as planned if it is; returns the requests that got a token or ended."""
         with self._unfinished_step():
             in_flight, most = self._in_flight, self.max_in_flight
-            if self.changed and not in_flight and not self.scheduler.has_unfinished:
+            if self._plan is not None:
+                self._dispatch(self._plan.output)
+            elif self.changed and not self.scheduler.has_unfinished:
                 return self._take_changed()
             while not in_flight or (len(in_flight) < most and self.scheduler.can_run_ahead):
                 self._dispatch(self.scheduler.schedule(time.monotonic()))
             self._take_in(in_flight.popleft(), self.executor.result())
+            return self._take_changed()
+
+    def plan(self) -> StepPlan:
+        """Schedules a step and does not run it; a plan before it that has not run is dropped."""
+        self.settle()
+        with self._unfinished_step():
+            if self._plan is not None:
+                self._run(self._plan.only([]))
+            self._plan = StepPlan.of(self.scheduler.schedule(time.monotonic()), self.scheduler.find)
+            return self._plan
+
+    def run(self, plan: StepPlan) -> list[RequestState]:
+        """Runs a plan, perhaps with fewer rows or in another order; returns what `advance` does.
+
+        Raises:
+            ValueError: If it is not what `plan` returned last, or was edited in another way.
+        """
+        plan.check(self._plan)
+        with self._unfinished_step():
+            self._run(plan)
             return self._take_changed()
 
     def run_draft(self, request_id: str, token_ids: list[int]) -> ModelRunnerOutput | None:
@@ -111,9 +147,11 @@ class StepLoop:
 
     def drain(self) -> bool:
         """Waits for what the device still computes for requests that have ended; returns if no others run."""
-        while self._in_flight and not self.scheduler.has_unfinished:
+        while self._is_busy and not self.scheduler.has_unfinished:
+            if self._plan is not None:
+                self._dispatch(self._plan.output)
             self.settle()
-        return not self.scheduler.has_unfinished
+        return not self.has_unfinished
 
     @contextlib.contextmanager
     def _unfinished_step(self) -> Iterator[None]:
@@ -126,8 +164,17 @@ class StepLoop:
                 raise
 
     def _dispatch(self, output: SchedulerOutput) -> None:
+        self._plan = None
         self._in_flight.append(output)
         self.executor.dispatch(output)
+
+    def _run(self, plan: StepPlan) -> None:
+        assert self._plan is not None, "only what is planned runs"
+        output = self._plan.output
+        if plan.output != output:
+            output = self.scheduler.edit(output, self._plan.places_of(plan))
+        self._dispatch(output)
+        self._take_in(self._in_flight.popleft(), self.executor.result())
 
     def _take_changed(self) -> list[RequestState]:
         changed = list(self.changed)

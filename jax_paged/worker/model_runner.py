@@ -232,6 +232,11 @@ class ModelRunner:
             **{name: [array] for name, array in self._seat_arrays._asdict().items()},
         }
 
+    @property
+    def host_blocks(self) -> list[np.ndarray]:
+        """Host memory for blocks that are swapped out, an array per array of the pool."""
+        return self._mover.host
+
     def compile_plan(self) -> str:
         """Returns a table of what is compiled: shapes, seconds and bytes."""
         return self._compiled.plan()
