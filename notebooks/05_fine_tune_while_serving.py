@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Fine-tune while serving
 #
-# One model in memory is trained and served at once: the engine draws answers, a reward judges them, a gradient
-# step changes the weights, and the engine goes on with these. No file is written and nothing is compiled
-# again.
+# One model in memory is trained and served at once: the engine draws answers, a reward judges them, a
+# gradient step changes the weights, and the engine goes on with these. No file is written and nothing is
+# compiled again.
 #
 # `pagelet` can add two numbers, but it was never taught to find them in a story. It will be.
 
@@ -82,9 +82,9 @@ print(f"{examine():.0%} of the examination is right")
 # %% [markdown]
 # ## The importance ratio of a rollout is exactly 1
 #
-# Reinforcement learning weighs each token by how likely the model makes it now, compared to when it was drawn.
-# If nothing has been trained in between, this ratio has to be 1. In most systems it is not, because the
-# trainer adds its numbers up in another order than the engine does, and so a bias creeps in.
+# Reinforcement learning weighs each token by how likely the model makes it now, compared to when it was
+# drawn. If nothing has been trained in between, this ratio has to be 1. In most systems it is not, because
+# the trainer adds its numbers up in another order than the engine does, and so a bias creeps in.
 #
 # `score` computes given tokens by the very program that has drawn them. With `batch_invariant=True` the sums
 # are the same in any batch, so every single ratio is 1, to the last bit.
@@ -114,7 +114,8 @@ def dense_logprobs(model, tokens):
 drawn = np.concatenate([drawn_logprobs(sample) for _, sample in samples])
 scored = np.concatenate(llm.score(texts, lens))
 dense = np.asarray(dense_logprobs(model, jnp.asarray(pad(texts))))
-dense = np.concatenate([dense[i, n - 1 : len(text) - 1] for i, (n, text) in enumerate(zip(lens, texts))])
+spans = [slice(n - 1, len(text) - 1) for n, text in zip(lens, texts, strict=True)]
+dense = np.concatenate([row[span] for row, span in zip(dense, spans, strict=True)])
 print(f"{len(drawn)} tokens; {np.sum(np.exp(scored - drawn) == 1)} ratios are exactly 1 by llm.score")
 print(f"{np.sum(np.exp(dense - drawn) == 1)} are by the trainer's own forward pass")
 
@@ -128,8 +129,8 @@ _ = axes.legend(loc="upper right")
 # ## A step of learning
 #
 # The advantage of an answer is its reward less the mean reward of all answers to the same question, and the
-# gradient makes the tokens of good answers likelier. The trainer needs nothing of the engine: it is the dense
-# call of the same module.
+# gradient makes the tokens of good answers likelier. The trainer needs nothing of the engine: it is the
+# dense call of the same module.
 
 # %%
 optimizer = nnx.Optimizer(model, optax.adam(1e-4), wrt=nnx.Param)
@@ -147,10 +148,11 @@ def learn(model, optimizer, tokens, mask, advantage, drawn):
 
 
 def rollout_and_learn(rng, seed):
-    """Draws four answers to each of sixteen questions, and takes one gradient step; returns the mean reward."""
+    """Draws four answers to each of sixteen questions, and learns from them; returns the mean reward."""
     stories, right = draw(rng, 16)
     outputs = ask(stories, n=4, temperature=1, seed=seed, logprobs=0)
-    rewards = np.array([[reward(s.text, r) for s in o.outputs] for o, r in zip(outputs, right, strict=True)])
+    pairs = zip(outputs, right, strict=True)
+    rewards = np.array([[reward(s.text, r) for s in o.outputs] for o, r in pairs])
     advantage = (rewards - rewards.mean(1, keepdims=True)).reshape(-1)
     samples = [(o.prompt_token_ids, s) for o in outputs for s in o.outputs]
     texts = pad([prompt + list(sample.token_ids) for prompt, sample in samples])
@@ -176,8 +178,8 @@ except RuntimeError as error:
     print(error)
 
 # %% [markdown]
-# `update_weights` hands them over. Keys and values that the old weights have computed are forgotten with them:
-# no request is served from a prefix of theirs.
+# `update_weights` hands them over. Keys and values that the old weights have computed are forgotten with
+# them: no request is served from a prefix of theirs.
 
 # %%
 llm.update_weights(model)

@@ -184,7 +184,18 @@ def _watch(model: LanguageModel | None) -> list[Callable[[], bool]]:
         if isinstance(item, nnx.Module):
             return lambda: names.get(name) is not item
         array = item.get_raw_value()
-        return lambda: names.get(name) is not item or item.get_raw_value() is not array
+
+        def is_other() -> bool:
+            nonlocal array
+            now = item.get_raw_value()
+            if names.get(name) is item and now is not array and not array.is_deleted():
+                # nnx.jit hands weights that a function has only read back in other arrays.
+                if now.dtype != array.dtype or not bool(jnp.array_equal(now, array)):
+                    return True
+                array = now
+            return names.get(name) is not item or now is not array
+
+        return is_other
 
     modules = [] if model is None else [module for _, module in nnx.iter_modules(model)]
     return [

@@ -131,6 +131,15 @@ def test_parts_of_a_served_module_that_are_replaced_are_noticed(
             generate(llm)
 
 
+def test_a_function_that_only_reads_the_module_is_no_change(model: Any) -> None:
+    with make(model) as llm:
+        before = values(generate(llm))
+        nnx.jit(lambda model: model(jnp.asarray([PROMPT])))(model)
+        llm.update_weights(model)
+        nnx.jit(lambda model: model(jnp.asarray([PROMPT])))(model)
+        assert values(generate(llm)) == before
+
+
 def test_weights_that_were_donated_are_noticed(model: Any) -> None:
     state = nnx.state(model)
     with make(model, matmul_backend="xla") as llm:
@@ -290,7 +299,7 @@ def test_a_recording_goes_on_over_new_weights(served: tuple[LLM, Any, LLM], chec
     finish(llm)
     llm.update_weights(checkpoint)
     generate(llm)
-    assert replay(lines) > 5
+    assert len(replay(lines).steps) > 5
 
 
 def test_an_engine_that_has_its_own_weights_frees_only_these(model: Any, checkpoint: Path) -> None:
