@@ -177,7 +177,7 @@ def search(question, width=3, num_children=3, num_tokens=2):
     engine.add_request("0", prompt(question), bold)
     names, parents, done, seen, level = ["0"], {"0": "0"}, [], [], 0
     while names:
-        for name in list(names) if level else names:
+        for name in list(names):
             for _ in range(num_children - 1 if level else width * num_children - 1):
                 child = engine.fork(name, str(len(parents)), seed=len(parents))
                 parents[child] = name
