@@ -107,18 +107,11 @@ print(found.num_accepted, "accepted;", repr(run()["sum"].outputs[0].text))
 # ## A scorer
 #
 # pagelet adds two numbers below 100 without mistakes, if they are asked for in a wording that it knows. In
-# wordings that it was not trained on it often reads the question wrong. Whoever asks can check an answer
-# without knowing it: both numbers of the question have to stand on the left, and the equation has to hold.
+# others it often takes the question for another one. Whoever asks can check an answer without knowing it:
+# both numbers of the question have to stand on the left, and the equation has to hold.
+
 
 # %%
-WORDINGS = [
-    "What number do I get by adding {a} and {b}?",
-    "I need {a} + {b}, quickly.",
-    "Put {a} and {b} together: how much is that?",
-    "{b} more than {a} is what?",
-]
-
-
 def score(question, text):
     """How good an answer looks so far: 1 for each number of the question, 2 for an equation that holds."""
     left, equals, right = text.partition("=")
@@ -134,10 +127,10 @@ def is_right(question, text):
 
 
 rng = random.Random(0)
-questions = [
-    rng.choice(WORDINGS).format(a=rng.randrange(10, 100), b=rng.randrange(10, 100)) for _ in range(40)
-]
-answers = llm.generate([prompt(question) for question in questions], greedy, use_tqdm=False)
+pairs = [(rng.randrange(10, 100), rng.randrange(10, 100)) for _ in range(24)]
+questions = [f"I need {a} + {b}, quickly." for a, b in pairs]
+short = SamplingParams(temperature=0, max_tokens=12)
+answers = llm.generate([prompt(question) for question in questions], short, use_tqdm=False)
 texts = [answer.outputs[0].text for answer in answers]
 right = {"greedy": sum(map(is_right, questions, texts))}
 wrong = [
@@ -154,8 +147,11 @@ for question, text in wrong[:4]:
 
 
 # %%
+bold = SamplingParams(temperature=1.3, seed=1, max_tokens=12)
+
+
 def best_of(question, n=8):
-    engine.add_request("0", prompt(question), drawn)
+    engine.add_request("0", prompt(question), bold)
     run(1)
     for seed in range(1, n):
         engine.fork("0", str(seed), seed=seed)
@@ -178,10 +174,10 @@ print(f"best of 8: {right['best of 8']} of {len(questions)} right")
 # %%
 def search(question, width=3, num_children=3, num_tokens=2):
     """Returns the best text, and what was seen on the way: a row per branch and level of the tree."""
-    engine.add_request("0", prompt(question), drawn)
+    engine.add_request("0", prompt(question), bold)
     names, parents, done, seen, level = ["0"], {"0": "0"}, [], [], 0
     while names:
-        for name in list(names) if level else names:
+        for name in list(names):
             for _ in range(num_children - 1 if level else width * num_children - 1):
                 child = engine.fork(name, str(len(parents)), seed=len(parents))
                 parents[child] = name
@@ -214,7 +210,7 @@ bars = axes.barh(list(right), list(right.values()), color=["#999999", "#56B4E9",
 axes.bar_label(bars, [f" {n} of {len(questions)}" for n in right.values()])
 axes.set_xlim(0, len(questions) * 1.15)
 axes.invert_yaxis()
-axes.set_xlabel("sums in unknown wordings that are right")
+axes.set_xlabel("sums that are right")
 axes.spines[["top", "right"]].set_visible(False)
 plt.show()
 

@@ -117,8 +117,8 @@ def logprobs_with(choose):
     # The first token is given, as the draft follows it.
     params = SamplingParams(temperature=0, max_tokens=100, allowed_token_ids=[first])
     engine.add_request("r", {"prompt_token_ids": prompt}, params)
-    while len(engine.step()[0].outputs[0].token_ids) < 1:
-        pass
+    while not engine.step():
+        pass  # a long prompt is computed in chunks
     num_blocks = len(engine.page_table("r").entries)
     kept = sorted({*choose(num_blocks), num_blocks - 1})
     engine.drop_kv("r", kept)
@@ -142,7 +142,8 @@ print(streaming)
 def heavy_hitters():
     """Returns the blocks of the prompt, those with most attention first."""
     engine.add_request("r", {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=9))
-    engine.step()
+    while not engine.step():
+        pass
     seen = engine.inspect("r", layers=range(4), num_queries=None)
     engine.abort_request("r")
     got = sum(attention.sum((0, 1)) for attention in seen.attention.values())
