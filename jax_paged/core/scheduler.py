@@ -39,14 +39,13 @@ class Scheduler:
     recomputes its tokens when it is admitted again; or its blocks are swapped out to host memory. A request
     with several sequences is swapped, as recomputing would lose what they share, others are recomputed
     (the paper's rule), unless preemption_mode says otherwise; without room in host memory, all are
-    recomputed. Under "priority", requests of a lower priority are preempted for one of a higher, but only if
-    that makes room enough for it. While a request is swapped out no new one behind it is admitted. So the
-    first request always advances, and no step that takes blocks from a running request for another one
-    admits a third.
+    recomputed. Requests of a higher priority value or key are preempted for one of a lower, but only if that
+    makes room enough for it. While a request is swapped out no new one behind it is admitted. So the first
+    request always advances, and no step that takes blocks from a running request for another admits a third.
 
-    Every output of schedule() is handed back to update(), in order; add, abort and finish may come in
-    between, and so may the schedule() of later steps, which then run ahead of the results. A block that is
-    freed meanwhile is held back until update() has seen every step that may write to it.
+    Every output of schedule() is handed back to update(), in order; add, abort, finish and the schedule() of
+    later steps may come in between. A block that is freed meanwhile is held back until update() has seen
+    every step that may write to it.
 
     Args:
         block_manager: Owner of the blocks; used by this scheduler alone.
@@ -60,8 +59,7 @@ class Scheduler:
         policy: "fcfs", "priority", or a function of a new request that returns its key. A request of a lower
             priority or key goes first, and takes blocks and seats from running ones of a higher one.
         preemption_mode: "recompute" or "swap" for all requests; None for the paper's rule.
-        enable_chunked_prefill: False computes whole prompts only, in steps of their own that go before
-            those of running requests.
+        enable_chunked_prefill: False computes whole prompts only, in steps of their own that go first.
         delay_factor: New requests wait until the first of them has waited this many times as long as the
             last step with a prompt took, so that more of them are computed together.
         burst_size: Decode steps that are done in one, without the host in between, while no request waits,
@@ -249,32 +247,20 @@ class Scheduler:
     def edit(self, output: SchedulerOutput, rows: list[int]) -> SchedulerOutput:
         """Drops requests from the step that was scheduled last, or re-orders its rows, before it is computed.
 
-        A request that is dropped keeps its seats and blocks, and computes in a later step what it would have
-        computed in this one.
-
         Args:
             output: What schedule() returned last.
             rows: Indices in output.scheduled of the rows that stay, in their order: rows of one token first,
-                and of a request all or none.
+                and of a request all or none. What is dropped keeps its blocks and is computed later.
 
         Returns:
             The step that is to be computed and handed back to update() in place of `output`.
         """
-        kept = set(rows)
-        take_back(
-            output,
-            [i for i in range(len(output.scheduled)) if i not in kept],
-            self._seats,
-            self.block_manager,
-        )
+        dropped = sorted(set(range(len(output.scheduled))) - set(rows))
+        take_back(output, dropped, self._seats, self.block_manager)
         return with_rows(output, rows)
 
     def schedule_draft(self, request_id: str, token_ids: list[int]) -> SchedulerOutput | None:
-        """Schedules a step of one request that decodes, with tokens that may be drawn next.
-
-        Returns:
-            The step; None, and nothing but windows has changed, if there are no blocks for it.
-        """
+        """Schedules a step of one request that decodes, with tokens that may follow; None without blocks."""
         assert not self._num_in_flight, "the draft follows the last token"
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=False)
         return self._built(step) if self.editor.plan_draft(request_id, token_ids, step) else None
@@ -287,9 +273,9 @@ class Scheduler:
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
         """Takes in the result of a step: appends tokens, caches full blocks, ends and frees what is done.
 
-        A sequence may get several tokens; it accepts them up to the one that ends it (see StopConditions).
-        Requests with logits that are not finite end as FINISHED_ABORTED. Sequences that ended or lost their
-        blocks since schedule() are skipped.
+        A sequence accepts its tokens up to the one that ends it (see StopConditions). Requests with logits
+        that are not finite end as FINISHED_ABORTED. Sequences that ended or lost their blocks since
+        schedule() are skipped.
 
         Args:
             output: What schedule() returned; steps are taken in in the order in which they were scheduled.

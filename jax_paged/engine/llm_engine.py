@@ -1,4 +1,4 @@
-"""LLMEngine: the engine that takes requests and steps, and everything that opens it to look in and to change it."""
+"""LLMEngine: an engine that can be opened, to look in and to change it."""
 
 import os
 from collections.abc import Callable, Iterable

@@ -26,13 +26,9 @@ from jax_paged.engine.assembly import (
     with_end_token,
 )
 from jax_paged.engine.errors import EngineDeadError
-from jax_paged.engine.input_processor import (
-    CheckedRequest,
-    InputProcessor,
-    check_arrival_time,
-    sequence_group,
-)
+from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
 from jax_paged.engine.invariance import check_invariance
+from jax_paged.engine.new_request import check_arrival_time, sequence_group
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.step_loop import StepLoop
 from jax_paged.inputs import Prompt
