@@ -5,9 +5,10 @@ import random
 
 import numpy as np
 import pytest
+from helpers.real_model import VOCAB_SIZE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paper import figures, published
+from paper import figures, measured, published
 from paper.buddy import Buddies, BuddyManager, Demand, Region
 from paper.devices import A100_40, HOST_S, OPT_13B, OPT_66B, OPT_175B
 from paper.figures import FIGURES, Row
@@ -18,6 +19,7 @@ from paper.runner import complete
 from paper.store import RESULTS, Store
 from paper.systems import ORCAS, SYSTEMS, make_scheduler, serve, serve_static
 
+from jax_paged import BeamSearchParams, LLMEngine, SamplingParams
 from jax_paged.core.sequence import Sequence
 from jax_paged.lab.simulator import Request, simulate
 
@@ -113,7 +115,9 @@ def test_the_parts_of_the_memory_sum_to_all_of_it() -> None:
 def test_what_the_baselines_reserve() -> None:
     def reserved(reserve: str) -> list[int]:
         manager = BuddyManager(129, 16, reserve, 2048, lambda seq: Demand(1))
-        return [manager.num_reserved_tokens(*lens) for lens in ((100, 33), (10, 1), (1000, 1048), (1500, 520))]
+        return [
+            manager.num_reserved_tokens(*lens) for lens in ((100, 33), (10, 1), (1000, 1048), (1500, 520))
+        ]
 
     assert reserved("max") == [2048] * 4
     assert reserved("pow2") == [164, 11, 2048, 2048]
@@ -132,6 +136,37 @@ def test_every_request_ends_and_all_memory_is_free_again(system: str, several: d
     if isinstance(scheduler.block_manager, BuddyManager):
         assert scheduler.block_manager.buddies.free[128] == {0}
         assert not result.requests["num_preemptions"].any()
+
+
+@pytest.mark.parametrize("several", [1, 3])
+@pytest.mark.parametrize("searches", [False, True])
+def test_outputs_do_not_depend_on_the_memory(small_engine: LLMEngine, several: int, searches: bool) -> None:
+    """A real engine under each manager: what is copied between regions is what it would have shared."""
+    rng = random.Random(several)
+    jobs = []
+    for i in range(6):
+        prompt = [*(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))), measured.FIRST_NAME + i]
+        output_len = rng.randint(2, 20)
+        params = (
+            BeamSearchParams(several, max_tokens=output_len, ignore_eos=True)
+            if searches
+            else SamplingParams(n=several, seed=i, max_tokens=output_len, ignore_eos=True)
+        )
+        jobs.append(measured.Job(prompt, params, Demand(output_len, several)))
+    found = {}
+    for system in SYSTEMS:
+        assert small_engine.drain()
+        small_engine.scheduler = measured.make_scheduler(small_engine, system, jobs)
+        for i, job in enumerate(jobs):
+            small_engine.add_request(str(i), {"prompt_token_ids": job.prompt}, job.params)
+        outputs = {}
+        while small_engine.has_unfinished_requests():
+            for output in small_engine.step():
+                outputs[output.request_id] = [one.token_ids for one in output.outputs]
+            small_engine.scheduler.block_manager.check_integrity()
+        found[system] = outputs
+        assert len(outputs) == 6
+    assert all(outputs == found["vLLM"] for outputs in found.values())
 
 
 def test_a_simulation_can_stop_early() -> None:

@@ -10,12 +10,18 @@ from paper.store import RESULTS, Store
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m paper", description="Runs the PagedAttention paper's evaluation again.")
+    parser = argparse.ArgumentParser(
+        prog="python -m paper", description="Runs the PagedAttention paper's evaluation again."
+    )
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--figure", help=f"one of {', '.join(FIGURES)}; 18 and 19 mean both of theirs")
     chosen.add_argument("--all", action="store_true", help="all of them, and the page docs/paper.md")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where values are kept (default: %(default)s)")
-    parser.add_argument("--docs", type=Path, default=page.DOCS, help="where pictures and page go (default: %(default)s)")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where values are kept (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--docs", type=Path, default=page.DOCS, help="where pictures and page go (default: %(default)s)"
+    )
     parser.add_argument("--processes", type=int, default=2, help="that simulate at a time (default: 2)")
     args = parser.parse_args()
     names = list(FIGURES) if args.all else names_of(args.figure)
@@ -26,7 +32,9 @@ def main() -> None:
     try:
         runner.complete(points, store, args.processes)
     except KeyboardInterrupt:
-        print(f"stopped; what is done is in {store.path}, and the next run goes on from there", file=sys.stderr)
+        print(
+            f"stopped; what is done is in {store.path}, and the next run goes on from there", file=sys.stderr
+        )
         sys.exit(130)
     for name in names:
         page.write_figure(name, store, args.docs / "paper", args.results)

@@ -198,7 +198,8 @@ class BuddyManager(BlockManager):
 
     def _sit_down(self, seq: Sequence, region: Region) -> None:
         # The block of unit i is i + 1: the null block is none of them.
-        self.block_tables[seq] = [list(range(region.start + 1, region.start + 1 + region.size))]
+        first, size = region.start + 1, min(region.size, self.num_blocks_of(self.max_model_len))
+        self.block_tables[seq] = [list(range(first, first + size))]
         for block in self.block_tables[seq][0]:
             self.pool.share(block)
 

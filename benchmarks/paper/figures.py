@@ -1,9 +1,9 @@
 """The figures: which points each needs, and what they come to beside the paper's values.
 
-    from paper import figures
-    from paper.store import Store
-    figures.rows(13, Store())           # of the stored results: no work
-    figures.complete(13, Store(folder)) # works out what is missing
+from paper import figures
+from paper.store import Store
+figures.rows(13, Store())           # of the stored results: no work
+figures.complete(13, Store(folder)) # works out what is missing
 """
 
 import dataclasses
@@ -14,7 +14,6 @@ from paper import published, runner
 from paper.points import STATIC, Point
 from paper.store import Store
 from paper.systems import ORCAS, SYSTEMS
-
 
 BLOCK_SIZES = (1, 4, 16, 64, 256)
 # What the project's first simulation of the paper took for prompts and outputs, for comparison.
@@ -74,6 +73,7 @@ class Figure:
         curves: Makes the lines, if it has any; then the picture shows these.
         axes: What the lines' axes show.
         notes: How it was made, and why it misses.
+        band: What the band of the rows is.
         digits: After the point.
     """
 
@@ -86,6 +86,7 @@ class Figure:
     curves: Callable[[Any], list[Curve]] | None = None
     axes: tuple[str, str] = ("", "")
     digits: int = 1
+    band: str = "spreads of the lengths 0.2 lower and higher"
 
 
 def _batch_point(system: str, workload: str, **settings: Any) -> Point:
@@ -119,7 +120,16 @@ def _batch_rows(values: Any) -> list[Row]:
             ours = values[_batch_point(system, workload)]["batched"]
             band = _band(values, system, workload, lambda value: value["batched"])
             is_fitted = (system, workload) == ("vLLM", "Alpaca")
-            rows.append(Row(f"{workload}, {published.BATCH_RATES[workload]:.0f}/s", system, ours, paper, band, is_fitted))
+            rows.append(
+                Row(
+                    f"{workload}, {published.BATCH_RATES[workload]:.0f}/s",
+                    system,
+                    ours,
+                    paper,
+                    band,
+                    is_fitted,
+                )
+            )
     return rows
 
 
@@ -155,7 +165,9 @@ def _rate_point(system: str, setup: str, workload: str, **settings: Any) -> Poin
         duration_s //= 3  # the paper shortens it too
     if settings.get("n") or settings.get("beam_width"):
         duration_s = 60 if "n" in settings else 30
-    return Point.of("highest_rate", system=system, setup=setup, workload=workload, duration_s=duration_s, **settings)
+    return Point.of(
+        "highest_rate", system=system, setup=setup, workload=workload, duration_s=duration_s, **settings
+    )
 
 
 _MODELS = ("OPT-13B", "OPT-66B", "OPT-175B")
@@ -202,7 +214,7 @@ def _several_rows(values: Any) -> list[Row]:
 
 
 def _sharing_point(workload: str, **settings: int) -> Point:
-    counts = {("Alpaca", "n"): 1500, ("Alpaca", "beam_width"): 150, ("ShareGPT", "n"): 150}
+    counts = {("Alpaca", "n"): 4000, ("Alpaca", "beam_width"): 150, ("ShareGPT", "n"): 150}
     count = counts.get((workload, *settings), 40)
     return Point.of("sharing", workload=workload, count=count, **settings)
 
@@ -217,26 +229,32 @@ def _sharing_rows(values: Any) -> list[Row]:
     return rows
 
 
-def _prefix_point(system: str, prefix_len: int) -> Point:
-    return _rate_point(system, "OPT-13B", f"Translation, {prefix_len}", shares_prefixes=system == "vLLM")
+def _prefix_point(system: str, prefix_len: int, kind: str = "Translation") -> Point:
+    return _rate_point(system, "OPT-13B", f"{kind}, {prefix_len}", shares_prefixes=system == "vLLM")
 
 
 def _prefix_rows(values: Any) -> list[Row]:
-    return [
-        Row(
-            "over Orca (Oracle)",
-            f"prefix of {n} tokens",
-            values[_prefix_point("vLLM", n)]["rate"] / values[_prefix_point("Orca (Oracle)", n)]["rate"],
-            paper,
+    rows = []
+    for n, paper in published.SHARED_PREFIX.items():
+        ours, longer = (
+            values[_prefix_point("vLLM", n, kind)]["rate"]
+            / values[_prefix_point("Orca (Oracle)", n, kind)]["rate"]
+            for kind in ("Translation", "Long translation")
         )
-        for n, paper in published.SHARED_PREFIX.items()
-    ]
+        band = (min(ours, longer), max(ours, longer))
+        rows.append(Row("over Orca (Oracle)", f"prefix of {n} tokens", ours, paper, band))
+    return rows
 
 
 def _chat_rows(values: Any) -> list[Row]:
     ours = values[_rate_point("vLLM", "OPT-13B", "Chat")]["rate"]
     return [
-        Row("chat", f"vLLM over {system}", ours / values[_rate_point(system, "OPT-13B", "Chat")]["rate"], paper)
+        Row(
+            "chat",
+            f"vLLM over {system}",
+            ours / values[_rate_point(system, "OPT-13B", "Chat")]["rate"],
+            paper,
+        )
         for system, paper in published.CHAT.items()
     ]
 
@@ -284,7 +302,9 @@ def _recovery_point(block_size: int) -> Point:
 
 def _recovery_rows(values: Any) -> list[Row]:
     return [
-        Row(how, f"blocks of {size}", values[_recovery_point(size)][how], published.RECOVERY_MS[how].get(size))
+        Row(
+            how, f"blocks of {size}", values[_recovery_point(size)][how], published.RECOVERY_MS[how].get(size)
+        )
         for how in ("recompute", "swap")
         for size in BLOCK_SIZES
     ]
@@ -334,10 +354,10 @@ def _mode_curves(values: Any) -> list[Curve]:
 
 
 _ENGINE = {
-    "batches": Point.of("engine_batches", count=200, rounds=5),
+    "batches": Point.of("engine_batches", count=150, rounds=3),
     "sharing": Point.of("engine_sharing", count=32),
-    "prefix": Point.of("engine_prefix", count=150, rounds=5),
-    **{f"recovery {n}": Point.of("engine_recovery", block_size=n, count=200, rounds=3) for n in (4, 16, 64)},
+    "prefix": Point.of("engine_prefix", count=120, rounds=5),
+    **{f"recovery {n}": Point.of("engine_recovery", block_size=n, count=100, rounds=3) for n in (4, 16, 64)},
 }
 
 
@@ -377,7 +397,9 @@ _MILLION = [
     Point.of("replicas", num_replicas=NUM_REPLICAS, first=i, last=i + 2, per_replica=25_000)
     for i in range(0, NUM_REPLICAS, 2)
 ]
-_FEWER = {n: Point.of("replicas", num_replicas=n, first=0, last=1, per_replica=4000) for n in (16, 28, 80, 160)}
+_FEWER = {
+    n: Point.of("replicas", num_replicas=n, first=0, last=1, per_replica=4000) for n in (16, 28, 80, 160)
+}
 
 
 def _scale_rows(values: Any) -> list[Row]:
@@ -386,7 +408,9 @@ def _scale_rows(values: Any) -> list[Row]:
     for n, point in _FEWER.items():
         value = values[point]
         rows.append(
-            Row("microseconds per row", f"{n} replicas", value["scheduling_s"] / value["num_rows"] * 1e6, None)
+            Row(
+                "microseconds per row", f"{n} replicas", value["scheduling_s"] / value["num_rows"] * 1e6, None
+            )
         )
     rows.sort(key=lambda row: int(row.label.split()[0]))
     return rows
@@ -490,10 +514,16 @@ FIGURES: dict[str, Figure] = {
             "16",
             "Throughput with a shared prefix over Orca (Oracle)'s (a 13B model, translation)",
             "times",
-            [_prefix_point(system, n) for n in published.SHARED_PREFIX for system in ("vLLM", "Orca (Oracle)")],
+            [
+                _prefix_point(system, n, kind)
+                for n in published.SHARED_PREFIX
+                for system in ("vLLM", "Orca (Oracle)")
+                for kind in ("Translation", "Long translation")
+            ],
             _prefix_rows,
-            "The lengths of the sentences are ours: 32 tokens on average.",
+            "The lengths of the sentences are ours: 32 tokens on average, and 64 at the other end of the band.",
             digits=2,
+            band="sentences of 32 to 64 tokens",
         ),
         Figure(
             "17",

@@ -84,7 +84,8 @@ def _text() -> tuple[int, ...]:
     from jax_paged.models.checkpoint import resolve_model_dir
 
     tokenizer = Tokenizer(str(resolve_model_dir("pagelet")))
-    return tuple(tokenizer.hf.encode(inspect.getsource(json.decoder)))
+    lines = inspect.getsource(json.decoder).splitlines(keepends=True)
+    return tuple(token_id for line in lines for token_id in tokenizer.hf.encode(line))
 
 
 def make_jobs(workload: Workload, count: int, n: int = 1, beam_width: int | None = None) -> list[Job]:
@@ -97,35 +98,37 @@ def make_jobs(workload: Workload, count: int, n: int = 1, beam_width: int | None
         prompt = [*prefix, *text[start : start + int(prompt_len) - 1], FIRST_NAME + i]
         params: SamplingParams | BeamSearchParams
         if beam_width is None:
-            params = SamplingParams(n=n, seed=i, max_tokens=int(output_len), ignore_eos=True, detokenize=False)
+            params = SamplingParams(
+                n=n, seed=i, max_tokens=int(output_len), ignore_eos=True, detokenize=False
+            )
         else:
             params = BeamSearchParams(beam_width, max_tokens=int(output_len), ignore_eos=True)
         jobs.append(Job(prompt, params, Demand(int(output_len), beam_width or n)))
     return jobs
 
 
-def serve(
+def make_scheduler(
     engine: LLMEngine,
     system: str,
     jobs: Items[Job],
     *,
     shares_prefixes: bool = False,
     preemption_mode: str | None = None,
-) -> Run:
-    """Serves jobs that all come at once, under a system's manager and the same scheduler."""
-    assert engine.drain(), "an engine without requests"
+) -> Scheduler:
+    """Returns the scheduler of a system for an engine's pool; the baselines know the jobs."""
     config = engine.config
     if system in ORCAS:
 
         def demand(seq: Sequence) -> Demand:
             return jobs[seq.prompt_token_ids[-1] - FIRST_NAME].demand
 
-        manager = BuddyManager(config.num_blocks, config.block_size, ORCAS[system], MAX_LEN, demand)
+        size, max_len = config.block_size, config.max_model_len
+        manager = BuddyManager(config.num_blocks, size, ORCAS[system], max_len, demand)
     else:
         manager = BlockManager(
             config.num_blocks, config.block_size, shares_prefixes, num_swap_blocks=config.num_swap_blocks
         )
-    engine.scheduler = Scheduler(
+    return Scheduler(
         block_manager=manager,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -134,8 +137,22 @@ def serve(
         watermark=0.0 if system in ORCAS else 0.01,
         preemption_mode=preemption_mode,
     )
-    if shares_prefixes:
-        prefix_len = min(map(len, (job.prompt for job in jobs))) // config.block_size * config.block_size
+
+
+def serve(engine: LLMEngine, system: str, jobs: Items[Job], **settings: Any) -> Run:
+    """Serves jobs that all come at once, under a system's manager and the same scheduler.
+
+    Args:
+        engine: Has no requests.
+        system: One of SYSTEMS.
+        jobs: What it serves.
+        settings: As make_scheduler has them.
+    """
+    assert engine.drain(), "an engine without requests"
+    engine.scheduler = make_scheduler(engine, system, jobs, **settings)
+    manager, size = engine.scheduler.block_manager, engine.config.block_size
+    if manager.enable_prefix_caching:
+        prefix_len = min(len(job.prompt) for job in jobs) // size * size
         engine.pin_prefix({"prompt_token_ids": jobs[0].prompt[:prefix_len]})
     for i, job in enumerate(jobs):
         engine.add_request(str(i), {"prompt_token_ids": job.prompt}, job.params)
@@ -251,7 +268,9 @@ def kernel_overhead(batch: int, context: int, rounds: int) -> float:
     return round((paged / whole - 1) * 100, 1)
 
 
-def _in_turns(engine: LLMEngine, turns: dict[str, tuple[str, Items[Job], Any]], rounds: int) -> dict[str, list[Run]]:
+def _in_turns(
+    engine: LLMEngine, turns: dict[str, tuple[str, Items[Job], Any]], rounds: int
+) -> dict[str, list[Run]]:
     """Serves several ways in turn, after a round that does not count."""
     found: dict[str, list[Run]] = {name: [] for name in turns}
     for i in range(rounds + 1):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paper.figures import Curve, Figure, Row
+from paper.points import LATENCY_LIMIT_S, rate_between
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; hatches and marks say the same again.
 OURS, PAPER = "#0072b2", "#e69f00"
@@ -63,36 +64,52 @@ def _bars(canvas_of: Any, figure: Figure, rows: list[Row]) -> Any:
             if row.band is not None:
                 axis.vlines(x - 0.2, *row.band, color=INK, linewidth=1.2)
                 high = max(high, row.band[1])
-            axis.annotate(label, (x - 0.2, max(high, 0)), (0, 2), textcoords="offset points", ha="center", fontsize=8, color=INK)
+            axis.annotate(
+                label,
+                (x - 0.2, max(high, 0)),
+                (0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                color=INK,
+            )
             top = max(top, high)
             if row.paper is None:
                 continue
             low, high = row.paper if isinstance(row.paper, tuple) else (0.0, row.paper)
             axis.bar(x + 0.2, high - low, 0.38, low, color=PAPER, edgecolor=INK, linewidth=0.5, hatch="///")
             label = _number(high, figure.digits) if low == 0 else f"{low:g}-{high:g}"
-            axis.annotate(label, (x + 0.2, high), (0, 2), textcoords="offset points", ha="center", fontsize=8, color=INK)
+            axis.annotate(
+                label, (x + 0.2, high), (0, 2), textcoords="offset points", ha="center", fontsize=8, color=INK
+            )
             top = max(top, high)
-        names = [row.label.replace(" over ", "\nover ") + ("\n(fitted)" if row.is_fitted else "") for row in chosen]
+        names = [
+            row.label.replace(" over ", "\nover ") + ("\n(fitted)" if row.is_fitted else "") for row in chosen
+        ]
         axis.set_xticks(range(len(chosen)), names, fontsize=7.5)
         axis.set_ylim(top=top * 1.15 or 1)
         axis.axhline(0, color=INK, linewidth=0.6)
         axis.set_title(panel, loc="left", fontsize=10, color=INK)
         _plain(axis)
     _head(canvas, figure.title + f", {figure.unit}")
-    handles = _legend_handles(any(row.band for row in rows), any(row.paper is not None for row in rows))
-    canvas.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5, labelcolor=INK)
+    handles = _legend_handles(
+        figure.band if any(row.band for row in rows) else None, any(row.paper is not None for row in rows)
+    )
+    canvas.legend(
+        handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5, labelcolor=INK
+    )
     return canvas
 
 
-def _legend_handles(has_band: bool, has_paper: bool) -> list[Any]:
+def _legend_handles(band: str | None, has_paper: bool) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     handles: list[Any] = [Patch(facecolor=OURS, edgecolor=INK, label="this project")]
     if has_paper:
         handles.append(Patch(facecolor=PAPER, edgecolor=INK, hatch="///", label="the paper"))
-    if has_band:
-        handles.append(Line2D([], [], color=INK, label="spreads of the lengths 0.2 lower and higher"))
+    if band is not None:
+        handles.append(Line2D([], [], color=INK, label=band))
     return handles
 
 
@@ -116,7 +133,13 @@ def _lines(canvas_of: Any, figure: Figure, curves: list[Curve]) -> Any:
                 for x, y in zip(curve.x, curve.y, strict=True):
                     above = labels.index(curve.label) % 2 == 0
                     axis.annotate(
-                        f"{y:.3g}", (x, y), (0, 6 if above else -12), textcoords="offset points", ha="center", fontsize=7, color=INK
+                        f"{y:.3g}",
+                        (x, y),
+                        (0, 6 if above else -12),
+                        textcoords="offset points",
+                        ha="center",
+                        fontsize=7,
+                        color=INK,
                     )
         if figure.axes[0] == "tokens per block":
             axis.set_xscale("log", base=2)
@@ -124,10 +147,7 @@ def _lines(canvas_of: Any, figure: Figure, curves: list[Curve]) -> Any:
             axis.set_yscale("log")
             axis.margins(y=0.25)
         elif figure.name == "12":
-            axis.set_xscale("log")
-            axis.set_ylim(0, 1)
-            axis.xaxis.set_major_formatter("{x:g}")
-            axis.axhline(0.25, color=INK, linewidth=0.6, linestyle=(0, (1, 2)))
+            _over_rates(axis, [curve for curve in curves if curve.panel == panel])
         else:
             axis.set_ylim(bottom=0)
         axis.set_title(panel, loc="left", fontsize=10, color=INK)
@@ -138,8 +158,41 @@ def _lines(canvas_of: Any, figure: Figure, curves: list[Curve]) -> Any:
         _plain(axis)
         axis.tick_params(which="minor", left=False, labelleft=False)
     _head(canvas, figure.title)
-    canvas.legend(handles=list(handles.values()), loc="outside lower center", ncols=5, frameon=False, fontsize=8.5, labelcolor=INK)
+    canvas.legend(
+        handles=list(handles.values()),
+        loc="outside lower center",
+        ncols=5,
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=INK,
+    )
     return canvas
+
+
+def _over_rates(axis: Any, curves: list[Curve]) -> None:
+    """Finishes a panel of figure 12: a scale of rates, and the rate at the limit beside each line."""
+    axis.set_xscale("log")
+    low, high = min(min(curve.x) for curve in curves) * 0.8, max(max(curve.x) for curve in curves) * 1.3
+    ticks = [m * 10.0**k for k in range(-2, 3) for m in (1, 2, 5) if low <= m * 10.0**k <= high]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.minorticks_off()
+    axis.set_xlim(low, high)
+    axis.set_ylim(0, 1)
+    axis.axhline(LATENCY_LIMIT_S, color=INK, linewidth=0.6, linestyle=(0, (1, 2)))
+    for i, curve in enumerate(curves):
+        runs = list(zip(curve.x, curve.y, strict=True))
+        below = max(run for run in runs if run[1] < LATENCY_LIMIT_S)
+        rate = rate_between(below, min(run for run in runs if run > below and run[1] >= LATENCY_LIMIT_S))
+        offset = (-3, 4) if i % 2 else (-3, -9)
+        axis.annotate(
+            f"{rate:.2g}",
+            (rate, LATENCY_LIMIT_S),
+            offset,
+            textcoords="offset points",
+            ha="right",
+            fontsize=7,
+            color=INK,
+        )
 
 
 def _head(canvas: Any, text: str) -> None:

@@ -121,10 +121,14 @@ def highest_rate(
             high = low
     middle = (low * high) ** 0.5
     low, high = (middle, high) if latency(middle) < LATENCY_LIMIT_S else (low, middle)
-    share = np.log(LATENCY_LIMIT_S / runs[low]) / np.log(runs[high] / runs[low])
-    rate = low * (high / low) ** float(share)
     pairs = [[round(rate, 4), round(seconds, 4)] for rate, seconds in sorted(runs.items())]
-    return {"rate": round(rate, 4), "runs": pairs}
+    return {"rate": rate_between((low, runs[low]), (high, runs[high])), "runs": pairs}
+
+
+def rate_between(below: tuple[float, float], above: tuple[float, float]) -> float:
+    """Returns the rate of LATENCY_LIMIT_S between two pairs of rate and normalized latency."""
+    share = np.log(LATENCY_LIMIT_S / below[1]) / np.log(above[1] / below[1])
+    return round(below[0] * (above[0] / below[0]) ** float(share), 4)
 
 
 def sharing(workload: str, count: int, n: int = 1, beam_width: int | None = None) -> float:
@@ -219,5 +223,3 @@ class Point:
 def work_out(point: Point) -> Any:
     """Returns the value of a piece of work."""
     return KINDS[point.kind](**point.arguments)
-
-

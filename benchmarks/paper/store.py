@@ -46,7 +46,8 @@ class Store:
     def _write(self) -> None:
         new = self.path.with_suffix(".new")
         lines = [
-            f"{json.dumps(key)}: {json.dumps(value, sort_keys=True)}" for key, value in sorted(self._values.items())
+            f"{json.dumps(key)}: {json.dumps(value, sort_keys=True)}"
+            for key, value in sorted(self._values.items())
         ]
         new.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         os.replace(new, self.path)

@@ -128,8 +128,7 @@ def serve(
 def normalized_latency(trace: Items[Request], finished_s: Items[float]) -> float:
     """Returns the paper's measure: the mean over requests of latency / output tokens, in seconds."""
     per_token = [
-        (end - request.arrival_s) / request.output_len
-        for request, end in zip(trace, finished_s, strict=True)
+        (end - request.arrival_s) / request.output_len for request, end in zip(trace, finished_s, strict=True)
     ]
     return float(np.mean(per_token))
 
