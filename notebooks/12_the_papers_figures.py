@@ -43,9 +43,9 @@ hatches = {"token states": "", "reserved": "///", "internal": "xx", "other": "..
 # ## What a memory looks like
 #
 # Two requests per second reach OPT-13B, whose keys and values fill 12 GB: 15,700 tokens. This is the memory
-# after two minutes, from its first slot to its last. Orca (Max) reserves for the longest possible output, Pow2
-# for the next power of two of the true length, Oracle for the true length; and each region is a power of two
-# long. vLLM takes a block of 16 tokens when it needs one.
+# after two minutes, from its first slot to its last. Orca (Max) reserves for the longest possible output,
+# Pow2 for the next power of two of the true length, Oracle for the true length; and each region is a power of
+# two long. vLLM takes a block of 16 tokens when it needs one.
 
 # %%
 trace = draw_trace(SHAREGPT, 2.0, 130)
@@ -116,8 +116,8 @@ _ = figure.legend(handles, list(colors), loc="outside lower center", ncols=4)
 # %% [markdown]
 # ## Figure 13: how many requests are batched
 #
-# A fuller memory means larger batches. One number of the evaluation is fitted: the time that the host takes per
-# step, so that vLLM's bar of Alpaca comes out. The other seven are predictions.
+# A fuller memory means larger batches. One number of the evaluation is fitted: the time that the host takes
+# per step, so that vLLM's bar of Alpaca comes out. The other seven are predictions.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")

@@ -80,13 +80,14 @@ def test_a_buddy_manager_keeps_its_books(reserve: str, rng: random.Random, block
                 copies = manager.append_slots([(s, 1) for s in group])
                 tables = [manager.block_tables[s][0] for s in group]
                 assert len({table[0] for table in tables}) == len(group), "each has a region of its own"
-                moved = {(old, new) for s in group for old, new in zip(before[s], manager.block_tables[s][0])}
+                after = {s: manager.block_tables[s][0] for s in group}
+                moved = {pair for s in group for pair in zip(before[s], after[s], strict=True)}
                 assert set(copies) <= moved
                 assert not {a for a, _ in copies} & {b for _, b in copies}
                 for s in group:
                     num_written = manager.num_blocks_of(s.num_computed_tokens)
-                    pairs = list(zip(before[s], manager.block_tables[s][0]))[:num_written]
-                    assert before[s] == manager.block_tables[s][0] or set(pairs) <= set(copies)
+                    pairs = list(zip(before[s], after[s], strict=True))[:num_written]
+                    assert before[s] == after[s] or set(pairs) <= set(copies)
             elif seq is not first or len(group) == 1:
                 group.remove(seq)
                 manager.free(seq)

@@ -111,7 +111,7 @@ class Device:
 
     @property
     def swap_s(self) -> float:
-        """Seconds to move one block between a GPU and host memory: keys and values of each layer on their own."""
+        """Seconds to move a block to or from host memory: keys and values of each layer on their own."""
         s = self.setup
         num_bytes = s.bytes_per_token * self.block_size / s.num_gpus
         return num_bytes / PCIE_BYTES_PER_S + 2 * s.num_layers * COPY_CALL_S

@@ -521,7 +521,7 @@ FIGURES: dict[str, Figure] = {
                 for kind in ("Translation", "Long translation")
             ],
             _prefix_rows,
-            "The lengths of the sentences are ours: 32 tokens on average, and 64 at the other end of the band.",
+            "The lengths of the sentences are ours: 32 tokens, and 64 at the other end of the band.",
             digits=2,
             band="sentences of 32 to 64 tokens",
         ),
@@ -540,7 +540,7 @@ FIGURES: dict[str, Figure] = {
             "% slower",
             [_kernel_point(batch, n) for batch in (8, 32) for n in (64, 128, 256)],
             _kernel_rows,
-            "The paper compares two kernels on a GPU; here one kernel reads blocks of 16, or one per sequence.",
+            "The paper compares two kernels on a GPU; here one reads blocks of 16, or one per sequence.",
         ),
         Figure(
             "18b",
@@ -574,11 +574,11 @@ FIGURES: dict[str, Figure] = {
         ),
         Figure(
             "measured",
-            "Measured: the engine with the built-in model, on this processor, at a quarter of OPT-13B's setting",
+            "Measured: the engine with the built-in model, at a quarter of OPT-13B's setting",
             "see the panels",
             list(_ENGINE.values()),
             _engine_rows,
-            "All requests come at once; the scheduler and the memory are the same, the block manager differs.",
+            "All requests come at once; scheduler and memory are the same, the block manager differs.",
             digits=2,
         ),
         Figure(

@@ -9,9 +9,9 @@ from jax_paged.lab.simulator import Request
 MAX_MODEL_LEN = 2048
 # Of the lengths only the means are published, and of ShareGPT's that the tails go to about 2000 tokens. The
 # spreads are two conventions: a text has that of an exponential distribution, whose standard deviation is its
-# mean, as if it could end after any token alike; a sentence (Alpaca's instructions, WMT's lines) half a unit of
-# its logarithm, the spread that sentences of prose have. One of 190 of ShareGPT's outputs would then be longer
-# than 2000 tokens, and one of 3400 of its prompts.
+# mean, as if it could end after any token alike; a sentence (Alpaca's instructions, WMT's lines) half a unit
+# of its logarithm, the spread that sentences of prose have. One of 190 of ShareGPT's outputs would then be
+# longer than 2000 tokens, and one of 3400 of its prompts.
 TEXT_SIGMA = 0.833
 SENTENCE_SIGMA = 0.5
 # Each figure has a band: all spreads 0.2 lower and 0.2 higher.
@@ -48,7 +48,7 @@ class Workload:
 SHAREGPT = Workload("ShareGPT", 161.31, 337.99, TEXT_SIGMA, TEXT_SIGMA)
 ALPACA = Workload("Alpaca", 19.31, 58.45, SENTENCE_SIGMA, TEXT_SIGMA)
 CHAT = Workload("Chat", 1024, 337.99, 0.0, TEXT_SIGMA, is_chat=True)
-# The paper gives no lengths for WMT16: a sentence of news has about 25 words, and as many again in German, with more tokens.
+# The paper gives no lengths for WMT16: a sentence of news has about 25 words, in German too.
 # The figure's band goes up to twice that.
 SENTENCE_LEN = 32.0
 WORKLOADS = {

@@ -200,7 +200,7 @@ def engine_sharing(count: int) -> dict[str, float]:
 
 
 def engine_prefix(count: int, rounds: int) -> dict[str, float]:
-    """Measures figure 16 in small: the throughput of shared prefixes over Orca (Oracle)'s, by their length."""
+    """Measures figure 16 in small: throughput with a shared prefix over Orca (Oracle)'s, by its length."""
     found: dict[str, float] = {}
     with make_engine() as engine:
         for prefix_len in (80, 341):

@@ -39,8 +39,9 @@ def write_page(store: Store, path: Path) -> None:
     parts["others"] = _others(store)
     total = figures.million(store)
     parts["million"] = (
-        f"{total['num_requests']:,.0f} requests, {total['num_steps']:,.0f} steps and {total['num_rows']:,.0f} rows "
-        f"took {total['scheduling_s']:.0f} s of processor time in the scheduler and {total['all_s']:.0f} s in all: "
+        f"{total['num_requests']:,.0f} requests, {total['num_steps']:,.0f} steps and "
+        f"{total['num_rows']:,.0f} rows took {total['scheduling_s']:.0f} s of processor time in the "
+        f"scheduler and {total['all_s']:.0f} s in all: "
         f"{total['us_per_row']:.2f} us per row, {total['us_per_request']:.0f} us per request"
     )
     for name, text in parts.items():

@@ -1,4 +1,4 @@
-"""Draws a figure: bars of ours beside the paper's, or lines; readable on light and on dark, and without colour."""
+"""Draws a figure: bars of ours beside the paper's, or lines; readable on light, on dark and without colour."""
 
 import io
 import re

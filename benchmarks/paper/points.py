@@ -1,4 +1,4 @@
-"""What is worked out for the figures, piece by piece: each piece is a function of plain values, and returns them."""
+"""What is worked out for the figures, piece by piece: functions of plain values that return plain values."""
 
 import dataclasses
 import json

@@ -4,8 +4,8 @@ Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAtten
 """
 
 # Figure 2: percent of the memory for keys and values. The bar of Oracle has three labels; the middle one is
-# taken as reserved, because token states : reserved must be alike in all bars of one trace (0.65, 0.67, 0.66),
-# and because nothing is reserved beyond a length that is known.
+# taken as reserved, because reserved : token states must be alike in all bars of one trace (0.65, 0.67,
+# 0.66), and because nothing is reserved beyond a length that is known.
 MEMORY = {
     "Orca (Max)": {"token states": 20.4, "reserved": 13.3, "internal": 57.3, "other": 8.9},
     "Orca (Pow2)": {"token states": 26.8, "reserved": 17.9, "internal": 13.6, "other": 41.6},

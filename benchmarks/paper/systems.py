@@ -1,4 +1,4 @@
-"""The systems that the paper compares, under this project's scheduler; and FasterTransformer, which has none."""
+"""The systems that the paper compares, under this project's scheduler; FasterTransformer has none."""
 
 import dataclasses
 from collections.abc import Sequence as Items
