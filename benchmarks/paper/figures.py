@@ -398,7 +398,7 @@ _MILLION = [
     for i in range(0, NUM_REPLICAS, 2)
 ]
 _FEWER = {
-    n: Point.of("replicas", num_replicas=n, first=0, last=1, per_replica=4000) for n in (16, 28, 80, 160)
+    n: Point.of("replicas", num_replicas=n, first=0, last=1, per_replica=4000) for n in (4, 8, 16, 160)
 }
 
 
@@ -428,6 +428,11 @@ def million(values: Any) -> dict[str, float]:
         "us_per_request": seconds / sums["num_requests"] * 1e6,
         "most_waiting": max(value["most_waiting"] for value in found),
     }
+
+
+def longest_queue(values: Any) -> int:
+    """Returns the most requests that waited at one of the fewest replicas."""
+    return values[_FEWER[min(_FEWER)]]["most_waiting"]
 
 
 def _scale_curves(values: Any) -> list[Curve]:

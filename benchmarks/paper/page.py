@@ -44,6 +44,7 @@ def write_page(store: Store, path: Path) -> None:
         f"scheduler and {total['all_s']:.0f} s in all: "
         f"{total['us_per_row']:.2f} us per row, {total['us_per_request']:.0f} us per request"
     )
+    parts["queue"] = f"{figures.longest_queue(store):,}"
     for name, text in parts.items():
         template = template.replace("{{" + name + "}}", text)
     assert "{{" not in template, template[template.index("{{") :][:40]
