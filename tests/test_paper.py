@@ -14,6 +14,7 @@ from paper.devices import A100_40, HOST_S, OPT_13B, OPT_66B, OPT_175B
 from paper.figures import FIGURES, Row
 from paper.lengths import ALPACA, SHAREGPT, WORKLOADS, draw_lengths, draw_trace
 from paper.page import DOCS
+from paper.picture import number
 from paper.points import Point, batch, highest_rate, sharing, work_out
 from paper.runner import complete
 from paper.store import RESULTS, Store
@@ -270,7 +271,8 @@ def test_the_stored_figures_are_complete(name: str) -> None:
     svg = (DOCS / "paper" / f"figure-{name}.svg").read_text()
     assert "prefers-color-scheme: dark" in svg
     if figure.curves is None:
-        assert all(f">{row.ours:.{figure.digits}f}<" in svg for row in expected), "values stand on the bars"
+        labels = [f">{number(row.ours, figure.digits)}<" for row in expected]
+        assert all(label in svg for label in labels), "values stand on the bars"
     assert f"](paper/figure-{name}.svg)" in (DOCS / "paper.md").read_text()
 
 

@@ -397,9 +397,7 @@ _MILLION = [
     Point.of("replicas", num_replicas=NUM_REPLICAS, first=i, last=i + 2, per_replica=25_000)
     for i in range(0, NUM_REPLICAS, 2)
 ]
-_FEWER = {
-    n: Point.of("replicas", num_replicas=n, first=0, last=1, per_replica=4000) for n in (4, 8, 16, 160)
-}
+_FEWER = {n: Point.of("replicas", num_replicas=n, first=0, last=1, per_replica=4000) for n in (4, 8, 16, 160)}
 
 
 def _scale_rows(values: Any) -> list[Row]:
@@ -580,7 +578,7 @@ FIGURES: dict[str, Figure] = {
         Figure(
             "measured",
             "Measured: the engine with the built-in model, at a quarter of OPT-13B's setting",
-            "see the panels",
+            "",
             list(_ENGINE.values()),
             _engine_rows,
             "All requests come at once; scheduler and memory are the same, the block manager differs.",

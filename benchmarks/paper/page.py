@@ -55,7 +55,14 @@ def table(figure: Figure, values: Any) -> str:
     """Returns a figure's rows as a table in Markdown."""
     rows = figure.rows(values)
     has_band = any(row.band for row in rows)
-    head = ["", "", f"ours, {figure.unit}", *(["band"] if has_band else []), "the paper", "error"]
+    head = [
+        "",
+        "",
+        f"ours, {figure.unit}" if figure.unit else "ours",
+        *(["band"] if has_band else []),
+        "the paper",
+        "error",
+    ]
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     for row in rows:
         cells = [row.panel, row.label, f"{row.ours:.{figure.digits}f}"]

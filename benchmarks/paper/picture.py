@@ -1,4 +1,4 @@
-"""Draws a figure: bars of ours beside the paper's, or lines; readable on light, on dark and without colour."""
+"""Draws a figure: bars of ours beside the paper's, or lines, that need neither colour nor a light screen."""
 
 import io
 import re
@@ -58,40 +58,31 @@ def _bars(canvas_of: Any, figure: Figure, rows: list[Row]) -> Any:
         chosen = [row for row in rows if row.panel == panel]
         top = 0.0
         for x, row in enumerate(chosen):
-            label = _number(row.ours, figure.digits)
-            axis.bar(x - 0.2, row.ours, 0.38, color=OURS, edgecolor=INK, linewidth=0.5)
+            place = x if row.paper is None else x - 0.2
+            axis.bar(place, row.ours, 0.38, color=OURS, edgecolor=INK, linewidth=0.5)
             high = row.ours
             if row.band is not None:
-                axis.vlines(x - 0.2, *row.band, color=INK, linewidth=1.2)
+                axis.vlines(place, *row.band, color=INK, linewidth=1.2)
                 high = max(high, row.band[1])
-            axis.annotate(
-                label,
-                (x - 0.2, max(high, 0)),
-                (0, 2),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-                color=INK,
-            )
-            top = max(top, high)
-            if row.paper is None:
-                continue
-            low, high = row.paper if isinstance(row.paper, tuple) else (0.0, row.paper)
-            axis.bar(x + 0.2, high - low, 0.38, low, color=PAPER, edgecolor=INK, linewidth=0.5, hatch="///")
-            label = _number(high, figure.digits) if low == 0 else f"{low:g}-{high:g}"
-            axis.annotate(
-                label, (x + 0.2, high), (0, 2), textcoords="offset points", ha="center", fontsize=8, color=INK
-            )
+            _label(axis, number(row.ours, figure.digits), place, max(high, 0))
+            if row.paper is not None:
+                low, end = row.paper if isinstance(row.paper, tuple) else (0.0, row.paper)
+                axis.bar(
+                    x + 0.2, end - low, 0.38, low, color=PAPER, edgecolor=INK, linewidth=0.5, hatch="///"
+                )
+                _label(axis, f"{low:g}-{end:g}" if low else number(end, figure.digits), x + 0.2, end)
+                high = max(high, end)
             top = max(top, high)
         names = [
             row.label.replace(" over ", "\nover ") + ("\n(fitted)" if row.is_fitted else "") for row in chosen
         ]
         axis.set_xticks(range(len(chosen)), names, fontsize=7.5)
         axis.set_ylim(top=top * 1.15 or 1)
+        axis.set_xlim(-0.6, len(chosen) - 0.4)
         axis.axhline(0, color=INK, linewidth=0.6)
         axis.set_title(panel, loc="left", fontsize=10, color=INK)
         _plain(axis)
-    _head(canvas, figure.title + f", {figure.unit}")
+    _head(canvas, f"{figure.title}, {figure.unit}" if figure.unit else figure.title)
     handles = _legend_handles(
         figure.band if any(row.band for row in rows) else None, any(row.paper is not None for row in rows)
     )
@@ -129,18 +120,11 @@ def _lines(canvas_of: Any, figure: Figure, curves: list[Curve]) -> Any:
             (handles[curve.label],) = axis.plot(
                 curve.x, curve.y, color=color, marker=mark, linestyle=style, markersize=4.5, label=curve.label
             )
-            if figure.axes[0] == "tokens per block" or len(panels) == 1:
+            if figure.axes[0] == "tokens per block":
                 for x, y in zip(curve.x, curve.y, strict=True):
-                    above = labels.index(curve.label) % 2 == 0
-                    axis.annotate(
-                        f"{y:.3g}",
-                        (x, y),
-                        (0, 6 if above else -12),
-                        textcoords="offset points",
-                        ha="center",
-                        fontsize=7,
-                        color=INK,
-                    )
+                    _label(axis, f"{y:.3g}", x, y, -12 if labels.index(curve.label) % 2 else 5)
+            elif len(panels) == 1:
+                _label(axis, f"{curve.y[-1]:.2g}", curve.x[-1], curve.y[-1], 5)
         if figure.axes[0] == "tokens per block":
             axis.set_xscale("log", base=2)
             axis.set_xticks(curves[0].x, [f"{x:g}" for x in curves[0].x])
@@ -206,8 +190,13 @@ def _plain(axis: Any) -> None:
     axis.tick_params(colors=INK, labelsize=8)
 
 
-def _number(value: float, digits: int) -> str:
-    return f"{value:.{digits}f}"
+def _label(axis: Any, text: str, x: float, y: float, up: float = 2) -> None:
+    axis.annotate(text, (x, y), (0, up), textcoords="offset points", ha="center", fontsize=7.5, color=INK)
+
+
+def number(value: float, digits: int) -> str:
+    """Returns a value as it stands on its bar: large ones have one digit after the point."""
+    return f"{value:.{min(digits, 1) if value >= 10 else digits}f}"
 
 
 def _themed(svg: str) -> str:
