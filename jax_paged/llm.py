@@ -1,6 +1,7 @@
 """LLM: prompts in, outputs out, for notebooks and scripts."""
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -14,6 +15,7 @@ from jax_paged.engine.assembly import OwnScheduler
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.llm_engine import LLMEngine
+from jax_paged.engine.snapshot import EngineState
 from jax_paged.engine.tokenizer import Messages
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
@@ -69,6 +71,26 @@ class LLM:
             executor = LocalExecutor(args, loaded)
         self.llm_engine = LLMEngine(args, executor, scheduler=scheduler)
         self._request_ids = itertools.count()
+
+    @classmethod
+    def restore(cls, state: "EngineState | str | os.PathLike[str]", **changes: Any) -> Self:
+        """Makes an LLM that goes on where the engine of a state was; step its llm_engine.
+
+        Args:
+            state: What LLMEngine.state returned, or the folder that it was saved to.
+            **changes: Arguments in place of those of the state, such as `loaded` or another backend.
+
+        Raises:
+            ValueError: If the state is of another version, or the model or the pool is another one.
+        """
+        loaded = state if isinstance(state, EngineState) else EngineState.load(state)
+        llm = cls(**(loaded.values["args"] | changes))
+        try:
+            llm.llm_engine.load_state(loaded)
+        except BaseException:
+            llm.close()
+            raise
+        return llm
 
     def generate(
         self,

@@ -37,7 +37,8 @@ class ModelRunnerOutput:
         is_finite: One per entry of SchedulerOutput.scheduled; False where the logits that were looked at
             held NaN or infinity: the request has to end.
         prompt_logprobs: One list per entry of SchedulerOutput.scheduled: those of the prompt tokens at
-            positions start + 1 and on; empty unless the request wants them.
+            positions start + 1 and on; empty unless the request wants them. Of a row with drafts, those of
+            its tokens from the second on.
     """
 
     step_id: int

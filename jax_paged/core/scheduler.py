@@ -11,6 +11,7 @@ from jax_paged.core.admission import Admission, Answer
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.burst_planner import BurstPlanner
 from jax_paged.core.preemption import Preemption, PreemptionMode
+from jax_paged.core.request_edits import RequestEdit, RequestEditor
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.row_planner import RowPlanner
 from jax_paged.core.runner_output import ModelRunnerOutput
@@ -19,6 +20,7 @@ from jax_paged.core.seats import Seats
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.sequence_updater import SequenceUpdater, StepUpdate
 from jax_paged.core.step_builder import StepBuilder
+from jax_paged.core.step_edits import take_back, with_rows
 from jax_paged.core.stop_conditions import StopConditions
 
 Policy = Literal["fcfs", "priority"] | Callable[[SequenceGroup], Any]
@@ -132,6 +134,7 @@ class Scheduler:
             enable_chunked_prefill,
         )
         self._bursts = BurstPlanner(block_manager, self.queues, stop_conditions, burst_size)
+        self.editor = RequestEditor(block_manager, self.queues, self._preemption, self.max_num_seqs)
         self._step_ids = itertools.count()
         self._num_in_flight = 0
         self._is_short = False  # the last step, of what the results of those before it bring
@@ -161,8 +164,12 @@ class Scheduler:
         assert 0 < len(seq) < self.max_model_len, f"prompt of {len(seq)} tokens"
         assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences"
         assert self.policy != "fcfs" or not group.priority, "a priority under fcfs"
-        group.key = self.policy(group) if callable(self.policy) else group.priority
+        group.key = self.key_of(group)
         self.queues.add(group)
+
+    def key_of(self, group: SequenceGroup) -> Any:
+        """Returns what a request stands in order by: requests of a lower key go first."""
+        return self.policy(group) if callable(self.policy) else group.priority
 
     def abort(self, request_id: str) -> SequenceGroup | None:
         """Ends a request at any moment as FINISHED_ABORTED and frees its blocks.
@@ -220,7 +227,6 @@ class Scheduler:
         """
         assert not self._num_in_flight or self.can_run_ahead, "the step has to know the results of others"
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=self._num_in_flight > 0)
-        self._num_in_flight += 1
         admission = self._admission
         admission.begin_step(now)
         if self._bursts.plan(step):
@@ -231,12 +237,48 @@ class Scheduler:
             self._fill(step, now, admission.first_waiting, lambda n: n > 1)
             if step.is_empty:
                 self._fill(step, now, admission.first_if_swapped, lambda n: n == 1)
-        output = step.build(next(self._step_ids), self._seats)
-        self.block_manager.begin_step(output.step_id)
-        self._is_short = step.is_short
+        output = self._built(step)
         if output.scheduled and output.scheduled[-1].num_tokens > 1:
             admission.note_prompt(now)
         return output
+
+    def edit(self, output: SchedulerOutput, rows: list[int]) -> SchedulerOutput:
+        """Drops requests from the step that was scheduled last, or re-orders its rows, before it is computed.
+
+        A request that is dropped keeps its seats and blocks, and computes in a later step what it would have
+        computed in this one.
+
+        Args:
+            output: What schedule() returned last.
+            rows: Indices in output.scheduled of the rows that stay, in their order: rows of one token first,
+                and of a request all or none.
+
+        Returns:
+            The step that is to be computed and handed back to update() in place of `output`.
+        """
+        kept = set(rows)
+        take_back(
+            output,
+            [i for i in range(len(output.scheduled)) if i not in kept],
+            self._seats,
+            self.block_manager,
+        )
+        return with_rows(output, rows)
+
+    def schedule_draft(self, request_id: str, token_ids: list[int]) -> SchedulerOutput | None:
+        """Schedules a step of one request that decodes, with tokens that may be drawn next.
+
+        Returns:
+            The step; None, and nothing but windows has changed, if there are no blocks for it.
+        """
+        assert not self._num_in_flight, "the draft follows the last token"
+        step = StepBuilder(self.max_num_batched_tokens, is_ahead=False)
+        return self._built(step) if self.editor.plan_draft(request_id, token_ids, step) else None
+
+    def edit_request(self, edit: RequestEdit) -> SequenceGroup:
+        """Applies an edit between two steps; returns the request, of a fork the new one."""
+        assert not self._num_in_flight, "a step in flight knows the request as it was"
+        return self.editor.apply(edit)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
         """Takes in the result of a step: appends tokens, caches full blocks, ends and frees what is done.
@@ -254,6 +296,13 @@ class Scheduler:
         if not self._num_in_flight:
             self._is_short = False
         return self._updater.update(output, result, now)
+
+    def _built(self, step: StepBuilder) -> SchedulerOutput:
+        self._num_in_flight += 1
+        output = step.build(next(self._step_ids), self._seats)
+        self.block_manager.begin_step(output.step_id)
+        self._is_short = step.is_short
+        return output
 
     def _fill(
         self,
@@ -282,7 +331,7 @@ class Scheduler:
                 if answer is Answer.NO_ROOM:
                     if not self.queues.running and not step.is_ahead:
                         self._preemption.end_for_good(head, step, now)  # all is free, and it is not enough
-                    elif not self._admission.make_room(head, step):
+                    elif not self._admission.make_room(head, step, now):
                         head = None
                         continue
                 head = first_to_admit()

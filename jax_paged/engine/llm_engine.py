@@ -3,23 +3,19 @@
 Nothing here imports JAX: only the executor that LLMEngine makes, if it is given none, does.
 """
 
-import copy
-import hashlib
-import itertools
+import functools
+import os
 import random
-import sys
 import time
-from array import array
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
-from jax_paged.engine import prefixes
+from jax_paged.engine import kv_access, prefixes, recordings, request_edits, snapshot
 from jax_paged.engine.assembly import (
     OwnScheduler,
     described,
@@ -29,18 +25,30 @@ from jax_paged.engine.assembly import (
     with_end_token,
 )
 from jax_paged.engine.errors import EngineDeadError
-from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
+from jax_paged.engine.input_processor import (
+    CheckedRequest,
+    InputProcessor,
+    check_arrival_time,
+    sequence_group,
+)
 from jax_paged.engine.invariance import check_invariance
+from jax_paged.engine.kv_access import Inspection
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.engine.request_edits import Verification
+from jax_paged.engine.snapshot import EngineState
 from jax_paged.engine.step_loop import StepLoop
+from jax_paged.engine.step_plan import StepPlan
 from jax_paged.inputs import Prompt
 from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
+    from jax_paged.lab.page_table import PageTable
     from jax_paged.lab.pool_map import PoolMap
+    from jax_paged.lab.what_if import Replay
     from jax_paged.worker.executor import Executor
 
 
@@ -68,8 +76,8 @@ class LLMEngine:
         scheduler: OwnScheduler | None = None,
     ) -> None:
         self.args = args
-        self._pins = itertools.count()
-        self._seeds = random.Random(args.seed)
+        self.num_names = 0  # of pinned prefixes and forks, given so far
+        self.seeds = random.Random(args.seed)  # of requests that bring none
         self._closed = False
         try:
             self.tokenizer = make_tokenizer(args)
@@ -78,7 +86,8 @@ class LLMEngine:
             self.config = with_end_token(executor.config, self.tokenizer)
             self.input_processor = InputProcessor(self.config, self.tokenizer)
             max_in_flight = 2 if self.config.async_scheduling else 1
-            self._loop = StepLoop(make_scheduler(self.config, scheduler), executor, max_in_flight)
+            make = functools.partial(make_scheduler, self.config, scheduler)
+            self._loop = StepLoop(make, executor, max_in_flight)
             if self.config.batch_invariant:
                 check_invariance(self)
         except BaseException:
@@ -180,28 +189,14 @@ class LLMEngine:
         )
         now = time.monotonic()
         if arrival_time is not None:
-            _check_arrival_time(arrival_time, now)
+            check_arrival_time(arrival_time, now)
         check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
         if not isinstance(prompt, CheckedRequest):
             prompt = self.check_request(prompt, params, cache_salt=cache_salt, priority=priority)
-        params, cache_salt = prompt.params, prompt.cache_salt
-        if params.seed is None:
-            params = copy.copy(params)  # dataclasses.replace would check all values again
-            params.seed = self._seeds.getrandbits(63)
-        if prompt.encoder_token_ids:
-            # What the decoder has computed is of use only beside the same encoder output.
-            cache_salt += hashlib.sha256(array("q", prompt.encoder_token_ids).tobytes()).hexdigest()
-        group = SequenceGroup(
-            request_id,
-            [Sequence(prompt.prompt_token_ids, seed=params.seed)],
-            params,
-            RequestMetrics(now if arrival_time is None else arrival_time),
-            cache_salt,
-            prompt.priority,
-            prompt.beam_params,
-            prompt.encoder_token_ids,
+        group = sequence_group(
+            request_id, prompt, now if arrival_time is None else arrival_time, self._new_seed
         )
-        tokenizer = self.tokenizer if params.detokenize else None
+        tokenizer = self.tokenizer if group.sampling_params.detokenize else None
         state = RequestState(group, prompt.prompt, tokenizer, prompt.encoder_prompt, prompt.stop)
         self._loop.add(state)
 
@@ -237,6 +232,24 @@ class LLMEngine:
         self._check_open()
         return self._loop.advance()
 
+    def schedule(self) -> StepPlan:
+        """Plans the next step and does not run it; `run` does, or `step`, which runs it as it stands.
+
+        It is made with the results of all steps before it, and drops a plan that has not run.
+        """
+        self._check_open()
+        return self._loop.plan()
+
+    def run(self, plan: StepPlan) -> list[RequestOutput]:
+        """Runs a plan, perhaps without some requests or in another order; returns what `step` does.
+
+        Raises:
+            ValueError: If it is not the last plan, has run, or was changed otherwise.
+        """
+        self._check_open()
+        outputs = (state.next_output() for state in self._loop.run(plan))
+        return [output for output in outputs if output is not None]
+
     def drain(self) -> bool:
         """Waits for what the device still computes for requests that have ended; returns if no others run."""
         return self._loop.drain()
@@ -256,7 +269,7 @@ class LLMEngine:
             RuntimeError: If requests are running.
         """
         self._check_open()
-        return prefixes.pin(self, f"prefix-{next(self._pins)}", prompt, cache_salt)
+        return prefixes.pin(self, self._new_name("prefix"), prompt, cache_salt)
 
     def unpin_prefix(self, name: str) -> None:
         """Lets go of a pinned prefix, by the name that pin_prefix returned.
@@ -266,24 +279,137 @@ class LLMEngine:
         """
         self.scheduler.block_manager.unpin(name)
 
-    def record(self, sink: Callable[[str], object]) -> None:
+    def fork(self, request_id: str, new_id: str | None = None, seed: int | None = None) -> str:
+        """Adds a request that goes on from where another is, and shares its blocks; returns its id.
+
+        Its id and seed are new ones unless given. Like all methods that follow, it waits for the steps in
+        flight first; `step` returns what these bring. Without a free seat the fork waits, and computes again
+        what the prefix cache does not hold.
+
+        Raises:
+            ValueError: If this can't be done, and nothing has changed; so in all methods that follow.
+        """
+        self._check_open()
+        new_id = self._new_name(f"{request_id}-fork") if new_id is None else new_id
+        request_edits.fork(self._loop, request_id, new_id, self._new_seed() if seed is None else seed)
+        return new_id
+
+    def rollback(self, request_id: str, num_tokens: int) -> None:
+        """Takes the last output tokens of a request with one sequence back, as if they had not been drawn.
+
+        Of deltas that were handed out, nothing is taken back: the next begins behind what is left.
+        """
+        self._check_open()
+        request_edits.roll_back(self._loop, request_id, num_tokens)
+
+    def verify(self, request_id: str, draft: Iterable[int]) -> Verification:
+        """Computes a draft in one step, in which no other request advances; accepts what is drawn so, too.
+
+        The output stays what it would be without drafts. A draft has less than max_num_seqs tokens, and its
+        request one sequence and no penalties.
+        """
+        self._check_open()
+        return request_edits.verify(self._loop, request_id, list(draft), self.config.vocab_size)
+
+    def kv(self, request_id: str, layer: int, index: int = 0) -> "tuple[np.ndarray, np.ndarray]":
+        """Returns a sequence's keys and values in the pool, each [computed tokens, kv heads, head_dim]."""
+        self._check_open()
+        return kv_access.kv(self._loop, request_id, layer, index)
+
+    def page_table(self, request_id: str, index: int = 0) -> "PageTable":
+        """Returns which block holds which tokens of a request's sequence; a notebook draws it."""
+        from jax_paged.lab.page_table import page_table
+
+        self._check_open()
+        tables = kv_access.tables(self._loop, request_id, index)
+        return page_table(*tables, self.tokenizer.token_text if self.tokenizer else str)
+
+    def inspect(
+        self,
+        request_id: str,
+        layers: Iterable[int] = (),
+        heads: Iterable[int] | None = None,
+        num_queries: int | None = 1,
+        index: int = 0,
+    ) -> Inspection:
+        """Returns the logits that a request's next token is drawn from, and what the last tokens attend to.
+
+        It is computed beside the steps, with the keys in the pool, and changes nothing. Of the layers of self
+        attention and heads (None: all), the last num_queries tokens attend (None: all; 1 if blocks are gone).
+        """
+        self._check_open()
+        return kv_access.inspect(self._loop, request_id, layers, heads, num_queries, index)
+
+    def drop_kv(self, request_id: str, keep: Iterable[int]) -> None:
+        """Drops blocks of a request with one sequence: later tokens do not attend to them any more.
+
+        Positions stay those of the text, and keys as they were rotated (StreamingLLM counts positions in the
+        cache). The prefix cache gets none of the later blocks. The request can't be computed again, so it is
+        swapped out where others are preempted, and ends, saying so, if host memory has no room.
+
+        Args:
+            request_id: A request whose prompt is computed, of a model all of whose layers see all tokens.
+            keep: Ascending places in its page table of the blocks that stay; the last block is one.
+        """
+        self._check_open()
+        kv_access.drop(self._loop, request_id, keep)
+
+    def record(self, sink: Callable[[str], object] | None) -> None:
         """Writes down every decision from now on as lines of JSON; `recording.replay` checks them.
 
         The engine starts again with an empty pool, without cached prefixes. `scheduler` is another one
         afterwards.
 
         Args:
-            sink: Takes each line, such as an open file's `write` or a list's `append`.
+            sink: Takes each line, such as an open file's `write` or a list's `append`; None ends a recording.
 
         Raises:
             RuntimeError: If requests are running or prefixes are pinned.
         """
         self._check_open()
-        if not self.drain() or self.scheduler.block_manager.pinned:
-            raise RuntimeError("requests are running or prefixes pinned; record before them")
-        from jax_paged.lab.recording import RecordedScheduler
+        recordings.record(self._loop, sink)
 
-        self._loop.scheduler = RecordedScheduler(self.scheduler, sink)
+    def replay(self, lines: Iterable[str]) -> "Replay":
+        """Computes a recording again, step by step on the device, and checks that it gets the same tokens.
+
+        The engine starts again with an empty pool, without cached prefixes.
+
+        Args:
+            lines: What `record` wrote, such as an open file or a list; of an engine with no larger limits.
+
+        Returns:
+            The steps and requests. Its max_logprob_difference is 0.0 where the same programs ran.
+
+        Raises:
+            ValueError: If a decision or a token differs, or the recording does not fit this engine.
+            RuntimeError: If requests are running, prefixes are pinned, or the engine is being recorded.
+        """
+        self._check_open()
+        return recordings.replay(self._loop, self.config, lines)
+
+    def state(self, *, weights: bool = False) -> EngineState:
+        """Returns all that it takes to go on elsewhere, or later: `LLM.restore` and `load_state` do.
+
+        Args:
+            weights: Whether it holds the weights too. Without them, the engine that goes on has to serve the
+                same ones, of which the state keeps a fingerprint.
+
+        Raises:
+            RuntimeError: If a plan has not run.
+        """
+        self._check_open()
+        return snapshot.take(self, self._loop, with_weights=weights)
+
+    def load_state(self, state: "EngineState | str | os.PathLike[str]") -> None:
+        """Goes on from a state, or from the folder of one that was saved: the same tokens come, bit for bit.
+
+        Raises:
+            ValueError: If it is of an engine with another model or pool, or of another version.
+            RuntimeError: If requests are running, prefixes are pinned, or the engine is being recorded.
+        """
+        self._check_open()
+        loaded = state if isinstance(state, EngineState) else EngineState.load(state)
+        snapshot.load(self, self._loop, loaded)
 
     def pool_map(self) -> "PoolMap":
         """Returns what each block of the pool holds, who holds it and how full it is; a notebook draws it."""
@@ -319,6 +445,13 @@ class LLMEngine:
             return f"<{self.config.model_name}, failed: {self._loop.failure!r}>"
         return f"<{described(self.config, self.executor.buckets)}>"
 
+    def _new_seed(self) -> int:
+        return self.seeds.getrandbits(63)
+
+    def _new_name(self, kind: str) -> str:
+        self.num_names += 1
+        return f"{kind}-{self.num_names - 1}"
+
     def _check_open(self) -> None:
         self._check_not_closed()
         if self._loop.failure is not None:
@@ -328,11 +461,3 @@ class LLMEngine:
     def _check_not_closed(self) -> None:
         if self._closed:
             raise EngineDeadError("this engine is closed; make a new one")
-
-
-def _check_arrival_time(value: Any, now: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    ok = is_number and abs(value) <= sys.float_info.max
-    check(ok, "arrival_time", value, "a finite number or None")
-    allowed = f"at most {now}, the value of time.monotonic(); values of time.time() are on another clock"
-    check(value <= now, "arrival_time", value, allowed)

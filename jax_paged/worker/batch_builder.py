@@ -144,16 +144,17 @@ class BatchBuilder:
     ) -> None:
         """Fills slot_mapping and context_lens."""
         batch, n, total, size = self._input_batch, len(seats), len(positions), self._block_size
+        places = positions - batch.num_dropped[token_seats]
         view["slot_mapping"][:] = self._num_blocks * size
         for g, group in enumerate(self._groups):
             tables = batch.block_tables[g]
             if group.is_cross:
                 view["context_lens"][g, :n] = batch.num_encoder_tokens[seats]
             else:
-                blocks = tables[token_seats, positions // size]
+                blocks = tables[token_seats, places // size]
                 assert blocks.min() > 0, "a token would be written to the null block"
-                view["slot_mapping"][g, :total] = blocks * size + positions % size
-                view["context_lens"][g, :n] = stops
+                view["slot_mapping"][g, :total] = blocks * size + places % size
+                view["context_lens"][g, :n] = stops - batch.num_dropped[seats]
 
     def _fill_burst(
         self, view: dict[str, np.ndarray], seats: np.ndarray, start: np.ndarray, max_draws: tuple[int, ...]
@@ -163,7 +164,8 @@ class BatchBuilder:
         assert len(max_draws) == n, "every row of a burst draws"
         view["max_draws"][:n] = max_draws
         view["end_tokens"][:n] = batch.end_tokens[seats]
-        last = (start + np.array(max_draws, np.int32) - 1) // self._block_size
+        places = start - batch.num_dropped[seats]
+        last = (places + np.array(max_draws, np.int32) - 1) // self._block_size
         for tables, group in zip(batch.block_tables, self._groups, strict=True):
             assert group.is_cross or tables[seats, last].min() > 0, "a burst would write to the null block"
 

@@ -37,6 +37,7 @@ class InputBatch:
         block_tables: int32 [G, S, M], padded with the null block.
         num_table_blocks: int32 [G, S], how many entries of each table are a sequence's.
         num_encoder_tokens: int32 [S], tokens that groups of cross attention hold.
+        num_dropped: int32 [S], by how much slots stand before positions: tokens of dropped blocks.
         sampling: int32 [S, 12], the field of the same name of the packed buffer.
         end_tokens: int32 [S, MAX_END_TOKENS], padded with -1; of sequences with more of them, not all.
         count_seats: int32 [S], the seat itself where a sequence has penalties, S elsewhere.
@@ -58,6 +59,7 @@ class InputBatch:
         self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks_per_seq), np.int32)
         self.num_table_blocks = np.zeros((num_groups, max_num_seqs), np.int32)
         self.num_encoder_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_dropped = np.zeros(max_num_seqs, np.int32)
         self.sampling = np.zeros((max_num_seqs, NUM_SAMPLING_COLUMNS), np.int32)
         self.end_tokens = np.full((max_num_seqs, MAX_END_TOKENS), -1, np.int32)
         self.count_seats = np.full(max_num_seqs, max_num_seqs, np.int32)
@@ -145,6 +147,7 @@ class InputBatch:
             self._write(g, seat, 0, table)
         params = new.sampling_params
         self.num_encoder_tokens[seat] = new.num_encoder_tokens
+        self.num_dropped[seat] = new.num_dropped_tokens
         self.num_top_logprobs[seat] = -1 if new.num_top_logprobs is None else new.num_top_logprobs
         self.sampling[seat] = pack_sampling(
             params,

@@ -217,6 +217,11 @@ class ModelRunner:
             **{name: [array] for name, array in self._seat_arrays._asdict().items()},
         }
 
+    @property
+    def host_blocks(self) -> list[np.ndarray]:
+        """Host memory for blocks that are swapped out, an array per array of the pool."""
+        return self._mover.host
+
     def compile_plan(self) -> str:
         """Returns a table of what is compiled: shapes, seconds and bytes."""
         return self._compiled.plan()
@@ -266,7 +271,7 @@ class ModelRunner:
         del self._compiled, self._context, self._seat_arrays
 
     def _step(self, output: SchedulerOutput, logits_rows: LogitsRows) -> PendingStep:
-        targets = self._prompt_targets(output)
+        targets = self._prompt_targets(output, logits_rows)
         bucket = self._bucket(output, wants_hidden=bool(targets))
         inputs = self.builder.build(output, logits_rows, bucket)
         tables = self._seat_arrays.block_tables
@@ -306,12 +311,15 @@ class ModelRunner:
             num_steps=self.config.num_scheduler_steps if output.burst else 1,
         )
 
-    def _prompt_targets(self, output: SchedulerOutput) -> dict[int, tuple[list[int], int]]:
-        """Returns the rows whose prompt gets log-probabilities: the tokens, and how many most likely ones."""
-        prompts = self._input_batch.prompts
+    def _prompt_targets(
+        self, output: SchedulerOutput, logits_rows: LogitsRows
+    ) -> dict[int, tuple[list[int], int]]:
+        """Returns rows whose prompt or drafts get log-probabilities: the tokens, and how many likely ones."""
+        prompts, rows, targets = self._input_batch.prompts, output.scheduled, {}
+        if logits_rows.num_drawn > len(output.samples):
+            targets = {s.row: (rows[s.row].token_ids[1:], 0) for s in output.samples if s.num_logits > 1}
         if not prompts:
-            return {}
-        targets = {}
+            return targets
         seats = self._input_batch.seats_of([row.seq_id for row in output.scheduled]).tolist()
         for i, (row, seat) in enumerate(zip(output.scheduled, seats, strict=True)):
             if seat in prompts:

@@ -102,9 +102,10 @@ class TracedStep:
         def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
             i, is_live, tokens, kv_cache, token_counts, results, details = state
             positions = fields["positions"] + i
-            blocks = jnp.take_along_axis(self.tables, (positions // size)[None, :, None], axis=2)[:, :, 0]
-            slots = jnp.where(is_live & ~is_cross, blocks * size + positions % size, no_slot)
             lens = fields["context_lens"] + jnp.where(is_cross, 0, i)
+            places = jnp.maximum(lens - 1, 0)
+            blocks = jnp.take_along_axis(self.tables, (places // size)[:, :, None], axis=2)[:, :, 0]
+            slots = jnp.where(is_live & ~is_cross, blocks * size + places % size, no_slot)
             drawn, _, kv_cache, token_counts = self.run(
                 tokens,
                 kv_cache,
