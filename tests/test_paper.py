@@ -157,15 +157,15 @@ def test_outputs_do_not_depend_on_the_memory(small_engine: LLMEngine, several: i
         jobs.append(measured.Job(prompt, params, Demand(output_len, several)))
     found = {}
     for system in SYSTEMS:
-        assert small_engine.drain()
-        small_engine.scheduler = measured.make_scheduler(small_engine, system, jobs)
+        scheduler = measured.scheduler_of(system, jobs)
+        engine = LLMEngine(small_engine.args, small_engine.executor, scheduler=scheduler)
         for i, job in enumerate(jobs):
-            small_engine.add_request(str(i), {"prompt_token_ids": job.prompt}, job.params)
+            engine.add_request(str(i), {"prompt_token_ids": job.prompt}, job.params)
         outputs = {}
-        while small_engine.has_unfinished_requests():
-            for output in small_engine.step():
+        while engine.has_unfinished_requests():
+            for output in engine.step():
                 outputs[output.request_id] = [one.token_ids for one in output.outputs]
-            small_engine.scheduler.block_manager.check_integrity()
+            engine.scheduler.block_manager.check_integrity()
         found[system] = outputs
         assert len(outputs) == 6
     assert all(outputs == found["vLLM"] for outputs in found.values())

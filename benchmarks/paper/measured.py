@@ -107,49 +107,40 @@ def make_jobs(workload: Workload, count: int, n: int = 1, beam_width: int | None
     return jobs
 
 
-def make_scheduler(
-    engine: LLMEngine,
-    system: str,
-    jobs: Items[Job],
-    *,
-    shares_prefixes: bool = False,
-    preemption_mode: str | None = None,
-) -> Scheduler:
-    """Returns the scheduler of a system for an engine's pool; the baselines know the jobs."""
-    config = engine.config
-    if system in ORCAS:
+def scheduler_of(
+    system: str, jobs: Items[Job], *, shares_prefixes: bool = False, preemption_mode: str | None = None
+) -> type[Scheduler]:
+    """Returns the engine's scheduler with the block manager of a system; the baselines know the jobs."""
 
-        def demand(seq: Sequence) -> Demand:
-            return jobs[seq.prompt_token_ids[-1] - FIRST_NAME].demand
+    def demand(seq: Sequence) -> Demand:
+        return jobs[seq.prompt_token_ids[-1] - FIRST_NAME].demand
 
-        size, max_len = config.block_size, config.max_model_len
-        manager = BuddyManager(config.num_blocks, size, ORCAS[system], max_len, demand)
-    else:
-        manager = BlockManager(
-            config.num_blocks, config.block_size, shares_prefixes, num_swap_blocks=config.num_swap_blocks
-        )
-    return Scheduler(
-        block_manager=manager,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        eos_token_ids=config.eos_token_ids,
-        watermark=0.0 if system in ORCAS else 0.01,
-        preemption_mode=preemption_mode,
-    )
+    class SystemScheduler(Scheduler):
+        def __init__(self, *, block_manager: BlockManager, **settings: Any) -> None:
+            num_blocks, size = block_manager.pool.num_blocks, block_manager.block_size
+            if system in ORCAS:
+                max_len = settings["max_model_len"]
+                manager = BuddyManager(num_blocks, size, ORCAS[system], max_len, demand)
+                settings["watermark"] = 0.0
+            else:
+                num_swap_blocks = block_manager.swap_pool.num_usable
+                manager = BlockManager(num_blocks, size, shares_prefixes, num_swap_blocks=num_swap_blocks)
+            settings["preemption_mode"] = preemption_mode
+            super().__init__(block_manager=manager, **settings)
+
+    return SystemScheduler
 
 
-def serve(engine: LLMEngine, system: str, jobs: Items[Job], **settings: Any) -> Run:
+def serve(idle: LLMEngine, system: str, jobs: Items[Job], **settings: Any) -> Run:
     """Serves jobs that all come at once, under a system's manager and the same scheduler.
 
     Args:
-        engine: Has no requests.
+        idle: Has no requests; an engine on its executor does the work.
         system: One of SYSTEMS.
         jobs: What it serves.
-        settings: As make_scheduler has them.
+        settings: As scheduler_of has them.
     """
-    assert engine.drain(), "an engine without requests"
-    engine.scheduler = make_scheduler(engine, system, jobs, **settings)
+    engine = LLMEngine(idle.args, idle.executor, scheduler=scheduler_of(system, jobs, **settings))
     manager, size = engine.scheduler.block_manager, engine.config.block_size
     if manager.enable_prefix_caching:
         prefix_len = min(len(job.prompt) for job in jobs) // size * size
