@@ -87,7 +87,7 @@ $(PEERS)/openvino/.ready:
 	$(@D)/bin/pip install --quiet openvino-genai==2026.4.1.0 openvino==2026.4.1 'optimum-intel[openvino]==2.2.0'
 	@touch $@
 
-# The PagedAttention paper's figures, run again, and docs/paper.md: 15 minutes at most. What is kept in
+# The PagedAttention paper's figures, run again, and docs/paper.md: about 15 minutes on two cores. What is kept in
 # benchmarks/results/paper/ is not run again.
 paper: setup
 	PYTHONPATH=benchmarks $(BIN)/python -m paper --all $(ARGS)
