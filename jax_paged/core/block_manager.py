@@ -316,6 +316,12 @@ class BlockManager:
             raise ValueError(f"the name of the pinned prefix is {name!r}; allowed: {names}")
         self.pool.release_tables(self.pinned.pop(name))
 
+    def forget_prefixes(self) -> None:
+        """Takes everything out of the cache; whoever holds blocks keeps them."""
+        assert not self.pinned, "a pinned prefix would be lost"
+        for block in range(self.pool.num_blocks):
+            self.pool.forget(block)
+
     def check_integrity(self) -> None:
         """Asserts every invariant of the class; takes time in proportion to the pools."""
         assert not self.block_tables.keys() & self.swapped_tables.keys(), "a sequence is in both pools"

@@ -68,12 +68,28 @@ class Preemption:
     def recompute(self, group: SequenceGroup) -> None:
         """Sends a request back to wait, without blocks."""
         for seq in group.unfinished:
-            if seq in self.block_manager.block_tables:
+            if seq in self.block_manager.block_tables or seq in self.block_manager.swapped_tables:
                 self.block_manager.free(seq)
             assert not seq.num_in_flight, "a step in flight computes it"
             assert not seq.num_dropped_tokens, "what was dropped would come back"
             seq.status, seq.num_computed_tokens = SequenceStatus.WAITING, 0
         self.queues.wait(group)
+
+    def forget_prefixes(self, kept_salt: str | None) -> None:
+        """Empties the prefix cache, for other weights; no prefix is pinned.
+
+        Args:
+            kept_salt: A salt that nobody has used, under which requests that run keep what they have
+                computed. None takes it from them: they compute their tokens again.
+        """
+        self.block_manager.forget_prefixes()
+        for group in [*self.queues.running.values(), *self.queues.swapped.values()]:
+            if kept_salt is None:
+                self.recompute(group)
+                continue
+            group.cache_salt = kept_salt
+            for seq in group.unfinished:
+                seq.block_hashes.clear()
 
     def end_for_good(
         self, group: SequenceGroup, step: StepBuilder, now: float, reason: str = POOL_TOO_SMALL

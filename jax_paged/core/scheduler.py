@@ -213,6 +213,10 @@ class Scheduler:
         if num_output_tokens is not None:
             seq.truncate(num_output_tokens)
 
+    def forget_prefixes(self, kept_salt: str | None) -> None:
+        """Shares nothing computed so far from now on; see Preemption. No step is in flight."""
+        self._preemption.forget_prefixes(kept_salt)
+
     def schedule(self, now: float) -> SchedulerOutput:
         """Chooses the sequences and token counts of the next step, and gives them their blocks.
 

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.engine.detokenizer import Detokenizer
 from jax_paged.engine.stop_strings import StopStrings
@@ -177,6 +179,8 @@ class RequestState:
         self._prompt_logprobs: list[TokenLogprobDict | None] | None = (
             None if group.sampling_params.prompt_logprobs is None else [None]
         )
+        # By the sequence's index: the hook's name, the first position, and what it captured from there on.
+        self._captured: dict[int, list[tuple[str, int, np.ndarray]]] = {}
 
     def values(self) -> dict[str, Any]:
         """Returns its state as values that JSON can hold, but for the group."""
@@ -213,6 +217,7 @@ class RequestState:
         state._samples = [self._samples[0].restarted(group.sequences[0], group)]
         if self._prompt_logprobs is not None:
             state._prompt_logprobs = list(self._prompt_logprobs)
+        state._captured = {0: list(self._captured.get(0, ()))}
         return state
 
     def roll_back(self) -> None:
@@ -231,6 +236,13 @@ class RequestState:
             if position == len(kept):
                 token_id = self._prompt_token_ids[position]
                 kept.append(logprob_dict(token_id, entry, k, self._tokenizer))
+
+    def add_captured(self, seq: Sequence, start: int, arrays: dict[str, np.ndarray]) -> None:
+        """Takes what hooks captured of the tokens of a sequence at positions start and on, by name.
+
+        What is computed again, after a preemption or other tokens, replaces what was there.
+        """
+        self._captured.setdefault(seq.index, []).extend((name, start, x) for name, x in arrays.items())
 
     def add_tokens(
         self, seq: Sequence, token_ids: list[int], logprobs: "list[TokenLogprobs]"
@@ -313,8 +325,23 @@ class RequestState:
             outputs = [s.take_delta(i) for i, s in enumerate(samples)]
         else:
             outputs = [s.output(i, is_last=self.is_finished) for i, s in enumerate(samples)]
+        if self._captured and self.is_finished:
+            for sample, output in zip(samples, outputs, strict=True):
+                output.captured = self._captured_of(sample.seq)
         # Before its prompt is computed, all samples are as the first: empty.
         return outputs + [_empty_like(outputs[0], i) for i in range(len(outputs), n)]
+
+    def _captured_of(self, seq: Sequence) -> dict[str, np.ndarray]:
+        """Returns what hooks captured of a sequence, which shares the prompt with the first one."""
+        prompt_len, num_rows = len(seq.prompt_token_ids), len(seq) - 1
+        result: dict[str, np.ndarray] = {}
+        for index in dict.fromkeys((0, seq.index)):
+            end = num_rows if index == seq.index else prompt_len
+            for name, start, rows in self._captured.get(index, ()):
+                whole = result.setdefault(name, np.full((num_rows, *rows.shape[1:]), np.nan, np.float32))
+                part = rows[: max(0, end - start)]
+                whole[start : start + len(part)] = part
+        return result
 
     def _beam_output(self, index: int, seq: Sequence) -> CompletionOutput:
         return CompletionOutput(

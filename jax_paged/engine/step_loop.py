@@ -187,6 +187,8 @@ class StepLoop:
         for group, start, logprobs in update.prompt_logprobs:
             self.requests[group.request_id].add_prompt_logprobs(start, logprobs)
         ended = dict.fromkeys([*output.ended, *(group.request_id for group in update.ended)])
+        for group, seq, start, arrays in update.captured:
+            self.requests[group.request_id].add_captured(seq, start, arrays)
         for group, seq, token_ids, logprobs in update.new_tokens:
             found = self.requests[group.request_id].add_tokens(seq, token_ids, logprobs)
             if found is not None:

@@ -74,6 +74,10 @@ class RecordedScheduler(Scheduler):
         self._note("draft", request_id=request_id, token_ids=token_ids, decided=decided)
         return output
 
+    def forget_prefixes(self, kept_salt: str | None) -> None:
+        self._note("forget_prefixes", kept_salt=kept_salt)
+        super().forget_prefixes(kept_salt)
+
     def schedule(self, now: float) -> SchedulerOutput:
         output = super().schedule(now)
         self._note("schedule", now=now, **decisions(output))
@@ -216,6 +220,8 @@ def tell(lines: Iterable[str], device: Device | None = None) -> Told:
             group = told.groups[groups[event.pop("request_id")]]
             seq, status = group.sequences[event.pop("seq")], SequenceStatus[event.pop("status")]
             scheduler.finish(group, seq, status, **event)
+        elif kind == "forget_prefixes":
+            scheduler.forget_prefixes(**event)
         elif kind == "schedule":
             now = event.pop("now")
             note_step(scheduler.schedule(now), now, event)

@@ -1,5 +1,6 @@
 """What the engine asks of whoever runs its steps, and the executor that does it in this process."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from jax_paged.config import EngineArgs, EngineConfig
@@ -9,6 +10,9 @@ from jax_paged.core.scheduler_output import BlockTables, InspectionInput, Schedu
 if TYPE_CHECKING:
     import numpy as np
 
+    from jax_paged.models.causal_lm import LanguageModel
+    from jax_paged.models.exchange import NewWeights
+    from jax_paged.models.hooks import Hook
     from jax_paged.models.weights import LoadedModel
 
 
@@ -88,6 +92,14 @@ class Executor(Protocol):
         """Returns when everything is compiled; until then steps may use a larger shape than they need."""
         ...
 
+    def update_weights(self, new: "NewWeights") -> None:
+        """Computes with other weights from the next step on; ValueError if they don't fit."""
+        ...
+
+    def check_weights(self) -> None:
+        """Raises RuntimeError if a model in memory has got other weights than those of the steps."""
+        ...
+
     def close(self) -> None:
         """Frees weights and pool."""
         ...
@@ -100,6 +112,7 @@ class LocalExecutor:
         args: Model and limits.
         loaded: A model in memory to serve in place of args.model's weights, such as one in training. They
             stay the caller's.
+        hooks: What requests may ask for by name.
 
     Attributes:
         runner: Does the work.
@@ -108,12 +121,17 @@ class LocalExecutor:
         ValueError: If the model can't be loaded or a limit does not fit it.
     """
 
-    def __init__(self, args: EngineArgs, loaded: "LoadedModel | None" = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        loaded: "LoadedModel | LanguageModel | None" = None,
+        hooks: "Sequence[Hook]" = (),
+    ) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
         from jax_paged.worker.inspection import Inspector
         from jax_paged.worker.model_runner import ModelRunner
 
-        self.runner = ModelRunner(args, loaded)
+        self.runner = ModelRunner(args, loaded, hooks)
         self._inspector = Inspector(self.runner)
 
     @property
@@ -193,6 +211,14 @@ class LocalExecutor:
     def wait_until_compiled(self) -> None:
         """Returns when everything is compiled; until then steps may use a larger shape than they need."""
         self.runner.wait_until_compiled()
+
+    def update_weights(self, new: "NewWeights") -> None:
+        """Computes with other weights from the next step on; ValueError if they don't fit."""
+        self.runner.served.replace(new, self.config.max_model_len)
+
+    def check_weights(self) -> None:
+        """Raises RuntimeError if a model in memory has got other weights than those of the steps."""
+        self.runner.served.check()
 
     def close(self) -> None:
         """Frees the pool, and the weights unless the caller brought the model."""

@@ -105,6 +105,12 @@ class ScriptedExecutor:
     def fingerprint(self) -> tuple[str, str]:
         return "scripted", "none"
 
+    def update_weights(self, new: Any) -> None:
+        raise ValueError("scripted tokens have no weights")
+
+    def check_weights(self) -> None:
+        pass
+
     def close(self) -> None:
         self.num_closed += 1
 

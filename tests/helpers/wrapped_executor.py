@@ -84,5 +84,11 @@ class WrappedExecutor:
     def wait_until_compiled(self) -> None:
         self.inner.wait_until_compiled()
 
+    def update_weights(self, new: Any) -> None:
+        self.inner.update_weights(new)
+
+    def check_weights(self) -> None:
+        self.inner.check_weights()
+
     def close(self) -> None:
         pass
