@@ -49,21 +49,19 @@ class Scheduler:
 
     Args:
         block_manager: Owner of the blocks; used by this scheduler alone.
-        max_num_seqs: Maximum sequences running at a time; a request counts all that it may still come to
-            have.
+        max_num_seqs: Maximum sequences running at a time; a request counts all that it may come to have.
         max_num_batched_tokens: Token budget of one step.
         max_model_len: Maximum tokens of a prompt and its output together.
         eos_token_ids: Tokens that end a sequence, unless its request ignores them.
-        watermark: Share of the usable blocks that stays free when a request is admitted beside running
-            ones: room for these to grow, so that the newcomer isn't preempted at once.
+        watermark: Share of the usable blocks that stays free when a request is admitted beside running ones,
+            so that it isn't preempted at once.
         policy: "fcfs", "priority", or a function of a new request that returns its key. A request of a lower
             priority or key goes first, and takes blocks and seats from running ones of a higher one.
         preemption_mode: "recompute" or "swap" for all requests; None for the paper's rule.
         enable_chunked_prefill: False computes whole prompts only, in steps of their own that go first.
-        delay_factor: New requests wait until the first of them has waited this many times as long as the
-            last step with a prompt took, so that more of them are computed together.
-        burst_size: Decode steps that are done in one, without the host in between, while no request waits,
-            all running ones decode, and their blocks are at hand; 1 for one at a time.
+        delay_factor: New requests wait until the first has waited this many times as long as the last step
+            with a prompt took, so that more of them are computed together.
+        burst_size: Decode steps done in one while no request waits and the blocks are at hand; 1 for none.
 
     Raises:
         ValueError: If a value is out of range.
@@ -170,10 +168,9 @@ class Scheduler:
         return self.policy(group) if callable(self.policy) else group.priority
 
     def abort(self, request_id: str) -> SequenceGroup | None:
-        """Ends a request at any moment as FINISHED_ABORTED and frees its blocks.
+        """Ends a request as FINISHED_ABORTED and frees its blocks; returns it, None if there is none.
 
-        Returns:
-            The request (its finished_time is not set: no clock); None if no unfinished one has this id.
+        Its finished_time is not set, as there is no clock here.
         """
         group = self.queues.find(request_id)
         if group is not None:
@@ -305,8 +302,7 @@ class Scheduler:
 
         Args:
             first_to_admit: Returns who is next among those that don't run.
-            takes_part: Whether a running sequence does, by the number of tokens that it computes; None: all
-                do.
+            takes_part: Whether a running sequence does, by how many tokens it computes; None: all do.
         """
         running = deque(self.queues.running.values())
         # Looked up again only when someone was admitted, preempted or ended for it.
