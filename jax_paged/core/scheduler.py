@@ -29,11 +29,10 @@ Policy = Literal["fcfs", "priority"] | Callable[[SequenceGroup], Any]
 class Scheduler:
     """Running requests first, then waiting ones, as far as tokens, seats and blocks last.
 
-    The order is that of arrival ("fcfs"), of priority and then arrival, or that of a key. A request is
-    admitted when the blocks of all its tokens are at hand, and gets them at once; its prompt is then computed
-    in chunks of whatever the token budget leaves. A chunk leaves a token to every running sequence that only
-    needs one, also to those behind it: so every running request advances in every step, unless its beams
-    don't all fit into the budget, or it waits for blocks to copy to.
+    A request is admitted when the blocks of all its tokens are at hand, and gets them at once; its prompt is
+    then computed in chunks of whatever the token budget leaves. A chunk leaves a token to every running
+    sequence that only needs one, also to those behind it: so every running request advances in every step,
+    unless its beams don't all fit into the budget, or it waits for blocks to copy to.
 
     When blocks run out, the last request in the order is preempted with all its sequences: it waits, and
     recomputes its tokens when it is admitted again; or its blocks are swapped out to host memory. A request
@@ -53,8 +52,7 @@ class Scheduler:
         max_num_batched_tokens: Token budget of one step.
         max_model_len: Maximum tokens of a prompt and its output together.
         eos_token_ids: Tokens that end a sequence, unless its request ignores them.
-        watermark: Share of the usable blocks that stays free when a request is admitted beside running ones,
-            so that it isn't preempted at once.
+        watermark: Share of the blocks that stays free when a request is admitted beside running ones.
         policy: "fcfs", "priority", or a function of a new request that returns its key. A request of a lower
             priority or key goes first, and takes blocks and seats from running ones of a higher one.
         preemption_mode: "recompute" or "swap" for all requests; None for the paper's rule.
@@ -153,8 +151,8 @@ class Scheduler:
         """Puts a request into the waiting queue.
 
         Args:
-            group: A request with one sequence, whose prompt leaves room for one token in max_model_len, and
-                with no more sequences to come than max_num_seqs. Its id is that of no unfinished request.
+            group: With one sequence, whose prompt leaves room for one token in max_model_len, no more to come
+                than max_num_seqs, and an id that no unfinished request has.
         """
         (seq,) = group.sequences
         assert 0 < len(seq) < self.max_model_len, f"prompt of {len(seq)} tokens"
@@ -168,10 +166,7 @@ class Scheduler:
         return self.policy(group) if callable(self.policy) else group.priority
 
     def abort(self, request_id: str) -> SequenceGroup | None:
-        """Ends a request as FINISHED_ABORTED and frees its blocks; returns it, None if there is none.
-
-        Its finished_time is not set, as there is no clock here.
-        """
+        """Ends a request as FINISHED_ABORTED, without a time, and frees its blocks; None if there is none."""
         group = self.queues.find(request_id)
         if group is not None:
             self._updater.end_group(group, SequenceStatus.FINISHED_ABORTED, None)
@@ -197,8 +192,7 @@ class Scheduler:
             status: A finished status.
             now: Time, in the engine's clock (seconds).
             stop_reason: What ended it, if a stop string did.
-            num_output_tokens: How many of its output tokens stay, None for all: a step may bring several,
-                and those after a stop string don't count.
+            num_output_tokens: How many of its output tokens stay, those up to a stop string; None for all.
         """
         assert status.is_finished, status
         if seq.status.is_finished:
@@ -215,14 +209,14 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput:
         """Chooses the sequences and token counts of the next step, and gives them their blocks.
 
-        It may be called before the steps before it have returned; tokens that these draw then have
-        NO_TOKEN in their place. Sequences that have to know them sit the step out. See can_run_ahead.
+        It may be called before the steps before it have returned (see can_run_ahead): tokens that these draw
+        have NO_TOKEN in their place, and sequences that have to know them sit the step out.
 
         Args:
             now: Time, in the engine's clock (seconds).
 
         Returns:
-            The step; nothing is left to run if neither `scheduled` nor `ended` holds anything.
+            The step; nothing is left to run if `scheduled` and `ended` are empty.
         """
         assert not self._num_in_flight or self.can_run_ahead, "the step has to know the results of others"
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=self._num_in_flight > 0)
@@ -250,7 +244,7 @@ class Scheduler:
                 and of a request all or none. What is dropped keeps its blocks and is computed later.
 
         Returns:
-            The step that is to be computed and handed back to update() in place of `output`.
+            The step that takes the place of `output`, also in update().
         """
         dropped = sorted(set(range(len(output.scheduled))) - set(rows))
         take_back(output, dropped, self._seats, self.block_manager)
