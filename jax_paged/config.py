@@ -125,6 +125,8 @@ class EngineArgs:
             whatever runs beside it, and however it is cut into chunks, preempted or served from the cache
             (on a CPU). Every step is then padded to the largest shape of its kind, and prompts attend token
             by token.
+        max_compile_s: Seconds after which no further shapes of steps are compiled; steps are then padded to
+            those that are there. None compiles all of them.
         seed: Determines the seeds of requests that bring none.
         logprobs_mode: Of which distribution log-probabilities are: "raw_logprobs", that of the model;
             "processed_logprobs", that which tokens are drawn from (of greedy requests, before temperature,
@@ -161,6 +163,7 @@ class EngineArgs:
     async_scheduling: bool = True
     num_scheduler_steps: int = 1
     batch_invariant: bool = False
+    max_compile_s: float | None = None
     seed: int = 0
     logprobs_mode: LogprobsMode = "raw_logprobs"
     attention_backend: AttentionBackend = "auto"
@@ -205,6 +208,8 @@ class EngineArgs:
         ok = self.num_scheduler_steps == 1 or not self.batch_invariant
         allowed = "1 with batch_invariant, as a burst is a program of its own, whose sums may differ"
         note(check, ok, "num_scheduler_steps", self.num_scheduler_steps, allowed)
+        if self.max_compile_s is not None:
+            note(check_number, "max_compile_s", self.max_compile_s, 0, math.inf)
         note(check_int, "seed", self.seed, 0, 2**63 - 1)
         note(check_number, "gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, low_open=True)
         note(check_number, "swap_space", self.swap_space, 0, math.inf)

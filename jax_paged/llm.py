@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from jax_paged.lab.pool_map import PoolMap
+    from jax_paged.models.attention import Attend
     from jax_paged.models.causal_lm import LanguageModel
     from jax_paged.models.exchange import NewWeights
     from jax_paged.models.hooks import Hook
     from jax_paged.models.weights import LoadedModel
     from jax_paged.worker.executor import Executor
+    from jax_paged.worker.sampler import Sampler
 
 # Whether to show a progress bar, or what makes one in tqdm's place.
 UseTqdm = bool | Callable[..., tqdm]
@@ -46,9 +48,11 @@ class LLM:
         tokenizer: Folder or hub id of the tokenizer; None takes the model's own.
         loaded: A model in memory to serve in place of the weights of `model`, such as one in training. They
             stay the caller's; see from_module.
-        executor: As LLMEngine takes it; only without `loaded` and `hooks`.
+        executor: As LLMEngine takes it; only without `loaded`, `hooks`, `attend` and `sampler`.
         hooks: What requests may ask for by name, with SamplingParams.hook_args.
         scheduler: One of your own, as LLMEngine takes it.
+        attend: Attention of your own, in JAX, in place of attention_backend: see models/attention.Attend.
+        sampler: A choice of tokens of your own, in JAX: see worker/sampler.Sampler.
         **engine_args: The other fields of EngineArgs; num_scheduler_steps is 8 unless it is given, or
             batch_invariant is True.
 
@@ -65,16 +69,23 @@ class LLM:
         executor: "Executor | None" = None,
         hooks: "Sequence[Hook]" = (),
         scheduler: OwnScheduler | None = None,
+        attend: "Attend | None" = None,
+        sampler: "Sampler | None" = None,
         **engine_args: Any,
     ) -> None:
         num_steps = 1 if engine_args.get("batch_invariant") else NUM_SCHEDULER_STEPS
         engine_args = {"num_scheduler_steps": num_steps, **engine_args}
         args = EngineArgs(model=model, tokenizer=tokenizer, **engine_args)
-        if loaded is not None or hooks:
+        if loaded is not None or hooks or attend is not None or sampler is not None:
             from jax_paged.worker.executor import LocalExecutor  # imports JAX
 
-            check(executor is None, "executor", executor, "None beside `loaded` and `hooks`")
-            executor = LocalExecutor(args, loaded, hooks)
+            check(
+                executor is None,
+                "executor",
+                executor,
+                "None beside `loaded`, `hooks`, `attend` and `sampler`",
+            )
+            executor = LocalExecutor(args, loaded, hooks, attend, sampler)
         self.llm_engine = LLMEngine(args, executor, scheduler=scheduler)
         self._request_ids = itertools.count()
 

@@ -10,6 +10,7 @@ A padded batch of T token rows holds B sequences one after the other (here T = 8
 
 import dataclasses
 import functools
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,33 @@ from jax_paged.pallas_kernels import ops
 Backend = ops.Implementation
 
 
+class Attend(Protocol):
+    """Attention of one's own in place of the kernels, traced into the step: a pure function of arrays."""
+
+    def __call__(
+        self,
+        q: Float[Array, "t h d"],
+        kv_pages: Float[Array, "p 2 k s d"],
+        block_tables: Int[Array, "b m"],
+        context_lens: Int[Array, " b"],
+        query_start_loc: Int[Array, " b1"],
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        distance_bias: Float[Array, "h n"] | None = None,
+    ) -> Float[Array, "t h d"]:
+        """Returns the attention of every token row; the arguments are those of ops.ragged_attention.
+
+        This step's keys and values are in the pool already. A row of padding may get anything finite.
+        """
+        ...
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["positions", "slot_mapping", "block_tables", "context_lens", "query_start_loc"],
-    meta_fields=["is_decode", "backend", "places", "is_row_by_row"],
+    meta_fields=["is_decode", "backend", "places", "is_row_by_row", "attend"],
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionMetadata:
@@ -45,6 +69,7 @@ class AttentionMetadata:
         places: Static; (pool, cache group) of each entry of the model's kv_cache_specs().
         is_row_by_row: Static; whether every token row attends as a decode of its own, so that its sums depend
             neither on the rows beside it nor on where the chunks of its prompt begin.
+        attend: Static; what attends in the backend's place, None for the backend.
     """
 
     positions: Int[Array, " t"]
@@ -56,6 +81,7 @@ class AttentionMetadata:
     backend: Backend
     places: tuple[tuple[int, int], ...]
     is_row_by_row: bool = False
+    attend: Attend | None = None
 
     def of_token_rows(self, group: int, *, is_causal: bool) -> tuple[Int[Array, "t m"], Int[Array, " t"]]:
         """Returns the block table of each token row, and how many tokens it attends to; 0 in padding."""
@@ -222,9 +248,13 @@ def paged_attention(
     backend = metadata.backend
     kv_pages = ops.write_kv(kv_cache[pool], k, v, metadata.slot_mapping[group], backend=backend)
     kv_cache[pool] = kv_pages
-    options = {"scale": scale, "window": window_of(spec), "soft_cap": soft_cap, "backend": backend}
+    options = {"scale": scale, "window": window_of(spec), "soft_cap": soft_cap}
     if distance_bias is not None:
         options["distance_bias"] = distance_bias
+    if metadata.attend is not None:
+        tables, lens = metadata.block_tables[group], metadata.context_lens[group]
+        return metadata.attend(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
+    options["backend"] = backend
     if metadata.is_decode or metadata.is_row_by_row:
         tables, lens = metadata.of_token_rows(group, is_causal=True)
         return ops.paged_decode(q, kv_pages, tables, lens, **options)

@@ -22,6 +22,7 @@ _OF_SEQUENCE = (
     "num_computed_tokens",
     "stop_reason",
     "cumulative_logprobs",
+    "num_dropped_tokens",
 )
 _QUEUES = ("running", "waiting", "swapped")
 
@@ -101,6 +102,7 @@ def kept_blocks(scheduler: Scheduler) -> tuple[list[int], list[int]]:
 def _values_of_sequence(seq: Sequence, manager: BlockManager) -> dict[str, Any]:
     return {name: getattr(seq, name) for name in _OF_SEQUENCE} | {
         "status": seq.status.name,
+        "block_places": seq.block_places,
         "tables": manager.block_tables.get(seq),
         "swapped_tables": manager.swapped_tables.get(seq),
     }
@@ -108,7 +110,8 @@ def _values_of_sequence(seq: Sequence, manager: BlockManager) -> dict[str, Any]:
 
 def _sequence_of_values(prompt: list[int], values: dict[str, Any], manager: BlockManager) -> Sequence:
     kept = {name: values[name] for name in _OF_SEQUENCE}
-    seq = Sequence(prompt, status=SequenceStatus[values["status"]], **kept)
+    places = tuple(values["block_places"])
+    seq = Sequence(prompt, status=SequenceStatus[values["status"]], block_places=places, **kept)
     for tables, name in ((manager.block_tables, "tables"), (manager.swapped_tables, "swapped_tables")):
         if values[name] is not None:
             tables[seq] = values[name]

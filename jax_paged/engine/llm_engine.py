@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jax_paged.lab.pool_map import PoolMap
     from jax_paged.lab.what_if import Replay
     from jax_paged.models.exchange import NewWeights
+    from jax_paged.worker.compilation import CompileRecord
 
 
 class LLMEngine(RequestEngine):
@@ -244,3 +245,8 @@ class LLMEngine(RequestEngine):
         """Returns a table of the buckets: shapes, seconds and bytes of what is compiled."""
         self._check_not_closed()
         return self.executor.compile_plan()
+
+    def compile_report(self) -> "list[CompileRecord]":
+        """Returns what is compiled, as records: shapes, seconds, bytes."""
+        self._check_not_closed()
+        return self.executor.compile_report()

@@ -13,6 +13,7 @@ import ml_dtypes  # noqa: F401
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from jax_paged.checks import check
 from jax_paged.core.snapshot import (
     kept_blocks,
     restore_group,
@@ -95,6 +96,11 @@ def take(engine: "LLMEngine", loop: "StepLoop", *, with_weights: bool) -> Engine
         raise RuntimeError("a plan of schedule() has not run; run it, or step(), before state()")
     scheduler = loop.scheduler
     states = list(dict.fromkeys([*loop.requests.values(), *loop.changed]))
+    asked = [name for state in states for name in state.group.sampling_params.hook_args or ()]
+    captured = sorted(engine.config.capturing & set(asked))
+    check(
+        not captured, "the hooks of running requests", captured, "none that capture, as a state has no room"
+    )
     requests = [values_of_group(scheduler, s.group) | {"text": s.values()} for s in states]
     weights, packing = engine.executor.fingerprint()
     values = {

@@ -4,11 +4,12 @@ import collections
 import concurrent.futures
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -55,6 +56,29 @@ class CompiledProgram:
         return 0 if self.memory is None else self.memory.temp_size_in_bytes
 
 
+@dataclasses.dataclass(frozen=True)
+class CompileRecord:
+    """What is known of one program.
+
+    Args:
+        program: Its name, such as "decode 8".
+        state: "compiled"; "waiting" for its turn; "skipped", as max_compile_s was over; or "failed".
+        num_tokens: Token rows of a step; 0 for other programs.
+        num_seqs: Rows of logits of a step; 0 for other programs.
+        trace_s: Seconds of tracing and lowering; 0 until it is compiled, as are the two that follow.
+        compile_s: Seconds of XLA's compilation, or of reading it from the cache.
+        temp_bytes: Memory beside arguments and results while it runs.
+    """
+
+    program: str
+    state: Literal["compiled", "waiting", "skipped", "failed"]
+    num_tokens: int = 0
+    num_seqs: int = 0
+    trace_s: float = 0.0
+    compile_s: float = 0.0
+    temp_bytes: int = 0
+
+
 def use_persistent_cache() -> None:
     """Turns JAX's compilation cache on, for programs of any size, unless the user has set it up.
 
@@ -86,6 +110,8 @@ class CompiledPrograms:
         others: Programs beside the steps.
         lower: Traces and lowers a program; called from several threads.
         options: Of the compiler.
+        max_compile_s: Seconds after which no other step is begun to be compiled; the largest of each kind
+            and the other programs always are.
 
     Raises:
         Exception: Whatever the compilation of one of the largest buckets has failed with.
@@ -97,8 +123,9 @@ class CompiledPrograms:
         others: list[Program],
         lower: Callable[[Program], jax.stages.Lowered],
         options: dict[str, str | bool | int] | None = None,
+        max_compile_s: float = math.inf,
     ) -> None:
-        self._options = options
+        self._options, self._max_compile_s = options, max_compile_s
         self.buckets = buckets
         self._lower = lower
         self._programs: list[Program] = [*map(StepProgram, buckets), *others]
@@ -109,12 +136,15 @@ class CompiledPrograms:
         # quick.
         kinds = {(b.is_decode, b.num_steps): b for b in buckets}
         largest = [StepProgram(kinds[kind]) for kind in sorted(kinds)]
-        rest = (p for p in self._programs if p not in largest and p not in others)
-        self._queue: collections.deque[Program] = collections.deque([*largest, *others, *rest])
+        needed = [*largest, *others]
+        self._needed = frozenset(needed)
+        rest = (p for p in self._programs if p not in self._needed)
+        self._queue: collections.deque[Program] = collections.deque([*needed, *rest])
         self._lock = threading.Lock()
         # Tracing is Python: two at a time are no quicker, but leave running steps a third of the time.
         self._tracing = threading.Lock()
         self._stopped = False
+        self._skipped: set[Program] = set()
         self._num_traces = 0
         self._num_compiled = 0
         self._start = self._logged = time.monotonic()
@@ -142,8 +172,8 @@ class CompiledPrograms:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How many programs are compiled, and how many there are."""
-        return self._num_compiled, len(self._programs)
+        """How many programs are compiled, and how many will be."""
+        return self._num_compiled, len(self._programs) - len(self._skipped)
 
     def smallest_ready(
         self, *, is_decode: bool, num_tokens: int, num_seqs: int, num_steps: int = 1
@@ -173,8 +203,9 @@ class CompiledPrograms:
 
     def wait(self) -> None:
         """Returns when everything is compiled; raises what has failed, CancelledError after `stop`."""
-        for future in self._futures.values():
-            future.result()
+        for program, future in self._futures.items():
+            if program not in self._skipped:
+                future.result()
 
     def stop(self) -> None:
         """Ends the background threads; a compilation under way is waited for."""
@@ -184,19 +215,31 @@ class CompiledPrograms:
         for program in self._queue:
             self._futures[program].cancel()
 
+    def report(self) -> list[CompileRecord]:
+        """Returns what is compiled, and what it cost."""
+        return [self._record(program) for program in self._programs]
+
     def plan(self) -> str:
-        """Returns a table of the programs: what is compiled, and what it cost."""
-        width = max(16, *(len(str(program)) + 1 for program in self._programs))
+        """Returns the report as a table."""
+        records = self.report()
+        width = max(16, *(len(record.program) + 1 for record in records))
         lines = [f"{'program':<{width}}{'trace s':>9}{'compile s':>11}{'temp MiB':>10}"]
-        for program in self._programs:
-            if self._is_compiled(program):
-                compiled = self[program]
-                costs = f"{compiled.trace_s:>9.2f}{compiled.compile_s:>11.2f}"
-                lines.append(f"{program!s:<{width}}{costs}{compiled.temp_bytes / 2**20:>10.1f}")
-            else:
-                state = "failed" if self._futures[program].done() else "to be compiled"
-                lines.append(f"{program!s:<{width}}{state:>30}")
+        for record in records:
+            cells = f"{record.trace_s:>9.2f}{record.compile_s:>11.2f}{record.temp_bytes / 2**20:>10.1f}"
+            state = "to be compiled" if record.state == "waiting" else record.state
+            lines.append(f"{record.program:<{width}}{cells if state == 'compiled' else f'{state:>30}'}")
         return "\n".join(lines)
+
+    def _record(self, program: Program) -> CompileRecord:
+        bucket = program.bucket if isinstance(program, StepProgram) else None
+        sizes = (0, 0) if bucket is None else (bucket.num_tokens, bucket.num_seqs)
+        if self._is_compiled(program):
+            done = self[program]
+            costs = done.trace_s, done.compile_s, done.temp_bytes
+            return CompileRecord(str(program), "compiled", *sizes, *costs)
+        is_done = self._futures[program].done()
+        state = "skipped" if program in self._skipped else "failed" if is_done else "waiting"
+        return CompileRecord(str(program), state, *sizes)
 
     def _is_compiled(self, program: Program) -> bool:
         future = self._futures[program]
@@ -210,6 +253,11 @@ class CompiledPrograms:
                 if not self._queue:
                     return
                 program = self._queue.popleft()
+                seconds = time.monotonic() - self._start
+                if program not in self._needed and seconds > self._max_compile_s:
+                    self._skipped.add(program)
+                    self._futures[program].cancel()
+                    continue
                 self._num_traces += 1
             try:
                 self._futures[program].set_result(self._compile(program))
@@ -221,7 +269,7 @@ class CompiledPrograms:
     def _note_compiled(self, program: Program) -> None:
         with self._lock:
             self._num_compiled += 1
-            done, num_programs, now = self._num_compiled, len(self._programs), time.monotonic()
+            (done, num_programs), now = self.progress, time.monotonic()
             is_due = done == num_programs or now - self._logged >= _LOG_INTERVAL_S
             if is_due:
                 self._logged = now

@@ -10,10 +10,13 @@ from jax_paged.core.scheduler_output import BlockTables, InspectionInput, Schedu
 if TYPE_CHECKING:
     import numpy as np
 
+    from jax_paged.models.attention import Attend
     from jax_paged.models.causal_lm import LanguageModel
     from jax_paged.models.exchange import NewWeights
     from jax_paged.models.hooks import Hook
     from jax_paged.models.weights import LoadedModel
+    from jax_paged.worker.compilation import CompileRecord
+    from jax_paged.worker.sampler import Sampler
 
 
 class Executor(Protocol):
@@ -88,6 +91,10 @@ class Executor(Protocol):
         """Returns a table of what is compiled: shapes, seconds and bytes."""
         ...
 
+    def compile_report(self) -> "list[CompileRecord]":
+        """Returns what the table of `compile_plan` says, as records."""
+        ...
+
     def wait_until_compiled(self) -> None:
         """Returns when everything is compiled; until then steps may use a larger shape than they need."""
         ...
@@ -113,6 +120,8 @@ class LocalExecutor:
         loaded: A model in memory to serve in place of args.model's weights, such as one in training. They
             stay the caller's.
         hooks: What requests may ask for by name.
+        attend: Attends in place of args.attention_backend.
+        sampler: Chooses tokens in place of the sampler.
 
     Attributes:
         runner: Does the work.
@@ -126,12 +135,14 @@ class LocalExecutor:
         args: EngineArgs,
         loaded: "LoadedModel | LanguageModel | None" = None,
         hooks: "Sequence[Hook]" = (),
+        attend: "Attend | None" = None,
+        sampler: "Sampler | None" = None,
     ) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
         from jax_paged.worker.inspection import Inspector
         from jax_paged.worker.model_runner import ModelRunner
 
-        self.runner = ModelRunner(args, loaded, hooks)
+        self.runner = ModelRunner(args, loaded, hooks, attend, sampler)
         self._inspector = Inspector(self.runner)
 
     @property
@@ -206,7 +217,11 @@ class LocalExecutor:
 
     def compile_plan(self) -> str:
         """Returns a table of what is compiled: shapes, seconds and bytes."""
-        return self.runner.compile_plan()
+        return self.runner.compiled.plan()
+
+    def compile_report(self) -> "list[CompileRecord]":
+        """Returns what the table of `compile_plan` says, as records."""
+        return self.runner.compiled.report()
 
     def wait_until_compiled(self) -> None:
         """Returns when everything is compiled; until then steps may use a larger shape than they need."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jax_paged.checks import check_int
+from jax_paged.checks import check, check_int
 from jax_paged.core.block_pool import NULL_BLOCK
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput
 from jax_paged.models.attention import AttentionMetadata, KVCacheSpec, window_of
@@ -74,6 +74,7 @@ class InspectProgram(Program):
             "is_decode": self.num_tokens == 1,
             "backend": context.backend,
             "places": context.layout.places,
+            "attend": context.attend,
         }
         return AttentionMetadata(*arrays, **static)
 
@@ -142,6 +143,8 @@ class Inspector:
         context, n = self._runner.context, len(query.token_ids)
         groups = context.layout.groups
         own = [i for i, (_, group) in enumerate(context.layout.places) if not groups[group].is_cross]
+        ok = context.attend is None or not query.layers
+        check(ok, "layers", query.layers, "none with attention of your own, of which nothing is known")
         for layer in query.layers:
             check_int("layers", layer, 0, len(own) - 1)
         size = context.block_size

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxtyping import Array
 from jax_paged.config import EngineArgs, EngineConfig, checks_inputs
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.models.attention import Attend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.hooks import Hook, check_hooks
@@ -37,6 +39,7 @@ from jax_paged.worker.programs import Program, SeatArrays, TraceContext
 from jax_paged.worker.prompt_logprobs import PendingPromptLogprobs, PromptLogprobsProgram
 from jax_paged.worker.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.results import PendingStep
+from jax_paged.worker.sampler import Sampler
 from jax_paged.worker.step import StepProgram, step_bytes
 from jax_paged.worker.token_counts import ResetTokenCountsProgram, reset_token_counts
 from jax_paged.worker.weights import ServedWeights, load
@@ -51,6 +54,8 @@ class ModelRunner:
         args: Model and limits.
         loaded: A model in memory to serve, in place of args.model; its weights stay the caller's.
         hooks: What requests may ask for by name.
+        attend: Attends in place of args.attention_backend.
+        sampler: Chooses tokens in place of the sampler.
 
     Attributes:
         config: What the settings have come to.
@@ -66,6 +71,8 @@ class ModelRunner:
         args: EngineArgs,
         loaded: LoadedModel | LanguageModel | None = None,
         hooks: Sequence[Hook] = (),
+        attend: Attend | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         backend = resolve_backend(args.attention_backend, name="attention_backend")
         use_persistent_cache()
@@ -116,6 +123,8 @@ class ModelRunner:
                 batch_invariant=config.batch_invariant,
                 mesh=mesh,
                 is_processed=args.logprobs_mode == "processed_logprobs",
+                attend=attend,
+                sampler=sampler,
                 hooks=tuple(hooks),
                 hook_params=params_def,
                 captured=captured,
@@ -167,20 +176,18 @@ class ModelRunner:
             max_copies=self.config.max_num_seqs,
             mesh=mesh,
         )
-        self._kv_cache = allocate_kv_cache(
-            layout, self.config.num_blocks, self.config.block_size, loaded.dtype, mesh
-        )
+        sizes = self.config.num_blocks, self.config.block_size
+        self._kv_cache = allocate_kv_cache(layout, *sizes, loaded.dtype, mesh)
         self._seat_arrays: SeatArrays[Array] = SeatArrays(
             *(jnp.zeros(x.shape, x.dtype, device=self._replicated) for x in self._context.seat_arrays())
         )
         self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
         self._pending: collections.deque[PendingStep] = collections.deque()
         context, on_cpu = self._context, memory.platform == "cpu"
-        options = ONE_GRAPH if backend == "pallas" else None
-        if on_cpu and loaded.dtype == jnp.bfloat16:
-            options = WIDE_VECTORS
+        is_bfloat16 = on_cpu and loaded.dtype == jnp.bfloat16
+        options = WIDE_VECTORS if is_bfloat16 else ONE_GRAPH if backend == "pallas" else None
         # XLA multiplies a single row in bfloat16 several times slower than two.
-        min_rows = 2 if on_cpu and matmul_backend == "xla" and loaded.dtype == jnp.bfloat16 else 1
+        min_rows = 2 if is_bfloat16 and not packs else 1
         limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
         buckets = plan_buckets(*limits, is_fine=on_cpu, min_rows=min_rows)
         if self.config.batch_invariant:
@@ -198,6 +205,7 @@ class ModelRunner:
             ],
             lambda program: program.lower(context),
             options,
+            math.inf if args.max_compile_s is None else args.max_compile_s,
         )
 
     @property
@@ -222,10 +230,7 @@ class ModelRunner:
 
     @property
     def arrays(self) -> dict[str, list[Array]]:
-        """What lies on the device between steps: "weights", "kv_cache", and the SeatArrays by name.
-
-        The list of weights is the runner's own: who replaces one of them changes the model that it serves.
-        """
+        """What lies on the device between steps, in the runner's own lists: weights, pool, SeatArrays by name."""
         return {
             "weights": self._weights,
             "kv_cache": self._kv_cache,
@@ -237,10 +242,6 @@ class ModelRunner:
         """Host memory for blocks that are swapped out, an array per array of the pool."""
         return self._mover.host
 
-    def compile_plan(self) -> str:
-        """Returns a table of what is compiled: shapes, seconds and bytes."""
-        return self._compiled.plan()
-
     def wait_until_compiled(self) -> None:
         """Returns when everything is compiled; until then steps may use a larger bucket than needed."""
         self._compiled.wait()
@@ -248,8 +249,7 @@ class ModelRunner:
     def dispatch(self, output: SchedulerOutput) -> None:
         """Begins a step: updates the seats, moves blocks, runs encoders, then the model.
 
-        Only swapping out waits for the device. Steps may be dispatched before the results of earlier ones
-        are asked for; the device runs them in order.
+        Only swapping out waits for the device, which runs the steps that are dispatched in order.
         """
         resets = self._input_batch.update(output)
         self._move_blocks(output)

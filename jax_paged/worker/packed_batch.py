@@ -31,7 +31,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_paged.core.scheduler_output import MAX_END_TOKENS
-from jax_paged.models.attention import AttentionMetadata, Backend
+from jax_paged.models.attention import Attend, AttentionMetadata, Backend
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.sampler import SamplingBatch
@@ -144,6 +144,7 @@ def attention_metadata(
     backend: Backend,
     places: tuple[tuple[int, int], ...],
     is_row_by_row: bool,
+    attend: Attend | None,
 ) -> AttentionMetadata:
     """Returns what the model reads: part of an unpacked buffer, and the block tables of its rows."""
     names = ("positions", "slot_mapping", "context_lens", "query_start_loc")
@@ -154,6 +155,7 @@ def attention_metadata(
         backend=backend,
         places=places,
         is_row_by_row=is_row_by_row,
+        attend=attend,
     )
 
 

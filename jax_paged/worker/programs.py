@@ -13,10 +13,11 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_paged.models.attention import Backend
+from jax_paged.models.attention import Attend, Backend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.hooks import Hook, at_paths
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
+from jax_paged.worker.sampler import Sampler
 from jax_paged.worker.weights import FlatModel
 
 
@@ -55,6 +56,8 @@ class TraceContext:
         batch_invariant: Whether a token's sums may not depend on what is computed beside it.
         mesh: Where everything lies; None leaves that open, to lower for devices that are not there.
         is_processed: Whether log-probabilities are those of the processed logits.
+        attend: Attends in the backend's place; None for the backend.
+        sampler: Chooses tokens in the sampler's place; None for the sampler.
         hooks: Traced into the steps.
         hook_params: Structure of their parameters, which lie behind the weights.
         captured: What hooks capture of a row, by name: shapes.
@@ -75,6 +78,8 @@ class TraceContext:
     batch_invariant: bool
     mesh: Mesh | AbstractMesh | None
     is_processed: bool = False
+    attend: Attend | None = None
+    sampler: Sampler | None = None
     hooks: tuple[Hook, ...] = ()
     hook_params: Any = None
     captured: Mapping[str, tuple[int, ...]] = types.MappingProxyType({})

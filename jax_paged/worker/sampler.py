@@ -1,6 +1,7 @@
 """Logits to tokens, on the device: one pure function of the logits and each row's parameters."""
 
 import dataclasses
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,18 @@ class SampledTokens:
     has_choice: Bool[Array, " b"]
 
 
+class Sampler(Protocol):
+    """A choice of tokens of one's own, traced into the step: a pure function of arrays."""
+
+    def __call__(self, logits: Float[Array, "b v"], batch: SamplingBatch) -> Int[Array, " b"]:
+        """Returns a token id per row, of logits after mask, bias and penalties; of greedy rows too.
+
+        Whoever draws at random makes keys of batch.seed and batch.position, so that a request gets the same
+        tokens in any batch. A row whose id is no token ends its request, which says so.
+        """
+        ...
+
+
 def sample(
     logits: Float[Array, "b v"],
     batch: SamplingBatch,
@@ -97,6 +110,7 @@ def sample(
     max_logprobs: int,
     forced: Int[Array, " b"] | None = None,
     is_processed: bool = False,
+    own: Sampler | None = None,
 ) -> SampledTokens:
     """Chooses one token per row: mask, bias, penalties, temperature, min_p, top_k, top_p, then the draw.
 
@@ -110,6 +124,7 @@ def sample(
         forced: int32, the token to choose whatever is drawn, -1 for none. Nothing else changes.
         is_processed: Whether log-probabilities are those of the distribution that is drawn from; static. Of
             greedy rows, that is the one before temperature, min_p, top_k and top_p.
+        own: Chooses in place of temperature, min_p, top_k, top_p and the draw; static.
 
     Returns:
         The chosen tokens and their log-probabilities.
@@ -129,11 +144,15 @@ def sample(
     largest = jnp.take_along_axis(adjusted, greedy[:, None], axis=-1)[:, 0]
     has_choice = ~is_finite | (largest != -jnp.inf)
     is_random = batch.temperature >= GREEDY_BELOW
-    token_ids = lax.cond(
-        jnp.any(is_random),
-        lambda: jnp.where(is_random, _draw(adjusted, batch, is_random), greedy),
-        lambda: greedy,
-    )
+    if own is None:
+        token_ids = lax.cond(
+            jnp.any(is_random),
+            lambda: jnp.where(is_random, _draw(adjusted, batch, is_random), greedy),
+            lambda: greedy,
+        )
+    else:
+        token_ids = own(adjusted, batch).astype(jnp.int32)
+        has_choice &= (token_ids >= 0) & (token_ids < logits.shape[1])
     token_ids = jnp.where(is_finite & has_choice, token_ids, 0)
     if forced is not None:
         token_ids = jnp.where(forced >= 0, forced, token_ids)

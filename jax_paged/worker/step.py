@@ -72,10 +72,8 @@ class TracedStep:
         """
         context, fields = self.context, self.fields | moved
         model = context.merge(self.weights)
-        places, is_row_by_row = context.layout.places, context.batch_invariant
-        metadata = attention_metadata(
-            fields, self.tables, self.bucket, context.backend, places, is_row_by_row
-        )
+        how = context.backend, context.layout.places, context.batch_invariant, context.attend
+        metadata = attention_metadata(fields, self.tables, self.bucket, *how)
         captured: dict[str, Array] = {}
         hooks = context.hooks_at(self.weights, self.hook_columns(), captured) if context.hooks else {}
         hidden, kv_cache = model.paged(tokens, kv_cache, metadata, hooks)
@@ -87,6 +85,7 @@ class TracedStep:
             max_logprobs=context.max_logprobs,
             forced=fields["forced_tokens"][:, 0],
             is_processed=context.is_processed,
+            own=context.sampler,
         )
         token_counts = add_tokens(token_counts, batch.count_seats, drawn.token_ids)
         return drawn, hidden, captured, kv_cache, token_counts

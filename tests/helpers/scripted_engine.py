@@ -123,6 +123,9 @@ class ScriptedExecutor:
     def compile_plan(self) -> str:
         return "a table"
 
+    def compile_report(self) -> list[Any]:
+        return []
+
     def _take_seats(self, output: SchedulerOutput) -> None:
         if output.step_id == 0:  # the first of another scheduler
             self._seats.clear()

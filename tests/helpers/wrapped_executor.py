@@ -81,6 +81,9 @@ class WrappedExecutor:
     def compile_plan(self) -> str:
         return self.inner.compile_plan()
 
+    def compile_report(self) -> Any:
+        return self.inner.compile_report()
+
     def wait_until_compiled(self) -> None:
         self.inner.wait_until_compiled()
 
