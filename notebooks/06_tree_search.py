@@ -97,9 +97,9 @@ _ = run()
 greedy = SamplingParams(temperature=0, max_tokens=24)
 engine.add_request("sum", prompt("What is 17 + 25?"), greedy)
 run(1)
-guess = tokenizer.encode(" + 25 = 43.", add_special_tokens=False)
-found = engine.verify("sum", guess[-6:])
-for token_id, logprob in zip(guess[-6:], found.logprobs, strict=True):
+_, *guess = tokenizer.encode("17 + 25 = 43.", add_special_tokens=False)  # the first token is drawn already
+found = engine.verify("sum", guess)
+for token_id, logprob in zip(guess, found.logprobs, strict=True):
     print(f"{tokenizer.decode([token_id])!r:8} {logprob:8.3f}")
 print(found.num_accepted, "accepted;", repr(run()["sum"].outputs[0].text))
 
