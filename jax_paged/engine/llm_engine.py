@@ -3,7 +3,6 @@
 Nothing here imports JAX: only the executor that LLMEngine makes, if it is given none, does.
 """
 
-import collections
 import copy
 import hashlib
 import itertools
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
-from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
+from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
+from jax_paged.engine import prefixes
 from jax_paged.engine.assembly import (
     described,
     make_local_executor,
@@ -28,8 +28,8 @@ from jax_paged.engine.assembly import (
 )
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
-from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.engine.step_loop import StepLoop
 from jax_paged.inputs import Prompt
 from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
@@ -64,19 +64,20 @@ class LLMEngine:
             self.executor = executor
             self.config = with_end_token(executor.config, self.tokenizer)
             self.input_processor = InputProcessor(self.config, self.tokenizer)
-            self.scheduler = make_scheduler(self.config)
+            max_in_flight = 2 if self.config.async_scheduling else 1
+            self._loop = StepLoop(make_scheduler(self.config), executor, max_in_flight)
         except BaseException:
             if executor is not None:
                 executor.close()
             raise
-        self._requests: dict[str, RequestState] = {}
-        # Steps that the executor works on. A second one makes it busy while the host takes in the first.
-        self._in_flight: collections.deque[SchedulerOutput] = collections.deque()
-        self._max_in_flight = 2 if self.config.async_scheduling else 1
         self._pins = itertools.count()
         self._seeds = random.Random(self.config.seed)
         self._closed = False
-        self._failure: BaseException | None = None  # what has stopped a step half-way
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Decides what each step computes, and owns the blocks."""
+        return self._loop.scheduler
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -149,7 +150,12 @@ class LLMEngine:
         """
         self._check_open()
         check(isinstance(request_id, str), "request_id", request_id, "a string")
-        check(request_id not in self._requests, "request_id", request_id, "an id that no running request has")
+        check(
+            request_id not in self._loop.requests,
+            "request_id",
+            request_id,
+            "an id that no running request has",
+        )
         now = time.monotonic()
         if arrival_time is not None:
             _check_arrival_time(arrival_time, now)
@@ -175,8 +181,7 @@ class LLMEngine:
         )
         tokenizer = self.tokenizer if params.detokenize else None
         state = RequestState(group, prompt.prompt, tokenizer, prompt.encoder_prompt, prompt.stop)
-        self.scheduler.add(group)
-        self._requests[request_id] = state
+        self._loop.add(state)
 
     def abort_request(self, request_id: str | Iterable[str]) -> RequestState | None:
         """Ends a request, or several, now and frees the blocks; does nothing if no request with the id runs.
@@ -191,29 +196,11 @@ class LLMEngine:
             for one in request_id:
                 self.abort_request(one)
             return None
-        state = self._requests.get(request_id)
-        if state is None:
-            return None
-        state.group.metrics.finished_time = now = time.monotonic()
-        try:
-            self.scheduler.abort(request_id)
-            if self._failure is None:
-                self._finish_ended(state, now)
-        except Exception as error:
-            if self._failure is None:
-                self._failure = error
-                raise
-            # Nothing can be expected of a scheduler whose step was left half done.
-            for seq in state.group.unfinished:
-                seq.status = SequenceStatus.FINISHED_ABORTED
-        finally:
-            state.give_up()
-            self._requests.pop(request_id, None)
-        return state
+        return self._loop.abort(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has anything to do, if only to wait for what the device still works on."""
-        return self.scheduler.has_unfinished or bool(self._in_flight)
+        return self._loop.has_unfinished
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; returns the requests that got a token or ended, as their output_kind says."""
@@ -226,42 +213,11 @@ class LLMEngine:
         An error leaves the step half done and the engine unusable, but for aborting and closing.
         """
         self._check_open()
-        with deferred_interrupt():
-            try:
-                return self._advance()
-            except BaseException as error:
-                self._failure = error
-                raise
-
-    def _advance(self) -> list[RequestState]:
-        in_flight, most = self._in_flight, self._max_in_flight
-        while not in_flight or (len(in_flight) < most and self.scheduler.can_run_ahead):
-            in_flight.append(self.scheduler.schedule(time.monotonic()))
-            self.executor.dispatch(in_flight[-1])
-        output, result = in_flight.popleft(), self.executor.result()
-        now = time.monotonic()
-        update = self.scheduler.update(output, result, now)
-        for group, start, logprobs in update.prompt_logprobs:
-            self._requests[group.request_id].add_prompt_logprobs(start, logprobs)
-        ended = dict.fromkeys([*output.ended, *(group.request_id for group in update.ended)])
-        for group, seq, token_ids, logprobs in update.new_tokens:
-            found = self._requests[group.request_id].add_tokens(seq, token_ids, logprobs)
-            if found is not None:
-                stop, num_output_tokens = found
-                status = SequenceStatus.FINISHED_STOPPED
-                self.scheduler.finish(group, seq, status, now, stop, num_output_tokens=num_output_tokens)
-                ended[group.request_id] = None
-        request_ids = [*output.ended, *(group.request_id for group in update.changed)]
-        changed = [self._requests[request_id] for request_id in request_ids]
-        for request_id in ended:
-            self._finish_ended(self._requests[request_id], now)
-        return changed
+        return self._loop.advance()
 
     def drain(self) -> bool:
         """Waits for what the device still computes for requests that have ended; returns if no others run."""
-        while self._in_flight and not self.scheduler.has_unfinished:
-            self.advance()
-        return not self.scheduler.has_unfinished
+        return self._loop.drain()
 
     def pin_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> str:
         """Computes a prefix and keeps its full blocks in the pool until it is unpinned.
@@ -278,39 +234,7 @@ class LLMEngine:
             RuntimeError: If requests are running.
         """
         self._check_open()
-        if not self.drain():
-            raise RuntimeError("requests are running; pin prefixes before them")
-        manager = self.scheduler.block_manager
-        if not manager.enable_prefix_caching:
-            raise ValueError("enable_prefix_caching is False; allowed for pinned prefixes: True")
-        if self.config.decoder_start_token_id is not None:
-            raise ValueError(
-                "an encoder-decoder model has no prefixes to pin: each encoder output is one request's"
-            )
-        params = SamplingParams(temperature=0, max_tokens=1)
-        request = self.check_request(prompt, params, cache_salt=cache_salt)
-        if len(request.prompt_token_ids) < manager.block_size:
-            raise ValueError(
-                f"the prefix has {len(request.prompt_token_ids)} tokens; allowed: at least a block of "
-                f"{manager.block_size}, as only full blocks are shared"
-            )
-        name = f"prefix-{next(self._pins)}"
-        self.add_request(name, request)
-        state = self._requests[name]
-        try:
-            while self.has_unfinished_requests():
-                self.advance()
-        finally:
-            self.abort_request(name)
-        seq = state.group.sequences[0]
-        if not seq.output_token_ids or seq.status is SequenceStatus.FINISHED_ABORTED:
-            num_free, num_usable = manager.num_free_blocks, manager.num_usable_blocks
-            raise ValueError(
-                f"the prefix was not computed: {seq.stop_reason or 'it was aborted'}; allowed: one of finite "
-                f"logits, for which the {num_free} free blocks of {num_usable} are enough"
-            )
-        manager.pin(name, request.prompt_token_ids, cache_salt)
-        return name
+        return prefixes.pin(self, f"prefix-{next(self._pins)}", prompt, cache_salt)
 
     def unpin_prefix(self, name: str) -> None:
         """Lets go of a pinned prefix, by the name that pin_prefix returned.
@@ -337,14 +261,14 @@ class LLMEngine:
             raise RuntimeError("requests are running or prefixes pinned; record before them")
         from jax_paged.lab.recording import RecordedScheduler
 
-        self.scheduler = RecordedScheduler(self.scheduler, sink)
+        self._loop.scheduler = RecordedScheduler(self.scheduler, sink)
 
     def pool_map(self) -> "PoolMap":
         """Returns what each block of the pool holds, who holds it and how full it is; a notebook draws it."""
         from jax_paged.lab.pool_map import pool_map
 
         self._check_not_closed()
-        return pool_map(self.scheduler.block_manager, (state.group for state in self._requests.values()))
+        return pool_map(self.scheduler.block_manager, (state.group for state in self._loop.requests.values()))
 
     def compile_plan(self) -> str:
         """Returns a table of the buckets: shapes, seconds and bytes of what is compiled."""
@@ -355,7 +279,7 @@ class LLMEngine:
         """Frees weights and pool and forgets all requests; a second call does nothing."""
         if not self._closed:
             self._closed = True
-            self._requests.clear()
+            self._loop.requests.clear()
             self.executor.close()
 
     def __enter__(self) -> Self:
@@ -369,23 +293,15 @@ class LLMEngine:
     def __repr__(self) -> str:
         if self._closed:
             return f"<{self.config.model_name}, closed>"
-        if self._failure is not None:
-            return f"<{self.config.model_name}, failed: {self._failure!r}>"
+        if self._loop.failure is not None:
+            return f"<{self.config.model_name}, failed: {self._loop.failure!r}>"
         return f"<{described(self.config, self.executor.buckets)}>"
-
-    def _finish_ended(self, state: RequestState, now: float) -> None:
-        """Finishes the outputs whose sequences have ended; forgets a request that has ended as a whole."""
-        for seq, stop in state.finish():
-            if seq.status is not SequenceStatus.FINISHED_ABORTED:
-                self.scheduler.finish(state.group, seq, SequenceStatus.FINISHED_STOPPED, now, stop)
-        if state.is_finished:
-            del self._requests[state.group.request_id]
 
     def _check_open(self) -> None:
         self._check_not_closed()
-        if self._failure is not None:
-            message = f"the engine has failed: {self._failure!r}; make a new one"
-            raise EngineDeadError(message) from self._failure
+        if self._loop.failure is not None:
+            message = f"the engine has failed: {self._loop.failure!r}; make a new one"
+            raise EngineDeadError(message) from self._loop.failure
 
     def _check_not_closed(self) -> None:
         if self._closed:

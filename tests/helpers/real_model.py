@@ -279,7 +279,7 @@ def reschedule(
         "eos_token_ids": config.eos_token_ids,
         "burst_size": config.num_scheduler_steps,
     }
-    engine.scheduler = Scheduler(block_manager=manager, **(limits | settings))
+    engine._loop.scheduler = Scheduler(block_manager=manager, **(limits | settings))
 
 
 class Steps(list[SchedulerOutput]):
