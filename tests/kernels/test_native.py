@@ -154,8 +154,8 @@ def grow(factor):
     return change
 
 
-# The largest score of a lane grows with these: by less than is worth a rescaling each time, by jumps at the begin, in
-# the middle and at the end of blocks, in both directions, and beyond what exp(score) could hold.
+# The largest score of a lane grows with these: by less than is worth a rescaling each time, by jumps at the
+# begin, in the middle and at the end of blocks, in both directions, and beyond what exp(score) could hold.
 GROWTH = {
     "slowly": lambda t: 0.2 + t / 400,
     "by jumps": lambda t: np.where(t < 64, 0.01, np.where(t < 127, 3, np.where(t < 128, 60, 0.5))),
