@@ -75,6 +75,7 @@ def abstract_context(
         max_num_batched_tokens=max_num_batched_tokens,
         max_logprobs=20,
         backend=backend,
+        batch_invariant=False,
         mesh=mesh,
     )
 

@@ -118,6 +118,10 @@ class EngineArgs:
         num_scheduler_steps: Decode steps that are done in one while no request waits (a burst): the host then
             is not needed in between, but tokens come that many at a time, and a newcomer waits for the end of
             the burst. 1 for none.
+        batch_invariant: Whether the tokens and log-probabilities of a request are the same to the bit
+            whatever runs beside it, and however it is cut into chunks, preempted or served from the cache
+            (on a CPU). Every step is then padded to the largest shape of its kind, and prompts attend token
+            by token.
         seed: Determines the seeds of requests that bring none.
         attention_backend: Which kernels attend: "native" (CPU, in C++), "pallas" (GPU), "pallas_interpret"
             (their CPU interpreter), "xla", or "auto": "native" on a CPU if it was built, else "xla".
@@ -150,6 +154,7 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     async_scheduling: bool = True
     num_scheduler_steps: int = 1
+    batch_invariant: bool = False
     seed: int = 0
     attention_backend: AttentionBackend = "auto"
     matmul_backend: MatmulBackend = "auto"
@@ -162,7 +167,13 @@ class EngineArgs:
         )
         ok = self.tokenizer is None or (isinstance(self.tokenizer, str) and bool(self.tokenizer))
         note(check, ok, "tokenizer", self.tokenizer, "None or a non-empty string")
-        flags = ("skip_tokenizer_init", "enable_prefix_caching", "enable_chunked_prefill", "async_scheduling")
+        flags = (
+            "skip_tokenizer_init",
+            "enable_prefix_caching",
+            "enable_chunked_prefill",
+            "async_scheduling",
+            "batch_invariant",
+        )
         for name in flags:
             note(check_choice, name, getattr(self, name), (False, True))
         note(check_choice, "dtype", self.dtype, get_args(DTypeName))
@@ -183,6 +194,9 @@ class EngineArgs:
                 note(check_int, name, getattr(self, name), low)
         note(check_int, "max_logprobs", self.max_logprobs, -1)
         note(check_int, "num_scheduler_steps", self.num_scheduler_steps, 1)
+        ok = self.num_scheduler_steps == 1 or not self.batch_invariant
+        allowed = "1 with batch_invariant, as a burst is a program of its own, whose sums may differ"
+        note(check, ok, "num_scheduler_steps", self.num_scheduler_steps, allowed)
         note(check_int, "seed", self.seed, 0, 2**63 - 1)
         note(check_number, "gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, low_open=True)
         note(check_number, "swap_space", self.swap_space, 0, math.inf)
@@ -264,6 +278,7 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     preemption_mode: Literal["recompute", "swap"] | None = None
     delay_factor: float = 0.0
+    batch_invariant: bool = False
     async_scheduling: bool = True
     num_scheduler_steps: int = 1
     seed: int = 0

@@ -40,7 +40,8 @@ class LLM:
         loaded: A model in memory to serve in place of the weights of `model`, such as one in training. They
             stay the caller's.
         executor: As LLMEngine takes it; only without `loaded`.
-        **engine_args: The other fields of EngineArgs; num_scheduler_steps is 8 unless given.
+        **engine_args: The other fields of EngineArgs; num_scheduler_steps is 8 unless it is given, or
+            batch_invariant is True.
 
     Raises:
         ValueError: If the model or a setting can't be used.
@@ -55,7 +56,8 @@ class LLM:
         executor: "Executor | None" = None,
         **engine_args: Any,
     ) -> None:
-        engine_args = {"num_scheduler_steps": NUM_SCHEDULER_STEPS, **engine_args}
+        num_steps = 1 if engine_args.get("batch_invariant") else NUM_SCHEDULER_STEPS
+        engine_args = {"num_scheduler_steps": num_steps, **engine_args}
         args = EngineArgs(model=model, tokenizer=tokenizer, **engine_args)
         if loaded is not None:
             from jax_paged.worker.executor import LocalExecutor  # imports JAX

@@ -23,7 +23,7 @@ Backend = ops.Implementation
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["positions", "slot_mapping", "block_tables", "context_lens", "query_start_loc"],
-    meta_fields=["is_decode", "backend", "places"],
+    meta_fields=["is_decode", "backend", "places", "is_row_by_row"],
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionMetadata:
@@ -43,6 +43,8 @@ class AttentionMetadata:
         is_decode: Static; True if T == B and token row b is the only one of sequence b.
         backend: Static; which kernels attend.
         places: Static; (pool, cache group) of each entry of the model's kv_cache_specs().
+        is_row_by_row: Static; whether every token row attends as a decode of its own, so that its sums depend
+            neither on the rows beside it nor on where the chunks of its prompt begin.
     """
 
     positions: Int[Array, " t"]
@@ -53,6 +55,18 @@ class AttentionMetadata:
     is_decode: bool
     backend: Backend
     places: tuple[tuple[int, int], ...]
+    is_row_by_row: bool = False
+
+    def of_token_rows(self, group: int) -> tuple[Int[Array, "t m"], Int[Array, " t"]]:
+        """Returns the block tables and context lengths of the sequences of all token rows; 0 in padding."""
+        tables, lens = self.block_tables[group], self.context_lens[group]
+        if self.is_decode:
+            return tables, lens
+        rows = jnp.arange(self.positions.shape[0])[:, None]
+        seq = jnp.sum(rows >= self.query_start_loc[1:], axis=1)
+        is_padding = seq >= lens.shape[0]
+        seq = jnp.minimum(seq, lens.shape[0] - 1)
+        return tables[seq], jnp.where(is_padding, 0, lens[seq])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,12 +221,14 @@ def paged_attention(
     backend = metadata.backend
     kv_pages = ops.write_kv(kv_cache[pool], k, v, metadata.slot_mapping[group], backend=backend)
     kv_cache[pool] = kv_pages
-    tables, lens = metadata.block_tables[group], metadata.context_lens[group]
     options = {"scale": scale, "window": window_of(spec), "soft_cap": soft_cap, "backend": backend}
     if distance_bias is not None:
         options["distance_bias"] = distance_bias
-    if metadata.is_decode:
+    if metadata.is_decode or metadata.is_row_by_row:
+        tables, lens = metadata.of_token_rows(group)
+        lens = lens if metadata.is_decode else jnp.minimum(lens, metadata.positions + 1)
         return ops.paged_decode(q, kv_pages, tables, lens, **options)
+    tables, lens = metadata.block_tables[group], metadata.context_lens[group]
     return ops.ragged_attention(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
 
 
@@ -232,12 +248,5 @@ def cross_attention(
         The attention of every token row, 0 in padding.
     """
     pool, group = metadata.places[layer]
-    tables, lens = metadata.block_tables[group], metadata.context_lens[group]
-    if not metadata.is_decode:
-        # Nothing is causal here, so every token row is a decode of its own.
-        rows = jnp.arange(q.shape[0])[:, None]
-        seq = jnp.sum(rows >= metadata.query_start_loc[1:], axis=1)
-        is_padding = seq >= lens.shape[0]
-        seq = jnp.minimum(seq, lens.shape[0] - 1)
-        tables, lens = tables[seq], jnp.where(is_padding, 0, lens[seq])
+    tables, lens = metadata.of_token_rows(group)  # nothing is causal here
     return ops.paged_decode(q, kv_cache[pool], tables, lens, scale=scale, backend=metadata.backend)

@@ -28,6 +28,7 @@ from jax_paged.engine.assembly import (
 )
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
+from jax_paged.engine.invariance import check_invariance
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.step_loop import StepLoop
 from jax_paged.inputs import Prompt
@@ -57,22 +58,28 @@ class LLMEngine:
 
     def __init__(self, args: EngineArgs, executor: "Executor | None" = None) -> None:
         self.args = args
+        self._pins = itertools.count()
+        self._seeds = random.Random(args.seed)
+        self._closed = False
         try:
             self.tokenizer = make_tokenizer(args)
             if executor is None:
                 executor = make_local_executor(args)
-            self.executor = executor
             self.config = with_end_token(executor.config, self.tokenizer)
             self.input_processor = InputProcessor(self.config, self.tokenizer)
             max_in_flight = 2 if self.config.async_scheduling else 1
             self._loop = StepLoop(make_scheduler(self.config), executor, max_in_flight)
+            if self.config.batch_invariant:
+                check_invariance(self)
         except BaseException:
             if executor is not None:
                 executor.close()
             raise
-        self._pins = itertools.count()
-        self._seeds = random.Random(self.config.seed)
-        self._closed = False
+
+    @property
+    def executor(self) -> "Executor":
+        """Computes the steps."""
+        return self._loop.executor
 
     @property
     def scheduler(self) -> Scheduler:

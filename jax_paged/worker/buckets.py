@@ -63,6 +63,21 @@ def plan_buckets(
     return buckets + [Bucket(False, t, min(t, max_num_seqs)) for t in sorted(mixed) if t > 1]
 
 
+def plan_invariant_buckets(
+    max_num_seqs: int, max_num_batched_tokens: int, *, has_invariant_products: bool
+) -> list[Bucket]:
+    """Returns one shape for decode steps and one for the others, in which a token gets the same sums.
+
+    Args:
+        max_num_seqs: As `plan_buckets` takes it, and so is max_num_batched_tokens.
+        has_invariant_products: Whether a product adds up a row in the same order however many rows it has.
+            Otherwise both shapes have as many.
+    """
+    rows = max_num_seqs if has_invariant_products else max_num_batched_tokens
+    buckets = plan_buckets(max_num_seqs, max_num_batched_tokens, min_rows=rows)
+    return list({bucket.is_decode: bucket for bucket in buckets}.values())
+
+
 def plan_bursts(buckets: list[Bucket], burst_size: int) -> list[Bucket]:
     """Returns the shapes of bursts, in ascending order: those of decode steps, none for a burst size of 1."""
     decode = [b for b in buckets if b.is_decode and burst_size > 1]

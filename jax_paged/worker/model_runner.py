@@ -26,7 +26,7 @@ from jax_paged.worker import prompt_logprobs
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
 from jax_paged.worker.block_tables import WriteBlockTablesProgram, write_block_tables
-from jax_paged.worker.buckets import Bucket, plan_buckets, plan_bursts
+from jax_paged.worker.buckets import Bucket, plan_buckets, plan_bursts, plan_invariant_buckets
 from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
 from jax_paged.worker.encoder import build_encoder_inputs, plan_encoders
 from jax_paged.worker.input_batch import InputBatch
@@ -106,6 +106,7 @@ class ModelRunner:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_logprobs=config.max_logprobs,
                 backend=backend,
+                batch_invariant=config.batch_invariant,
                 mesh=mesh,
             )
 
@@ -167,6 +168,8 @@ class ModelRunner:
         min_rows = 2 if on_cpu and matmul_backend == "xla" and loaded.dtype == jnp.bfloat16 else 1
         limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
         buckets = plan_buckets(*limits, is_fine=on_cpu, min_rows=min_rows)
+        if self.config.batch_invariant:
+            buckets = plan_invariant_buckets(*limits, has_invariant_products=packs)
         self._has_mixed = not all(bucket.is_decode for bucket in buckets)
         # Last, as it leaves threads behind.
         self._compiled = CompiledPrograms(

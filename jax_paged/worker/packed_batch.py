@@ -138,6 +138,7 @@ def attention_metadata(
     bucket: Bucket,
     backend: Backend,
     places: tuple[tuple[int, int], ...],
+    is_row_by_row: bool,
 ) -> AttentionMetadata:
     """Returns what the model reads: part of an unpacked buffer, and the block tables of its rows."""
     names = ("positions", "slot_mapping", "context_lens", "query_start_loc")
@@ -147,6 +148,7 @@ def attention_metadata(
         is_decode=bucket.is_decode,
         backend=backend,
         places=places,
+        is_row_by_row=is_row_by_row,
     )
 
 

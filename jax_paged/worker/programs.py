@@ -49,6 +49,7 @@ class TraceContext:
         max_num_batched_tokens: Token rows of the largest step.
         max_logprobs: Most likely tokens that are reported.
         backend: Which kernels attend.
+        batch_invariant: Whether a token's sums may not depend on what is computed beside it.
         mesh: Where everything lies; None leaves that open, to lower for devices that are not there.
     """
 
@@ -64,6 +65,7 @@ class TraceContext:
     max_num_batched_tokens: int
     max_logprobs: int
     backend: Backend
+    batch_invariant: bool
     mesh: Mesh | AbstractMesh | None
 
     @property

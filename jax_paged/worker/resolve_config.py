@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jax_paged.checks import check_int
+from jax_paged.checks import check, check_int
 from jax_paged.config import EngineArgs, EngineConfig
 from jax_paged.core.cache_group import CacheGroup
 
@@ -72,11 +72,18 @@ def resolve_config(
     check_int("max_model_len", max_model_len, 2, model.max_model_len)
     max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
     max_num_batched_tokens = args.max_num_batched_tokens or (512 if on_cpu else 2048)
+    if args.batch_invariant and args.max_num_batched_tokens is None and matmul_backend == "xla":
+        # Decode steps are as large (see plan_invariant_buckets): prompts are slow then, rather than answers.
+        max_num_batched_tokens = max_num_seqs
     if not args.enable_chunked_prefill:
         if args.max_num_batched_tokens is None:
             max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
         name = "max_num_batched_tokens (with enable_chunked_prefill=False)"
         check_int(name, max_num_batched_tokens, max_model_len)
+    if args.batch_invariant:
+        ok = on_cpu and backend in ("native", "xla")
+        allowed = "False here: only attention on a CPU, by 'native' or 'xla', adds up every row by itself"
+        check(ok, "batch_invariant", True, allowed)
     # No more than what all running sequences can fill.
     max_swapped = max_num_seqs * -(-max_model_len // args.block_size) * len(model.cache_groups)
     max_logprobs = model.vocab_size if args.max_logprobs == -1 else min(args.max_logprobs, model.vocab_size)
@@ -105,6 +112,7 @@ def resolve_config(
         scheduling_policy=args.scheduling_policy,
         preemption_mode=args.preemption_mode,
         delay_factor=args.scheduler_delay_factor,
+        batch_invariant=args.batch_invariant,
         async_scheduling=args.async_scheduling,
         num_scheduler_steps=args.num_scheduler_steps,
         seed=args.seed,

@@ -69,8 +69,9 @@ class TracedStep:
         """
         context, fields = self.context, self.fields | moved
         model = context.merge(self.weights)
+        places, is_row_by_row = context.layout.places, context.batch_invariant
         metadata = attention_metadata(
-            fields, self.tables, self.bucket, context.backend, context.layout.places
+            fields, self.tables, self.bucket, context.backend, places, is_row_by_row
         )
         hidden, kv_cache = model.paged(tokens, kv_cache, metadata)
         logits = model.logits(hidden[fields["logits_rows"]])

@@ -50,7 +50,7 @@ def encoded(llm, monkeypatch):
     def note(output):
         texts.extend(text.token_ids for text in output.to_encode)
 
-    monkeypatch.setattr(engine, "executor", WrappedExecutor(engine.executor, before=note))
+    monkeypatch.setattr(engine._loop, "executor", WrappedExecutor(engine.executor, before=note))
     return texts
 
 

@@ -35,7 +35,7 @@ class Steps:
         self.spoiled: tuple[int, int] | None = None  # (seed of a sequence, its output tokens): see spoil
         self._engine = engine
         executor = WrappedExecutor(engine.executor, self._begin, self._end)
-        monkeypatch.setattr(engine, "executor", executor)
+        monkeypatch.setattr(engine._loop, "executor", executor)
         # So that a step that is slowed down, failed or spoiled is the last that was begun.
         monkeypatch.setattr(engine._loop, "max_in_flight", 1)
 

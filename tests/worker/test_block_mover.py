@@ -57,6 +57,7 @@ def make_mover(
         max_num_batched_tokens=16,
         max_logprobs=1,
         backend="xla",
+        batch_invariant=False,
         mesh=MESH,
     )
     return mover, {program: program.lower(context).compile() for program in mover.programs}

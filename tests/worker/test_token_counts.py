@@ -40,6 +40,7 @@ def compiled() -> jax.stages.Compiled:
         max_num_batched_tokens=16,
         max_logprobs=1,
         backend="xla",
+        batch_invariant=False,
         mesh=Mesh(np.array(jax.devices()[:1]), (TENSOR,)),
     )
     return ResetTokenCountsProgram().lower(context).compile()
