@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
+from jax_paged.engine.assembly import OwnScheduler
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.llm_engine import LLMEngine
@@ -40,6 +41,7 @@ class LLM:
         loaded: A model in memory to serve in place of the weights of `model`, such as one in training. They
             stay the caller's.
         executor: As LLMEngine takes it; only without `loaded`.
+        scheduler: One of your own, as LLMEngine takes it.
         **engine_args: The other fields of EngineArgs; num_scheduler_steps is 8 unless it is given, or
             batch_invariant is True.
 
@@ -54,6 +56,7 @@ class LLM:
         *,
         loaded: "LoadedModel | None" = None,
         executor: "Executor | None" = None,
+        scheduler: OwnScheduler | None = None,
         **engine_args: Any,
     ) -> None:
         num_steps = 1 if engine_args.get("batch_invariant") else NUM_SCHEDULER_STEPS
@@ -64,7 +67,7 @@ class LLM:
 
             check(executor is None, "executor", executor, "None beside `loaded`")
             executor = LocalExecutor(args, loaded)
-        self.llm_engine = LLMEngine(args, executor)
+        self.llm_engine = LLMEngine(args, executor, scheduler=scheduler)
         self._request_ids = itertools.count()
 
     def generate(

@@ -57,16 +57,17 @@ class AttentionMetadata:
     places: tuple[tuple[int, int], ...]
     is_row_by_row: bool = False
 
-    def of_token_rows(self, group: int) -> tuple[Int[Array, "t m"], Int[Array, " t"]]:
-        """Returns the block tables and context lengths of the sequences of all token rows; 0 in padding."""
+    def of_token_rows(self, group: int, *, is_causal: bool) -> tuple[Int[Array, "t m"], Int[Array, " t"]]:
+        """Returns the block table of each token row, and how many tokens it attends to; 0 in padding."""
         tables, lens = self.block_tables[group], self.context_lens[group]
         if self.is_decode:
             return tables, lens
-        rows = jnp.arange(self.positions.shape[0])[:, None]
-        seq = jnp.sum(rows >= self.query_start_loc[1:], axis=1)
+        rows = jnp.arange(self.positions.shape[0])
+        seq = jnp.sum(rows[:, None] >= self.query_start_loc[1:], axis=1)
         is_padding = seq >= lens.shape[0]
         seq = jnp.minimum(seq, lens.shape[0] - 1)
-        return tables[seq], jnp.where(is_padding, 0, lens[seq])
+        behind = self.query_start_loc[seq + 1] - 1 - rows if is_causal else 0
+        return tables[seq], jnp.where(is_padding, 0, lens[seq] - behind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,8 +226,7 @@ def paged_attention(
     if distance_bias is not None:
         options["distance_bias"] = distance_bias
     if metadata.is_decode or metadata.is_row_by_row:
-        tables, lens = metadata.of_token_rows(group)
-        lens = lens if metadata.is_decode else jnp.minimum(lens, metadata.positions + 1)
+        tables, lens = metadata.of_token_rows(group, is_causal=True)
         return ops.paged_decode(q, kv_pages, tables, lens, **options)
     tables, lens = metadata.block_tables[group], metadata.context_lens[group]
     return ops.ragged_attention(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
@@ -248,5 +248,5 @@ def cross_attention(
         The attention of every token row, 0 in padding.
     """
     pool, group = metadata.places[layer]
-    tables, lens = metadata.of_token_rows(group)  # nothing is causal here
+    tables, lens = metadata.of_token_rows(group, is_causal=False)
     return ops.paged_decode(q, kv_cache[pool], tables, lens, scale=scale, backend=metadata.backend)

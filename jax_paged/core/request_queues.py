@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+from typing import Any
 
 from jax_paged.core.sequence import SequenceGroup
 
@@ -19,7 +20,7 @@ class RequestQueues:
         self.swapped: dict[str, SequenceGroup] = {}
         self.num_seats_taken = 0  # sequences that the running requests may come to have at a time
         self._seats: dict[str, int] = {}
-        self._heap: list[tuple[tuple[int, int], SequenceGroup]] = []
+        self._heap: list[tuple[tuple[Any, int], SequenceGroup]] = []
         self._in_heap: set[SequenceGroup] = set()
         self._arrivals = itertools.count()
 

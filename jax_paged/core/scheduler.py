@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from jax_paged.checks import check_choice, check_int, check_number
 from jax_paged.core.admission import Admission, Answer
@@ -21,15 +21,17 @@ from jax_paged.core.sequence_updater import SequenceUpdater, StepUpdate
 from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.stop_conditions import StopConditions
 
+Policy = Literal["fcfs", "priority"] | Callable[[SequenceGroup], Any]
+
 
 class Scheduler:
     """Running requests first, then waiting ones, as far as tokens, seats and blocks last.
 
-    The order is that of arrival ("fcfs"), or of priority and then arrival. A request is admitted when the
-    blocks of all its tokens are at hand, and gets them at once; its prompt is then computed in chunks of
-    whatever the token budget leaves. A chunk leaves a token to every running sequence that only needs one,
-    also to those behind it: so every running request advances in every step, unless its beams don't all
-    fit into the budget, or it waits for blocks to copy to.
+    The order is that of arrival ("fcfs"), of priority and then arrival, or that of a key. A request is
+    admitted when the blocks of all its tokens are at hand, and gets them at once; its prompt is then computed
+    in chunks of whatever the token budget leaves. A chunk leaves a token to every running sequence that only
+    needs one, also to those behind it: so every running request advances in every step, unless its beams
+    don't all fit into the budget, or it waits for blocks to copy to.
 
     When blocks run out, the last request in the order is preempted with all its sequences: it waits, and
     recomputes its tokens when it is admitted again; or its blocks are swapped out to host memory. A request
@@ -53,8 +55,8 @@ class Scheduler:
         eos_token_ids: Tokens that end a sequence, unless its request ignores them.
         watermark: Share of the usable blocks that stays free when a request is admitted beside running
             ones: room for these to grow, so that the newcomer isn't preempted at once.
-        policy: "fcfs" or "priority". A request of a lower priority value goes first, and takes blocks and
-            seats from running ones of a higher value.
+        policy: "fcfs", "priority", or a function of a new request that returns its key. A request of a lower
+            priority or key goes first, and takes blocks and seats from running ones of a higher one.
         preemption_mode: "recompute" or "swap" for all requests; None for the paper's rule.
         enable_chunked_prefill: False computes whole prompts only, in steps of their own that go before
             those of running requests.
@@ -78,7 +80,7 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         watermark: float = 0.01,
-        policy: Literal["fcfs", "priority"] = "fcfs",
+        policy: Policy = "fcfs",
         preemption_mode: PreemptionMode | None = None,
         enable_chunked_prefill: bool = True,
         delay_factor: float = 0.0,
@@ -88,7 +90,8 @@ class Scheduler:
         check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
         check_int("max_model_len", max_model_len, 1)
         check_number("watermark", watermark, 0, 1)
-        check_choice("policy", policy, ("fcfs", "priority"))
+        if not callable(policy):
+            check_choice("policy", policy, ("fcfs", "priority"))
         check_choice("preemption_mode", preemption_mode, (None, "recompute", "swap"))
         check_number("delay_factor", delay_factor, 0, math.inf)
         check_int("burst_size", burst_size, 1)
@@ -157,7 +160,8 @@ class Scheduler:
         (seq,) = group.sequences
         assert 0 < len(seq) < self.max_model_len, f"prompt of {len(seq)} tokens"
         assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences"
-        assert self.policy == "priority" or not group.priority, "a priority under fcfs"
+        assert self.policy != "fcfs" or not group.priority, "a priority under fcfs"
+        group.key = self.policy(group) if callable(self.policy) else group.priority
         self.queues.add(group)
 
     def abort(self, request_id: str) -> SequenceGroup | None:

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import itertools
+from typing import Any
 
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
@@ -165,7 +166,8 @@ class SequenceGroup:
         priority: Lower is served earlier, under the "priority" policy.
         beam_params: What is searched, if it is a beam search; its sequences are then the beams.
         encoder_token_ids: What the encoder of an encoder-decoder model reads; empty for a decoder.
-        arrival: Its place in the order of arrival; set by the scheduler.
+        key: What the scheduler orders groups by; set by it.
+        arrival: Its place in the order of arrival, which settles ties; set by the scheduler.
         completed: Of a beam search, the best hypotheses that ended; they hold no blocks.
     """
 
@@ -177,6 +179,7 @@ class SequenceGroup:
     priority: int = 0
     beam_params: BeamSearchParams | None = None
     encoder_token_ids: list[int] = dataclasses.field(default_factory=list)
+    key: Any = 0
     arrival: int = 0
     completed: list[Sequence] = dataclasses.field(default_factory=list)
 
@@ -193,9 +196,9 @@ class SequenceGroup:
         return len(self.unfinished)
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[Any, int]:
         """Groups of a lower order go first."""
-        return self.priority, self.arrival
+        return self.key, self.arrival
 
     @property
     def unfinished(self) -> list[Sequence]:

@@ -1,12 +1,15 @@
 """The parts of an engine: its tokenizer, executor, configuration and scheduler; and how it is described."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from jax_paged.checks import check
 from jax_paged.config import EngineArgs, EngineConfig
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.sequence import SequenceGroup
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.models.checkpoint import resolve_model_dir
 
@@ -50,8 +53,16 @@ def with_end_token(config: EngineConfig, tokenizer: Tokenizer | None) -> EngineC
     return dataclasses.replace(config, eos_token_ids=config.eos_token_ids | {token_id})
 
 
-def make_scheduler(config: EngineConfig) -> Scheduler:
-    """Returns a scheduler over an empty pool."""
+# A scheduler of the user's own: a class in place of Scheduler, or the key that its requests are ordered by.
+OwnScheduler = type[Scheduler] | Callable[[SequenceGroup], Any]
+
+
+def make_scheduler(config: EngineConfig, own: OwnScheduler | None = None) -> Scheduler:
+    """Returns a scheduler over an empty pool, of the user's own if there is one."""
+    make, policy = own if isinstance(own, type) else Scheduler, config.scheduling_policy
+    if own is not None and not isinstance(own, type):
+        check(policy == "fcfs", "scheduling_policy", policy, "'fcfs' beside a key, which takes its place")
+        policy = own
     manager = BlockManager(
         config.num_blocks,
         config.block_size,
@@ -59,13 +70,13 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
         groups=config.cache_groups,
         num_swap_blocks=config.num_swap_blocks,
     )
-    return Scheduler(
+    return make(
         block_manager=manager,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         eos_token_ids=config.eos_token_ids,
-        policy=config.scheduling_policy,
+        policy=policy,
         preemption_mode=config.preemption_mode,
         enable_chunked_prefill=config.enable_chunked_prefill,
         delay_factor=config.delay_factor,

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, Self
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.engine import prefixes
 from jax_paged.engine.assembly import (
+    OwnScheduler,
     described,
     make_local_executor,
     make_scheduler,
@@ -51,12 +53,20 @@ class LLMEngine:
         args: Model and limits.
         executor: Runs the steps. The engine closes it, also if it can't be made. None runs them in this
             process.
+        scheduler: A subclass of Scheduler to take its place; or a function of a new request (a SequenceGroup)
+            that returns its key: requests of lower keys go first, and take the blocks of others.
 
     Raises:
         ValueError: If the model, its tokenizer or a setting can't be used.
     """
 
-    def __init__(self, args: EngineArgs, executor: "Executor | None" = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        executor: "Executor | None" = None,
+        *,
+        scheduler: OwnScheduler | None = None,
+    ) -> None:
         self.args = args
         self._pins = itertools.count()
         self._seeds = random.Random(args.seed)
@@ -68,7 +78,7 @@ class LLMEngine:
             self.config = with_end_token(executor.config, self.tokenizer)
             self.input_processor = InputProcessor(self.config, self.tokenizer)
             max_in_flight = 2 if self.config.async_scheduling else 1
-            self._loop = StepLoop(make_scheduler(self.config), executor, max_in_flight)
+            self._loop = StepLoop(make_scheduler(self.config, scheduler), executor, max_in_flight)
             if self.config.batch_invariant:
                 check_invariance(self)
         except BaseException:
@@ -80,6 +90,11 @@ class LLMEngine:
     def executor(self) -> "Executor":
         """Computes the steps."""
         return self._loop.executor
+
+    @property
+    def observers(self) -> list[Callable[[Scheduler, SchedulerOutput], None]]:
+        """Functions that are called after each step, with the scheduler and the step; append your own."""
+        return self._loop.observers
 
     @property
     def scheduler(self) -> Scheduler:

@@ -2,6 +2,7 @@
 
 import collections
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jax_paged.core.scheduler import Scheduler
@@ -25,6 +26,7 @@ class StepLoop:
 
     Attributes:
         requests: The unfinished requests, by id.
+        observers: Called after each step, with the scheduler and the step that it has taken in.
         failure: What has stopped a step half-way; nothing may be stepped any more then.
     """
 
@@ -33,6 +35,7 @@ class StepLoop:
         self.executor = executor
         self.max_in_flight = max_in_flight
         self.requests: dict[str, RequestState] = {}
+        self.observers: list[Callable[[Scheduler, SchedulerOutput], None]] = []
         self.failure: BaseException | None = None
         self._in_flight: collections.deque[SchedulerOutput] = collections.deque()
 
@@ -105,6 +108,8 @@ class StepLoop:
         changed = [self.requests[request_id] for request_id in request_ids]
         for request_id in ended:
             self._finish_ended(self.requests[request_id], now)
+        for observe in self.observers:
+            observe(self.scheduler, output)
         return changed
 
     def _finish_ended(self, state: RequestState, now: float) -> None:

@@ -25,8 +25,8 @@ OWNER_DTYPE = np.dtype(
         ("num_tokens", "i4"),
     ]
 )
-_MAX_DRAWN, _MAX_LISTED, _MAX_STRIPES = 2000, 16, 4
-_SIDE, _PITCH, _NUM_COLUMNS = 20, 24, 40
+MAX_DRAWN, _MAX_LISTED, _MAX_STRIPES = 2000, 16, 4
+SIDE, PITCH, NUM_COLUMNS = 20, 24, 40
 _GREY = "hsl(220,8%,55%)"
 _LIGHTNESS = (52, 66, 42, 59)
 
@@ -140,17 +140,17 @@ def _summary(blocks: np.ndarray, block_size: int) -> str:
 def _drawing(title: str, blocks: np.ndarray, owners: np.ndarray, block_size: int) -> str:
     """Returns a heading, the blocks as a grid, and a legend."""
     drawn, note = blocks, ""
-    if len(blocks) > _MAX_DRAWN:
+    if len(blocks) > MAX_DRAWN:
         drawn = blocks[blocks["ref_count"] > 0]
         note = f" Drawn are only the {len(drawn):,} in use."
-        if len(drawn) > _MAX_DRAWN:
-            drawn, note = drawn[:_MAX_DRAWN], f" Drawn are only the first {_MAX_DRAWN:,} in use."
+        if len(drawn) > MAX_DRAWN:
+            drawn, note = drawn[:MAX_DRAWN], f" Drawn are only the first {MAX_DRAWN:,} in use."
     by_block: dict[int, list[np.void]] = defaultdict(list)
     for owner in owners[np.isin(owners["block_id"], drawn["block_id"])]:
         by_block[int(owner["block_id"])].append(owner)
     cells = [_cell(i, b, by_block[int(b["block_id"])], block_size) for i, b in enumerate(drawn)]
-    num_rows = -(-len(drawn) // _NUM_COLUMNS)
-    width, height = (n * _PITCH + 2 for n in (min(len(drawn), _NUM_COLUMNS), num_rows))
+    num_rows = -(-len(drawn) // NUM_COLUMNS)
+    width, height = (n * PITCH + 2 for n in (min(len(drawn), NUM_COLUMNS), num_rows))
     grid = (
         f'<svg viewBox="-1 -1 {width} {height}" style="display:block;width:100%;max-width:{width}px" '
         f'font-size="10" font-weight="bold" text-anchor="middle">{"".join(cells)}</svg>'
@@ -171,36 +171,53 @@ def _cell(i: int, block: np.void, owners: list[np.void], block_size: int) -> str
     ]
     for owner in owners[:_MAX_LISTED]:
         place = f"block {owner['position']} of its table" + f", group {owner['group']}" * bool(owner["group"])
-        lines.append(f"{_name(owner)}: {place}")
+        lines.append(f"{owner_name(owner)}: {place}")
     if count > _MAX_LISTED:
         lines.append(f"and {count - _MAX_LISTED} more")
+    x, y = cell_place(i)
+    title = html.escape(chr(10).join(lines))
+    return f'<g transform="translate({x} {y})"><title>{title}</title>{box(block, owners, block_size)}</g>'
+
+
+def cell_place(i: int) -> tuple[int, int]:
+    """Returns where the i-th cell of a drawing stands."""
+    return i % NUM_COLUMNS * PITCH, i // NUM_COLUMNS * PITCH
+
+
+def box(block: np.void, owners: list[np.void], block_size: int) -> str:
+    """Returns a cell without its place and its text; equal blocks look equal.
+
+    Args:
+        block: A row of PoolMap.blocks.
+        owners: The rows of PoolMap.owners that name it.
+        block_size: Tokens per block.
+    """
     sequences = [(owner["arrival"], owner["index"]) for owner in owners if owner["index"] >= 0]
     requests = dict.fromkeys(arrival for arrival, _ in sequences)
     colors = [_color(*s) for s in (sequences if len(requests) == 1 else [(r, 0) for r in requests])]
-    x, y = i % _NUM_COLUMNS * _PITCH, i // _NUM_COLUMNS * _PITCH
-    box = _box(state, colors[:_MAX_STRIPES], num_tokens / block_size, count)
-    return f'<g transform="translate({x} {y})"><title>{html.escape(chr(10).join(lines))}</title>{box}</g>'
+    share = int(block["num_tokens"]) / block_size
+    return _box(str(block["state"]), colors[:_MAX_STRIPES], share, int(block["ref_count"]))
 
 
 def _box(state: str, colors: list[str], share: float, count: int) -> str:
     stripes = colors or [_GREY] * (state in ("cached", "pinned"))
-    width, height = _SIDE / max(len(stripes), 1), _SIDE * share
+    width, height = SIDE / max(len(stripes), 1), SIDE * share
     opacity = 0.35 if state == "cached" else 1
     parts = [
-        f'<rect x="{j * width:g}" y="{_SIDE - height:g}" width="{width:g}" height="{height:g}" '
+        f'<rect x="{j * width:g}" y="{SIDE - height:g}" width="{width:g}" height="{height:g}" '
         f'fill="{color}" opacity="{opacity}"/>'
         for j, color in enumerate(stripes)
     ]
     line = 'stroke-width="2.5"' if state == "pinned" else f'stroke-opacity="{0.7 if count else 0.25}"'
     parts.append(
-        f'<rect width="{_SIDE}" height="{_SIDE}" rx="2" fill="#fff" fill-opacity="0" '
+        f'<rect width="{SIDE}" height="{SIDE}" rx="2" fill="#fff" fill-opacity="0" '
         f'stroke="currentColor" {line}/>'
     )
     if state == "null":
-        parts.append(f'<path d="M0 {_SIDE}L{_SIDE} 0" stroke="currentColor" stroke-opacity="0.25"/>')
+        parts.append(f'<path d="M0 {SIDE}L{SIDE} 0" stroke="currentColor" stroke-opacity="0.25"/>')
     if count > 1:
         parts.append(
-            f'<text x="{_SIDE / 2:g}" y="{_SIDE / 2 + 3.5:g}" fill="#fff" stroke="#000" stroke-width="2" '
+            f'<text x="{SIDE / 2:g}" y="{SIDE / 2 + 3.5:g}" fill="#fff" stroke="#000" stroke-width="2" '
             f'paint-order="stroke" pointer-events="none">{count}</text>'
         )
     return "".join(parts)
@@ -249,7 +266,8 @@ def _color(arrival: int, index: int) -> str:
     return f"hsl({hue:.0f},60%,{_LIGHTNESS[index % len(_LIGHTNESS)]}%)"
 
 
-def _name(owner: np.void) -> str:
+def owner_name(owner: np.void) -> str:
+    """Returns the request and the sequence, or the pinned prefix, of a row of PoolMap.owners."""
     name = _short(owner["request_id"])
     return f"pinned {name}" if owner["index"] < 0 else f"{name}, sequence {owner['index']}"
 

@@ -28,6 +28,9 @@ class RecordedScheduler(Scheduler):
     """
 
     def __init__(self, like: Scheduler, sink: Callable[[str], object]) -> None:
+        ok = type(like) in (Scheduler, RecordedScheduler) and not callable(like.policy)
+        check(ok, "scheduler", like, "the engine's own, as nobody else's decisions could be replayed")
+
         def note(event: str, **values: Any) -> None:
             sink(json.dumps({"event": event, **values}) + "\n")
 

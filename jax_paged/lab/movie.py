@@ -1,0 +1,253 @@
+"""The pool while an engine works: drawn in place as it runs, and afterwards with a slider over all steps."""
+
+import contextlib
+import dataclasses
+import html
+import itertools
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator
+from importlib.resources import files
+from typing import Protocol
+
+import numpy as np
+
+from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.lab.pool_map import MAX_DRAWN, PITCH, SIDE, PoolMap, box, cell_place, owner_name, pool_map
+
+_Block = tuple[str, int]  # memory, and id
+Observer = Callable[[Scheduler, SchedulerOutput], None]
+_GAP = 26  # between the two memories
+_LIVE_INTERVAL_S = 0.2
+
+
+class Observed(Protocol):
+    """Whoever calls observers after each step, such as an LLMEngine."""
+
+    observers: list[Observer]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """The pool after one step.
+
+    Args:
+        pool: What every block holds.
+        output: The step.
+        num_running: Requests that hold blocks on the device; so are the two that follow, elsewhere.
+        num_waiting: Requests in the queue.
+        num_swapped: Requests in host memory.
+    """
+
+    pool: PoolMap
+    output: SchedulerOutput
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+
+    @property
+    def caption(self) -> str:
+        """What happened, in one line."""
+        output = self.output
+        words = [
+            f"step {output.step_id}: {_count(output.num_batched_tokens, 'token')} of "
+            f"{_count(len(output.scheduled), 'sequence')}",
+            f"{self.num_running} running, {self.num_waiting} waiting, {self.num_swapped} swapped out",
+        ]
+        moves = (
+            ("copied", output.blocks_to_copy),
+            ("swapped out", output.blocks_to_swap_out),
+            ("swapped in", output.blocks_to_swap_in),
+        )
+        words += [f"{_count(len(blocks), 'block')} {name}" for name, blocks in moves if blocks]
+        if output.preempted:
+            words.append(f"preempted: {', '.join(output.preempted)}")
+        return "; ".join(words)
+
+
+class Movie:
+    """Frames of a pool; a notebook draws them with a slider and a button that plays them.
+
+    Args:
+        max_frames: Once there are more, every second one is dropped, and only every second step kept.
+    """
+
+    def __init__(self, max_frames: int = 400) -> None:
+        self.frames: list[Frame] = []
+        self._max_frames = max_frames
+        self._every = 1
+        self._num_steps = 0
+
+    def __len__(self) -> int:
+        return len(self.frames)
+
+    def add(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        """Takes a frame: what the scheduler's pool holds now, after a step."""
+        if self._num_steps % self._every == 0:
+            self.frames.append(frame_of(scheduler, output))
+        self._num_steps += 1
+        if len(self.frames) > self._max_frames:
+            self.frames, self._every = self.frames[::2], self._every * 2
+
+    def _repr_html_(self) -> str:
+        """Returns a drawing with a slider; its script touches nothing but the drawing."""
+        if not self.frames:
+            return "<p>no steps yet</p>"
+        return _movie_html(self.frames)
+
+
+@contextlib.contextmanager
+def watch(engine: Observed, *, max_frames: int = 400) -> Iterator[Movie]:
+    """Draws the pool of an engine in place while it runs, in a notebook; gives the movie of all steps.
+
+    Args:
+        engine: An LLMEngine; `llm.llm_engine` of an LLM.
+        max_frames: As Movie takes it.
+    """
+    movie = Movie(max_frames)
+    show = _display()
+    shown = 0.0
+
+    def observe(scheduler: Scheduler, output: SchedulerOutput) -> None:
+        nonlocal shown
+        movie.add(scheduler, output)
+        if show is not None and time.monotonic() - shown >= _LIVE_INTERVAL_S:
+            show(frame_of(scheduler, output))
+            shown = time.monotonic()
+
+    engine.observers.append(observe)
+    try:
+        yield movie
+    finally:
+        engine.observers.remove(observe)
+        if show is not None:
+            show(movie)
+
+
+def frame_of(scheduler: Scheduler, output: SchedulerOutput) -> Frame:
+    """Returns what the pool of a scheduler holds after a step."""
+    queues = scheduler.queues
+    running, waiting, swapped = queues.running.values(), queues.waiting.values(), queues.swapped.values()
+    groups = itertools.chain(running, waiting, swapped)
+    sizes = len(running), len(waiting), len(swapped)
+    return Frame(pool_map(scheduler.block_manager, groups), output, *sizes)
+
+
+def _display() -> Callable[[Frame | Movie], None] | None:
+    """Returns what draws in place, in the running cell of a notebook; None elsewhere."""
+    try:
+        from IPython.core.getipython import get_ipython
+        from IPython.display import HTML, display
+    except ImportError:
+        return None
+    shell = get_ipython()
+    if shell is None or not hasattr(shell, "kernel"):
+        return None
+    handle: Any = display(HTML("<p>no steps yet</p>"), display_id=True)
+
+    def show(what: Frame | Movie) -> None:
+        drawn = what if isinstance(what, Movie) else _still(what)
+        handle.update(HTML(drawn._repr_html_()))
+
+    return show
+
+
+def _still(frame: Frame) -> "Movie":
+    movie = Movie()
+    movie.frames.append(frame)
+    return movie
+
+
+def _movie_html(frames: list[Frame]) -> str:
+    on_device = _drawn(frame.pool.blocks for frame in frames)
+    on_host = _drawn(frame.pool.host_blocks for frame in frames)
+    places = {("device", block): cell_place(i) for i, block in enumerate(on_device)}
+    height = (max((y for _, y in places.values()), default=0)) + PITCH
+    top = height + _GAP
+    places |= {("host", b): (x, y + top) for i, b in enumerate(on_host) for x, y in [cell_place(i)]}
+    numbers, boxes, before = {key: i for i, key in enumerate(places)}, {}, [-1] * len(places)
+    steps = []
+    for frame in frames:
+        now = [-1] * len(places)
+        for key, drawn in _boxes(frame, numbers):
+            now[numbers[key]] = boxes.setdefault(drawn, len(boxes))
+        changes = [[i, new] for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
+        arrows = [[*places[a], *places[b]] for a, b in _moves(frame.output) if a in places and b in places]
+        steps.append([frame.caption, changes, arrows])
+        before = now
+    width = max((x for x, _ in places.values()), default=0) + PITCH
+    total = max((y for _, y in places.values()), default=0) + PITCH
+    # The last frame is there without the script, which some viewers of notebooks leave out.
+    last = dict(_boxes(frames[-1], numbers))
+    cells = "".join(
+        f'<g transform="translate({x} {y})">{last.get(key, "")}</g>' for key, (x, y) in places.items()
+    )
+    label = (
+        f'<text x="0" y="{top - 8}" text-anchor="start" font-weight="normal" fill="currentColor">'
+        "host memory</text>"
+    )
+    template = files("jax_paged.lab").joinpath("movie.html").read_text(encoding="utf-8")
+    return (
+        template.replace("{{id}}", f"pool-movie-{time.monotonic_ns()}")
+        .replace("{{last}}", str(len(frames) - 1))
+        .replace("{{size}}", f"-1 -1 {width + 2} {total + 2}")
+        .replace("{{width}}", str(width + 2))
+        .replace("{{cells}}", cells)
+        .replace("{{label}}", label if on_host else "")
+        .replace("{{note}}", html.escape(_note(frames, on_device)))
+        .replace(
+            "{{data}}", json.dumps({"boxes": list(boxes), "steps": steps, "side": SIDE}).replace("</", "<\\/")
+        )
+    )
+
+
+def _drawn(maps: Iterable[np.ndarray]) -> list[int]:
+    """Returns the blocks that ever held something, in the order of ids, as many as are drawn."""
+    ids: set[int] = set()
+    for blocks in maps:
+        ids.update(blocks["block_id"][blocks["ref_count"] > 0].tolist())
+    return sorted(ids)[:MAX_DRAWN]
+
+
+def _boxes(frame: Frame, wanted: Container[_Block]) -> Iterator[tuple[_Block, str]]:
+    """Yields the blocks of a frame that are wanted, and how they look."""
+    pool = frame.pool
+    for memory, blocks, owners in (
+        ("device", pool.blocks, pool.owners),
+        ("host", pool.host_blocks, pool.host_owners),
+    ):
+        by_block: dict[int, list[np.void]] = defaultdict(list)
+        for owner in owners:
+            by_block[int(owner["block_id"])].append(owner)
+        for block in blocks:
+            key = memory, int(block["block_id"])
+            if key in wanted:
+                own = by_block[key[1]]
+                title = html.escape("; ".join(map(owner_name, own[:4])) + "; and more" * (len(own) > 4))
+                yield key, f"<title>{title}</title>{box(block, own, pool.block_size)}"
+
+
+def _moves(output: SchedulerOutput) -> Iterator[tuple[_Block, _Block]]:
+    """Yields where blocks were moved from and to."""
+    for blocks, source, target in (
+        (output.blocks_to_swap_out, "device", "host"),
+        (output.blocks_to_swap_in, "host", "device"),
+        (output.blocks_to_copy, "device", "device"),
+    ):
+        for a, b in blocks:
+            yield (source, a), (target, b)
+
+
+def _note(frames: list[Frame], drawn: list[int]) -> str:
+    num_blocks = len(frames[0].pool.blocks) - 1
+    num_preempted = sum(len(frame.output.preempted) for frame in frames)
+    told = f"; {_count(num_preempted, 'preemption')}" * (num_preempted > 0)
+    return (
+        f"{len(frames):,} steps; drawn are the {len(drawn):,} of {num_blocks:,} blocks that were in use{told}"
+    )
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}" + "s" * (number != 1)
