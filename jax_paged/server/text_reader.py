@@ -10,8 +10,6 @@ from jax_paged.server.responses import too_long
 
 # Characters that are tokenized in about 10 ms.
 _LONG_TEXT = 16_384
-# Characters that are tokenized sooner than a thread begins to, beside an engine that uses all cores.
-_SHORT_TEXT = 1024
 # Bytes that are parsed in a few ms; seconds of the lane per byte, twice as long as 2 MB took on a busy core.
 LONG_BODY = 256 * 1024
 _SECONDS_PER_BYTE = 3e-8
@@ -52,7 +50,7 @@ class Lane:
 
 
 class TextReader:
-    """Tokenizes all but short texts in threads, so that the event loop goes on.
+    """Tokenizes in threads, so that the event loop goes on.
 
     Args:
         tokenizer: Tells how many characters a token has at most; None if there are no texts to read.
@@ -66,7 +64,7 @@ class TextReader:
         self._lane = lane
 
     async def read[T](self, name: str, texts: list[Any], function: Callable[..., T], *args: Any) -> T:
-        """Calls a function, unless a text is longer than any text of max_model_len tokens.
+        """Calls a function in a thread, unless a text is longer than any text of max_model_len tokens.
 
         Args:
             name: The field of the request that the texts are in.
@@ -86,8 +84,6 @@ class TextReader:
                 self._max_model_len,
                 name,
             )
-        if sum(sizes) <= _SHORT_TEXT:
-            return _called(function, *args)
         is_long = sum(sizes) > _LONG_TEXT
         async with self._lane.turn() if is_long else contextlib.nullcontext():
             return await asyncio.to_thread(_called, function, *args)
