@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup serve test test-slow test-browser test-server lint format bench bench-peers bench-server gpu-check \
+.PHONY: setup serve test test-slow test-browser test-server lint format bench bench-peers bench-server paper gpu-check \
 	kernels-compile kernels-emulate native-sanitize clean
 
 setup: $(READY)
@@ -86,6 +86,11 @@ $(PEERS)/openvino/.ready:
 	$(PEERS_PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet openvino-genai==2026.4.1.0 openvino==2026.4.1 'optimum-intel[openvino]==2.2.0'
 	@touch $@
+
+# The PagedAttention paper's figures, run again, and docs/paper.md: about 15 minutes on two cores. What is kept in
+# benchmarks/results/paper/ is not run again.
+paper: setup
+	PYTHONPATH=benchmarks $(BIN)/python -m paper --all $(ARGS)
 
 # A GPU machine may have its own environment: make gpu-check PYTHON=python3
 gpu-check:

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from jax_paged.engine.llm_engine import LLMEngine
     from jax_paged.inputs import ExplicitEncoderDecoderPrompt, PromptType, TextPrompt, TokensPrompt
     from jax_paged.llm import LLM
+    from jax_paged.models.hooks import Hook
+    from jax_paged.models.paged_inputs import paged_inputs
     from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput
     from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
@@ -20,6 +22,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "ExplicitEncoderDecoderPrompt",
+    "Hook",
     "LLMEngine",
     "Logprob",
     "PromptType",
@@ -28,6 +31,7 @@ __all__ = [
     "SamplingParams",
     "TextPrompt",
     "TokensPrompt",
+    "paged_inputs",
 ]
 
 _MODULES = {
@@ -38,6 +42,7 @@ _MODULES = {
     "CompletionOutput": "outputs",
     "EngineArgs": "config",
     "ExplicitEncoderDecoderPrompt": "inputs",
+    "Hook": "models.hooks",
     "LLMEngine": "engine.llm_engine",
     "Logprob": "outputs",
     "PromptType": "inputs",
@@ -46,6 +51,7 @@ _MODULES = {
     "SamplingParams": "sampling_params",
     "TextPrompt": "inputs",
     "TokensPrompt": "inputs",
+    "paged_inputs": "models.paged_inputs",
 }
 
 # vLLM's names for what is not built: the message of an ImportError reaches whoever imports one.

@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import math
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal, Self, get_args
 
 from jax_paged.checks import Problems, check, check_choice, check_int, check_number
@@ -13,6 +15,7 @@ from jax_paged.ignored_arguments import ANY, Ignored, ignores
 
 AttentionBackend = Literal["auto", "native", "pallas", "pallas_interpret", "xla"]
 MatmulBackend = Literal["auto", "onednn", "xla"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 
 
@@ -123,6 +126,9 @@ class EngineArgs:
             (on a CPU). Every step is then padded to the largest shape of its kind, and prompts attend token
             by token.
         seed: Determines the seeds of requests that bring none.
+        logprobs_mode: Of which distribution log-probabilities are: "raw_logprobs", that of the model;
+            "processed_logprobs", that which tokens are drawn from (of greedy requests, before temperature,
+            min_p, top_k and top_p). Those of prompts are the model's.
         attention_backend: Which kernels attend: "native" (CPU, in C++), "pallas" (GPU), "pallas_interpret"
             (their CPU interpreter), "xla", or "auto": "native" on a CPU if it was built, else "xla".
         matmul_backend: What multiplies by weights: "onednn" (CPU; packs them once), "xla", or "auto": oneDNN
@@ -156,6 +162,7 @@ class EngineArgs:
     num_scheduler_steps: int = 1
     batch_invariant: bool = False
     seed: int = 0
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     attention_backend: AttentionBackend = "auto"
     matmul_backend: MatmulBackend = "auto"
 
@@ -179,6 +186,7 @@ class EngineArgs:
         note(check_choice, "dtype", self.dtype, get_args(DTypeName))
         note(check_choice, "attention_backend", self.attention_backend, get_args(AttentionBackend))
         note(check_choice, "matmul_backend", self.matmul_backend, get_args(MatmulBackend))
+        note(check_choice, "logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
         note(check_choice, "scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         note(check_choice, "preemption_mode", self.preemption_mode, (None, "recompute", "swap"))
         note(check_choice, "tensor_parallel_size", self.tensor_parallel_size, (1,))
@@ -252,6 +260,8 @@ class EngineConfig:
         decoder_start_token_id: Of an encoder-decoder model; None for a decoder.
         enable_prefix_caching: As EngineArgs.enable_prefix_caching; so are the fields that follow.
         delay_factor: As EngineArgs.scheduler_delay_factor.
+        hooks: How many numbers each hook takes, by name.
+        capturing: Names of the hooks that capture something.
     """
 
     model_name: str
@@ -282,6 +292,8 @@ class EngineConfig:
     async_scheduling: bool = True
     num_scheduler_steps: int = 1
     seed: int = 0
+    hooks: Mapping[str, int] = MappingProxyType({})
+    capturing: frozenset[str] = frozenset()
 
 
 def compilation_cache_dir() -> str:

@@ -1,6 +1,7 @@
 """LLM: prompts in, outputs out, for notebooks and scripts."""
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -14,7 +15,9 @@ from jax_paged.engine.assembly import OwnScheduler
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.llm_engine import LLMEngine
+from jax_paged.engine.snapshot import EngineState
 from jax_paged.engine.tokenizer import Messages
+from jax_paged.engine.weight_updates import Running
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from jax_paged.lab.pool_map import PoolMap
+    from jax_paged.models.causal_lm import LanguageModel
+    from jax_paged.models.exchange import NewWeights
+    from jax_paged.models.hooks import Hook
     from jax_paged.models.weights import LoadedModel
     from jax_paged.worker.executor import Executor
 
@@ -39,8 +45,9 @@ class LLM:
         model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
         tokenizer: Folder or hub id of the tokenizer; None takes the model's own.
         loaded: A model in memory to serve in place of the weights of `model`, such as one in training. They
-            stay the caller's.
-        executor: As LLMEngine takes it; only without `loaded`.
+            stay the caller's; see from_module.
+        executor: As LLMEngine takes it; only without `loaded` and `hooks`.
+        hooks: What requests may ask for by name, with SamplingParams.hook_args.
         scheduler: One of your own, as LLMEngine takes it.
         **engine_args: The other fields of EngineArgs; num_scheduler_steps is 8 unless it is given, or
             batch_invariant is True.
@@ -54,21 +61,74 @@ class LLM:
         model: str = "pagelet",
         tokenizer: str | None = None,
         *,
-        loaded: "LoadedModel | None" = None,
+        loaded: "LoadedModel | LanguageModel | None" = None,
         executor: "Executor | None" = None,
+        hooks: "Sequence[Hook]" = (),
         scheduler: OwnScheduler | None = None,
         **engine_args: Any,
     ) -> None:
         num_steps = 1 if engine_args.get("batch_invariant") else NUM_SCHEDULER_STEPS
         engine_args = {"num_scheduler_steps": num_steps, **engine_args}
         args = EngineArgs(model=model, tokenizer=tokenizer, **engine_args)
-        if loaded is not None:
+        if loaded is not None or hooks:
             from jax_paged.worker.executor import LocalExecutor  # imports JAX
 
-            check(executor is None, "executor", executor, "None beside `loaded`")
-            executor = LocalExecutor(args, loaded)
+            check(executor is None, "executor", executor, "None beside `loaded` and `hooks`")
+            executor = LocalExecutor(args, loaded, hooks)
         self.llm_engine = LLMEngine(args, executor, scheduler=scheduler)
         self._request_ids = itertools.count()
+
+    @classmethod
+    def restore(cls, state: "EngineState | str | os.PathLike[str]", **changes: Any) -> Self:
+        """Makes an LLM that goes on where the engine of a state was; step its llm_engine.
+
+        Args:
+            state: What LLMEngine.state returned, or the folder that it was saved to.
+            **changes: Arguments in place of those of the state, such as `loaded` or another backend.
+
+        Raises:
+            ValueError: If the state is of another version, or the model or the pool is another one.
+        """
+        loaded = state if isinstance(state, EngineState) else EngineState.load(state)
+        llm = cls(**(loaded.values["args"] | changes))
+        try:
+            llm.llm_engine.load_state(loaded)
+        except BaseException:
+            llm.close()
+            raise
+        return llm
+
+    @classmethod
+    def from_module(cls, module: "LanguageModel", tokenizer: str | None = None, **engine_args: Any) -> Self:
+        """Serves a Flax NNX model in memory, such as one in training; its weights are shared, not copied.
+
+        When the module gets other weights, the next request or step is an error until they are handed over
+        by `update_weights`.
+
+        Args:
+            module: One of the families of models/.
+            tokenizer: Folder or hub id of the tokenizer; generation_config.json in a folder names end tokens
+                and sampling defaults. None for token ids only.
+            **engine_args: As LLM takes them.
+
+        Raises:
+            ValueError: If the model or a setting can't be used.
+        """
+        engine_args = {"skip_tokenizer_init": tokenizer is None, **engine_args}
+        return cls(type(module).__name__, tokenizer, loaded=module, **engine_args)
+
+    def update_weights(self, weights: "NewWeights", *, running: Running = "error") -> None:
+        """Serves other weights from now on, as LLMEngine.update_weights does."""
+        self.llm_engine.update_weights(weights, running=running)
+
+    def score(
+        self,
+        token_lists: Sequence[Sequence[int]],
+        num_prompt_tokens: int | Sequence[int] = 1,
+        sampling_params: SamplingParams | None = None,
+    ) -> list[list[float]]:
+        """Returns the log-probabilities of the tokens of given texts, as LLMEngine.score does."""
+        return self.llm_engine.score(token_lists, num_prompt_tokens, sampling_params)
 
     def generate(
         self,

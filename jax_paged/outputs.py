@@ -111,6 +111,8 @@ class CompletionOutput:
         finish_reason: "stop", "length", "abort", or "error" for a request that could not run; None while
             it runs.
         stop_reason: The stop string or stop token id that ended it, or why it was aborted or could not run.
+        captured: Once the request has finished, what hooks captured, by name: arrays with a row for each
+            token of the prompt and the output that was computed, which is all but the last.
     """
 
     index: int
@@ -120,6 +122,7 @@ class CompletionOutput:
     logprobs: Sequence[TokenLogprobDict] | None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    captured: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def finished(self) -> bool:
         """Returns whether it has ended."""
@@ -139,6 +142,7 @@ class CompletionOutput:
             assert isinstance(self.logprobs, list), type(self.logprobs)
             self.logprobs.extend(new.logprobs)
         self.finish_reason, self.stop_reason = new.finish_reason, new.stop_reason
+        self.captured = new.captured
 
     def snapshot(self, *, is_last: bool) -> "CompletionOutput":
         """Returns it as it stands; what `extend` appends later does not change that.

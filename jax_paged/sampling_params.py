@@ -105,6 +105,10 @@ class SamplingParams:
             then.
         truncate_prompt_tokens: Number of tokens that are kept of a longer prompt, from its end; -1 keeps as
             many as leave room for one output token, None keeps all.
+        forced_token_ids: The output's tokens, one after the other, whatever is drawn: their log-probabilities
+            are then those of a given text. Behind the last of them tokens are drawn again. None forces none.
+        hook_args: The hooks of the engine that are on, by name, and the numbers that each is handed. Requests
+            share cached prefixes only if these are equal; one that captures reads none.
 
     Raises:
         ValueError: If a value is out of range; the message names the argument, the value and the range, for
@@ -138,6 +142,8 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     skip_reading_prefix_cache: bool | None = None
     truncate_prompt_tokens: int | None = None
+    forced_token_ids: list[int] | None = None
+    hook_args: dict[str, float | list[float]] | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -197,7 +203,7 @@ class SamplingParams:
             ValueError: If a token id is not in [0, vocab_size - 1]; the message lists every problem.
         """
         problems = Problems()
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "forced_token_ids"):
             problems.note(_check_token_ids, name, getattr(self, name) or (), vocab_size)
         for sequence in self.bad_words_token_ids or ():
             problems.note(_check_token_ids, "bad_words_token_ids", sequence, vocab_size)
@@ -247,7 +253,7 @@ class SamplingParams:
 
     def _note_token_ids(self, problems: Problems) -> None:
         note = problems.note
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "forced_token_ids"):
             token_ids = getattr(self, name)
             ok = token_ids is None or isinstance(token_ids, list | tuple)
             note(check, ok, name, token_ids, "None or a list of token ids")
@@ -262,6 +268,8 @@ class SamplingParams:
         note(check, ok, "bad_words_token_ids", bad, "None or a list of non-empty lists of token ids")
         for token_ids in bad or () if ok else ():
             note(_check_token_ids, "bad_words_token_ids", token_ids)
+        ok = self.hook_args is None or isinstance(self.hook_args, dict)
+        note(check, ok, "hook_args", self.hook_args, "None or a dict of a hook's name to its numbers")
         bias = self.logit_bias
         ok = bias is None or isinstance(bias, dict)
         note(check, ok, "logit_bias", bias, "None or a dict of token id to number")

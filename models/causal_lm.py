@@ -1,6 +1,9 @@
 """What every family offers to the engine and the loader, and what all decoder families share."""
 
 import abc
+import dataclasses
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -64,7 +67,11 @@ class LanguageModel(nnx.Module):
         """Returns what each layer caches."""
 
     def paged(
-        self, tokens: Int[Array, " t"], kv_cache: list[Array], metadata: AttentionMetadata
+        self,
+        tokens: Int[Array, " t"],
+        kv_cache: list[Array],
+        metadata: AttentionMetadata,
+        hooks: Mapping[str, Callable[[Array], Array]] = types.MappingProxyType({}),
     ) -> tuple[Float[Array, "t e"], list[Array]]:
         """Returns the last hidden state of every token row of a paged batch, and the pools written to.
 
@@ -72,9 +79,11 @@ class LanguageModel(nnx.Module):
             tokens: int32 [T], token ids.
             kv_cache: The pools, [P, 2, K, S, D] each.
             metadata: Where the token rows stand, and which pool belongs to which layer.
+            hooks: As ForwardContext has them.
         """
         kv_cache = list(kv_cache)
-        return self.hidden(tokens, self.paged_context(kv_cache, metadata)), kv_cache
+        context = dataclasses.replace(self.paged_context(kv_cache, metadata), hooks=hooks)
+        return self.hidden(tokens, context), kv_cache
 
     def paged_context(self, kv_cache: list[Array], metadata: AttentionMetadata) -> ForwardContext:
         """Returns the context of a pass over a paged batch.

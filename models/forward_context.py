@@ -20,7 +20,7 @@ import abc
 import dataclasses
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
 from flax import nnx
@@ -74,6 +74,7 @@ class ForwardContext:
         attend: How tokens attend to their sequence.
         cross_attend: How tokens attend to the encoder's output.
         rotations: By how much the tokens are rotated, for each rope of the model.
+        hooks: What happens to the output of some modules, by their paths; see hooks.py.
     """
 
     model: nnx.Module
@@ -81,17 +82,21 @@ class ForwardContext:
     attend: Attend
     cross_attend: CrossAttend = no_cross_attention
     rotations: Mapping[Rope, Rotation] = types.MappingProxyType({})
+    hooks: Mapping[str, Callable[[Array], Array]] = types.MappingProxyType({})
 
     def run(self, module: "Module", x: Any) -> Array:
-        """Returns module.forward(x, self). Every call of every module comes through here.
+        """Returns module.forward(x, self), or what a hook makes of it. Every call of a module comes here.
 
-        Only gate and up of an MLP whose kernels are packed are not called, see layers.gated.
+        Only gate and up of an MLP whose kernels are packed, and that have no hook, are not called, see
+        layers.gated.
 
         Args:
             module: The module that was called.
             x: What it was called with.
         """
-        return module.forward(x, self)
+        y = module.forward(x, self)
+        hook = self.hooks.get(self.path(module)) if self.hooks else None
+        return y if hook is None else hook(y)
 
     def path(self, module: "Module") -> str:
         """Returns where a module stands in the model, such as "layers.7.self_attn.q_proj".

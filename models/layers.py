@@ -118,7 +118,8 @@ def gated(
 ) -> Float[Array, "... o"]:
     """Returns activation(gate(x)) * up(x).
 
-    Where both kernels are packed, this is a single call, and the context does not see the two maps.
+    Where both kernels are packed, and no hook is at the two maps, this is a single call, and the context does
+    not see them.
 
     Args:
         activation: One of ACTIVATIONS, by its name.
@@ -128,7 +129,8 @@ def gated(
         context: Of the pass.
     """
     kernels = gate.kernel, up.kernel
-    if all(isinstance(kernel, PackedKernel) for kernel in kernels) and gate.bias is up.bias is None:
+    is_packed = all(isinstance(kernel, PackedKernel) for kernel in kernels) and gate.bias is up.bias is None
+    if is_packed and not (context.hooks and context.hooks.keys() & {context.path(gate), context.path(up)}):
         packed_gate, packed_up = (kernel[...] for kernel in kernels)
         return products.multiply_gated(x, packed_gate, packed_up, gate.out_features, activation)
     return ACTIVATIONS[activation](gate(x, context)) * up(x, context)

@@ -60,7 +60,7 @@ class LoadedModel:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Weight:
+class Weight:
     """A weight of a model, and where it is in a checkpoint."""
 
     path: tuple[Any, ...]
@@ -70,10 +70,12 @@ class _Weight:
 
     @property
     def is_stack(self) -> bool:
+        """Whether it is several of the checkpoint's tensors, one per expert."""
         return "{}" in self.key
 
     @property
     def keys(self) -> list[str]:
+        """The checkpoint's keys of its tensors."""
         return [self.key.format(i) for i in range(self.param.shape[0])] if self.is_stack else [self.key]
 
     @property
@@ -120,10 +122,10 @@ def load_model(
     generation_config = read_generation_config(folder)
     eos_token_ids = end_token_ids(generation_config, hf_config, config.vocab_size)
 
-    stored = _with_prefix(_read_headers(folder), model_class.weight_table)
+    stored = with_prefix(_read_headers(folder), model_class.weight_table)
     chosen = _choose_dtype(dtype, hf_config, stored)
     model = nnx.eval_shape(lambda: model_class(config, dtype=chosen, rngs=nnx.Rngs(0)))
-    weights = _weights(model)
+    weights = weights_of(model)
     _check_stored(folder, stored, weights, model_class.weight_table)
 
     # The largest come first: their temporary copies are made while little else is allocated.
@@ -181,7 +183,7 @@ def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) ->
     if model.config_class.from_hf(hf_config, model.config.max_position_embeddings) != model.config:
         raise ValueError(f"hf_config is {hf_config!r}; allowed: the config of the model, {model.config}")
     tensors = {}
-    for weight in _weights(model):
+    for weight in weights_of(model):
         value = np.asarray(weight.param[...])
         for key, part in zip(weight.keys, value if weight.is_stack else [value], strict=True):
             tensors[key] = np.ascontiguousarray(part.T if weight.transposed else part)
@@ -198,9 +200,30 @@ def random_checkpoint(
     save_model(random_model(hf_config, dtype, seed).model, folder, hf_config)
 
 
-def _weights(model: LanguageModel) -> list[_Weight]:
+def weights_of(model: LanguageModel) -> list[Weight]:
+    """Returns the weights of a model, and where they are in a checkpoint."""
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return [_Weight(path, p, *model.weight_table.hf_key(".".join(map(str, path)))) for path, p in params]
+    return [Weight(path, p, *model.weight_table.hf_key(".".join(map(str, path)))) for path, p in params]
+
+
+def loaded_from(model: LanguageModel, folder: Path | None) -> LoadedModel:
+    """Returns a model in memory with what the engine needs to know about it.
+
+    Args:
+        model: Its weights are shared, not copied.
+        folder: Where its tokenizer lies: generation_config.json there, if any, names end tokens and sampling
+            defaults. None for none.
+
+    Raises:
+        ValueError: If its weights are of several types.
+    """
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(nnx.state(model, nnx.Param))}
+    if dtypes not in ({"float32"}, {"bfloat16"}):
+        raise ValueError(f"the model's weights are {' and '.join(sorted(dtypes))}; allowed: all of one type")
+    generation_config = {} if folder is None else read_generation_config(folder)
+    ends = end_token_ids(generation_config, {}, model.config.vocab_size)
+    defaults = sampling_defaults(generation_config)
+    return _loaded(model, type(model).__name__, jnp.dtype(*dtypes), ends, defaults)
 
 
 def _loaded(
@@ -223,7 +246,7 @@ def _loaded(
     )
 
 
-def _load_weight(weight: _Weight, stored: dict[str, _Stored], dtype: jnp.dtype) -> Array:
+def _load_weight(weight: Weight, stored: dict[str, _Stored], dtype: jnp.dtype) -> Array:
     parts = [_place(_read_tensor(stored[key]), weight.transposed, dtype) for key in weight.keys]
     return jnp.stack(parts) if weight.is_stack else parts[0]
 
@@ -297,7 +320,8 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
     return stored
 
 
-def _with_prefix(stored: dict[str, _Stored], table: WeightTable) -> dict[str, _Stored]:
+def with_prefix[T](stored: dict[str, T], table: WeightTable) -> dict[str, T]:
+    """Returns tensors by their full keys, of a checkpoint that was saved without the part before them."""
     if any(key.startswith(table.prefix) for key in stored):
         return stored
     return {key if key in table.tied else table.prefix + key: tensor for key, tensor in stored.items()}
@@ -309,7 +333,7 @@ def _read_tensor(stored: _Stored) -> np.ndarray:
 
 
 def _check_stored(
-    folder: Path, stored: dict[str, _Stored], weights: list[_Weight], table: WeightTable
+    folder: Path, stored: dict[str, _Stored], weights: list[Weight], table: WeightTable
 ) -> None:
     """Raises a ValueError that lists all weights that are missing, unexpected or of another shape or type."""
     expected = {key: weight.stored_shape for weight in weights for key in weight.keys}

@@ -97,4 +97,4 @@ llm.generate(
     ["What is a block table?", "def "], SamplingParams(n=3, max_tokens=40, ignore_eos=True), use_tqdm=False
 )
 print(lines[1][:160], "...")
-print(f"{replay(lines)} steps, every decision the same")
+print(f"{replay(lines).num_steps} steps, every decision the same")

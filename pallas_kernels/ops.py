@@ -20,14 +20,14 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from jax_paged.pallas_kernels import native, xla
+from jax_paged.pallas_kernels import native, reference, xla
 from jax_paged.pallas_kernels.native import attention as native_ops
 
 # Kernels are imported where they are called: a CPU has no use for Mosaic, which takes a fifth of a second.
-Backend = Literal["auto", "native", "pallas", "pallas_interpret", "xla"]
-Implementation = Literal["native", "pallas", "pallas_interpret", "xla"]
+Backend = Literal["auto", "native", "pallas", "pallas_interpret", "reference", "xla"]
+Implementation = Literal["native", "pallas", "pallas_interpret", "reference", "xla"]
 # Backends that are one module each and take every option.
-_COMPLETE: dict[str, Any] = {"native": native_ops, "xla": xla}
+_COMPLETE: dict[str, Any] = {"native": native_ops, "reference": reference, "xla": xla}
 
 
 def resolve_backend(backend: str, *, name: str = "backend") -> Implementation:
@@ -35,8 +35,9 @@ def resolve_backend(backend: str, *, name: str = "backend") -> Implementation:
 
     Args:
         backend: "native" (C++ on a CPU), "pallas" (Mosaic GPU kernels), "pallas_interpret" (the same in JAX's
-            interpreter, slow), "xla", or "auto": "native" on a CPU if it was built, else "xla", and never
-            "pallas" until the whole test suite has passed with it on a GPU.
+            interpreter, slow), "reference" (plain and differentiable, slow), "xla", or "auto": "native" on a
+            CPU if it was built, else "xla", and never "pallas" until the whole test suite has passed with it
+            on a GPU.
         name: Name of the caller's argument, for error messages.
 
     Raises:

@@ -1,4 +1,7 @@
-"""Every op written plainly in jnp: slow and with much memory, it says what the backends compute. See ops."""
+"""Every op written plainly in jnp: slow and with much memory, it says what the backends compute. See ops.
+
+All of it can be differentiated, which the backends can't.
+"""
 
 from typing import Any
 
@@ -62,7 +65,9 @@ def ragged_attention(
     if distance_bias is not None:
         distance = jnp.clip(position - token, 0, distance_bias.shape[1] - 1)
         scores += distance_bias[:, distance].swapaxes(0, 1)
-    scores = jnp.where(live[:, None], scores, -jnp.inf)
+    # Rows without a live token have finite scores too: a softmax of nothing but -inf has no gradient.
+    is_empty = ~jnp.any(live, axis=1, keepdims=True)
+    scores = jnp.where((live | is_empty)[:, None], scores, -jnp.inf)
     if sinks is not None:
         sink = jnp.broadcast_to(sinks[:, None], (*scores.shape[:2], 1)).astype(jnp.float32)
         scores = jnp.concatenate([scores, sink], axis=2)

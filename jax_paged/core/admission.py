@@ -108,7 +108,7 @@ class Admission:
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
 
-    def make_room(self, group: SequenceGroup, step: StepBuilder) -> bool:
+    def make_room(self, group: SequenceGroup, step: StepBuilder, now: float) -> bool:
         """Preempts as many running requests of a lower priority as a request needs to run, from the last.
 
         Returns:
@@ -133,7 +133,7 @@ class Admission:
         victims: list[SequenceGroup] = []
         num_seats, num_blocks = self.queues.num_seats_taken, manager.num_free_blocks
         for victim in reversed(running.values()):
-            if victim.priority <= group.priority:
+            if victim.priority <= group.priority or self._preemption.must_wait(victim, step):
                 return False
             victims.append(victim)
             num_seats -= victim.num_seats
@@ -145,7 +145,7 @@ class Admission:
             released = manager.released_by(s for victim in victims for s in victim.unfinished)
             if manager.num_free_blocks + len(released.difference(shared)) >= num_missing:
                 for victim in victims:
-                    self._preemption.preempt(victim, step)
+                    self._preemption.preempt(victim, step, now)
                 return True
         return False
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from jax_paged.checks import check_int
-from jax_paged.core.block_pool import NULL_BLOCK, BlockPool
+from jax_paged.core.block_pool import NULL_BLOCK, BlockPool, distinct
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.core.prefix_cache import CachedPrefix, PrefixCache
 from jax_paged.core.scheduler_output import BlockTables, Copies
@@ -130,7 +130,7 @@ class BlockManager:
 
     def num_swapped_blocks(self, seqs: list[Sequence]) -> int:
         """Returns how many free blocks `swap_in` needs."""
-        return len(_distinct(self.swapped_tables[seq] for seq in seqs if seq in self.swapped_tables))
+        return len(distinct(self.swapped_tables[seq] for seq in seqs if seq in self.swapped_tables))
 
     def released_by(self, seqs: Iterable[Sequence]) -> set[int]:
         """Returns the blocks that nobody would reference if certain sequences lost theirs."""
@@ -165,7 +165,7 @@ class BlockManager:
         missing: list[tuple[Sequence, list[int], int]] = []
         writes: list[tuple[Sequence, int, list[int], int]] = []
         for seq, num_tokens in rows:
-            start = seq.num_computed_tokens + seq.num_in_flight
+            start = seq.next_position - seq.num_dropped_tokens
             first, num_blocks = start // size, -(-(start + num_tokens) // size)
             for g, table in enumerate(self.block_tables[seq]):
                 if self.groups[g].is_cross:
@@ -211,11 +211,10 @@ class BlockManager:
             Whether it was possible: False, and nothing has changed, if blocks that the child's window
             needs are no longer there.
         """
-        num_blocks = self.num_blocks_of(num_tokens)
+        num_blocks = self.num_blocks_of(num_tokens - parent.num_dropped_tokens)
         tables = self.block_tables[parent]
-        for i, window in self._windows:
-            if NULL_BLOCK in tables[i][self.prefixes.first_in_window(window, num_tokens) : num_blocks]:
-                return False
+        if self.lacks(tables, num_tokens):
+            return False
         self.block_tables[child] = [
             list(table) if group.is_cross else table[:num_blocks]
             for group, table in zip(self.groups, tables, strict=True)
@@ -225,19 +224,41 @@ class BlockManager:
                 self.pool.share(block)
         return True
 
+    def lacks(self, tables: BlockTables, num_tokens: int) -> bool:
+        """Returns whether a token behind the first ones would attend to blocks that fell out of a window."""
+        first, num_blocks = self.prefixes.first_in_window, self.num_blocks_of(num_tokens)
+        return any(
+            NULL_BLOCK in tables[i][first(window, num_tokens) : num_blocks] for i, window in self._windows
+        )
+
     def cache_full_blocks(self, seq: Sequence, salt: str, start: int, stop: int) -> None:
         """Offers the blocks that became full when tokens [start, stop) were computed to later sequences."""
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and not seq.num_dropped_tokens:  # no prefix without what was dropped
             self.prefixes.remember(seq, salt, self.block_tables[seq], start, stop)
+
+    def keep(self, seq: Sequence, places: list[int]) -> None:
+        """Takes away all of a sequence's blocks but those at some places of its tables, in order.
+
+        Nothing can tell the executor to take blocks away, so the sequence takes another seat.
+        """
+        is_here = seq in self.block_tables
+        pool, held = (self.pool, self.block_tables) if is_here else (self.swap_pool, self.swapped_tables)
+        dropped = set(range(len(held[seq][0]))).difference(places)
+        for table, group in zip(held[seq], self.groups, strict=True):
+            if not group.is_cross:
+                pool.release_tables([[table[i] for i in sorted(dropped)]])
+                table[:] = [table[i] for i in places]
+        if is_here:
+            self.lost.append(seq)
 
     def free(self, seq: Sequence) -> None:
         """Takes away a sequence's blocks, on the device or in host memory. The lists stay as they are."""
         self.changed.pop(seq, None)
         if seq in self.block_tables:
-            _release(self.pool, self.block_tables.pop(seq))
+            self.pool.release_tables(self.block_tables.pop(seq))
             self.lost.append(seq)
         else:
-            _release(self.swap_pool, self.swapped_tables.pop(seq))
+            self.swap_pool.release_tables(self.swapped_tables.pop(seq))
 
     def swap_out(self, seqs: list[Sequence]) -> Copies | None:
         """Moves the block tables of one group to host memory; what they share stays shared.
@@ -293,7 +314,13 @@ class BlockManager:
         if name not in self.pinned:
             names = ", ".join(map(repr, self.pinned)) or "none is pinned"
             raise ValueError(f"the name of the pinned prefix is {name!r}; allowed: {names}")
-        _release(self.pool, self.pinned.pop(name))
+        self.pool.release_tables(self.pinned.pop(name))
+
+    def forget_prefixes(self) -> None:
+        """Takes everything out of the cache; whoever holds blocks keeps them."""
+        assert not self.pinned, "a pinned prefix would be lost"
+        for block in range(self.pool.num_blocks):
+            self.pool.forget(block)
 
     def check_integrity(self) -> None:
         """Asserts every invariant of the class; takes time in proportion to the pools."""
@@ -322,7 +349,7 @@ class BlockManager:
         num_reserved: int,
     ) -> Copies | None:
         held = {seq: source_tables[seq] for seq in seqs if seq in source_tables}
-        blocks = _distinct(held.values())
+        blocks = distinct(held.values())
         if len(blocks) > target.num_free - num_reserved:
             return None
         moved = {block: target.take() for block in blocks} | {NULL_BLOCK: NULL_BLOCK}
@@ -331,7 +358,7 @@ class BlockManager:
             for table in target_tables[seq]:
                 for block in table:
                     target.share(block)
-            _release(source, source_tables.pop(seq))
+            source.release_tables(source_tables.pop(seq))
         for block in blocks:  # each table has its own reference now
             target.release(moved[block])
         return [(block, moved[block]) for block in blocks]
@@ -368,15 +395,3 @@ class BlockManager:
                     table[j] = NULL_BLOCK
                     self._note_replaced(seq, i, j)
                     j -= 1
-
-
-def _distinct(tables_of: Iterable[BlockTables]) -> list[int]:
-    """Returns the blocks of several sequences, each once."""
-    every = (b for tables in tables_of for table in tables for b in table if b != NULL_BLOCK)
-    return list(dict.fromkeys(every))
-
-
-def _release(pool: BlockPool, tables: BlockTables) -> None:
-    for table in tables:
-        for block in reversed(table):
-            pool.release(block)

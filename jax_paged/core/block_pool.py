@@ -3,8 +3,8 @@
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 NULL_BLOCK = 0  # pads block tables on the device; never handed out
 NO_PARENT = bytes(hashlib.sha256().digest_size)
@@ -29,6 +29,12 @@ def block_hash(parent: bytes, tokens: list[int], salt: str) -> bytes:
     return hashlib.sha256(
         parent + array("q", tokens).tobytes() + salt.encode("utf-8", "surrogatepass")
     ).digest()
+
+
+def distinct(tables_of: Iterable[list[list[int]]]) -> list[int]:
+    """Returns the blocks of several sequences, each once."""
+    every = (b for tables in tables_of for table in tables for b in table if b != NULL_BLOCK)
+    return list(dict.fromkeys(every))
 
 
 class BlockPool:
@@ -120,6 +126,12 @@ class BlockPool:
         else:
             self._held[block] = self._last_step
 
+    def release_tables(self, tables: list[list[int]]) -> None:
+        """Takes back the references of a sequence's block tables, the last block of each first."""
+        for table in tables:
+            for block in reversed(table):
+                self.release(block)
+
     def _add_free(self, block: int) -> None:
         self._free[block] = None
         if self.contents[block] is None:
@@ -137,6 +149,20 @@ class BlockPool:
         """Returns the block of a content, if one is cached; an equal hash alone is not trusted."""
         block = self._cached.get((content.hash, content.group))
         return block if block is not None and self.contents[block] == content else None
+
+    def values(self) -> dict[str, Any]:
+        """Returns what `restore` needs beside the references to blocks, as values that JSON can hold."""
+        assert not self._held, "blocks wait for a step"
+        cached = [(block, content) for block, content in enumerate(self.contents) if content is not None]
+        contents = [[block, c.hash.hex(), c.parent.hex(), *c[2:]] for block, c in cached]
+        return {"free": list(self._free), "contents": contents}
+
+    def restore(self, values: dict[str, Any], counts: list[int]) -> None:
+        """Gives a new pool the state of another, of which `values` were taken, and counts of references."""
+        self._free = OrderedDict.fromkeys(values["free"])
+        self.ref_counts = counts
+        for block, digest, parent, *rest in values["contents"]:
+            self.remember(block, BlockContent(bytes.fromhex(digest), bytes.fromhex(parent), *rest))
 
     def check_integrity(self, counts: list[int], block_size: int) -> None:
         """Asserts every invariant of the class.

@@ -8,7 +8,7 @@ from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.sequence import SequenceGroup, SequenceStatus
 from jax_paged.core.sequence_updater import SequenceUpdater
 from jax_paged.core.step_builder import StepBuilder
-from jax_paged.core.stop_conditions import POOL_TOO_SMALL, StopConditions
+from jax_paged.core.stop_conditions import HOST_TOO_SMALL, POOL_TOO_SMALL, StopConditions
 
 PreemptionMode = Literal["recompute", "swap"]
 T = TypeVar("T")
@@ -37,15 +37,26 @@ class Preemption:
         self.mode = mode
         self._updater = updater
 
-    def preempt(self, group: SequenceGroup, step: StepBuilder) -> None:
-        """Takes a running request's blocks, all of them, and notes how it gets them back."""
+    def must_wait(self, group: SequenceGroup, step: StepBuilder) -> bool:
+        """Returns whether a request can only be preempted in a later step: swapped out, but not in this one.
+
+        Host blocks that are read in a step must not be written in it: swapping out goes first. And what a
+        user has dropped can't be computed again.
+        """
+        return bool(step.swap_in) and _has_dropped(group)
+
+    def preempt(self, group: SequenceGroup, step: StepBuilder, now: float) -> None:
+        """Takes a running request's blocks, all of them, and notes how it gets them back; see `must_wait`."""
         manager, seqs = self.block_manager, group.unfinished
         group.metrics.num_preemptions += 1
         step.preempted.append(group.request_id)
         step.to_encode = [(other, tables) for other, tables in step.to_encode if other is not group]
         mode = self.mode or ("swap" if len(seqs) > 1 else "recompute")
-        # Host blocks that are read in this step must not be written in it: swapping out goes first.
-        copies = manager.swap_out(seqs) if mode == "swap" and not step.swap_in else None
+        swaps = mode == "swap" or _has_dropped(group)
+        copies = manager.swap_out(seqs) if swaps and not step.swap_in else None
+        if copies is None and _has_dropped(group):
+            self.end_for_good(group, step, now, HOST_TOO_SMALL)
+            return
         if copies is None:  # also if host memory has no room for it
             self.recompute(group)
             return
@@ -57,15 +68,34 @@ class Preemption:
     def recompute(self, group: SequenceGroup) -> None:
         """Sends a request back to wait, without blocks."""
         for seq in group.unfinished:
-            if seq in self.block_manager.block_tables:
+            if seq in self.block_manager.block_tables or seq in self.block_manager.swapped_tables:
                 self.block_manager.free(seq)
             assert not seq.num_in_flight, "a step in flight computes it"
+            assert not seq.num_dropped_tokens, "what was dropped would come back"
             seq.status, seq.num_computed_tokens = SequenceStatus.WAITING, 0
         self.queues.wait(group)
 
-    def end_for_good(self, group: SequenceGroup, step: StepBuilder, now: float) -> None:
-        """Ends a request that could not run (on) in an empty pool."""
-        self._updater.end_group(group, StopConditions.without_room(group), now, POOL_TOO_SMALL)
+    def forget_prefixes(self, kept_salt: str | None) -> None:
+        """Empties the prefix cache, for other weights; no prefix is pinned.
+
+        Args:
+            kept_salt: A salt that nobody has used, under which requests that run keep what they have
+                computed. None takes it from them: they compute their tokens again.
+        """
+        self.block_manager.forget_prefixes()
+        for group in [*self.queues.running.values(), *self.queues.swapped.values()]:
+            if kept_salt is None:
+                self.recompute(group)
+                continue
+            group.cache_salt = kept_salt
+            for seq in group.unfinished:
+                seq.block_hashes.clear()
+
+    def end_for_good(
+        self, group: SequenceGroup, step: StepBuilder, now: float, reason: str = POOL_TOO_SMALL
+    ) -> None:
+        """Ends a request that could not run (on), even in an empty pool."""
+        self._updater.end_group(group, StopConditions.without_room(group), now, reason)
         step.ended.append(group.request_id)
 
     def with_room(
@@ -82,8 +112,8 @@ class Preemption:
         While a step is in flight its results are waited for, and nobody is preempted in their place.
 
         Returns:
-            What worked; None if the request has to wait for a step in flight, or is alone and has ended, or
-            is the last one: then it is itself preempted if it `gives_way`.
+            What worked; None if the request has to wait for a step in flight or for the next one, or is
+            alone and has ended, or is the last one: then it is itself preempted if it `gives_way`.
         """
         while (result := attempt()) is None:
             if step.is_ahead:
@@ -94,8 +124,14 @@ class Preemption:
             if len(self.queues.running) == 1:
                 self.end_for_good(group, step, now)
                 return None
+            if self.must_wait(last, step):
+                return None
             if last is not group or gives_way:
-                self.preempt(last, step)
+                self.preempt(last, step, now)
             if last is group:
                 return None
         return result
+
+
+def _has_dropped(group: SequenceGroup) -> bool:
+    return any(seq.num_dropped_tokens for seq in group.unfinished)

@@ -1,7 +1,6 @@
 """The requests that wait, run or are swapped out, each in their order."""
 
 import heapq
-import itertools
 from typing import Any
 
 from jax_paged.core.sequence import SequenceGroup
@@ -22,7 +21,7 @@ class RequestQueues:
         self._seats: dict[str, int] = {}
         self._heap: list[tuple[tuple[Any, int], SequenceGroup]] = []
         self._in_heap: set[SequenceGroup] = set()
-        self._arrivals = itertools.count()
+        self.num_arrivals = 0
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running) + len(self.swapped)
@@ -35,7 +34,7 @@ class RequestQueues:
     def add(self, group: SequenceGroup) -> None:
         """Puts a new request into its place among the waiting ones."""
         assert self.find(group.request_id) is None, group.request_id
-        group.arrival = next(self._arrivals)
+        group.arrival, self.num_arrivals = self.num_arrivals, self.num_arrivals + 1
         self.wait(group)
 
     def wait(self, group: SequenceGroup) -> None:

@@ -1,6 +1,7 @@
-"""What the device hands back of a step, as values: it can be pickled, and holds no array."""
+"""What the device hands back of a step, as values: it can be pickled, and holds no array of the device."""
 
 import dataclasses
+from typing import Any
 
 # Stands in ModelRunnerOutput.token_ids where the request's parameters leave no token to choose.
 NO_TOKEN = -1
@@ -37,7 +38,10 @@ class ModelRunnerOutput:
         is_finite: One per entry of SchedulerOutput.scheduled; False where the logits that were looked at
             held NaN or infinity: the request has to end.
         prompt_logprobs: One list per entry of SchedulerOutput.scheduled: those of the prompt tokens at
-            positions start + 1 and on; empty unless the request wants them.
+            positions start + 1 and on; empty unless the request wants them. Of a row with drafts, those of
+            its tokens from the second on.
+        captured: What hooks captured of the tokens that rows have computed, by the row's index and the hook's
+            name: NumPy arrays.
     """
 
     step_id: int
@@ -45,3 +49,4 @@ class ModelRunnerOutput:
     logprobs: list[list[TokenLogprobs]]
     is_finite: list[bool]
     prompt_logprobs: list[list[TokenLogprobs]]
+    captured: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)

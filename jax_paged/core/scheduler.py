@@ -11,6 +11,7 @@ from jax_paged.core.admission import Admission, Answer
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.burst_planner import BurstPlanner
 from jax_paged.core.preemption import Preemption, PreemptionMode
+from jax_paged.core.request_edits import RequestEdit, RequestEditor
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.row_planner import RowPlanner
 from jax_paged.core.runner_output import ModelRunnerOutput
@@ -19,6 +20,7 @@ from jax_paged.core.seats import Seats
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.sequence_updater import SequenceUpdater, StepUpdate
 from jax_paged.core.step_builder import StepBuilder
+from jax_paged.core.step_edits import take_back, with_rows
 from jax_paged.core.stop_conditions import StopConditions
 
 Policy = Literal["fcfs", "priority"] | Callable[[SequenceGroup], Any]
@@ -27,43 +29,37 @@ Policy = Literal["fcfs", "priority"] | Callable[[SequenceGroup], Any]
 class Scheduler:
     """Running requests first, then waiting ones, as far as tokens, seats and blocks last.
 
-    The order is that of arrival ("fcfs"), of priority and then arrival, or that of a key. A request is
-    admitted when the blocks of all its tokens are at hand, and gets them at once; its prompt is then computed
-    in chunks of whatever the token budget leaves. A chunk leaves a token to every running sequence that only
-    needs one, also to those behind it: so every running request advances in every step, unless its beams
-    don't all fit into the budget, or it waits for blocks to copy to.
+    A request is admitted when the blocks of all its tokens are at hand, and gets them at once; its prompt is
+    then computed in chunks of whatever the token budget leaves. A chunk leaves a token to every running
+    sequence that only needs one, also to those behind it: so every running request advances in every step,
+    unless its beams don't all fit into the budget, or it waits for blocks to copy to.
 
     When blocks run out, the last request in the order is preempted with all its sequences: it waits, and
     recomputes its tokens when it is admitted again; or its blocks are swapped out to host memory. A request
     with several sequences is swapped, as recomputing would lose what they share, others are recomputed
     (the paper's rule), unless preemption_mode says otherwise; without room in host memory, all are
-    recomputed. Under "priority", requests of a lower priority are preempted for one of a higher, but only if
-    that makes room enough for it. While a request is swapped out no new one behind it is admitted. So the
-    first request always advances, and no step that takes blocks from a running request for another one
-    admits a third.
+    recomputed. Requests of a higher priority value or key are preempted for one of a lower, but only if that
+    makes room enough for it. While a request is swapped out no new one behind it is admitted. So the first
+    request always advances, and no step that takes blocks from a running request for another admits a third.
 
-    Every output of schedule() is handed back to update(), in order; add, abort and finish may come in
-    between, and so may the schedule() of later steps, which then run ahead of the results. A block that is
-    freed meanwhile is held back until update() has seen every step that may write to it.
+    Every output of schedule() is handed back to update(), in order; add, abort, finish and the schedule() of
+    later steps may come in between. A block that is freed meanwhile is held back until update() has seen
+    every step that may write to it.
 
     Args:
         block_manager: Owner of the blocks; used by this scheduler alone.
-        max_num_seqs: Maximum sequences running at a time; a request counts all that it may still come to
-            have.
+        max_num_seqs: Maximum sequences running at a time; a request counts all that it may come to have.
         max_num_batched_tokens: Token budget of one step.
         max_model_len: Maximum tokens of a prompt and its output together.
         eos_token_ids: Tokens that end a sequence, unless its request ignores them.
-        watermark: Share of the usable blocks that stays free when a request is admitted beside running
-            ones: room for these to grow, so that the newcomer isn't preempted at once.
+        watermark: Share of the blocks that stays free when a request is admitted beside running ones.
         policy: "fcfs", "priority", or a function of a new request that returns its key. A request of a lower
             priority or key goes first, and takes blocks and seats from running ones of a higher one.
         preemption_mode: "recompute" or "swap" for all requests; None for the paper's rule.
-        enable_chunked_prefill: False computes whole prompts only, in steps of their own that go before
-            those of running requests.
-        delay_factor: New requests wait until the first of them has waited this many times as long as the
-            last step with a prompt took, so that more of them are computed together.
-        burst_size: Decode steps that are done in one, without the host in between, while no request waits,
-            all running ones decode, and their blocks are at hand; 1 for one at a time.
+        enable_chunked_prefill: False computes whole prompts only, in steps of their own that go first.
+        delay_factor: New requests wait until the first has waited this many times as long as the last step
+            with a prompt took, so that more of them are computed together.
+        burst_size: Decode steps done in one while no request waits and the blocks are at hand; 1 for none.
 
     Raises:
         ValueError: If a value is out of range.
@@ -132,6 +128,7 @@ class Scheduler:
             enable_chunked_prefill,
         )
         self._bursts = BurstPlanner(block_manager, self.queues, stop_conditions, burst_size)
+        self.editor = RequestEditor(block_manager, self.queues, self._preemption, self.max_num_seqs)
         self._step_ids = itertools.count()
         self._num_in_flight = 0
         self._is_short = False  # the last step, of what the results of those before it bring
@@ -154,22 +151,22 @@ class Scheduler:
         """Puts a request into the waiting queue.
 
         Args:
-            group: A request with one sequence, whose prompt leaves room for one token in max_model_len, and
-                with no more sequences to come than max_num_seqs. Its id is that of no unfinished request.
+            group: With one sequence, whose prompt leaves room for one token in max_model_len, no more to come
+                than max_num_seqs, and an id that no unfinished request has.
         """
         (seq,) = group.sequences
         assert 0 < len(seq) < self.max_model_len, f"prompt of {len(seq)} tokens"
         assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences"
         assert self.policy != "fcfs" or not group.priority, "a priority under fcfs"
-        group.key = self.policy(group) if callable(self.policy) else group.priority
+        group.key = self.key_of(group)
         self.queues.add(group)
 
-    def abort(self, request_id: str) -> SequenceGroup | None:
-        """Ends a request at any moment as FINISHED_ABORTED and frees its blocks.
+    def key_of(self, group: SequenceGroup) -> Any:
+        """Returns what a request stands in order by: requests of a lower key go first."""
+        return self.policy(group) if callable(self.policy) else group.priority
 
-        Returns:
-            The request (its finished_time is not set: no clock); None if no unfinished one has this id.
-        """
+    def abort(self, request_id: str) -> SequenceGroup | None:
+        """Ends a request as FINISHED_ABORTED, without a time, and frees its blocks; None if there is none."""
         group = self.queues.find(request_id)
         if group is not None:
             self._updater.end_group(group, SequenceStatus.FINISHED_ABORTED, None)
@@ -195,8 +192,7 @@ class Scheduler:
             status: A finished status.
             now: Time, in the engine's clock (seconds).
             stop_reason: What ended it, if a stop string did.
-            num_output_tokens: How many of its output tokens stay, None for all: a step may bring several,
-                and those after a stop string don't count.
+            num_output_tokens: How many of its output tokens stay, those up to a stop string; None for all.
         """
         assert status.is_finished, status
         if seq.status.is_finished:
@@ -206,21 +202,24 @@ class Scheduler:
         if num_output_tokens is not None:
             seq.truncate(num_output_tokens)
 
+    def forget_prefixes(self, kept_salt: str | None) -> None:
+        """Shares nothing computed so far from now on; see Preemption. No step is in flight."""
+        self._preemption.forget_prefixes(kept_salt)
+
     def schedule(self, now: float) -> SchedulerOutput:
         """Chooses the sequences and token counts of the next step, and gives them their blocks.
 
-        It may be called before the steps before it have returned; tokens that these draw then have
-        NO_TOKEN in their place. Sequences that have to know them sit the step out. See can_run_ahead.
+        It may be called before the steps before it have returned (see can_run_ahead): tokens that these draw
+        have NO_TOKEN in their place, and sequences that have to know them sit the step out.
 
         Args:
             now: Time, in the engine's clock (seconds).
 
         Returns:
-            The step; nothing is left to run if neither `scheduled` nor `ended` holds anything.
+            The step; nothing is left to run if `scheduled` and `ended` are empty.
         """
         assert not self._num_in_flight or self.can_run_ahead, "the step has to know the results of others"
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=self._num_in_flight > 0)
-        self._num_in_flight += 1
         admission = self._admission
         admission.begin_step(now)
         if self._bursts.plan(step):
@@ -231,19 +230,43 @@ class Scheduler:
             self._fill(step, now, admission.first_waiting, lambda n: n > 1)
             if step.is_empty:
                 self._fill(step, now, admission.first_if_swapped, lambda n: n == 1)
-        output = step.build(next(self._step_ids), self._seats)
-        self.block_manager.begin_step(output.step_id)
-        self._is_short = step.is_short
+        output = self._built(step)
         if output.scheduled and output.scheduled[-1].num_tokens > 1:
             admission.note_prompt(now)
         return output
 
+    def edit(self, output: SchedulerOutput, rows: list[int]) -> SchedulerOutput:
+        """Drops requests from the step that was scheduled last, or re-orders its rows, before it is computed.
+
+        Args:
+            output: What schedule() returned last.
+            rows: Indices in output.scheduled of the rows that stay, in their order: rows of one token first,
+                and of a request all or none. What is dropped keeps its blocks and is computed later.
+
+        Returns:
+            The step that takes the place of `output`, also in update().
+        """
+        dropped = sorted(set(range(len(output.scheduled))) - set(rows))
+        take_back(output, dropped, self._seats, self.block_manager)
+        return with_rows(output, rows)
+
+    def schedule_draft(self, request_id: str, token_ids: list[int]) -> SchedulerOutput | None:
+        """Schedules a step of one request that decodes, with tokens that may follow; None without blocks."""
+        assert not self._num_in_flight, "the draft follows the last token"
+        step = StepBuilder(self.max_num_batched_tokens, is_ahead=False)
+        return self._built(step) if self.editor.plan_draft(request_id, token_ids, step) else None
+
+    def edit_request(self, edit: RequestEdit) -> SequenceGroup:
+        """Applies an edit between two steps; returns the request, of a fork the new one."""
+        assert not self._num_in_flight, "a step in flight knows the request as it was"
+        return self.editor.apply(edit)
+
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
         """Takes in the result of a step: appends tokens, caches full blocks, ends and frees what is done.
 
-        A sequence may get several tokens; it accepts them up to the one that ends it (see StopConditions).
-        Requests with logits that are not finite end as FINISHED_ABORTED. Sequences that ended or lost their
-        blocks since schedule() are skipped.
+        A sequence accepts its tokens up to the one that ends it (see StopConditions). Requests with logits
+        that are not finite end as FINISHED_ABORTED. Sequences that ended or lost their blocks since
+        schedule() are skipped.
 
         Args:
             output: What schedule() returned; steps are taken in in the order in which they were scheduled.
@@ -254,6 +277,13 @@ class Scheduler:
         if not self._num_in_flight:
             self._is_short = False
         return self._updater.update(output, result, now)
+
+    def _built(self, step: StepBuilder) -> SchedulerOutput:
+        self._num_in_flight += 1
+        output = step.build(next(self._step_ids), self._seats)
+        self.block_manager.begin_step(output.step_id)
+        self._is_short = step.is_short
+        return output
 
     def _fill(
         self,
@@ -266,8 +296,7 @@ class Scheduler:
 
         Args:
             first_to_admit: Returns who is next among those that don't run.
-            takes_part: Whether a running sequence does, by the number of tokens that it computes; None: all
-                do.
+            takes_part: Whether a running sequence does, by how many tokens it computes; None: all do.
         """
         running = deque(self.queues.running.values())
         # Looked up again only when someone was admitted, preempted or ended for it.
@@ -282,7 +311,7 @@ class Scheduler:
                 if answer is Answer.NO_ROOM:
                     if not self.queues.running and not step.is_ahead:
                         self._preemption.end_for_good(head, step, now)  # all is free, and it is not enough
-                    elif not self._admission.make_room(head, step):
+                    elif not self._admission.make_room(head, step, now):
                         head = None
                         continue
                 head = first_to_admit()

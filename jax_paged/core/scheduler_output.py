@@ -35,6 +35,8 @@ class NewSequence(NamedTuple):
         logprob_temperature: Divides the logits before anything else; 1 but for beam searches.
         num_encoder_tokens: Tokens that its groups of cross attention hold.
         block_tables: All of its blocks, at the time that this step computes. Read-only.
+        num_dropped_tokens: By how much the slots of its tokens stand before their positions in the tables:
+            tokens whose blocks a user has dropped.
     """
 
     seq_id: int
@@ -48,6 +50,7 @@ class NewSequence(NamedTuple):
     logprob_temperature: float
     num_encoder_tokens: int
     block_tables: BlockTables
+    num_dropped_tokens: int = 0
 
 
 class ScheduledSequence(NamedTuple):
@@ -102,6 +105,28 @@ class EncoderInput(NamedTuple):
     request_id: str
     token_ids: list[int]
     block_tables: BlockTables
+
+
+class InspectionInput(NamedTuple):
+    """Tokens of a sequence to compute again, beside its steps.
+
+    Args:
+        token_ids: The last tokens of the sequence.
+        start: Position of the first of them.
+        num_computed_tokens: Tokens whose keys and values lie in the pool, those of dropped blocks included.
+        num_dropped_tokens: As NewSequence has it.
+        num_encoder_tokens: As NewSequence has it.
+        block_tables: Its blocks.
+        layers: Whose attention to report.
+    """
+
+    token_ids: list[int]
+    start: int
+    num_computed_tokens: int
+    num_dropped_tokens: int
+    num_encoder_tokens: int
+    block_tables: BlockTables
+    layers: list[int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jax_paged.core.block_manager import BlockManager
@@ -71,7 +71,9 @@ class Seats:
             del self.by_id[seat.seq.seq_id]
         return tuple([seat.seq.seq_id for seat in left])
 
-    def rows(self, rows: Iterable[Row], *, is_burst: bool) -> SeatedRows:
+    def rows(
+        self, rows: Iterable[Row], *, is_burst: bool, drafts: Mapping[Sequence, list[int]]
+    ) -> SeatedRows:
         """Seats the sequences of a step that have no seat yet; returns the step in terms of ids.
 
         Notes in the sequences what the step computes and draws, now that it is in flight.
@@ -79,6 +81,7 @@ class Seats:
         Args:
             rows: In the order in which they are computed.
             is_burst: Whether of each row all tokens but the first are drawn in this step.
+            drafts: Of sequences that sample, tokens to compute after those that they have.
         """
         seats, changed = self._seats, self._manager.changed
         new: list[NewSequence] = []
@@ -100,6 +103,10 @@ class Seats:
                 token_ids = (seq.output_token_ids or seq.prompt_token_ids)[-1:]
             else:
                 token_ids = seq.tokens(start, start + num_tokens)
+            num_logits = 1
+            if seq in drafts:
+                token_ids = token_ids + drafts[seq]
+                num_logits += len(drafts[seq])
             scheduled.append(ScheduledSequence(seq.seq_id, start, token_ids, new_blocks, replaced))
             seq.num_in_flight += num_tokens
             for sample in sampling:
@@ -108,7 +115,7 @@ class Seats:
                     if sample not in seats:
                         self._take(group, sample, new)
                 sample.num_pending += num_tokens if is_burst else 1
-                samples.append(Sample(i, sample.seq_id, 1))
+                samples.append(Sample(i, sample.seq_id, num_logits))
         return SeatedRows(new, scheduled, samples)
 
     def _take(self, group: SequenceGroup, seq: Sequence, new: list[NewSequence]) -> Seat:
@@ -130,6 +137,7 @@ class Seats:
             logprob_temperature=(beams.temperature if beams else 0) or 1.0,
             num_encoder_tokens=len(group.encoder_token_ids),
             block_tables=[list(table) for table in tables],
+            num_dropped_tokens=seq.num_dropped_tokens,
         )
         new.append(entry)
         return seat

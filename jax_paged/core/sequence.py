@@ -55,6 +55,10 @@ class Sequence:
         block_hashes: Hashes of its first full blocks, as far as the block manager needed them.
         cumulative_logprobs: For each output token, the sum of the log-probabilities up to it.
         seq_id: Names it outside of the scheduler, which sets it; 0 before it has run.
+        num_dropped_tokens: Tokens whose blocks a user has dropped: the slot of a later token in the block
+            table is its position less these.
+        block_places: If blocks were dropped, where in the whole text each block stood that was kept then, in
+            order; the blocks after them follow without a gap.
     """
 
     prompt_token_ids: list[int]
@@ -69,6 +73,8 @@ class Sequence:
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)
     cumulative_logprobs: list[float] = dataclasses.field(default_factory=list)
     seq_id: int = 0
+    num_dropped_tokens: int = 0
+    block_places: tuple[int, ...] = ()
 
     @property
     def cumulative_logprob(self) -> float:
@@ -106,6 +112,11 @@ class Sequence:
         """Drops the output tokens from a certain one on."""
         del self.output_token_ids[num_output_tokens:]
         del self.cumulative_logprobs[num_output_tokens:]
+
+    def block_place(self, i: int) -> int:
+        """Returns where in the whole text the i-th block of its table stands, in blocks."""
+        kept = self.block_places
+        return kept[i] if i < len(kept) else i + (kept[-1] + 1 - len(kept) if kept else 0)
 
     def fork(self, index: int, seed: int) -> "Sequence":
         """Returns a sequence with the same tokens, computed as far once the steps in flight have returned."""

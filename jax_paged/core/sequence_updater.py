@@ -1,6 +1,6 @@
 """What the tokens of a step do to sequences: they grow, fork, end, and give back their blocks."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax_paged.core import beam_search
 from jax_paged.core.beam_search import Candidate
@@ -33,12 +33,14 @@ class StepUpdate(NamedTuple):
         ended: The requests of which a sequence has ended, each once.
         prompt_logprobs: (request, first position of the row, log-probabilities of the prompt tokens at the
             positions after it).
+        captured: (request, sequence, first position, what hooks captured of the tokens from there on).
     """
 
     new_tokens: list[NewTokens]
     changed: list[SequenceGroup]
     ended: list[SequenceGroup]
     prompt_logprobs: list[tuple[SequenceGroup, int, list[TokenLogprobs]]]
+    captured: list[tuple[SequenceGroup, Sequence, int, dict[str, Any]]]
 
 
 class SequenceUpdater:
@@ -86,6 +88,11 @@ class SequenceUpdater:
                 found = find(row.seq_id) if entries else None
                 if found is not None and not found[0].is_finished:
                     prompt_logprobs.append((found[0], row.start, entries))
+        captured: list[tuple[SequenceGroup, Sequence, int, dict[str, Any]]] = []
+        for i, arrays in result.captured.items():
+            found = find(scheduled[i].seq_id)
+            if found is not None and found[1].status is SequenceStatus.RUNNING:
+                captured.append((*found, scheduled[i].start, arrays))
         # Tokens of a sequence that samples count once it has accepted what it got.
         sampled = {sample.row for sample in output.samples}
         if len(sampled) < len(scheduled):
@@ -147,7 +154,7 @@ class SequenceUpdater:
             self._advance_beams(group, candidates, now)
             if group.is_finished:
                 ended[group] = None
-        return StepUpdate(new_tokens, list(changed), list(ended), prompt_logprobs)
+        return StepUpdate(new_tokens, list(changed), list(ended), prompt_logprobs, captured)
 
     def _broken(
         self, output: SchedulerOutput, result: ModelRunnerOutput

@@ -2,7 +2,7 @@
 
 from jax_paged.core.scheduler_output import BlockTables, Copies, EncoderInput, SchedulerOutput
 from jax_paged.core.seats import Row, Seats
-from jax_paged.core.sequence import SequenceGroup
+from jax_paged.core.sequence import Sequence, SequenceGroup
 
 
 class StepBuilder:
@@ -23,6 +23,7 @@ class StepBuilder:
         self.is_burst = False  # of decode steps: rows of one token draw as many as they are said to compute
         self.rows_of_one: list[Row] = []  # that compute one token
         self.longer_rows: list[Row] = []
+        self.drafts: dict[Sequence, list[int]] = {}  # tokens to compute after those that a sequence has
         self.swap_out: Copies = []
         self.swap_in: Copies = []
         self.copies: Copies = []
@@ -39,7 +40,7 @@ class StepBuilder:
         """Returns the step; takes and gives seats."""
         released = seats.release()
         rows = [*self.rows_of_one, *self.longer_rows]
-        new, scheduled, samples = seats.rows(rows, is_burst=self.is_burst)
+        new, scheduled, samples = seats.rows(rows, is_burst=self.is_burst, drafts=self.drafts)
         return SchedulerOutput(
             step_id=step_id,
             scheduled=tuple(scheduled),
@@ -58,6 +59,8 @@ class StepBuilder:
             preempted=tuple(self.preempted),
             ended=tuple(self.ended),
             num_batched_tokens=self._initial_budget - self.budget,
-            num_logits_rows=len(samples) + sum([not sampling for _, _, _, sampling in rows]),
+            num_logits_rows=len(samples)
+            + sum(map(len, self.drafts.values()))
+            + sum([not sampling for _, _, _, sampling in rows]),
             burst=tuple([num_tokens for _, _, num_tokens, _ in rows]) if self.is_burst else (),
         )

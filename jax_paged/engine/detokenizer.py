@@ -1,6 +1,7 @@
 """Token ids to text while they come in: characters split over tokens, and stop strings."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
@@ -10,6 +11,8 @@ _REPLACEMENT = "\ufffd"
 _MAX_CONTEXT = 5
 # Tokens of an incomplete character: UTF-8 has at most four bytes.
 _MAX_INCOMPLETE = 3
+# What changes while text comes in.
+_VALUES = ("text", "_stop_state", "_num_tokens", "_finished", "_context", "_context_text", "_pending")
 
 
 class Detokenizer:
@@ -57,6 +60,15 @@ class Detokenizer:
         if self._finished or self._stop is None:
             return len(self.text)
         return len(self.text) - self._stop.num_open(self._stop_state)
+
+    def values(self) -> dict[str, Any]:
+        """Returns how far it is, as values that JSON can hold."""
+        return {name: getattr(self, name) for name in _VALUES}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Goes on from where another one of the same arguments was when `values` were taken."""
+        for name in _VALUES:
+            setattr(self, name, values[name])
 
     def append(self, token_id: int) -> str | None:
         """Adds a token; returns the stop string that the text now holds (and was cut before), or None."""

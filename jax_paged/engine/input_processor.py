@@ -4,12 +4,14 @@ import dataclasses
 import numbers
 from typing import Any
 
-from jax_paged.checks import Problems, TooLongError, check, check_int
+from jax_paged.checks import Problems, TooLongError, check, check_int, check_number
 from jax_paged.config import EngineConfig
 from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_list
 from jax_paged.sampling_params import MAX_BAD_WORDS, MAX_BIAS_IDS, BeamSearchParams, SamplingParams
+
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,13 +245,28 @@ class InputProcessor:
 
     def _resolve(self, params: SamplingParams) -> None:
         """Replaces what stands for something else; -1 of logprobs is replaced where it is checked."""
-        params.skip_reading_prefix_cache = not params.reads_prefix_cache
+        self._resolve_hook_args(params)
+        captures = not self._config.capturing.isdisjoint(params.hook_args or ())
+        params.skip_reading_prefix_cache = captures or not params.reads_prefix_cache
         if params.bad_words:
             if self._tokenizer is None:
                 given = f"bad_words is {params.bad_words!r}"
                 raise ValueError(f"{given}; allowed: None, as the engine has no tokenizer")
             words = [ids for word in params.bad_words for ids in self._tokens_of_word(word, self._tokenizer)]
             params.bad_words_token_ids = [*(params.bad_words_token_ids or ()), *words]
+
+    def _resolve_hook_args(self, params: SamplingParams) -> None:
+        """Checks hook_args, and makes lists of floats of its numbers."""
+        hooks = self._config.hooks
+        for name, value in (params.hook_args or {}).items():
+            check(name in hooks, "hook_args names", name, f"the hooks of this engine: {list(hooks)}")
+            numbers = as_list(value)
+            numbers = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
+            check(len(numbers) == hooks[name], f"hook_args[{name!r}]", value, f"{hooks[name]} numbers")
+            for number in numbers:
+                check_number(f"hook_args[{name!r}]", number, -FLOAT32_MAX, FLOAT32_MAX)
+            assert params.hook_args is not None, "it has a name"
+            params.hook_args[name] = [float(number) for number in numbers]
 
     def _resolve_logprobs(self, params: SamplingParams, name: str) -> None:
         """Checks logprobs or prompt_logprobs, and replaces -1: nothing after this knows of it."""

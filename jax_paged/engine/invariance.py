@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 from jax_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jax_paged.engine.llm_engine import LLMEngine
+    from jax_paged.engine.request_engine import RequestEngine
     from jax_paged.outputs import RequestOutput
 
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 24, 4
 
 
-def check_invariance(engine: "LLMEngine") -> None:
+def check_invariance(engine: "RequestEngine") -> None:
     """Computes the same tokens as answers and as a prompt, alone and beside others, and compares all bits.
 
     Args:
@@ -40,7 +40,7 @@ def check_invariance(engine: "LLMEngine") -> None:
 
 
 def _next_tokens(
-    engine: "LLMEngine", prompts: list[list[int]], num_tokens: int
+    engine: "RequestEngine", prompts: list[list[int]], num_tokens: int
 ) -> list[list[tuple[int, float]]]:
     """Returns the tokens after each prompt with their log-probabilities; nothing comes from the cache."""
     params = SamplingParams(

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
 
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.engine.detokenizer import Detokenizer
@@ -31,6 +33,7 @@ class SampleState:
         params = group.sampling_params
         self.seq = seq
         self.is_finished = False
+        self._group = group
         self._logprobs: list[TokenLogprobDict] | None = None if params.logprobs is None else []
         self._num_logprobs = params.logprobs or 0
         self._tokenizer = tokenizer
@@ -42,9 +45,28 @@ class SampleState:
             min_tokens=params.min_tokens,
             include_stop=params.include_stop_str_in_output,
         )
+        self._stop = stop
         self._shows_stop_token = params.include_stop_str_in_output
         self._num_tokens_taken = 0
         self._num_chars_taken = 0
+
+    def restarted(self, seq: Sequence, group: SequenceGroup) -> "SampleState":
+        """Returns the state of a sequence that goes on from this one's first tokens."""
+        state = SampleState(seq, group, self._tokenizer, self._stop)
+        if self._logprobs is not None:
+            state._logprobs = self._logprobs[: len(seq.output_token_ids)]
+        if state._detokenizer is not None:
+            for token_id in seq.output_token_ids:
+                state._detokenizer.append(token_id)
+        return state
+
+    def rolled_back(self) -> "SampleState":
+        """Returns the state of the same sequence after it has lost tokens; what was taken stays taken."""
+        state = self.restarted(self.seq, self._group)
+        detokenizer = state._detokenizer
+        state._num_tokens_taken = min(self._num_tokens_taken, len(self.seq.output_token_ids))
+        state._num_chars_taken = min(self._num_chars_taken, detokenizer.num_visible if detokenizer else 0)
+        return state
 
     def add_tokens(self, token_ids: list[int], logprobs: "list[TokenLogprobs]") -> tuple[str, int] | None:
         """Takes the tokens that the sequence has just got, as if they had come one at a time.
@@ -76,6 +98,24 @@ class SampleState:
         """Adds the text that was held back; returns the stop string that it holds, or None."""
         self.is_finished = True
         return self._detokenizer.finish() if self._detokenizer else None
+
+    def values(self) -> dict[str, Any]:
+        """Returns its state as values that JSON can hold."""
+        return {
+            "is_finished": self.is_finished,
+            "logprobs": self._logprobs and [_logprob_values(entry) for entry in self._logprobs],
+            "num_taken": [self._num_tokens_taken, self._num_chars_taken],
+            "detokenizer": self._detokenizer and self._detokenizer.values(),
+        }
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Takes over the state of another one of the same request."""
+        self.is_finished = values["is_finished"]
+        if self._logprobs is not None:
+            self._logprobs = [_logprob_of_values(entry) for entry in values["logprobs"] or ()]
+        self._num_tokens_taken, self._num_chars_taken = values["num_taken"]
+        if self._detokenizer is not None:
+            self._detokenizer.restore(values["detokenizer"])
 
     def output(self, index: int, *, is_last: bool) -> CompletionOutput:
         """Returns all of it as it stands, in lists if it `is_last`, else in snapshots."""
@@ -139,6 +179,50 @@ class RequestState:
         self._prompt_logprobs: list[TokenLogprobDict | None] | None = (
             None if group.sampling_params.prompt_logprobs is None else [None]
         )
+        # By the sequence's index: the hook's name, the first position, and what it captured from there on.
+        self._captured: dict[int, list[tuple[str, int, np.ndarray]]] = {}
+
+    def values(self) -> dict[str, Any]:
+        """Returns its state as values that JSON can hold, but for the group."""
+        logprobs = self._prompt_logprobs
+        return {
+            "prompt": self.prompt,
+            "encoder_prompt": self._encoder_prompt,
+            "is_finished": self.is_finished,
+            "prompt_logprobs": logprobs and [entry and _logprob_values(entry) for entry in logprobs],
+            "samples": [sample.values() for sample in self._samples],
+        }
+
+    @classmethod
+    def of_values(cls, group: SequenceGroup, values: dict[str, Any], tokenizer: Tokenizer | None) -> Self:
+        """Returns the state of which `values` were taken, for a group that was restored."""
+        params = group.sampling_params
+        stop = StopStrings(params.stop_strings) if params.stop_strings else None
+        tokenizer = tokenizer if params.detokenize else None
+        state = cls(group, values["prompt"], tokenizer, values["encoder_prompt"], stop)
+        state.is_finished = values["is_finished"]
+        if values["prompt_logprobs"] is not None:
+            entries = values["prompt_logprobs"]
+            state._prompt_logprobs = [entry and _logprob_of_values(entry) for entry in entries]
+        samples = values["samples"]
+        for seq in group.sequences[1 : len(samples)]:
+            state._samples.append(SampleState(seq, group, tokenizer, stop))
+        for sample, entry in zip(state._samples, samples, strict=True):
+            sample.restore(entry)
+        return state
+
+    def forked(self, group: SequenceGroup) -> "RequestState":
+        """Returns the state of a request that goes on from where this one is; of both, one sequence."""
+        state = RequestState(group, self.prompt, self._tokenizer, self._encoder_prompt, self._stop)
+        state._samples = [self._samples[0].restarted(group.sequences[0], group)]
+        if self._prompt_logprobs is not None:
+            state._prompt_logprobs = list(self._prompt_logprobs)
+        state._captured = {0: list(self._captured.get(0, ()))}
+        return state
+
+    def roll_back(self) -> None:
+        """Follows its only sequence, which has lost its last tokens."""
+        self._samples[0] = self._samples[0].rolled_back()
 
     def add_prompt_logprobs(self, start: int, logprobs: "list[TokenLogprobs]") -> None:
         """Takes the log-probabilities of the prompt tokens at positions start + 1 and on.
@@ -152,6 +236,13 @@ class RequestState:
             if position == len(kept):
                 token_id = self._prompt_token_ids[position]
                 kept.append(logprob_dict(token_id, entry, k, self._tokenizer))
+
+    def add_captured(self, seq: Sequence, start: int, arrays: dict[str, np.ndarray]) -> None:
+        """Takes what hooks captured of the tokens of a sequence at positions start and on, by name.
+
+        What is computed again, after a preemption or other tokens, replaces what was there.
+        """
+        self._captured.setdefault(seq.index, []).extend((name, start, x) for name, x in arrays.items())
 
     def add_tokens(
         self, seq: Sequence, token_ids: list[int], logprobs: "list[TokenLogprobs]"
@@ -234,8 +325,23 @@ class RequestState:
             outputs = [s.take_delta(i) for i, s in enumerate(samples)]
         else:
             outputs = [s.output(i, is_last=self.is_finished) for i, s in enumerate(samples)]
+        if self._captured and self.is_finished:
+            for sample, output in zip(samples, outputs, strict=True):
+                output.captured = self._captured_of(sample.seq)
         # Before its prompt is computed, all samples are as the first: empty.
         return outputs + [_empty_like(outputs[0], i) for i in range(len(outputs), n)]
+
+    def _captured_of(self, seq: Sequence) -> dict[str, np.ndarray]:
+        """Returns what hooks captured of a sequence, which shares the prompt with the first one."""
+        prompt_len, num_rows = len(seq.prompt_token_ids), len(seq) - 1
+        result: dict[str, np.ndarray] = {}
+        for index in dict.fromkeys((0, seq.index)):
+            end = num_rows if index == seq.index else prompt_len
+            for name, start, rows in self._captured.get(index, ()):
+                whole = result.setdefault(name, np.full((num_rows, *rows.shape[1:]), np.nan, np.float32))
+                part = rows[: max(0, end - start)]
+                whole[start : start + len(part)] = part
+        return result
 
     def _beam_output(self, index: int, seq: Sequence) -> CompletionOutput:
         return CompletionOutput(
@@ -259,6 +365,14 @@ def logprob_dict(
     for rank, (top_id, top_logprob) in enumerate(top, 1):
         result.setdefault(top_id, Logprob(top_logprob, rank, text(top_id)))
     return result
+
+
+def _logprob_values(entry: TokenLogprobDict) -> list[list[Any]]:
+    return [[token_id, x.logprob, x.rank, x.decoded_token] for token_id, x in entry.items()]
+
+
+def _logprob_of_values(values: list[list[Any]]) -> TokenLogprobDict:
+    return {token_id: Logprob(*rest) for token_id, *rest in values}
 
 
 def _empty_like(output: CompletionOutput, index: int) -> CompletionOutput:

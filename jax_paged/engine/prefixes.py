@@ -7,10 +7,10 @@ from jax_paged.inputs import Prompt
 from jax_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jax_paged.engine.llm_engine import LLMEngine
+    from jax_paged.engine.request_engine import RequestEngine
 
 
-def pin(engine: "LLMEngine", name: str, prompt: Prompt, cache_salt: str) -> str:
+def pin(engine: "RequestEngine", name: str, prompt: Prompt, cache_salt: str) -> str:
     """Computes a prefix and keeps its full blocks by a name; see LLMEngine.pin_prefix."""
     if not engine.drain():
         raise RuntimeError("requests are running; pin prefixes before them")
@@ -43,4 +43,11 @@ def pin(engine: "LLMEngine", name: str, prompt: Prompt, cache_salt: str) -> str:
             f"logits, for which the {num_free} free blocks of {num_usable} are enough"
         )
     manager.pin(name, request.prompt_token_ids, cache_salt)
+    engine.pinned_prompts[name] = request.prompt_token_ids, cache_salt
     return name
+
+
+def unpin(engine: "RequestEngine", name: str) -> None:
+    """Lets go of a pinned prefix; see LLMEngine.unpin_prefix."""
+    engine.scheduler.block_manager.unpin(name)
+    engine.pinned_prompts.pop(name, None)

@@ -1,15 +1,18 @@
 """The loop of an engine: schedules steps, keeps the executor busy, and gives requests their tokens."""
 
 import collections
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceStatus
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.engine.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from jax_paged.worker.executor import Executor
@@ -19,7 +22,7 @@ class StepLoop:
     """Steps the unfinished requests of an engine; the requests themselves are checked before.
 
     Args:
-        scheduler: Decides what each step computes.
+        make_scheduler: Makes what decides what each step computes.
         executor: Computes the steps.
         max_in_flight: Steps that the executor works on at a time. A second one keeps it busy while the host
             takes in the first.
@@ -30,19 +33,34 @@ class StepLoop:
         failure: What has stopped a step half-way; nothing may be stepped any more then.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: "Executor", max_in_flight: int) -> None:
-        self.scheduler = scheduler
+    def __init__(
+        self, make_scheduler: Callable[[], Scheduler], executor: "Executor", max_in_flight: int
+    ) -> None:
+        self.make_scheduler = make_scheduler
+        self.scheduler = make_scheduler()
         self.executor = executor
         self.max_in_flight = max_in_flight
         self.requests: dict[str, RequestState] = {}
         self.observers: list[Callable[[Scheduler, SchedulerOutput], None]] = []
         self.failure: BaseException | None = None
         self._in_flight: collections.deque[SchedulerOutput] = collections.deque()
+        self._plan: StepPlan | None = None  # scheduled, and not dispatched
+        # What has changed since advance() or run() last returned.
+        self.changed: dict[RequestState, None] = {}
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do, if only to wait for what the device still works on."""
-        return self.scheduler.has_unfinished or bool(self._in_flight)
+        return self.scheduler.has_unfinished or self._is_busy or bool(self.changed)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a plan has not run."""
+        return self._plan is not None
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._in_flight or self._plan)
 
     def add(self, state: RequestState) -> None:
         """Puts a request into the queue; its id is that of no unfinished one."""
@@ -69,34 +87,108 @@ class StepLoop:
         finally:
             state.give_up()
             self.requests.pop(request_id, None)
+            self.changed.pop(state, None)
         return state
 
     def advance(self) -> list[RequestState]:
-        """Runs one step; returns the requests that got a token or ended."""
+        """Runs one step, as planned if it is; returns the requests that got a token or ended."""
+        with self._unfinished_step():
+            in_flight, most = self._in_flight, self.max_in_flight
+            if self._plan is not None:
+                self._dispatch(self._plan.output)
+            elif self.changed and not self.scheduler.has_unfinished:
+                return self._take_changed()
+            while not in_flight or (len(in_flight) < most and self.scheduler.can_run_ahead):
+                self._dispatch(self.scheduler.schedule(time.monotonic()))
+            self._take_in(in_flight.popleft(), self.executor.result())
+            return self._take_changed()
+
+    def plan(self) -> StepPlan:
+        """Schedules a step and does not run it; a plan before it that has not run is dropped."""
+        self.settle()
+        with self._unfinished_step():
+            if self._plan is not None:
+                self._run(self._plan.only([]))
+            self._plan = StepPlan.of(self.scheduler.schedule(time.monotonic()), self.scheduler.find)
+            return self._plan
+
+    def run(self, plan: StepPlan) -> list[RequestState]:
+        """Runs a plan, perhaps with fewer rows or in another order; returns what `advance` does.
+
+        Raises:
+            ValueError: If it is not what `plan` returned last, or was edited in another way.
+        """
+        plan.check(self._plan)
+        with self._unfinished_step():
+            self._run(plan)
+            return self._take_changed()
+
+    def run_draft(self, request_id: str, token_ids: list[int]) -> ModelRunnerOutput | None:
+        """Runs a step of Scheduler.schedule_draft; what it changes is returned with the next step.
+
+        Returns:
+            Its result; None if there are no blocks for it.
+        """
+        self.settle()
+        with self._unfinished_step():
+            output = self.scheduler.schedule_draft(request_id, token_ids)
+            if output is None:
+                return None
+            self.executor.dispatch(output)
+            result = self.executor.result()
+            self._take_in(output, result)
+            return result
+
+    def settle(self) -> None:
+        """Takes in the results of all steps in flight; what they change is returned with the next step."""
+        with self._unfinished_step():
+            while self._in_flight:
+                self._take_in(self._in_flight.popleft(), self.executor.result())
+
+    def drain(self) -> bool:
+        """Waits for what the device still computes for requests that have ended; returns if no others run."""
+        while self._is_busy and not self.scheduler.has_unfinished:
+            if self._plan is not None:
+                self._dispatch(self._plan.output)
+            self.settle()
+        return not self.has_unfinished
+
+    @contextlib.contextmanager
+    def _unfinished_step(self) -> Iterator[None]:
+        """Keeps Ctrl-C until the end of the step, and notes what stops one half-way."""
         with deferred_interrupt():
             try:
-                in_flight, most = self._in_flight, self.max_in_flight
-                while not in_flight or (len(in_flight) < most and self.scheduler.can_run_ahead):
-                    in_flight.append(self.scheduler.schedule(time.monotonic()))
-                    self.executor.dispatch(in_flight[-1])
-                return self._take_in(in_flight.popleft())
+                yield
             except BaseException as error:
                 self.failure = error
                 raise
 
-    def drain(self) -> bool:
-        """Waits for what the device still computes for requests that have ended; returns if no others run."""
-        while self._in_flight and not self.scheduler.has_unfinished:
-            self.advance()
-        return not self.scheduler.has_unfinished
+    def _dispatch(self, output: SchedulerOutput) -> None:
+        self._plan = None
+        self._in_flight.append(output)
+        self.executor.dispatch(output)
 
-    def _take_in(self, output: SchedulerOutput) -> list[RequestState]:
-        result = self.executor.result()
+    def _run(self, plan: StepPlan) -> None:
+        assert self._plan is not None, "only what is planned runs"
+        output = self._plan.output
+        if plan.output != output:
+            output = self.scheduler.edit(output, self._plan.places_of(plan))
+        self._dispatch(output)
+        self._take_in(self._in_flight.popleft(), self.executor.result())
+
+    def _take_changed(self) -> list[RequestState]:
+        changed = list(self.changed)
+        self.changed.clear()
+        return changed
+
+    def _take_in(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         now = time.monotonic()
         update = self.scheduler.update(output, result, now)
         for group, start, logprobs in update.prompt_logprobs:
             self.requests[group.request_id].add_prompt_logprobs(start, logprobs)
         ended = dict.fromkeys([*output.ended, *(group.request_id for group in update.ended)])
+        for group, seq, start, arrays in update.captured:
+            self.requests[group.request_id].add_captured(seq, start, arrays)
         for group, seq, token_ids, logprobs in update.new_tokens:
             found = self.requests[group.request_id].add_tokens(seq, token_ids, logprobs)
             if found is not None:
@@ -105,12 +197,11 @@ class StepLoop:
                 self.scheduler.finish(group, seq, status, now, stop, num_output_tokens=num_output_tokens)
                 ended[group.request_id] = None
         request_ids = [*output.ended, *(group.request_id for group in update.changed)]
-        changed = [self.requests[request_id] for request_id in request_ids]
+        self.changed |= dict.fromkeys(self.requests[request_id] for request_id in request_ids)
         for request_id in ended:
             self._finish_ended(self.requests[request_id], now)
         for observe in self.observers:
             observe(self.scheduler, output)
-        return changed
 
     def _finish_ended(self, state: RequestState, now: float) -> None:
         """Finishes the outputs whose sequences have ended; forgets a request that has ended as a whole."""

@@ -4,19 +4,21 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from jax_paged.checks import check
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.request_edits import DropBlocks, Fork, RequestEdit, Rollback
+from jax_paged.core.request_values import request_of_values, values_of_request
 from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
+from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.sequence_updater import StepUpdate
-from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.lab.what_if import Replay, Told, arguments_of, step_row, what_if
 
 Note = Callable[..., None]
+_EDITS: dict[str, Callable[..., RequestEdit]] = {e.__name__: e for e in (Fork, Rollback, DropBlocks)}
 
 
 class RecordedScheduler(Scheduler):
@@ -36,24 +38,11 @@ class RecordedScheduler(Scheduler):
 
         settings = _settings(like)
         note("start", **settings)
-        super().__init__(**_arguments(settings, lambda **kwargs: _RecordedBlockManager(note, **kwargs)))
+        super().__init__(**arguments_of(settings, lambda **kwargs: _RecordedBlockManager(note, **kwargs)))
         self._note = note
 
     def add(self, group: SequenceGroup) -> None:
-        params = dataclasses.asdict(group.sampling_params)
-        for name in ("logit_bias", "output_kind"):  # JSON can't hold them, and the scheduler reads neither
-            del params[name]
-        self._note(
-            "add",
-            request_id=group.request_id,
-            prompt_token_ids=group.sequences[0].prompt_token_ids,
-            sampling_params=params,
-            beam_params=group.beam_params and dataclasses.asdict(group.beam_params),
-            arrival_time=group.metrics.arrival_time,
-            cache_salt=group.cache_salt,
-            priority=group.priority,
-            encoder_token_ids=group.encoder_token_ids,
-        )
+        self._note("add", **values_of_request(group))
         super().add(group)
 
     def abort(self, request_id: str) -> SequenceGroup | None:
@@ -75,10 +64,28 @@ class RecordedScheduler(Scheduler):
         self._note("finish", request_id=group.request_id, seq=place, status=status.name, **values)
         super().finish(group, seq, status, now, stop_reason, num_output_tokens=num_output_tokens)
 
+    def edit_request(self, edit: RequestEdit) -> SequenceGroup:
+        self._note("edit_request", kind=type(edit).__name__, **dataclasses.asdict(edit))
+        return super().edit_request(edit)
+
+    def schedule_draft(self, request_id: str, token_ids: list[int]) -> SchedulerOutput | None:
+        output = super().schedule_draft(request_id, token_ids)
+        decided = None if output is None else decisions(output)
+        self._note("draft", request_id=request_id, token_ids=token_ids, decided=decided)
+        return output
+
+    def forget_prefixes(self, kept_salt: str | None) -> None:
+        self._note("forget_prefixes", kept_salt=kept_salt)
+        super().forget_prefixes(kept_salt)
+
     def schedule(self, now: float) -> SchedulerOutput:
         output = super().schedule(now)
         self._note("schedule", now=now, **decisions(output))
         return output
+
+    def edit(self, output: SchedulerOutput, rows: list[int]) -> SchedulerOutput:
+        self._note("edit_step", step_id=output.step_id, rows=rows)
+        return super().edit(output, rows)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
         top = [
@@ -126,49 +133,143 @@ def decisions(output: SchedulerOutput) -> dict[str, Any]:
     return json.loads(json.dumps(fields | {"new_sequences": new}))
 
 
-def replay(lines: Iterable[str]) -> int:
+class Device(Protocol):
+    """Computes steps, as an engine's executor does."""
+
+    def dispatch(self, output: SchedulerOutput) -> None: ...
+
+    def result(self) -> ModelRunnerOutput: ...
+
+
+def replay(
+    lines: Iterable[str],
+    scheduler: type[Scheduler] | Callable[[SequenceGroup], Any] | None = None,
+    **settings: Any,
+) -> Replay:
+    """Tells a fresh scheduler what a recorded one was told.
+
+    Without other arguments it checks that every decision is the same. With them it finds out what another
+    scheduler, or other settings, would have decided: the same requests come at the same times, and draw the
+    same tokens, as an output does not depend on the steps that it is computed in. A step then takes as long
+    as the recorded ones do: seconds per decode step and per token that are fitted to these. One step is in
+    flight at a time. A request that was aborted or did not end gets the tokens that it had got.
+
+    Args:
+        lines: A recording from its start, such as an open file or a list.
+        scheduler: A subclass of Scheduler, or a key of requests, as LLMEngine takes it.
+        **settings: Arguments of Scheduler or of its BlockManager, in place of the recorded ones, such as
+            num_blocks or max_num_batched_tokens.
+
+    Raises:
+        ValueError: If a decision of the recorded scheduler differs from those of Scheduler; the message names
+            the first such step, and what differs. Also if the first line is not the start of a recording, a
+            setting does not exist, or a request does not fit it.
+    """
+    lines = list(lines)
+    told = tell(lines)
+    if scheduler is None and not settings:
+        return told.replay()
+    make = scheduler if isinstance(scheduler, type) else Scheduler
+    if scheduler is not None and not isinstance(scheduler, type):
+        settings["policy"] = scheduler
+    events = [json.loads(line) for line in lines]
+    edits = {event["event"] for event in events} & {"edit_request", "draft"}
+    check(
+        not edits, "the recording", sorted(edits), "one without forks, rollbacks, drafts and dropped blocks"
+    )
+    return what_if(events, told, make, settings)
+
+
+def tell(lines: Iterable[str], device: Device | None = None) -> Told:
     """Tells a fresh scheduler everything that a recorded one was told, and checks that it decides the same.
 
     Args:
         lines: A recording from its start, such as an open file or a list.
-
-    Returns:
-        The number of steps.
+        device: Computes the steps again, if there is one; its tokens are checked.
 
     Raises:
-        ValueError: If a decision differs; the message names the first such step, and what differs. Also if
-            the first line is not the start of a recording.
+        ValueError: If a decision or a token differs; the message names the first such step, and what differs.
+            Also if the first line is not the start of a recording.
     """
-    scheduler, num_steps = None, 0
-    outputs: dict[int, SchedulerOutput] = {}  # whose results have not been handed back yet
-    groups: dict[str, SequenceGroup] = {}
+    told, scheduler, clock = Told(), None, 0.0
+    out: dict[int, tuple[int, float, SchedulerOutput]] = {}  # whose results have not been handed back yet
+    groups: dict[str, int] = {}
+
+    def note_step(output: SchedulerOutput, now: float, decided: dict[str, Any]) -> None:
+        assert scheduler is not None, "a recording begins with its start"
+        _check_equal(f"step {len(told.steps)}", decisions(output), decided)
+        out[output.step_id] = len(told.steps), now, output
+        told.steps.append(step_row(output, scheduler, now))
+        told.outputs.append(output)
+
     for event in map(json.loads, lines):
         kind = event.pop("event")
         if kind == "start":
-            scheduler = Scheduler(**_arguments(event, BlockManager))
+            scheduler = Scheduler(**arguments_of(event))
+            out, clock = {}, 0.0
             continue
         check(scheduler is not None, "the first event", kind, "'start'")
         assert scheduler is not None, "just checked"
         if kind == "add":
-            group = groups[event["request_id"]] = _group(event)
-            scheduler.add(group)
+            groups[event["request_id"]] = len(told.groups)
+            told.groups.append(request_of_values(event))
+            scheduler.add(told.groups[-1])
         elif kind == "abort":
             scheduler.abort(**event)
         elif kind == "finish":
-            group = groups[event.pop("request_id")]
+            group = told.groups[groups[event.pop("request_id")]]
             seq, status = group.sequences[event.pop("seq")], SequenceStatus[event.pop("status")]
             scheduler.finish(group, seq, status, **event)
+        elif kind == "forget_prefixes":
+            scheduler.forget_prefixes(**event)
         elif kind == "schedule":
-            output = outputs[event["step_id"]] = scheduler.schedule(event.pop("now"))
-            _check_equal(f"step {num_steps}", decisions(output), event)
-            num_steps += 1
+            now = event.pop("now")
+            note_step(scheduler.schedule(now), now, event)
+        elif kind == "edit_step":
+            place, now, output = out[event["step_id"]]
+            output = told.outputs[place] = scheduler.edit(output, event["rows"])
+            out[output.step_id] = place, now, output
+            told.steps[place] = step_row(output, scheduler, now)
+        elif kind == "edit_request":
+            group = scheduler.edit_request(_EDITS[event.pop("kind")](**event))
+            if group.request_id not in groups:
+                groups[group.request_id] = len(told.groups)
+                told.groups.append(group)
+        elif kind == "draft":
+            decided = event.pop("decided")
+            output = scheduler.schedule_draft(event["request_id"], event["token_ids"])
+            assert (output is None) == (decided is None), "blocks are found alike"
+            if output is not None:
+                note_step(output, clock, decided)
         elif kind == "update":
-            output = outputs.pop(event["step_id"])
-            scheduler.update(output, _result(output, event), event["now"])
+            place, now, output = out.pop(event["step_id"])
+            result = _result(output, event)
+            if device is not None:
+                device.dispatch(output)
+                _compare(f"step {place}", told, device.result(), result)
+            for sample, entries in zip(output.samples, result.logprobs, strict=True):
+                found = scheduler.find(sample.seq_id)
+                if found is not None and found[0].beam_params is not None:
+                    told.tops[groups[found[0].request_id], tuple(found[1].output_token_ids)] = entries[0]
+            scheduler.update(output, result, event["now"])
+            # A step begins when the one before it is done, or when it is scheduled.
+            told.steps[place] = (*told.steps[place][:-1], event["now"] - max(now, clock))
+            clock = event["now"]
         else:
             manager = scheduler.block_manager
             (manager.pin if kind == "pin" else manager.unpin)(**event)
-    return num_steps
+    return told
+
+
+def _compare(step: str, told: Told, result: ModelRunnerOutput, recorded: ModelRunnerOutput) -> None:
+    ours = {"token_ids": result.token_ids, "is_finite": result.is_finite}
+    _check_equal(step, ours, {"token_ids": recorded.token_ids, "is_finite": recorded.is_finite})
+    most = told.max_logprob_difference or 0.0
+    for entries, others in zip(result.logprobs, recorded.logprobs, strict=True):
+        for entry, other in zip(entries, others, strict=True):
+            if entry.logprob != other.logprob:  # both may be infinite
+                most = max(most, abs(entry.logprob - other.logprob))
+    told.max_logprob_difference = most
 
 
 def _result(output: SchedulerOutput, event: dict[str, Any]) -> ModelRunnerOutput:
@@ -219,28 +320,3 @@ def _settings(scheduler: Scheduler) -> dict[str, dict[str, Any]]:
             "burst_size": scheduler.burst_size,
         },
     }
-
-
-def _arguments(settings: dict[str, Any], make_manager: Callable[..., BlockManager]) -> dict[str, Any]:
-    manager, arguments = settings["block_manager"], settings["scheduler"]
-    groups = tuple(CacheGroup(**group) for group in manager["groups"])
-    eos_token_ids = frozenset(arguments["eos_token_ids"])
-    return arguments | {
-        "block_manager": make_manager(**(manager | {"groups": groups})),
-        "eos_token_ids": eos_token_ids,
-    }
-
-
-def _group(event: dict[str, Any]) -> SequenceGroup:
-    params, beams = SamplingParams(**event["sampling_params"]), event["beam_params"]
-    sequence = Sequence(event["prompt_token_ids"], seed=params.seed or 0)
-    return SequenceGroup(
-        event["request_id"],
-        [sequence],
-        params,
-        RequestMetrics(event["arrival_time"]),
-        event["cache_salt"],
-        event["priority"],
-        beams and BeamSearchParams(**beams),
-        event["encoder_token_ids"],
-    )

@@ -7,7 +7,7 @@ import math
 import operator
 import random
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -83,6 +83,21 @@ class Request:
         return len(self.prompt) if isinstance(self.prompt, list) else self.prompt
 
 
+class StepTime(Protocol):
+    """Says how long a step takes."""
+
+    def step_s(
+        self,
+        num_prefill_tokens: int,
+        num_decode_seqs: int,
+        num_context_tokens: int,
+        num_blocks_swapped: int,
+        num_blocks_copied: int,
+    ) -> float:
+        """Returns how many seconds a step takes that does this much work (see STEP)."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class StepTimeModel:
     """How long a step takes: a sum of costs, each in seconds.
@@ -93,6 +108,7 @@ class StepTimeModel:
         s_per_decode_seq: Cost per sequence that computes a single token.
         s_per_context_token: Cost per token whose keys and values are read from the pool.
         s_per_swapped_block: Cost per block that is moved from or to host memory.
+        s_per_copied_block: Cost per block that is copied on the device.
     """
 
     base_s: float
@@ -100,13 +116,19 @@ class StepTimeModel:
     s_per_decode_seq: float = 0.0
     s_per_context_token: float = 0.0
     s_per_swapped_block: float = 0.0
+    s_per_copied_block: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             check_number(name, value, 0, math.inf)
 
     def step_s(
-        self, num_prefill_tokens: int, num_decode_seqs: int, num_context_tokens: int, num_blocks_swapped: int
+        self,
+        num_prefill_tokens: int,
+        num_decode_seqs: int,
+        num_context_tokens: int,
+        num_blocks_swapped: int,
+        num_blocks_copied: int,
     ) -> float:
         """Returns how many seconds a step takes that does this much work."""
         return (
@@ -115,6 +137,7 @@ class StepTimeModel:
             + self.s_per_decode_seq * num_decode_seqs
             + self.s_per_context_token * num_context_tokens
             + self.s_per_swapped_block * num_blocks_swapped
+            + self.s_per_copied_block * num_blocks_copied
         )
 
 
@@ -154,7 +177,9 @@ class SimulationResult:
         return saved / (saved + self.mean("num_blocks_used"))
 
 
-def simulate(requests: Iterable[Request], scheduler: Scheduler, step_time: StepTimeModel) -> SimulationResult:
+def simulate(
+    requests: Iterable[Request], scheduler: Scheduler, step_time: StepTime, *, stop_s: float = math.inf
+) -> SimulationResult:
     """Serves a trace of requests to its end, in simulated time.
 
     The scheduler and its block manager decide as they do in an engine. The tokens are dummies: requests share
@@ -163,9 +188,10 @@ def simulate(requests: Iterable[Request], scheduler: Scheduler, step_time: StepT
 
     Args:
         requests: The trace, in the order of arrival.
-        scheduler: It has no requests, and has none at the end. Its block manager has one cache group, of
-            layers that attend to all of a sequence's past.
+        scheduler: It has no requests. Its block manager has one cache group, of layers that attend to all of
+            a sequence's past.
         step_time: How long each step takes.
+        stop_s: No step starts at this time or later; requests that have not ended then never do.
 
     Raises:
         ValueError: If requests are out of order, or one can't run: too long, too many sequences, or a
@@ -184,6 +210,8 @@ def simulate(requests: Iterable[Request], scheduler: Scheduler, step_time: StepT
     while coming is not None or scheduler.has_unfinished:
         if coming is not None and not scheduler.has_unfinished:
             clock = max(clock, coming[1].arrival_s)
+        if clock >= stop_s:
+            break
         while coming is not None and coming[1].arrival_s <= clock:
             index, request = coming
             arrival_s = request.arrival_s
@@ -232,7 +260,7 @@ def _params(n: int, width: int | None, length: int) -> tuple[SamplingParams, Bea
 
 
 def _step_row(
-    clock: float, output: SchedulerOutput, scheduler: Scheduler, step_time: StepTimeModel
+    clock: float, output: SchedulerOutput, scheduler: Scheduler, step_time: StepTime
 ) -> tuple[Any, ...]:
     """Returns the row of STEP for a step that was scheduled and whose result is still out."""
     queues, pool, rows = scheduler.queues, scheduler.block_manager.pool, output.scheduled
@@ -247,10 +275,16 @@ def _step_row(
     num_blocks_swapped = len(output.blocks_to_swap_out) + len(output.blocks_to_swap_in)
     num_blocks_used = pool.num_usable - pool.num_free
     num_blocks_saved, num_slots_wasted = _sharing(output, scheduler, num_blocks_used)
-    step_s = step_time.step_s(num_prefill_tokens, num_decode_seqs, num_context_tokens, num_blocks_swapped)
+    step_s = step_time.step_s(
+        num_prefill_tokens,
+        num_decode_seqs,
+        num_context_tokens,
+        num_blocks_swapped,
+        len(output.blocks_to_copy),
+    )
     for i in range(1, max(output.burst, default=0)):  # the decode steps of a burst after the first
         starts = [row.start + i for row, n in zip(rows, num_tokens, strict=True) if n > i]
-        step_s += step_time.step_s(0, len(starts), sum(starts), 0)
+        step_s += step_time.step_s(0, len(starts), sum(starts), 0, 0)
     return (
         clock,
         step_s,

@@ -79,7 +79,7 @@ class BatchBuilder:
         n, total = len(rows), output.num_batched_tokens
         assert max(n, len(logits_rows.rows)) <= bucket.num_seqs, (n, len(logits_rows.rows), bucket)
         assert total <= bucket.num_tokens, (total, bucket)
-        fields, size = layout(bucket, len(self._groups))
+        fields, size = layout(bucket, len(self._groups), batch.hook_args.shape[1])
         packed = np.zeros(size, np.int32)
         view = views(packed, fields)
 
@@ -122,6 +122,8 @@ class BatchBuilder:
         view["count_seats"][:num_drawn] = count_seats
         view["sampling"][:num_drawn] = batch.sampling[sample_seats]
         view["sampling"][num_drawn:] = self._neutral
+        view["hook_args"][:n] = batch.hook_args[seats].view(np.int32)
+        self._fill_forced(view["forced_tokens"], sample_seats, sample_positions)
         if num_drawn != len(output.samples):
             counted = count_seats[count_seats < batch.num_seats]
             assert len(np.unique(counted)) == len(counted), (
@@ -144,16 +146,27 @@ class BatchBuilder:
     ) -> None:
         """Fills slot_mapping and context_lens."""
         batch, n, total, size = self._input_batch, len(seats), len(positions), self._block_size
+        places = positions - batch.num_dropped[token_seats]
         view["slot_mapping"][:] = self._num_blocks * size
         for g, group in enumerate(self._groups):
             tables = batch.block_tables[g]
             if group.is_cross:
                 view["context_lens"][g, :n] = batch.num_encoder_tokens[seats]
             else:
-                blocks = tables[token_seats, positions // size]
+                blocks = tables[token_seats, places // size]
                 assert blocks.min() > 0, "a token would be written to the null block"
-                view["slot_mapping"][g, :total] = blocks * size + positions % size
-                view["context_lens"][g, :n] = stops
+                view["slot_mapping"][g, :total] = blocks * size + places % size
+                view["context_lens"][g, :n] = stops - batch.num_dropped[seats]
+
+    def _fill_forced(self, forced: np.ndarray, seats: np.ndarray, positions: np.ndarray) -> None:
+        forced[:] = -1
+        given = self._input_batch.forced_tokens
+        for j, seat in enumerate(seats.tolist() if given else ()):
+            if seat in given:
+                prompt_len, token_ids = given[seat]
+                first = int(positions[j]) - prompt_len
+                part = token_ids[first : first + forced.shape[1]]
+                forced[j, : len(part)] = part
 
     def _fill_burst(
         self, view: dict[str, np.ndarray], seats: np.ndarray, start: np.ndarray, max_draws: tuple[int, ...]
@@ -163,7 +176,8 @@ class BatchBuilder:
         assert len(max_draws) == n, "every row of a burst draws"
         view["max_draws"][:n] = max_draws
         view["end_tokens"][:n] = batch.end_tokens[seats]
-        last = (start + np.array(max_draws, np.int32) - 1) // self._block_size
+        places = start - batch.num_dropped[seats]
+        last = (places + np.array(max_draws, np.int32) - 1) // self._block_size
         for tables, group in zip(batch.block_tables, self._groups, strict=True):
             assert group.is_cross or tables[seats, last].min() > 0, "a burst would write to the null block"
 

@@ -83,6 +83,9 @@ class BlockMover:
         dtype: Of the pool.
         max_copies: Maximum copies that one call makes.
         mesh: Where the pool lies.
+
+    Attributes:
+        host: Host memory, an array per array of the pool; without swap blocks none.
     """
 
     def __init__(
@@ -101,12 +104,12 @@ class BlockMover:
         self._copies = [CopyProgram(n) for n in sorted({FEW_COPIES, max_copies})]
         # One more than can be swapped: block 0 stays unused. Memory is taken as it is written to.
         shape = layout.pool_shape(num_swap_blocks + 1, block_size)
-        self._host = [np.empty(shape, dtype) for _ in range(layout.num_pools if num_swap_blocks else 0)]
+        self.host = [np.empty(shape, dtype) for _ in range(layout.num_pools if num_swap_blocks else 0)]
 
     @property
     def programs(self) -> list[Program]:
         """The programs that the methods below run."""
-        swaps = [SwapOutProgram(), SwapInProgram()] if self._host else []
+        swaps = [SwapOutProgram(), SwapInProgram()] if self.host else []
         return [*self._copies, *swaps]
 
     def copy(
@@ -135,7 +138,7 @@ class BlockMover:
         gathered = [run(SwapOutProgram(), pool, self._columns(c, SWAP_BLOCKS, 0, 0)[0]) for c in chunks]
         for chunk, blocks in zip(chunks, gathered, strict=True):
             to = [host for _, host in chunk]
-            for memory, moved in zip(self._host, blocks, strict=True):
+            for memory, moved in zip(self.host, blocks, strict=True):
                 memory[to] = np.asarray(moved)[: len(chunk)]
 
     def swap_in(
@@ -145,7 +148,7 @@ class BlockMover:
         for i in range(0, len(pairs), SWAP_BLOCKS):
             chunk = pairs[i : i + SWAP_BLOCKS]
             src = [host for host, _ in chunk] + [0] * (SWAP_BLOCKS - len(chunk))
-            blocks = jax.device_put([memory[src] for memory in self._host], self._sharding)
+            blocks = jax.device_put([memory[src] for memory in self.host], self._sharding)
             dst = self._columns(chunk, SWAP_BLOCKS, 0, self._num_blocks)[1]
             pool = run(SwapInProgram(), pool, blocks, dst)
         return pool

@@ -1,12 +1,18 @@
 """What the engine asks of whoever runs its steps, and the executor that does it in this process."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from jax_paged.config import EngineArgs, EngineConfig
 from jax_paged.core.runner_output import ModelRunnerOutput
-from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from jax_paged.models.causal_lm import LanguageModel
+    from jax_paged.models.exchange import NewWeights
+    from jax_paged.models.hooks import Hook
     from jax_paged.models.weights import LoadedModel
 
 
@@ -36,12 +42,62 @@ class Executor(Protocol):
         """Waits for the oldest step that was dispatched and whose result was not asked for yet."""
         ...
 
+    def read_memory(
+        self, blocks: list[int], host_blocks: list[int], *, with_weights: bool
+    ) -> "dict[str, np.ndarray]":
+        """Returns what some blocks hold, and perhaps the weights; no step is in flight."""
+        ...
+
+    def write_memory(
+        self,
+        blocks: list[int],
+        host_blocks: list[int],
+        arrays: "dict[str, np.ndarray]",
+        *,
+        with_weights: bool,
+    ) -> None:
+        """Writes what `read_memory` returned; ValueError if an array is missing or does not fit."""
+        ...
+
+    def fingerprint(self) -> tuple[str, str]:
+        """Returns hashes of the weights as they are served, and of how such kernels are packed here."""
+        ...
+
+    def read_kv(
+        self, layer: int, block_tables: BlockTables, num_tokens: list[int]
+    ) -> "tuple[np.ndarray, np.ndarray]":
+        """Returns the keys and values [tokens, kv heads, head_dim] of a sequence, in the pool's dtype.
+
+        Args:
+            layer: Index into the model's kv_cache_specs().
+            block_tables: Of the sequence; tokens in null blocks are left out.
+            num_tokens: How many slots of each table are filled.
+        """
+        ...
+
+    def inspect(self, query: InspectionInput) -> "tuple[np.ndarray, dict[int, np.ndarray]]":
+        """Computes tokens again with what the pool holds, and changes nothing.
+
+        Returns:
+            The logits of the last token, float32 [V]; and by layer, the attention probabilities of all of
+            them, float32 [heads, tokens, slots of the block table].
+        """
+        ...
+
     def compile_plan(self) -> str:
         """Returns a table of what is compiled: shapes, seconds and bytes."""
         ...
 
     def wait_until_compiled(self) -> None:
         """Returns when everything is compiled; until then steps may use a larger shape than they need."""
+        ...
+
+    def update_weights(self, new: "NewWeights") -> None:
+        """Computes with other weights from the next step on; ValueError if they don't fit."""
+        ...
+
+    def check_weights(self) -> None:
+        """Raises RuntimeError if a model in memory has got other weights than those of the steps."""
         ...
 
     def close(self) -> None:
@@ -56,6 +112,7 @@ class LocalExecutor:
         args: Model and limits.
         loaded: A model in memory to serve in place of args.model's weights, such as one in training. They
             stay the caller's.
+        hooks: What requests may ask for by name.
 
     Attributes:
         runner: Does the work.
@@ -64,11 +121,18 @@ class LocalExecutor:
         ValueError: If the model can't be loaded or a limit does not fit it.
     """
 
-    def __init__(self, args: EngineArgs, loaded: "LoadedModel | None" = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        loaded: "LoadedModel | LanguageModel | None" = None,
+        hooks: "Sequence[Hook]" = (),
+    ) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
+        from jax_paged.worker.inspection import Inspector
         from jax_paged.worker.model_runner import ModelRunner
 
-        self.runner = ModelRunner(args, loaded)
+        self.runner = ModelRunner(args, loaded, hooks)
+        self._inspector = Inspector(self.runner)
 
     @property
     def config(self) -> EngineConfig:
@@ -93,6 +157,53 @@ class LocalExecutor:
         """Waits for the oldest step that was dispatched and whose result was not asked for yet."""
         return self.runner.result()
 
+    def read_memory(
+        self, blocks: list[int], host_blocks: list[int], *, with_weights: bool
+    ) -> "dict[str, np.ndarray]":
+        """Returns what some blocks hold, and perhaps the weights; no step is in flight."""
+        from jax_paged.worker import memory_state
+
+        arrays = self.runner.arrays
+        kept = memory_state.read_blocks(arrays["kv_cache"], self.runner.host_blocks, blocks, host_blocks)
+        return kept | (memory_state.read_weights(arrays["weights"]) if with_weights else {})
+
+    def write_memory(
+        self,
+        blocks: list[int],
+        host_blocks: list[int],
+        arrays: "dict[str, np.ndarray]",
+        *,
+        with_weights: bool,
+    ) -> None:
+        """Writes what `read_memory` of an executor with the same config has returned.
+
+        Raises:
+            ValueError: If an array is missing, or of another shape or type.
+        """
+        from jax_paged.worker import memory_state
+
+        ours = self.runner.arrays
+        memory_state.write_blocks(ours["kv_cache"], self.runner.host_blocks, blocks, host_blocks, arrays)
+        if with_weights:
+            memory_state.write_weights(ours["weights"], arrays)
+
+    def fingerprint(self) -> tuple[str, str]:
+        """Returns hashes of the weights as they are served, and of how such kernels are packed here."""
+        from jax_paged.worker import memory_state
+
+        packing = memory_state.packing(self.config.matmul_backend, self.runner.context.dtype)
+        return memory_state.fingerprint(self.runner.arrays["weights"]), packing
+
+    def read_kv(
+        self, layer: int, block_tables: BlockTables, num_tokens: list[int]
+    ) -> "tuple[np.ndarray, np.ndarray]":
+        """Returns the keys and values of a sequence; see Executor."""
+        return self._inspector.read_kv(layer, block_tables, num_tokens)
+
+    def inspect(self, query: InspectionInput) -> "tuple[np.ndarray, dict[int, np.ndarray]]":
+        """Computes tokens again with what the pool holds; see Executor."""
+        return self._inspector.inspect(query)
+
     def compile_plan(self) -> str:
         """Returns a table of what is compiled: shapes, seconds and bytes."""
         return self.runner.compile_plan()
@@ -100,6 +211,14 @@ class LocalExecutor:
     def wait_until_compiled(self) -> None:
         """Returns when everything is compiled; until then steps may use a larger shape than they need."""
         self.runner.wait_until_compiled()
+
+    def update_weights(self, new: "NewWeights") -> None:
+        """Computes with other weights from the next step on; ValueError if they don't fit."""
+        self.runner.served.replace(new, self.config.max_model_len)
+
+    def check_weights(self) -> None:
+        """Raises RuntimeError if a model in memory has got other weights than those of the steps."""
+        self.runner.served.check()
 
     def close(self) -> None:
         """Frees the pool, and the weights unless the caller brought the model."""

@@ -4,8 +4,9 @@ A sequence takes a seat with its NewSequence and keeps it until it is released. 
 changed, and the builder gathers the rows of a step from the seats.
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,24 +33,37 @@ class InputBatch:
         max_blocks_per_seq: Columns of block tables, M.
         num_blocks: Blocks of the pool.
         vocab_size: Tokens of a mask.
+        hooks: How many numbers each hook of the model takes, by name.
 
     Attributes (indexed by seat; not to be changed from outside):
         block_tables: int32 [G, S, M], padded with the null block.
         num_table_blocks: int32 [G, S], how many entries of each table are a sequence's.
         num_encoder_tokens: int32 [S], tokens that groups of cross attention hold.
+        num_dropped: int32 [S], by how much slots stand before positions: tokens of dropped blocks.
         sampling: int32 [S, 12], the field of the same name of the packed buffer.
         end_tokens: int32 [S, MAX_END_TOKENS], padded with -1; of sequences with more of them, not all.
         count_seats: int32 [S], the seat itself where a sequence has penalties, S elsewhere.
         num_top_logprobs: int32 [S], how many most likely tokens to report; -1 for no log-probabilities.
         biases: The sequences whose logits may get a bias.
+        forced_tokens: Of sequences whose output is given, the length of the prompt, and the output.
+        hook_args: float32 [S, A], whether each hook is on, and its arguments.
         token_masks: int32 [ceil(V / 32)] of the sequences that may only choose some tokens.
         prompts: Of the sequences whose prompt gets log-probabilities, the prompt and how many most likely
             tokens to report.
     """
 
     def __init__(
-        self, *, max_num_seqs: int, num_groups: int, max_blocks_per_seq: int, num_blocks: int, vocab_size: int
+        self,
+        *,
+        max_num_seqs: int,
+        num_groups: int,
+        max_blocks_per_seq: int,
+        num_blocks: int,
+        vocab_size: int,
+        hooks: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
+        self._hooks = hooks
+        self._hooks_on: dict[int, frozenset[str]] = {}
         self._num_blocks, self._vocab_size = num_blocks, vocab_size
         self._seats: dict[int, int] = {}
         self._free = list(reversed(range(max_num_seqs)))
@@ -58,11 +72,14 @@ class InputBatch:
         self.block_tables = np.zeros((num_groups, max_num_seqs, max_blocks_per_seq), np.int32)
         self.num_table_blocks = np.zeros((num_groups, max_num_seqs), np.int32)
         self.num_encoder_tokens = np.zeros(max_num_seqs, np.int32)
+        self.num_dropped = np.zeros(max_num_seqs, np.int32)
         self.sampling = np.zeros((max_num_seqs, NUM_SAMPLING_COLUMNS), np.int32)
         self.end_tokens = np.full((max_num_seqs, MAX_END_TOKENS), -1, np.int32)
         self.count_seats = np.full(max_num_seqs, max_num_seqs, np.int32)
         self.num_top_logprobs = np.full(max_num_seqs, -1, np.int32)
         self.biases: dict[int, TokenBias] = {}
+        self.forced_tokens: dict[int, tuple[int, list[int]]] = {}
+        self.hook_args = np.zeros((max_num_seqs, sum(1 + n for n in hooks.values())), np.float32)
         self.token_masks: dict[int, np.ndarray] = {}
         self.prompts: dict[int, tuple[list[int], int]] = {}
 
@@ -70,6 +87,17 @@ class InputBatch:
     def num_seats(self) -> int:
         """S."""
         return len(self.count_seats)
+
+    def capturing(
+        self, output: SchedulerOutput, names: frozenset[str]
+    ) -> dict[int, tuple[int, int, list[str]]]:
+        """Returns the rows of a step that hooks of certain names are on for; see PendingStep."""
+        rows, first = {}, 0
+        for i, row in enumerate(output.scheduled):
+            if found := self._hooks_on[row.seq_id] & names:
+                rows[i] = first, row.num_tokens, sorted(found)
+            first += row.num_tokens
+        return rows
 
     def seats_of(self, seq_ids: Iterable[int]) -> np.ndarray:
         """Returns the seats of sequences, int64."""
@@ -123,17 +151,18 @@ class InputBatch:
         assert not self.block_tables[is_padding].any(), "a block stands behind the end of a table"
         assert (self.block_tables >= 0).all(), "a block id is negative"
         assert (self.block_tables < self._num_blocks).all(), "a block id is out of the pool"
-        for seats in (self.biases, self.token_masks, self.prompts):
+        for seats in (self.biases, self.token_masks, self.prompts, self.forced_tokens):
             assert seats.keys() <= set(taken), "a free seat has something"
 
     def _release(self, seq_id: int) -> None:
         assert seq_id in self._seats, f"sequence {seq_id} has no seat to lose"
         seat = self._seats.pop(seq_id)
+        del self._hooks_on[seq_id]
         for g, n in enumerate(self.num_table_blocks[:, seat].tolist()):
             self.block_tables[g, seat, :n] = 0
         self.num_table_blocks[:, seat] = 0
         self.count_seats[seat] = self.num_seats
-        for seats in (self.biases, self.token_masks, self.prompts):
+        for seats in (self.biases, self.token_masks, self.prompts, self.forced_tokens):
             seats.pop(seat, None)
         self._free.append(seat)
 
@@ -145,6 +174,7 @@ class InputBatch:
             self._write(g, seat, 0, table)
         params = new.sampling_params
         self.num_encoder_tokens[seat] = new.num_encoder_tokens
+        self.num_dropped[seat] = new.num_dropped_tokens
         self.num_top_logprobs[seat] = -1 if new.num_top_logprobs is None else new.num_top_logprobs
         self.sampling[seat] = pack_sampling(
             params,
@@ -157,6 +187,10 @@ class InputBatch:
         self.end_tokens[seat] = end_token_ids + [-1] * (MAX_END_TOKENS - len(end_token_ids))
         if TokenBias.is_needed(new):
             self.biases[seat] = TokenBias(new)
+        self._hooks_on[new.seq_id] = frozenset(params.hook_args or ())
+        self.hook_args[seat] = self._hook_row(params.hook_args or {})
+        if params.forced_token_ids is not None:
+            self.forced_tokens[seat] = len(new.prompt_token_ids), params.forced_token_ids
         if params.allowed_token_ids is not None:
             self.token_masks[seat] = pack_token_mask(params.allowed_token_ids, self._vocab_size)
         if params.prompt_logprobs is not None:
@@ -165,6 +199,12 @@ class InputBatch:
             return None
         self.count_seats[seat] = seat
         return TokenCountReset(seat, new.prompt_token_ids, new.output_token_ids)
+
+    def _hook_row(self, hook_args: dict[str, Any]) -> list[float]:
+        row: list[float] = []
+        for name, num_args in self._hooks.items():
+            row += [1.0, *hook_args[name]] if name in hook_args else [0.0] * (1 + num_args)
+        return row
 
     def _change_tables(self, row: ScheduledSequence) -> None:
         seat = self._seats[row.seq_id]

@@ -1,8 +1,9 @@
 """The device side of an engine: owns weights, pool and seats, and runs steps on them."""
 
 import collections
+import dataclasses
 import logging
-import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,14 +15,14 @@ from jaxtyping import Array
 from jax_paged.config import EngineArgs, EngineConfig, checks_inputs
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.models.checkpoint import resolve_model_dir
+from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
+from jax_paged.models.hooks import Hook, check_hooks
 from jax_paged.models.layers import TENSOR
-from jax_paged.models.weights import LoadedModel, load_model
+from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels import native
 from jax_paged.pallas_kernels.native import products
 from jax_paged.pallas_kernels.ops import resolve_backend
-from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker import prompt_logprobs
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
@@ -36,9 +37,9 @@ from jax_paged.worker.programs import Program, SeatArrays, TraceContext
 from jax_paged.worker.prompt_logprobs import PendingPromptLogprobs, PromptLogprobsProgram
 from jax_paged.worker.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.results import PendingStep
-from jax_paged.worker.step import StepProgram
+from jax_paged.worker.step import StepProgram, step_bytes
 from jax_paged.worker.token_counts import ResetTokenCountsProgram, reset_token_counts
-from jax_paged.worker.weights import flatten, packed
+from jax_paged.worker.weights import ServedWeights, load
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -49,21 +50,26 @@ class ModelRunner:
     Args:
         args: Model and limits.
         loaded: A model in memory to serve, in place of args.model; its weights stay the caller's.
+        hooks: What requests may ask for by name.
 
     Attributes:
         config: What the settings have come to.
         builder: Builds the inputs of steps.
+        served: The weights; they may be exchanged between steps.
 
     Raises:
         ValueError: If the model can't be loaded or a limit does not fit it.
     """
 
-    def __init__(self, args: EngineArgs, loaded: LoadedModel | None = None) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        loaded: LoadedModel | LanguageModel | None = None,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
         backend = resolve_backend(args.attention_backend, name="attention_backend")
         use_persistent_cache()
-        self._owns_weights = loaded is None
-        if loaded is None:
-            loaded = load_model(resolve_model_dir(args.model), args.dtype, args.max_model_len)
+        is_own, loaded = loaded is None, load(args, loaded)
         device = jax.devices()[0]
         if args.attention_backend == "auto" and backend == "xla" and device.platform == "cpu":
             _LOGGER.warning("attention runs in XLA; the native backend is quicker, but %s", native.problem())
@@ -73,11 +79,12 @@ class ModelRunner:
         if args.matmul_backend == "auto" and matmul_backend == "xla" and device.platform == "cpu":
             problem = products.problem(loaded.dtype)
             _LOGGER.warning("XLA packs the weights in every step; oneDNN does it once, but %s", problem)
-        packs = matmul_backend == "onednn"
-        own = packed(loaded.model, in_place=self._owns_weights) if packs else loaded.model
-        model, weights, shardings = flatten(own, mesh)
-        self._weights: list[Array] = jax.device_put(weights, shardings)
         layout = plan_layout(loaded.model.kv_cache_specs())
+        packs = matmul_backend == "onednn"
+        captured = check_hooks(loaded.model, hooks)
+        hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
+        self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=hook_params)
+        self._weights = self.served.arrays
         self._encodes = isinstance(loaded.model, EncoderDecoderLM)
         facts = ModelFacts(
             architecture=loaded.architecture,
@@ -94,7 +101,7 @@ class ModelRunner:
 
         def context_of(config: EngineConfig, num_blocks: int) -> TraceContext:
             return TraceContext(
-                model=model,
+                model=self.served.model,
                 weights=self._weights,
                 layout=layout,
                 num_blocks=num_blocks,
@@ -108,6 +115,10 @@ class ModelRunner:
                 backend=backend,
                 batch_invariant=config.batch_invariant,
                 mesh=mesh,
+                is_processed=args.logprobs_mode == "processed_logprobs",
+                hooks=tuple(hooks),
+                hook_params=params_def,
+                captured=captured,
             )
 
         memory = device_memory(device)
@@ -125,6 +136,9 @@ class ModelRunner:
             matmul_backend=matmul_backend,
             free_bytes=free_bytes,
         )
+        self.config = dataclasses.replace(
+            self.config, hooks={h.name: h.num_args for h in hooks}, capturing=frozenset(captured)
+        )
         self._context = context_of(self.config, self.config.num_blocks)
         self._encoders = plan_encoders(self.config.max_model_len) if self._encodes else []
         self._prompt_logprobs = PromptLogprobsProgram(loaded.config.hidden_size)
@@ -134,6 +148,7 @@ class ModelRunner:
             max_blocks_per_seq=self._context.max_blocks_per_seq,
             num_blocks=self.config.num_blocks,
             vocab_size=self.config.vocab_size,
+            hooks=self.config.hooks,
         )
         self.builder = BatchBuilder(
             self._input_batch,
@@ -217,6 +232,11 @@ class ModelRunner:
             **{name: [array] for name, array in self._seat_arrays._asdict().items()},
         }
 
+    @property
+    def host_blocks(self) -> list[np.ndarray]:
+        """Host memory for blocks that are swapped out, an array per array of the pool."""
+        return self._mover.host
+
     def compile_plan(self) -> str:
         """Returns a table of what is compiled: shapes, seconds and bytes."""
         return self._compiled.plan()
@@ -259,14 +279,15 @@ class ModelRunner:
         self._compiled.stop()
         arrays = [*self._kv_cache, *self._seat_arrays]
         arrays += [x for inputs in self._empty_inputs.values() for x in inputs]
-        for array in arrays + (self._weights if self._owns_weights else []):
+        for array in arrays:
             array.delete()
+        self.served.close()
         self._kv_cache, self._weights, self._empty_inputs = [], [], {}
         self._pending.clear()
         del self._compiled, self._context, self._seat_arrays
 
     def _step(self, output: SchedulerOutput, logits_rows: LogitsRows) -> PendingStep:
-        targets = self._prompt_targets(output)
+        targets = self._prompt_targets(output, logits_rows)
         bucket = self._bucket(output, wants_hidden=bool(targets))
         inputs = self.builder.build(output, logits_rows, bucket)
         tables = self._seat_arrays.block_tables
@@ -275,7 +296,7 @@ class ModelRunner:
         empty = self._empty(bucket)
         given = inputs.bias_ids, inputs.bias_values, inputs.token_mask
         sampling_inputs = [e if x is None else x for x, e in zip(given, empty, strict=True)]
-        results, details, hidden, self._kv_cache, self._seat_arrays = self._run(
+        results, details, hidden, self._kv_cache, self._seat_arrays, captured = self._run(
             StepProgram(bucket),
             self._weights,
             self._kv_cache,
@@ -294,6 +315,8 @@ class ModelRunner:
             results=results,
             details=details if (num_top >= 0).any() else None,
             prompt_logprobs=self._begin_prompt_logprobs(output, targets, hidden) if targets else [],
+            captured=captured,
+            capturing=self._input_batch.capturing(output, self.config.capturing) if captured else {},
         )
 
     def _bucket(self, output: SchedulerOutput, *, wants_hidden: bool) -> Bucket:
@@ -306,12 +329,15 @@ class ModelRunner:
             num_steps=self.config.num_scheduler_steps if output.burst else 1,
         )
 
-    def _prompt_targets(self, output: SchedulerOutput) -> dict[int, tuple[list[int], int]]:
-        """Returns the rows whose prompt gets log-probabilities: the tokens, and how many most likely ones."""
-        prompts = self._input_batch.prompts
+    def _prompt_targets(
+        self, output: SchedulerOutput, logits_rows: LogitsRows
+    ) -> dict[int, tuple[list[int], int]]:
+        """Returns rows whose prompt or drafts get log-probabilities: the tokens, and how many likely ones."""
+        prompts, rows, targets = self._input_batch.prompts, output.scheduled, {}
+        if logits_rows.num_drawn > len(output.samples):
+            targets = {s.row: (rows[s.row].token_ids[1:], 0) for s in output.samples if s.num_logits > 1}
         if not prompts:
-            return {}
-        targets = {}
+            return targets
         seats = self._input_batch.seats_of([row.seq_id for row in output.scheduled]).tolist()
         for i, (row, seat) in enumerate(zip(output.scheduled, seats, strict=True)):
             if seat in prompts:
@@ -372,24 +398,3 @@ class ModelRunner:
             )
             self._empty_inputs[bucket.num_seqs] = jax.device_put(inputs, self._replicated)
         return self._empty_inputs[bucket.num_seqs]
-
-
-def step_bytes(context: TraceContext, burst_size: int) -> int:
-    """Returns the memory that an engine needs beside weights and pool; the largest step tells.
-
-    Args:
-        context: With a small pool: its size does not matter.
-        burst_size: Decode steps of a burst, whose results lie beside those of a step; 1 for no bursts.
-    """
-    buckets = plan_buckets(context.max_num_seqs, context.max_num_batched_tokens)
-    largest = max(buckets, key=lambda b: b.num_tokens)
-    memory = StepProgram(largest).lower(context).compile().memory_analysis()
-    assert memory is not None, "a GPU's compiler tells what a program needs"
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    row_bytes = 4 * (2 * MAX_BIAS_IDS + context.num_mask_words)
-    # What steps without biases and masks read, of every size; and what a step with them brings along.
-    sampling_inputs = row_bytes * (sum({b.num_seqs for b in buckets}) + context.max_num_seqs)
-    seat_arrays = sum(math.prod(x.shape) * x.dtype.itemsize for x in context.seat_arrays())
-    step = memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes
-    burst_rows = burst_size * context.max_num_seqs if burst_size > 1 else 0
-    return step + sampling_inputs + seat_arrays + 4 * burst_rows * (6 + 2 * context.max_logprobs)

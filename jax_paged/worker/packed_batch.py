@@ -7,7 +7,8 @@ G cache groups, C changes of block tables:
     of the rows:         seats [B] | context_lens [G, B] | query_start_loc [B + 1]
     of the block tables: table_changes [2, C]
     of the logits rows:  logits_rows [B] | sample_positions [B] | sample_seats [B] | count_seats [B]
-                         | sampling [B, 12]
+                         | sampling [B, 12] | forced_tokens [B, K]
+    of hooks:            hook_args [B, A]
     of bursts:           max_draws [B] | end_tokens [B, E]
 
 The block tables themselves lie on the device, by seat (block_tables.py); a row that is not used has a seat
@@ -15,8 +16,10 @@ that does not exist. A token that the host does not know yet is NO_TOKEN, always
 logits_rows holds the token row after which each row of logits stands, sample_positions the position of the
 token that is drawn from it, and sample_seats the seat that gets it. count_seats holds the seat whose token
 counts its penalties read; a row of logits without penalties has a seat that does not exist. The columns of
-`sampling` are FLOATS, then INTS. A row of a burst draws at most max_draws tokens, and none after one of its
-E = MAX_END_TOKENS end tokens, which are padded with -1.
+`sampling` are FLOATS, then INTS. forced_tokens holds what is chosen whatever is drawn, in each of a burst's K
+steps (K is 1 elsewhere), -1 for what is drawn. hook_args holds, for each row and each hook, whether it is on,
+and its arguments: A columns in all. A row of a burst draws at most max_draws tokens, and none after one of
+its E = MAX_END_TOKENS end tokens, which are padded with -1.
 """
 
 import math
@@ -62,7 +65,7 @@ class Field(NamedTuple):
     shape: tuple[int, ...]
 
 
-def layout(bucket: Bucket, num_groups: int) -> tuple[dict[str, Field], int]:
+def layout(bucket: Bucket, num_groups: int, num_hook_columns: int = 0) -> tuple[dict[str, Field], int]:
     """Returns the fields of a bucket's buffer, and the buffer's length."""
     t, b, g = bucket.num_tokens, bucket.num_seqs, num_groups
     shapes: dict[str, tuple[int, ...]] = {
@@ -78,6 +81,8 @@ def layout(bucket: Bucket, num_groups: int) -> tuple[dict[str, Field], int]:
         "sample_seats": (b,),
         "count_seats": (b,),
         "sampling": (b, NUM_SAMPLING_COLUMNS),
+        "forced_tokens": (b, bucket.num_steps),
+        "hook_args": (b, num_hook_columns),
     }
     if bucket.num_steps > 1:
         shapes |= {"max_draws": (b,), "end_tokens": (b, MAX_END_TOKENS)}
@@ -96,9 +101,9 @@ def views(packed: np.ndarray, fields: dict[str, Field]) -> dict[str, np.ndarray]
     }
 
 
-def unpack(packed: Array, bucket: Bucket, num_groups: int) -> dict[str, Array]:
+def unpack(packed: Array, bucket: Bucket, num_groups: int, num_hook_columns: int = 0) -> dict[str, Array]:
     """Returns the fields of a bucket's buffer, on the device; `sampling` stays packed."""
-    fields, _ = layout(bucket, num_groups)
+    fields, _ = layout(bucket, num_groups, num_hook_columns)
     return {
         name: lax.slice_in_dim(packed, start, start + math.prod(shape)).reshape(shape)
         for name, (start, shape) in fields.items()

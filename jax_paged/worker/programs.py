@@ -3,16 +3,19 @@
 import abc
 import contextlib
 import dataclasses
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jax_paged.models.attention import Backend
 from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.models.hooks import Hook, at_paths
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.weights import FlatModel
 
@@ -51,6 +54,10 @@ class TraceContext:
         backend: Which kernels attend.
         batch_invariant: Whether a token's sums may not depend on what is computed beside it.
         mesh: Where everything lies; None leaves that open, to lower for devices that are not there.
+        is_processed: Whether log-probabilities are those of the processed logits.
+        hooks: Traced into the steps.
+        hook_params: Structure of their parameters, which lie behind the weights.
+        captured: What hooks capture of a row, by name: shapes.
     """
 
     model: FlatModel
@@ -67,6 +74,10 @@ class TraceContext:
     backend: Backend
     batch_invariant: bool
     mesh: Mesh | AbstractMesh | None
+    is_processed: bool = False
+    hooks: tuple[Hook, ...] = ()
+    hook_params: Any = None
+    captured: Mapping[str, tuple[int, ...]] = types.MappingProxyType({})
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -115,6 +126,13 @@ class TraceContext:
     def merge(self, weights: list[Array]) -> LanguageModel:
         """Returns the model with the weights that a program is traced with."""
         return self.model.merge(weights)
+
+    def hooks_at(
+        self, weights: list[Array], columns: Float[Array, "t columns"], captured: dict[str, Array]
+    ) -> dict[str, Callable[[Array], Array]]:
+        """Returns the hooks as a ForwardContext of token rows has them; see hooks.at_paths."""
+        params = jax.tree.unflatten(self.hook_params, weights[self.model.num_weights :])
+        return at_paths(self.hooks, params, columns, 1, captured)
 
 
 class Program(abc.ABC):

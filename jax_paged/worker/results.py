@@ -1,6 +1,7 @@
 """Results on the device -> values on the host."""
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Array
@@ -24,6 +25,9 @@ class PendingStep:
         details: int32 [B, 1 + 2N] of StepProgram, or [K, B, 1 + 2N] of a burst; None if no sample wants
             log-probabilities.
         prompt_logprobs: Of rows whose request wants them.
+        captured: What StepProgram returns of hooks.
+        capturing: By the index of each row of which some capture, the first of its token rows, how many there
+            are, and the names of these hooks.
     """
 
     step_id: int
@@ -34,6 +38,8 @@ class PendingStep:
     results: Array | None
     details: Array | None
     prompt_logprobs: list[PendingPromptLogprobs]
+    captured: dict[str, Array] = dataclasses.field(default_factory=dict)
+    capturing: dict[int, tuple[int, int, list[str]]] = dataclasses.field(default_factory=dict)
 
     def begin_transfer(self) -> None:
         """Lets the results travel to the host as soon as they are there."""
@@ -67,6 +73,7 @@ class PendingStep:
             logprobs=self._by_sample(details),
             is_finite=finite.tolist(),
             prompt_logprobs=prompt_logprobs,
+            captured=self._read_captured(lambda x, i, first, n: x[first : first + n]),
         )
 
     def _read_burst(self, results: np.ndarray) -> ModelRunnerOutput:
@@ -93,7 +100,20 @@ class PendingStep:
             logprobs=entries,
             is_finite=np.all((is_live == 0) | (is_finite != 0), axis=1).tolist(),
             prompt_logprobs=[[] for _ in range(self.num_rows)],
+            captured=self._read_captured(lambda x, i, first, n: x[: np.sum(is_live[i]), i]),
         )
+
+    def _read_captured(
+        self, of_row: Callable[[np.ndarray, int, int, int], np.ndarray]
+    ) -> dict[int, dict[str, np.ndarray]]:
+        """Returns what hooks captured of each row, of all the tokens that it has computed."""
+        if not self.capturing:
+            return {}
+        arrays = {name: np.asarray(x) for name, x in self.captured.items()}
+        rows = self.capturing.items()
+        return {
+            i: {name: of_row(arrays[name], i, first, n) for name in names} for i, (first, n, names) in rows
+        }
 
     def _by_sample[T](self, items: list[T]) -> list[list[T]]:
         """Splits what was drawn into a list per sample."""

@@ -67,7 +67,7 @@ class SamplingBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SampledTokens:
-    """The chosen token of each of B rows; log-probabilities are those of the raw logits.
+    """The chosen token of each of B rows; log-probabilities are those of the raw or the processed logits.
 
     Args:
         token_ids: [B] int32.
@@ -90,7 +90,14 @@ class SampledTokens:
     has_choice: Bool[Array, " b"]
 
 
-def sample(logits: Float[Array, "b v"], batch: SamplingBatch, *, max_logprobs: int) -> SampledTokens:
+def sample(
+    logits: Float[Array, "b v"],
+    batch: SamplingBatch,
+    *,
+    max_logprobs: int,
+    forced: Int[Array, " b"] | None = None,
+    is_processed: bool = False,
+) -> SampledTokens:
     """Chooses one token per row: mask, bias, penalties, temperature, min_p, top_k, top_p, then the draw.
 
     A row's result depends on its own logits and parameters only, and the draw on (seed, position): not on
@@ -100,6 +107,9 @@ def sample(logits: Float[Array, "b v"], batch: SamplingBatch, *, max_logprobs: i
         logits: [B, V] float32; -inf is a token that can't be.
         batch: The rows' parameters.
         max_logprobs: Most likely tokens to report; static, at most V.
+        forced: int32, the token to choose whatever is drawn, -1 for none. Nothing else changes.
+        is_processed: Whether log-probabilities are those of the distribution that is drawn from; static. Of
+            greedy rows, that is the one before temperature, min_p, top_k and top_p.
 
     Returns:
         The chosen tokens and their log-probabilities.
@@ -125,6 +135,11 @@ def sample(logits: Float[Array, "b v"], batch: SamplingBatch, *, max_logprobs: i
         lambda: greedy,
     )
     token_ids = jnp.where(is_finite & has_choice, token_ids, 0)
+    if forced is not None:
+        token_ids = jnp.where(forced >= 0, forced, token_ids)
+        has_choice |= forced >= 0
+    if is_processed:
+        logits = lax.cond(jnp.any(is_random), _drawn_from, lambda x, *_: x, adjusted, batch, is_random)
     logprobs = token_logprobs(logits, token_ids, batch.wants_logprobs, max_logprobs=max_logprobs)
     return SampledTokens(token_ids, *logprobs, is_finite, has_choice)
 
@@ -219,7 +234,25 @@ def _argmax(x: Float[Array, "b v"]) -> Int[Array, " b"]:
 def _draw(
     logits: Float[Array, "b v"], batch: SamplingBatch, is_random: Bool[Array, " b"]
 ) -> Int[Array, " b"]:
-    """Draws a token per row after temperature, min_p, top_k and top_p; greedy rows get any token.
+    """Draws a token per row after temperature, min_p, top_k and top_p; greedy rows get any token."""
+    gap, limit = _kept(logits, batch, is_random)
+    keys = jax.random.wrap_key_data(batch.seed, impl="threefry2x32")
+    keys = jax.vmap(jax.random.fold_in)(keys, batch.position)
+    return _inverse_cdf(_weights(gap, limit), keys)
+
+
+def _drawn_from(
+    logits: Float[Array, "b v"], batch: SamplingBatch, is_random: Bool[Array, " b"]
+) -> Float[Array, "b v"]:
+    """Returns the logits of the distribution that _draw draws from; those of greedy rows as they are."""
+    gap, limit = _kept(logits, batch, is_random)
+    return jnp.where(is_random[:, None], jnp.where(gap <= limit[:, None], -gap, -jnp.inf), logits)
+
+
+def _kept(
+    logits: Float[Array, "b v"], batch: SamplingBatch, is_random: Bool[Array, " b"]
+) -> tuple[Float[Array, "b v"], Float[Array, " b"]]:
+    """Returns the gap of each token, and the limit up to which min_p, top_k and top_p keep a row's tokens.
 
     All three filters keep the tokens whose gap (how far the scaled logit lies below the row's largest) is
     at most some limit, so they meet in one number per row, found without a sort.
@@ -241,10 +274,7 @@ def _draw(
         return jnp.where(has_top_p, jnp.minimum(limit, bound), limit)
 
     limit = lax.cond(jnp.any(has_top_k), top_k, lambda x: x, limit)
-    limit = lax.cond(jnp.any(has_top_p), top_p, lambda x: x, limit)
-    keys = jax.random.wrap_key_data(batch.seed, impl="threefry2x32")
-    keys = jax.vmap(jax.random.fold_in)(keys, batch.position)
-    return _inverse_cdf(_weights(gap, limit), keys)
+    return gap, lax.cond(jnp.any(has_top_p), top_p, lambda x: x, limit)
 
 
 def _weights(gap: Float[Array, "b v"], limit: Float[Array, " b"]) -> Int[Array, "b v"]:

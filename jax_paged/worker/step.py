@@ -1,17 +1,19 @@
 """The step as it is traced: weights, pool, the seats' arrays and one packed buffer in; drawn tokens out."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jax_paged.core.runner_output import NO_TOKEN
+from jax_paged.models.hooks import num_columns
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker.block_tables import tables_of, write_changes
-from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.buckets import Bucket, plan_buckets
 from jax_paged.worker.packed_batch import attention_metadata, layout, sampling_batch, unpack
 from jax_paged.worker.programs import Program, SeatArrays, TraceContext, bits
 from jax_paged.worker.sampler import SampledTokens, sample
@@ -55,7 +57,7 @@ class TracedStep:
         kv_cache: list[Array],
         token_counts: Int[Array, "s v"],
         **moved: Array,
-    ) -> tuple[SampledTokens, Array, list[Array], Array]:
+    ) -> tuple[SampledTokens, Array, dict[str, Array], list[Array], Array]:
         """Computes tokens and draws from every row of logits.
 
         Args:
@@ -65,7 +67,8 @@ class TracedStep:
             **moved: Fields in place of the buffer's.
 
         Returns:
-            What is drawn, the hidden states of all token rows, the pool and the token counts.
+            What is drawn, the hidden states of all token rows, what hooks capture of these, the pool and the
+            token counts.
         """
         context, fields = self.context, self.fields | moved
         model = context.merge(self.weights)
@@ -73,15 +76,33 @@ class TracedStep:
         metadata = attention_metadata(
             fields, self.tables, self.bucket, context.backend, places, is_row_by_row
         )
-        hidden, kv_cache = model.paged(tokens, kv_cache, metadata)
+        captured: dict[str, Array] = {}
+        hooks = context.hooks_at(self.weights, self.hook_columns(), captured) if context.hooks else {}
+        hidden, kv_cache = model.paged(tokens, kv_cache, metadata, hooks)
         logits = model.logits(hidden[fields["logits_rows"]])
         batch = sampling_batch(fields, token_counts, self.bias_ids, self.bias_values, self.token_mask)
-        drawn = sample(logits, batch, max_logprobs=context.max_logprobs)
-        return drawn, hidden, kv_cache, add_tokens(token_counts, batch.count_seats, drawn.token_ids)
+        drawn = sample(
+            logits,
+            batch,
+            max_logprobs=context.max_logprobs,
+            forced=fields["forced_tokens"][:, 0],
+            is_processed=context.is_processed,
+        )
+        token_counts = add_tokens(token_counts, batch.count_seats, drawn.token_ids)
+        return drawn, hidden, captured, kv_cache, token_counts
+
+    def hook_columns(self) -> Float[Array, "t columns"]:
+        """Returns which hooks are on for each token row, and with which arguments; in padding none is."""
+        columns = lax.bitcast_convert_type(self.fields["hook_args"], jnp.float32)
+        if self.bucket.is_decode:
+            return columns
+        token = jnp.arange(self.bucket.num_tokens)[:, None]
+        row = jnp.sum(token >= self.fields["query_start_loc"][1:], axis=1)
+        return columns.at[row].get(mode="fill", fill_value=0)
 
     def burst(
         self, tokens: Int[Array, " b"], kv_cache: list[Array], token_counts: Int[Array, "s v"]
-    ) -> tuple[Array, Array, Array, list[Array], Array]:
+    ) -> tuple[Array, Array, Array, dict[str, Array], list[Array], Array]:
         """Does decode steps until every row has drawn its end token, or as many tokens as it may.
 
         A row that is done writes nothing, attends to nothing and counts nothing. One whose token ends its
@@ -89,7 +110,8 @@ class TracedStep:
 
         Returns:
             The results and details of all steps (int32 [K, 5, B] and [K, B, 1 + 2N], the fifth row of
-            results says whether a row was not done), the last token of each row, pool and token counts.
+            results says whether a row was not done), the last token of each row, what hooks have captured
+            ([K, B, ...]), pool and token counts.
         """
         fields, k = self.fields, self.bucket.num_steps
         groups, num_seats = self.context.layout.groups, len(token_counts)
@@ -100,12 +122,13 @@ class TracedStep:
             return jnp.any(tokens[:, None] == fields["end_tokens"], axis=1)
 
         def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
-            i, is_live, tokens, kv_cache, token_counts, results, details = state
+            i, is_live, tokens, kv_cache, token_counts, results, details, captured = state
             positions = fields["positions"] + i
-            blocks = jnp.take_along_axis(self.tables, (positions // size)[None, :, None], axis=2)[:, :, 0]
-            slots = jnp.where(is_live & ~is_cross, blocks * size + positions % size, no_slot)
             lens = fields["context_lens"] + jnp.where(is_cross, 0, i)
-            drawn, _, kv_cache, token_counts = self.run(
+            places = jnp.maximum(lens - 1, 0)
+            blocks = jnp.take_along_axis(self.tables, (places // size)[:, :, None], axis=2)[:, :, 0]
+            slots = jnp.where(is_live & ~is_cross, blocks * size + places % size, no_slot)
+            drawn, _, new_captured, kv_cache, token_counts = self.run(
                 tokens,
                 kv_cache,
                 token_counts,
@@ -114,21 +137,24 @@ class TracedStep:
                 context_lens=jnp.where(is_live, lens, 0),
                 sample_positions=fields["sample_positions"] + i,
                 count_seats=jnp.where(is_live, fields["count_seats"], num_seats),
+                forced_tokens=lax.dynamic_slice_in_dim(fields["forced_tokens"], i, 1, axis=1),
             )
             new_results, new_details = packed_results(drawn)
             new_results = jnp.concatenate([new_results, is_live.astype(jnp.int32)[None]])
             tokens = jnp.where(is_live, drawn.token_ids, tokens)
             goes_on = (i + 1 < fields["max_draws"]) & ~ends(tokens) & drawn.is_finite & drawn.has_choice
             results, details = results.at[i].set(new_results), details.at[i].set(new_details)
-            return i + 1, is_live & goes_on, tokens, kv_cache, token_counts, results, details
+            captured = {name: captured[name].at[i].set(new) for name, new in new_captured.items()}
+            return i + 1, is_live & goes_on, tokens, kv_cache, token_counts, results, details, captured
 
         b, columns = self.bucket.num_seqs, 1 + 2 * self.context.max_logprobs
         results, details = jnp.zeros((k, 5, b), jnp.int32), jnp.zeros((k, b, columns), jnp.int32)
         is_live = (fields["max_draws"] > 0) & ~ends(tokens)
-        state = (jnp.int32(0), is_live, tokens, kv_cache, token_counts, results, details)
+        captured = {name: jnp.zeros((k, b, *shape)) for name, shape in self.context.captured.items()}
+        state = (jnp.int32(0), is_live, tokens, kv_cache, token_counts, results, details, captured)
         state = lax.while_loop(lambda state: (state[0] < k) & jnp.any(state[1]), step, state)
-        _, _, tokens, kv_cache, token_counts, results, details = state
-        return results, details, tokens, kv_cache, token_counts
+        _, _, tokens, kv_cache, token_counts, results, details, captured = state
+        return results, details, tokens, captured, kv_cache, token_counts
 
 
 def packed_results(drawn: SampledTokens) -> tuple[Int[Array, "4 b"], Int[Array, "b n"]]:
@@ -150,6 +176,7 @@ class StepProgram(Program):
         The hidden states of all token rows, padded to those of the largest step if the step is mixed.
         The pool.
         The SeatArrays.
+        What hooks capture of all token rows, float32 [T, ...] or [K, B, ...] of a burst, by name.
     Of a burst, the first two are those of TracedStep.burst, and there are no hidden states.
     """
 
@@ -169,27 +196,29 @@ class StepProgram(Program):
             bias_ids: Array,
             bias_values: Array,
             token_mask: Array,
-        ) -> tuple[Array, Array, Array | None, list[Array], SeatArrays[Array]]:
-            fields = unpack(packed, bucket, num_groups)
+        ) -> tuple[Array, Array, Array | None, list[Array], SeatArrays[Array], dict[str, Array]]:
+            fields = unpack(packed, bucket, num_groups, num_columns(context.hooks))
             token_counts, block_tables, last_tokens = seat_arrays
             block_tables = write_changes(block_tables, fields["table_changes"])
             tables = tables_of(block_tables, fields["seats"])
             traced = TracedStep(context, bucket, weights, fields, tables, bias_ids, bias_values, token_mask)
             tokens = known_tokens(fields, last_tokens)
             if bucket.num_steps > 1:
-                results, details, last, kv_cache, token_counts = traced.burst(tokens, kv_cache, token_counts)
+                burst = traced.burst(tokens, kv_cache, token_counts)
+                results, details, last, captured, kv_cache, token_counts = burst
                 hidden = None
             else:
-                drawn, hidden, kv_cache, token_counts = traced.run(tokens, kv_cache, token_counts)
+                drawn, hidden, captured, kv_cache, token_counts = traced.run(tokens, kv_cache, token_counts)
                 results, details = packed_results(drawn)
                 last = drawn.token_ids
                 padding = 0 if bucket.is_decode else context.max_num_batched_tokens - bucket.num_tokens
                 hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
             last_tokens = last_tokens.at[fields["sample_seats"]].set(last, mode="drop")
-            return results, details, hidden, kv_cache, SeatArrays(token_counts, block_tables, last_tokens)
+            seat_arrays = SeatArrays(token_counts, block_tables, last_tokens)
+            return results, details, hidden, kv_cache, seat_arrays, captured
 
         pool, b = context.pool(), bucket.num_seqs
-        _, size = layout(bucket, num_groups)
+        _, size = layout(bucket, num_groups, num_columns(context.hooks))
         inputs = [
             context.shape((size,), jnp.int32),
             context.shape((b, MAX_BIAS_IDS), jnp.int32),
@@ -197,6 +226,27 @@ class StepProgram(Program):
             context.shape((b, context.num_mask_words), jnp.int32),
         ]
         replicated = context.replicated
-        out_shardings = (*[replicated] * 3, [context.pool_sharding] * len(pool), replicated)
+        out_shardings = (*[replicated] * 3, [context.pool_sharding] * len(pool), *[replicated] * 2)
         jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
         return jitted.trace(context.weights, pool, context.seat_arrays(), *inputs)
+
+
+def step_bytes(context: TraceContext, burst_size: int) -> int:
+    """Returns the memory that an engine needs beside weights and pool; the largest step tells.
+
+    Args:
+        context: With a small pool: its size does not matter.
+        burst_size: Decode steps of a burst, whose results lie beside those of a step; 1 for no bursts.
+    """
+    buckets = plan_buckets(context.max_num_seqs, context.max_num_batched_tokens)
+    largest = max(buckets, key=lambda b: b.num_tokens)
+    memory = StepProgram(largest).lower(context).compile().memory_analysis()
+    assert memory is not None, "a GPU's compiler tells what a program needs"
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    row_bytes = 4 * (2 * MAX_BIAS_IDS + context.num_mask_words)
+    # What steps without biases and masks read, of every size; and what a step with them brings along.
+    sampling_inputs = row_bytes * (sum({b.num_seqs for b in buckets}) + context.max_num_seqs)
+    seat_arrays = sum(math.prod(x.shape) * x.dtype.itemsize for x in context.seat_arrays())
+    step = memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes
+    burst_rows = burst_size * context.max_num_seqs if burst_size > 1 else 0
+    return step + sampling_inputs + seat_arrays + 4 * burst_rows * (6 + 2 * context.max_logprobs)

@@ -31,6 +31,7 @@ CORE = tuple(
     )
 )
 TESTS = {
+    "core/step_edits.py": ("core/test_running_ahead",),
     "worker/batch_builder.py": ("worker/test_batch",),
     "worker/input_batch.py": ("worker/test_input_batch",),
     "worker/block_mover.py": ("worker/test_block_mover",),
@@ -196,7 +197,7 @@ MUTATIONS = [
     ),
     Mutation(
         "core/block_manager.py",
-        "        _release(self.pool, self.pinned.pop(name))",
+        "        self.pool.release_tables(self.pinned.pop(name))",
         "        self.pinned.pop(name)",
         "unpin without letting go",
     ),
@@ -327,8 +328,8 @@ MUTATIONS = [
     ),
     Mutation(
         "core/block_manager.py",
-        "            self.lost.append(seq)\n",
-        "",
+        "release_tables(self.block_tables.pop(seq))\n            self.lost.append(seq)\n",
+        "release_tables(self.block_tables.pop(seq))\n",
         "seats are kept by those that lost their blocks",
     ),
     Mutation(
@@ -381,8 +382,8 @@ MUTATIONS = [
     ),
     Mutation(
         "worker/batch_builder.py",
-        "blocks * size + positions % size",
-        "blocks * size + (positions + 1) % size",
+        "blocks * size + places % size",
+        "blocks * size + (places + 1) % size",
         "slots shifted",
     ),
     Mutation(
@@ -393,8 +394,8 @@ MUTATIONS = [
     ),
     Mutation(
         "worker/batch_builder.py",
-        'view["context_lens"][g, :n] = stops\n',
-        'view["context_lens"][g, :n] = stops - 1\n',
+        'view["context_lens"][g, :n] = stops - batch.num_dropped[seats]\n',
+        'view["context_lens"][g, :n] = stops - batch.num_dropped[seats] - 1\n',
         "own tokens not attended to",
     ),
     Mutation(
@@ -423,8 +424,8 @@ MUTATIONS = [
     ),
     Mutation(
         "core/block_manager.py",
-        "            start = seq.num_computed_tokens + seq.num_in_flight\n            first,",
-        "            start = seq.num_computed_tokens\n            first,",
+        "            start = seq.next_position - seq.num_dropped_tokens\n            first,",
+        "            start = seq.num_computed_tokens - seq.num_dropped_tokens\n            first,",
         "a step ahead has no block for its token",
     ),
     Mutation(
@@ -554,7 +555,163 @@ MUTATIONS = [
         "rows that are not used read the table of seat 0",
     ),
     Mutation(
+        "core/request_edits.py",
+        "        del seq.block_hashes[len(seq) // manager.block_size :]\n",
+        "",
+        "hashes of tokens that were taken back are kept",
+    ),
+    Mutation(
+        "core/request_edits.py",
+        "        manager.prefixes.forget_walk()  #",
+        "        #",
+        "a walk goes on along tokens that were taken back",
+    ),
+    Mutation(
+        "core/request_edits.py",
+        "min(seq.num_computed_tokens, len(seq) - 1)",
+        "min(seq.num_computed_tokens, len(seq))",
+        "the last token that is left is not computed again",
+    ),
+    Mutation(
+        "core/request_edits.py",
+        "        if manager.lacks(tables, seq.num_computed_tokens):\n",
+        "        if False:\n",
+        "a request goes on behind a window whose blocks are gone",
+    ),
+    Mutation(
+        "core/request_edits.py",
+        "seq.num_dropped_tokens += (len(held)",
+        "seq.num_dropped_tokens = (len(held)",
+        "the first of two drops is forgotten",
+    ),
+    Mutation(
+        "core/request_edits.py",
+        "- 2 - seq.block_places",
+        "- 1 - seq.block_places",
+        "taken back up to the last kept block",
+    ),
+    Mutation(
+        "core/request_edits.py",
+        "self._manager.fork(seq, child, seq.num_computed_tokens)",
+        "self._manager.fork(seq, child, seq.num_computed_tokens - 1)",
+        "a fork of a request lacks its last token",
+    ),
+    Mutation(
+        "core/request_edits.py",
+        "self._queues.num_seats_taken < self._max_num_seqs",
+        "self._queues.num_seats_taken <= self._max_num_seqs",
+        "a fork takes a seat that is not there",
+    ),
+    Mutation(
+        "core/block_manager.py",
+        "            start = seq.next_position - seq.num_dropped_tokens\n",
+        "            start = seq.next_position\n",
+        "slots count what was dropped",
+    ),
+    Mutation(
+        "core/block_manager.py",
+        " and not seq.num_dropped_tokens:",
+        ":",
+        "blocks behind dropped ones are cached",
+    ),
+    Mutation(
+        "core/block_manager.py",
+        "                pool.release_tables([[table[i] for i in sorted(dropped)]])\n",
+        "",
+        "dropped blocks are kept",
+    ),
+    Mutation(
+        "core/block_manager.py",
+        "        if is_here:\n            self.lost.append(seq)\n",
+        "",
+        "a sequence keeps its seat when it loses blocks",
+    ),
+    Mutation(
+        "core/preemption.py",
+        '        swaps = mode == "swap" or _has_dropped(group)\n',
+        '        swaps = mode == "swap"\n',
+        "a request with dropped blocks ends though it could be swapped",
+    ),
+    Mutation(
+        "core/preemption.py",
+        "return bool(step.swap_in) and _has_dropped(group)",
+        "return False",
+        "a request with dropped blocks ends in a step that swaps in",
+    ),
+    Mutation(
+        "core/seats.py",
+        "token_ids = token_ids + drafts[seq]",
+        "token_ids = drafts[seq]",
+        "a draft without the token before it",
+    ),
+    Mutation(
+        "core/seats.py",
+        "            num_dropped_tokens=seq.num_dropped_tokens,\n",
+        "",
+        "the executor does not know what was dropped",
+    ),
+    Mutation(
+        "worker/batch_builder.py",
+        "        places = positions - batch.num_dropped[token_seats]\n",
+        "        places = positions\n",
+        "slots of a sequence with dropped blocks",
+    ),
+    Mutation(
+        "worker/batch_builder.py",
+        "        places = start - batch.num_dropped[seats]\n        last",
+        "        places = start\n        last",
+        "a burst of a sequence with dropped blocks is checked at the wrong place",
+    ),
+    Mutation(
+        "worker/input_batch.py",
+        "        self.num_dropped[seat] = new.num_dropped_tokens\n",
+        "",
+        "dropped tokens are not taken in",
+    ),
+    Mutation(
         "worker/block_mover.py", "pairs = pairs[size:]", "pairs = ()", "copies beyond the first call left out"
+    ),
+    Mutation(
+        "core/step_edits.py",
+        "        seat.seq.num_in_flight -= num_tokens\n",
+        "",
+        "tokens of a dropped row are never computed",
+    ),
+    Mutation(
+        "core/step_edits.py",
+        "num_told - len(blocks) for",
+        "num_told for",
+        "blocks of a dropped row are never told",
+    ),
+    Mutation(
+        "core/step_edits.py",
+        "[*row.replaced_blocks, *manager.changed.get(seat.seq, [])]",
+        "[*manager.changed.get(seat.seq, [])]",
+        "entries that a dropped row replaced are never told",
+    ),
+    Mutation(
+        "core/step_edits.py",
+        "seat.seq.num_pending -= dropped[sample.row] if output.burst else 1",
+        "seat.seq.num_pending -= 1",
+        "a dropped burst counts as one token",
+    ),
+    Mutation(
+        "core/step_edits.py",
+        "            manager.free(seat.seq)\n",
+        "",
+        "blocks of samples that a dropped row forked are lost",
+    ),
+    Mutation(
+        "core/step_edits.py",
+        "            seat.group.sequences.remove(seat.seq)\n",
+        "",
+        "samples that a dropped row forked stay",
+    ),
+    Mutation(
+        "core/step_edits.py",
+        "sample._replace(row=new)",
+        "sample",
+        "samples of a re-ordered row are drawn from another",
     ),
     Mutation(
         "worker/block_mover.py",

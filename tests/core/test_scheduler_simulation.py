@@ -48,6 +48,7 @@ class Setup:
     kinds: tuple[str, ...] = ("one", "one", "samples", "beams")
     num_requests: int = 30
     early_ends: float = 0.03
+    edits: float = 0.0  # share of steps from which requests are dropped by hand, before they are computed
     burst_size: int = 1
 
     @classmethod
@@ -295,7 +296,7 @@ class Simulation:
 
     def check_first_tokens(self, had: set[SequenceGroup]) -> None:
         """First come, first served: no first token before that of an earlier request of the same class."""
-        for group in self.groups:
+        for group in self.groups if not self.setup.edits else ():
             if group.metrics.first_token_time is not None and group not in had:
                 for other in self.groups[: group.arrival]:
                     if other.priority == group.priority and not other.is_finished:

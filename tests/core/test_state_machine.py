@@ -19,11 +19,20 @@ from hypothesis.stateful import (
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.block_pool import NULL_BLOCK
 from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.request_edits import DropBlocks, RequestEditor, Rollback, most_taken_back
+from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.sampling_params import SamplingParams
 
 FULL, CROSS = CacheGroup(), CacheGroup(is_cross=True)
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+
+
+class Recomputing:
+    """In place of Preemption: the machine itself lets go of a sequence that has to be computed again."""
+
+    def recompute(self, group: SequenceGroup) -> None:
+        assert group.sequences
 
 
 @dataclasses.dataclass(eq=False)
@@ -187,7 +196,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             rows.append((seq, min(num_tokens, len(seq) - seq.num_computed_tokens)))
         before = {seq: [list(table) for table in manager.block_tables[seq]] for seq, _ in rows}
         num_missing = sum(
-            max(0, manager.num_blocks_of(seq.num_computed_tokens + n) - len(table))
+            max(0, manager.num_blocks_of(seq.num_computed_tokens + n - seq.num_dropped_tokens) - len(table))
             for seq, n in rows
             for table, group in zip(before[seq], self.groups, strict=True)
             if not group.is_cross
@@ -211,7 +220,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             start, tables = seq.num_computed_tokens, manager.block_tables[seq]
             base, stop = root(family.salt, family.encoder), start + n
             tables = [
-                t[: manager.num_blocks_of(stop)] if not g.is_cross else t
+                t[: manager.num_blocks_of(stop - seq.num_dropped_tokens)] if not g.is_cross else t
                 for t, g in zip(tables, self.groups, strict=True)
             ]
             self.device.write(base, seq, tables, start, stop)
@@ -224,12 +233,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
             seq.num_computed_tokens = start + n
 
     @precondition(lambda self: self.at("device"))
+    @rule(data=st.data(), num_tokens=st.integers(1, 9))
+    def plan_and_drop(self, data, num_tokens):
+        """Some sequences get the blocks of a step, and are dropped from it: copies are made, no token is."""
+        family = data.draw(st.sampled_from(self.at("device")))
+        chosen = data.draw(st.lists(st.sampled_from(family.seqs), min_size=1, unique=True))
+        rows = [(seq, min(num_tokens, len(seq) - seq.num_computed_tokens)) for seq in chosen]
+        copies = self.manager.append_slots([row for row in rows if row[1]])
+        self.device.move(copies=tuple(copies or ()))
+
+    @precondition(lambda self: self.at("device"))
     @rule(data=st.data())
     def fork(self, data):
         """A beam or a sample goes on from where another is."""
         family = data.draw(st.sampled_from(self.at("device")))
         parent = data.draw(st.sampled_from(family.seqs))
         child = parent.fork(len(family.seqs), 0)
+        self.device.inherit(child, parent, parent.num_computed_tokens)
         num_free = self.manager.num_free_blocks
         if self.manager.fork(parent, child, parent.num_computed_tokens):
             family.seqs.append(child)
@@ -243,6 +263,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         """A sequence begins like another, and goes on in its own way."""
         family = data.draw(st.sampled_from(self.at("device")))
         parent = data.draw(st.sampled_from(family.seqs))
+        if parent.num_dropped_tokens:
+            return
         num_tokens = data.draw(st.integers(0, parent.num_computed_tokens))
         num_prompt = len(parent.prompt_token_ids)
         child = parent.fork(len(family.seqs), 0)
@@ -259,6 +281,55 @@ class BlockManagerMachine(RuleBasedStateMachine):
         ]
         assert any(NULL_BLOCK in blocks for blocks in needed), "all that it needs was there"
         assert child not in self.manager.block_tables
+
+    @precondition(lambda self: self.at("device", "host"))
+    @rule(data=st.data())
+    def take_back(self, data):
+        """A sequence loses its last tokens, wherever its blocks are, and computes others later."""
+        family = data.draw(st.sampled_from(self.at("device", "host")))
+        seq = data.draw(st.sampled_from(family.seqs))
+        most = most_taken_back(seq, self.size)
+        if most < 1:
+            return
+        tables = self.manager.block_tables if family.place == "device" else self.manager.swapped_tables
+        before, num_free = [list(table) for table in tables[seq]], self.manager.num_free_blocks
+        group = SequenceGroup("", [seq], SamplingParams(), RequestMetrics(0.0))
+        queues = RequestQueues()
+        queues.add(group)
+        edit = Rollback("", data.draw(st.integers(1, most)))
+        # Its family goes on without it if it can't, as a window has passed.
+        RequestEditor(self.manager, queues, Recomputing(), 1).apply(edit)
+        self.device.forget(seq, len(seq))
+        if seq not in tables:
+            assert any(group.window for group in self.groups)
+            family.seqs.remove(seq)
+            if not family.seqs:
+                self.families.remove(family)
+            return
+        n = self.manager.num_blocks_of(seq.num_computed_tokens - seq.num_dropped_tokens)
+        for old, new, g in zip(before, tables[seq], self.groups, strict=True):
+            assert new == (old if g.is_cross else old[:n])
+        assert self.manager.num_free_blocks >= num_free
+
+    @precondition(lambda self: self.groups == (FULL,) and self.at("device"))
+    @rule(data=st.data())
+    def drop_blocks(self, data):
+        """A sequence goes on without some of its blocks."""
+        family = data.draw(st.sampled_from(self.at("device")))
+        seq = data.draw(st.sampled_from(family.seqs))
+        n = self.manager.num_blocks_of(seq.num_computed_tokens - seq.num_dropped_tokens)
+        (table,) = (list(table) for table in self.manager.block_tables[seq])
+        if n < 2 or not seq.num_computed_tokens:
+            return
+        kept = sorted({*data.draw(st.sets(st.integers(0, n - 1))), n - 1})
+        group = SequenceGroup("", [seq], SamplingParams(), RequestMetrics(0.0))
+        queues = RequestQueues()
+        queues.add(group)
+        positions = [seq.block_place(i) for i in kept]
+        RequestEditor(self.manager, queues, Recomputing(), 1).apply(DropBlocks("", tuple(kept)))
+        assert self.manager.block_tables[seq] == [[table[i] for i in kept]]
+        assert [seq.block_place(i) for i in range(len(kept))] == positions
+        self.device.forget(seq, seq.num_computed_tokens)
 
     @precondition(lambda self: self.at("device"))
     @rule(data=st.data())
@@ -291,8 +362,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.at("device"))
     @rule(data=st.data())
     def recompute(self, data):
-        """Preemption without swapping."""
-        self.leave(data.draw(st.sampled_from(self.at("device"))))
+        """Preemption without swapping; what has dropped blocks can't be computed again, and ends."""
+        family = data.draw(st.sampled_from(self.at("device")))
+        self.leave(family)
+        if any(seq.num_dropped_tokens for seq in family.seqs):
+            self.families.remove(family)
 
     @precondition(lambda self: self.families)
     @rule(data=st.data())
@@ -317,6 +391,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), name=st.sampled_from(["a", "b"]))
     def pin(self, data, name):
         family = data.draw(st.sampled_from(self.families))
+        if family.seqs[0].num_dropped_tokens:
+            return
         tokens = family.seqs[0].tokens(0, data.draw(st.integers(0, len(family.seqs[0]))))
         expected = self.num_cached_tokens(family, [*tokens, 0])
         if name in self.pins:

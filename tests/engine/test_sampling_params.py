@@ -78,6 +78,8 @@ BAD: dict[str, list[Any]] = {
     "output_kind": [None, 0, "DELTA"],
     "skip_reading_prefix_cache": [0, 1, "yes"],
     "truncate_prompt_tokens": [0, -2, *NOT_INTEGERS],
+    "forced_token_ids": [5, "5", {5: 5}, [-1], [True], [1.0], ["1"], [None], True],
+    "hook_args": [5, "a", ["a"], [1.0], True],
     "logit_bias": [
         5,
         [(1, 2)],

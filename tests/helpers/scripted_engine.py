@@ -8,7 +8,13 @@ from jax_paged import EngineArgs, LLMEngine, SamplingParams
 from jax_paged.config import EngineConfig
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
-from jax_paged.core.scheduler_output import NewSequence, ScheduledSequence, SchedulerOutput
+from jax_paged.core.scheduler_output import (
+    BlockTables,
+    InspectionInput,
+    NewSequence,
+    ScheduledSequence,
+    SchedulerOutput,
+)
 from jax_paged.outputs import RequestOutput
 
 VOCAB_SIZE, EOS = 300, 2
@@ -88,8 +94,31 @@ class ScriptedExecutor:
     def wait_until_compiled(self) -> None:
         pass
 
+    def read_memory(self, blocks: list[int], host_blocks: list[int], *, with_weights: bool) -> dict[str, Any]:
+        return {}
+
+    def write_memory(
+        self, blocks: list[int], host_blocks: list[int], arrays: dict[str, Any], *, with_weights: bool
+    ) -> None:
+        assert not arrays
+
+    def fingerprint(self) -> tuple[str, str]:
+        return "scripted", "none"
+
+    def update_weights(self, new: Any) -> None:
+        raise ValueError("scripted tokens have no weights")
+
+    def check_weights(self) -> None:
+        pass
+
     def close(self) -> None:
         self.num_closed += 1
+
+    def read_kv(self, layer: int, block_tables: BlockTables, num_tokens: list[int]) -> Any:
+        raise NotImplementedError("scripted tokens have no keys")
+
+    def inspect(self, query: InspectionInput) -> Any:
+        raise NotImplementedError("scripted tokens have no logits")
 
     def compile_plan(self) -> str:
         return "a table"

@@ -108,7 +108,17 @@ class ToyDevice:
         chains = self._chains.setdefault(seq, [])
         for token_id in seq.tokens(len(chains), position + 1):
             chains.append(extend(chains[-1] if chains else root, token_id))
+            if seq.num_dropped_tokens:  # not what a text without gaps has
+                chains[-1] = hash((chains[-1], seq.block_places))
         return chains[position]
+
+    def forget(self, seq: Sequence, num_tokens: int) -> None:
+        """Takes in that a sequence has only its first tokens left, or is another's fork there."""
+        del self._chains.setdefault(seq, [])[num_tokens:]
+
+    def inherit(self, child: Sequence, parent: Sequence, num_tokens: int) -> None:
+        """Takes in that a sequence goes on from another's first tokens, whose cells it shares."""
+        self._chains[child] = self._chains.get(parent, [])[:num_tokens]
 
     def move(
         self,
@@ -147,11 +157,12 @@ class ToyDevice:
         """Writes the tokens at [start, stop), as one row does; num_holders sequences are forked from it."""
         for g, table in enumerate(tables):
             if not self.manager.groups[g].is_cross:
-                assert len(table) == self.manager.num_blocks_of(stop), (
+                assert len(table) == self.manager.num_blocks_of(stop - seq.num_dropped_tokens), (
                     "a block more or less than the row needs"
                 )
                 for position in range(start, stop):
-                    self._write(table, position, hash((g, self.chain(root, seq, position))), num_holders)
+                    value = hash((g, self.chain(root, seq, position)))
+                    self._write(table, position - seq.num_dropped_tokens, value, num_holders)
 
     def check(
         self,
@@ -171,13 +182,18 @@ class ToyDevice:
             values = (
                 [hash((g, position, *encoder_token_ids)) for position in range(len(encoder_token_ids))]
                 if group.is_cross
-                else [hash((g, self.chain(root, seq, position))) for position in range(first, stop)]
+                else [hash((g, self.chain(root, seq, i))) for i in self._positions(seq, first, stop)]
             )
             for position, value in enumerate(values, 0 if group.is_cross else first):
                 block = table[position // self.size]
                 assert block != NULL_BLOCK, f"position {position} of {stop} reads the null block: {table}"
                 found = cells[block][position % self.size]
                 assert found == value, f"position {position} of {stop}, group {g}: not its own past"
+
+    def _positions(self, seq: Sequence, first: int, stop: int) -> list[int]:
+        """The positions before stop of the tokens in slots first and on of a sequence."""
+        slots = range(first, stop - seq.num_dropped_tokens)
+        return [seq.block_place(slot // self.size) * self.size + slot % self.size for slot in slots]
 
     def execute(self, output: SchedulerOutput, sched: Scheduler) -> None:
         """Runs a step of the scheduler, on block tables that are made from the news of its steps.

@@ -4,9 +4,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from jax_paged.config import EngineConfig
 from jax_paged.core.runner_output import ModelRunnerOutput
-from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
 from jax_paged.worker.executor import Executor
 
 
@@ -57,11 +59,36 @@ class WrappedExecutor:
     def result(self) -> ModelRunnerOutput:
         return self._after(self._dispatched.popleft(), self.inner.result())
 
+    def read_memory(
+        self, blocks: list[int], host_blocks: list[int], *, with_weights: bool
+    ) -> dict[str, np.ndarray]:
+        return self.inner.read_memory(blocks, host_blocks, with_weights=with_weights)
+
+    def write_memory(
+        self, blocks: list[int], host_blocks: list[int], arrays: dict[str, np.ndarray], *, with_weights: bool
+    ) -> None:
+        self.inner.write_memory(blocks, host_blocks, arrays, with_weights=with_weights)
+
+    def fingerprint(self) -> tuple[str, str]:
+        return self.inner.fingerprint()
+
+    def read_kv(self, layer: int, block_tables: BlockTables, num_tokens: list[int]) -> Any:
+        return self.inner.read_kv(layer, block_tables, num_tokens)
+
+    def inspect(self, query: InspectionInput) -> Any:
+        return self.inner.inspect(query)
+
     def compile_plan(self) -> str:
         return self.inner.compile_plan()
 
     def wait_until_compiled(self) -> None:
         self.inner.wait_until_compiled()
+
+    def update_weights(self, new: Any) -> None:
+        self.inner.update_weights(new)
+
+    def check_weights(self) -> None:
+        self.inner.check_weights()
 
     def close(self) -> None:
         pass

@@ -183,7 +183,7 @@ def test_recorded_simulations_replay(seed: int) -> None:
         watermark=rng.choice([0.0, 0.1]),
     )
     result = simulate(random_trace(seed, 60), RecordedScheduler(like, lines.append), STEP_TIME)
-    assert replay(lines) >= len(result.steps)
+    assert replay(lines).num_steps >= len(result.steps)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_a_real_run_replays_and_what_differs_is_named(engine: LLMEngine, tmp_pat
     path = tmp_path / "run.jsonl"
     path.write_text("".join(recorded))
     with path.open() as lines:
-        num_steps = replay(lines)
+        num_steps = replay(lines).num_steps
     events = list(map(json.loads, recorded))
     steps = [event for event in events if event["event"] == "schedule"]
     assert num_steps == len(steps) > 40

@@ -1,0 +1,1 @@
+"""The PagedAttention paper's evaluation, run again: see benchmarks/README.md."""

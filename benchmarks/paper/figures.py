@@ -1,0 +1,614 @@
+"""The figures: which points each needs, and what they come to beside the paper's values.
+
+from paper import figures
+from paper.store import Store
+figures.rows(13, Store())           # of the stored results: no work
+figures.complete(13, Store(folder)) # works out what is missing
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from paper import published, runner
+from paper.points import STATIC, Point
+from paper.store import Store
+from paper.systems import ORCAS, SYSTEMS
+
+BLOCK_SIZES = (1, 4, 16, 64, 256)
+# What the project's first simulation of the paper took for prompts and outputs, for comparison.
+EARLIER_SIGMAS = {"ShareGPT": [1.2, 0.9], "Alpaca": [0.5, 0.9]}
+EXPONENTIAL_SIGMAS = [0.833, 0.833]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A value of ours beside the paper's.
+
+    Args:
+        panel: Of the picture.
+        label: Of the bar.
+        ours: Our value.
+        paper: The paper's: a value, a range, or None if it gives none.
+        band: Our value under lower and higher spreads of the lengths; None if it has none.
+        is_fitted: Whether the one fitted number was fitted to it.
+    """
+
+    panel: str
+    label: str
+    ours: float
+    paper: float | tuple[float, float] | None
+    band: tuple[float, float] | None = None
+    is_fitted: bool = False
+
+    @property
+    def error(self) -> float | None:
+        """How far ours is from the paper's, as a share of it; 0 within a range; None without the paper's."""
+        if self.paper is None or self.paper == 0:
+            return None
+        low, high = self.paper if isinstance(self.paper, tuple) else (self.paper, self.paper)
+        return min(self.ours / low - 1, 0.0) or max(self.ours / high - 1, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """A line of a picture: y over x."""
+
+    panel: str
+    label: str
+    x: list[float]
+    y: list[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A figure, and how it is made.
+
+    Args:
+        name: Its number in the paper, or a word.
+        title: What it shows.
+        unit: Of the rows' values.
+        points: What it needs.
+        rows: Makes the rows of the points' values.
+        curves: Makes the lines, if it has any; then the picture shows these.
+        axes: What the lines' axes show.
+        notes: How it was made, and why it misses.
+        band: What the band of the rows is.
+        digits: After the point.
+    """
+
+    name: str
+    title: str
+    unit: str
+    points: list[Point]
+    rows: Callable[[Any], list[Row]]
+    notes: str
+    curves: Callable[[Any], list[Curve]] | None = None
+    axes: tuple[str, str] = ("", "")
+    digits: int = 1
+    band: str = "spreads of the lengths 0.2 lower and higher"
+
+
+def _batch_point(system: str, workload: str, **settings: Any) -> Point:
+    duration_s = {"ShareGPT": 3600, "Alpaca": 600}[workload]  # the paper's traces last an hour
+    if settings:
+        duration_s //= 3
+    rate = published.BATCH_RATES[workload]
+    return Point.of("batch", system=system, workload=workload, rate=rate, duration_s=duration_s, **settings)
+
+
+def _band(values: Any, system: str, workload: str, read: Callable[[Any], float]) -> tuple[float, float]:
+    ends = [read(values[_batch_point(system, workload, sigma_shift=shift)]) for shift in (-0.2, 0.2)]
+    ours = read(values[_batch_point(system, workload)])
+    return min([*ends, ours]), max([*ends, ours])
+
+
+def _memory_rows(values: Any) -> list[Row]:
+    rows = []
+    for system, bars in published.MEMORY.items():
+        for i, (label, paper) in enumerate(bars.items()):
+            ours = values[_batch_point(system, "ShareGPT")]["memory"][i]
+            band = _band(values, system, "ShareGPT", lambda value, i=i: value["memory"][i])
+            rows.append(Row(system, label, ours, paper, band))
+    return rows
+
+
+def _batch_rows(values: Any) -> list[Row]:
+    rows = []
+    for workload, bars in published.BATCHES.items():
+        for system, paper in bars.items():
+            ours = values[_batch_point(system, workload)]["batched"]
+            band = _band(values, system, workload, lambda value: value["batched"])
+            is_fitted = (system, workload) == ("vLLM", "Alpaca")
+            rows.append(
+                Row(
+                    f"{workload}, {published.BATCH_RATES[workload]:.0f}/s",
+                    system,
+                    ours,
+                    paper,
+                    band,
+                    is_fitted,
+                )
+            )
+    return rows
+
+
+_BAND_POINTS = [
+    _batch_point(system, workload, **settings)
+    for workload in published.BATCHES
+    for system in SYSTEMS
+    for settings in ({}, {"sigma_shift": -0.2}, {"sigma_shift": 0.2})
+]
+# What else could have been chosen: shown in the notes of figure 13, and in the table on the page.
+OTHER_POINTS = {
+    "prompts share steps with decodes, 19 ms": [
+        _batch_point(system, workload, mixes=True, host_s=0.019)
+        for workload in published.BATCHES
+        for system in SYSTEMS[1:]
+    ],
+    "spreads of the project's first simulation": [
+        _batch_point(system, workload, sigmas=EARLIER_SIGMAS[workload])
+        for workload in published.BATCHES
+        for system in SYSTEMS[1:]
+    ],
+    "exponential spreads throughout": [
+        _batch_point(system, workload, sigmas=EXPONENTIAL_SIGMAS)
+        for workload in published.BATCHES
+        for system in SYSTEMS[1:]
+    ],
+}
+
+
+def _rate_point(system: str, setup: str, workload: str, **settings: Any) -> Point:
+    duration_s = 600 if workload in ("ShareGPT", "Chat") else 150
+    if setup == "OPT-175B":
+        duration_s //= 3  # the paper shortens it too
+    if settings.get("n") or settings.get("beam_width"):
+        duration_s = 60 if "n" in settings else 30
+    return Point.of(
+        "highest_rate", system=system, setup=setup, workload=workload, duration_s=duration_s, **settings
+    )
+
+
+_MODELS = ("OPT-13B", "OPT-66B", "OPT-175B")
+_CURVE_SYSTEMS = (STATIC, *SYSTEMS)
+
+
+def _rate_rows(values: Any) -> list[Row]:
+    rows = []
+    for workload in ("ShareGPT", "Alpaca"):
+        for setup in _MODELS:
+            ours = values[_rate_point("vLLM", setup, workload)]["rate"]
+            for system in (*reversed(ORCAS), STATIC):
+                ratio = ours / values[_rate_point(system, setup, workload)]["rate"]
+                paper = published.RATES.get(system) if workload == "ShareGPT" else None
+                rows.append(Row(f"{setup}, {workload}", f"vLLM over {system}", ratio, paper))
+    return rows
+
+
+def _rate_curves(values: Any) -> list[Curve]:
+    curves = []
+    for workload in ("ShareGPT", "Alpaca"):
+        for setup in _MODELS:
+            for system in _CURVE_SYSTEMS:
+                runs = values[_rate_point(system, setup, workload)]["runs"]
+                curves.append(Curve(f"{setup}, {workload}", system, *map(list, zip(*runs, strict=True))))
+    return curves
+
+
+_SEVERAL: dict[str, dict[str, int]] = {"1 sample": {}} | {
+    f"{k} {what}": {name: k} for what, name in (("samples", "n"), ("beams", "beam_width")) for k in (2, 4, 6)
+}
+
+
+def _several_rows(values: Any) -> list[Row]:
+    rows = []
+    for label, settings in _SEVERAL.items():
+        ours, orca = (
+            values[_rate_point(system, "OPT-13B", "Alpaca", **settings)]["rate"]
+            for system in ("vLLM", "Orca (Oracle)")
+        )
+        panel = "beam search" if "beams" in label else "samples"
+        rows.append(Row(panel, label, ours / orca, published.SEVERAL_OUTPUTS.get(label)))
+    return rows
+
+
+def _sharing_point(workload: str, **settings: int) -> Point:
+    counts = {("Alpaca", "n"): 4000, ("Alpaca", "beam_width"): 150, ("ShareGPT", "n"): 150}
+    count = counts.get((workload, *settings), 40)
+    return Point.of("sharing", workload=workload, count=count, **settings)
+
+
+def _sharing_rows(values: Any) -> list[Row]:
+    rows = []
+    for workload, paper in published.SHARING.items():
+        for label, settings in list(_SEVERAL.items())[1:]:
+            kind = label.split()[1]
+            ours = values[_sharing_point(workload, **settings)]
+            rows.append(Row(f"{workload}, {kind}", label, ours, paper.get(label, paper.get(kind))))
+    return rows
+
+
+def _prefix_point(system: str, prefix_len: int, kind: str = "Translation") -> Point:
+    return _rate_point(system, "OPT-13B", f"{kind}, {prefix_len}", shares_prefixes=system == "vLLM")
+
+
+def _prefix_rows(values: Any) -> list[Row]:
+    rows = []
+    for n, paper in published.SHARED_PREFIX.items():
+        ours, longer = (
+            values[_prefix_point("vLLM", n, kind)]["rate"]
+            / values[_prefix_point("Orca (Oracle)", n, kind)]["rate"]
+            for kind in ("Translation", "Long translation")
+        )
+        band = (min(ours, longer), max(ours, longer))
+        rows.append(Row("over Orca (Oracle)", f"prefix of {n} tokens", ours, paper, band))
+    return rows
+
+
+def _chat_rows(values: Any) -> list[Row]:
+    ours = values[_rate_point("vLLM", "OPT-13B", "Chat")]["rate"]
+    return [
+        Row(
+            "chat",
+            f"vLLM over {system}",
+            ours / values[_rate_point(system, "OPT-13B", "Chat")]["rate"],
+            paper,
+        )
+        for system, paper in published.CHAT.items()
+    ]
+
+
+def _kernel_point(batch: int, context: int) -> Point:
+    return Point.of("kernel_overhead", batch=batch, context=context, rounds=30)
+
+
+def _kernel_rows(values: Any) -> list[Row]:
+    return [
+        Row(f"batch {batch}", f"context {n}", values[_kernel_point(batch, n)], published.KERNEL_OVERHEAD)
+        for batch in (8, 32)
+        for n in (64, 128, 256)
+    ]
+
+
+def _size_point(workload: str, block_size: int) -> Point:
+    rate, count = {"ShareGPT": (1.8, 300), "Alpaca": (30.0, 1500)}[workload]
+    return Point.of("block_size_latency", workload=workload, block_size=block_size, rate=rate, count=count)
+
+
+def _size_rows(values: Any) -> list[Row]:
+    return [
+        Row(workload, f"blocks of {size}", values[_size_point(workload, size)]["latency_ms"], None)
+        for workload in ("ShareGPT", "Alpaca")
+        for size in BLOCK_SIZES
+    ]
+
+
+def _size_curves(values: Any) -> list[Curve]:
+    return [
+        Curve(
+            "normalized latency",
+            workload,
+            list(map(float, BLOCK_SIZES)),
+            [values[_size_point(workload, size)]["latency_ms"] for size in BLOCK_SIZES],
+        )
+        for workload in ("ShareGPT", "Alpaca")
+    ]
+
+
+def _recovery_point(block_size: int) -> Point:
+    return Point.of("recovery_ms", block_size=block_size, num_tokens=256)
+
+
+def _recovery_rows(values: Any) -> list[Row]:
+    return [
+        Row(
+            how, f"blocks of {size}", values[_recovery_point(size)][how], published.RECOVERY_MS[how].get(size)
+        )
+        for how in ("recompute", "swap")
+        for size in BLOCK_SIZES
+    ]
+
+
+def _recovery_curves(values: Any) -> list[Curve]:
+    return [
+        Curve(
+            "a sequence of 256 tokens",
+            how,
+            list(map(float, BLOCK_SIZES)),
+            [values[_recovery_point(size)][how] for size in BLOCK_SIZES],
+        )
+        for how in ("recompute", "swap")
+    ]
+
+
+def _mode_point(block_size: int, mode: str) -> Point:
+    return Point.of(
+        "block_size_latency",
+        workload="ShareGPT",
+        block_size=block_size,
+        rate=2.6,
+        count=300,
+        preemption_mode=mode,
+    )
+
+
+def _mode_rows(values: Any) -> list[Row]:
+    return [
+        Row(mode, f"blocks of {size}", values[_mode_point(size, mode)]["latency_ms"], None)
+        for mode in ("recompute", "swap")
+        for size in BLOCK_SIZES
+    ]
+
+
+def _mode_curves(values: Any) -> list[Curve]:
+    return [
+        Curve(
+            "normalized latency",
+            mode,
+            list(map(float, BLOCK_SIZES)),
+            [values[_mode_point(size, mode)]["latency_ms"] for size in BLOCK_SIZES],
+        )
+        for mode in ("recompute", "swap")
+    ]
+
+
+_ENGINE = {
+    "batches": Point.of("engine_batches", count=150, rounds=3),
+    "sharing": Point.of("engine_sharing", count=32),
+    "prefix": Point.of("engine_prefix", count=120, rounds=5),
+    **{f"recovery {n}": Point.of("engine_recovery", block_size=n, count=100, rounds=3) for n in (4, 16, 64)},
+}
+
+
+def _engine_rows(values: Any) -> list[Row]:
+    found = {name: values[point] for name, point in _ENGINE.items()}
+    rows = [
+        Row("13: requests at a time", system, found["batches"][system]["batched"], paper)
+        for system, paper in published.BATCHES["ShareGPT"].items()
+    ]
+    base = found["batches"]["Orca (Oracle)"]["tokens_per_s"]
+    rows += [
+        Row("tokens/s, Orca (Oracle) = 1", system, found["batches"][system]["tokens_per_s"] / base, None)
+        for system in SYSTEMS
+    ]
+    rows += [
+        Row("15: blocks saved, %", label, ours, published.SHARING["Alpaca"][label])
+        for label, ours in sorted(found["sharing"].items(), key=lambda item: item[0].split()[::-1])
+    ]
+    rows += [
+        Row("16: over Orca (Oracle)", f"prefix of {n}", found["prefix"][str(n)], paper)
+        for n, paper in published.SHARED_PREFIX.items()
+    ]
+    rows += [
+        Row(
+            "19b: recompute, swap = 1",
+            f"blocks of {n}",
+            found[f"recovery {n}"]["recompute"] / found[f"recovery {n}"]["swap"],
+            None,
+        )
+        for n in (4, 16, 64)
+    ]
+    return rows
+
+
+NUM_REPLICAS = 40
+_MILLION = [
+    Point.of("replicas", num_replicas=NUM_REPLICAS, first=i, last=i + 2, per_replica=25_000)
+    for i in range(0, NUM_REPLICAS, 2)
+]
+_FEWER = {n: Point.of("replicas", num_replicas=n, first=0, last=1, per_replica=4000) for n in (4, 8, 16, 160)}
+
+
+def _scale_rows(values: Any) -> list[Row]:
+    total = million(values)
+    rows = [Row("microseconds per row", f"{NUM_REPLICAS} replicas", total["us_per_row"], None)]
+    for n, point in _FEWER.items():
+        value = values[point]
+        rows.append(
+            Row(
+                "microseconds per row", f"{n} replicas", value["scheduling_s"] / value["num_rows"] * 1e6, None
+            )
+        )
+    rows.sort(key=lambda row: int(row.label.split()[0]))
+    return rows
+
+
+def million(values: Any) -> dict[str, float]:
+    """Returns the sums of the run of a million requests."""
+    found = [values[point] for point in _MILLION]
+    sums = {name: sum(value[name] for value in found) for name in ("num_requests", "num_steps", "num_rows")}
+    seconds = sum(value["scheduling_s"] for value in found)
+    return sums | {
+        "scheduling_s": seconds,
+        "all_s": sum(value["all_s"] for value in found),
+        "us_per_row": seconds / sums["num_rows"] * 1e6,
+        "us_per_request": seconds / sums["num_requests"] * 1e6,
+        "most_waiting": max(value["most_waiting"] for value in found),
+    }
+
+
+def longest_queue(values: Any) -> int:
+    """Returns the most requests that waited at one of the fewest replicas."""
+    return values[_FEWER[min(_FEWER)]]["most_waiting"]
+
+
+def _scale_curves(values: Any) -> list[Curve]:
+    groups = {f"{NUM_REPLICAS} replicas": [values[point] for point in _MILLION]}
+    groups |= {f"{n} replicas": [values[point]] for n, point in _FEWER.items()}
+    curves = []
+    for label, found in groups.items():
+        steps: dict[int, int] = {}
+        seconds: dict[int, float] = {}
+        for value in found:
+            for rows, n, s in value["bins"]:
+                steps[rows] = steps.get(rows, 0) + n
+                seconds[rows] = seconds.get(rows, 0.0) + s
+        bins = [rows for rows in sorted(steps) if steps[rows] >= 50]
+        curves.append(
+            Curve(
+                "one schedule() and update()",
+                label,
+                [rows + 16.0 for rows in bins],
+                [seconds[rows] / steps[rows] * 1e3 for rows in bins],
+            )
+        )
+    return curves
+
+
+FIGURES: dict[str, Figure] = {
+    figure.name: figure
+    for figure in (
+        Figure(
+            "2",
+            "What the memory for keys and values holds (OPT-13B, ShareGPT at 2 requests/s)",
+            "% of the memory",
+            [point for point in _BAND_POINTS if '"ShareGPT"' in point.key],
+            _memory_rows,
+            "Of vLLM, of the slots of the blocks in use. What the buddy allocator rounds up is in `other`.",
+        ),
+        Figure(
+            "12",
+            "Normalized latency by request rate, and the rates that two systems sustain at 0.25 s per token",
+            "times",
+            [_rate_point(s, m, w) for m in _MODELS for w in ("ShareGPT", "Alpaca") for s in _CURVE_SYSTEMS],
+            _rate_rows,
+            "The paper gives one range for its three models.",
+            _rate_curves,
+            ("requests per second", "seconds per output token"),
+            2,
+        ),
+        Figure(
+            "13",
+            "Requests that are batched at a time (OPT-13B)",
+            "requests",
+            [*_BAND_POINTS, *(point for points in OTHER_POINTS.values() for point in points)],
+            _batch_rows,
+            "The host's time per step is fitted to vLLM's bar of Alpaca; the seven others are predictions.",
+            digits=2,
+        ),
+        Figure(
+            "14",
+            "vLLM's rate over Orca (Oracle)'s with several outputs per request (OPT-13B, Alpaca)",
+            "times",
+            [
+                _rate_point(system, "OPT-13B", "Alpaca", **settings)
+                for settings in _SEVERAL.values()
+                for system in ("vLLM", "Orca (Oracle)")
+            ],
+            _several_rows,
+            "Under Orca every output has a region of its own, and a beam that forks copies its whole past.",
+            digits=2,
+        ),
+        Figure(
+            "15",
+            "Blocks that sharing saves (OPT-13B)",
+            "% of the blocks",
+            [
+                _sharing_point(workload, **settings)
+                for workload in published.SHARING
+                for settings in list(_SEVERAL.values())[1:]
+            ],
+            _sharing_rows,
+            "Which beams survive follows from candidates whose log-probabilities lie exponential gaps apart: "
+            "a model without a parameter, as only the order of the sums counts.",
+        ),
+        Figure(
+            "16",
+            "Throughput with a shared prefix over Orca (Oracle)'s (a 13B model, translation)",
+            "times",
+            [
+                _prefix_point(system, n, kind)
+                for n in published.SHARED_PREFIX
+                for system in ("vLLM", "Orca (Oracle)")
+                for kind in ("Translation", "Long translation")
+            ],
+            _prefix_rows,
+            "The lengths of the sentences are ours: 32 tokens, and 64 at the other end of the band.",
+            digits=2,
+            band="sentences of 32 to 64 tokens",
+        ),
+        Figure(
+            "17",
+            "Chat: vLLM's rate over the Orcas' (OPT-13B, prompts of 1024 tokens)",
+            "times",
+            [_rate_point(system, "OPT-13B", "Chat") for system in SYSTEMS],
+            _chat_rows,
+            "A prompt of 1024 tokens and any output round up to 2048 slots: so the Orcas are alike.",
+            digits=2,
+        ),
+        Figure(
+            "18a",
+            "How much slower attention is through a block table: on this processor, measured",
+            "% slower",
+            [_kernel_point(batch, n) for batch in (8, 32) for n in (64, 128, 256)],
+            _kernel_rows,
+            "The paper compares two kernels on a GPU; here one reads blocks of 16, or one per sequence.",
+        ),
+        Figure(
+            "18b",
+            "Normalized latency by block size (OPT-13B)",
+            "ms per token",
+            [_size_point(workload, size) for workload in ("ShareGPT", "Alpaca") for size in BLOCK_SIZES],
+            _size_rows,
+            "The paper plots lines without labels: best from 16 to 128 for ShareGPT, 16 and 32 for Alpaca.",
+            _size_curves,
+            ("tokens per block", "ms per output token"),
+        ),
+        Figure(
+            "19a",
+            "Computing a preempted sequence again, or swapping it out and in (OPT-13B)",
+            "ms",
+            [_recovery_point(size) for size in BLOCK_SIZES],
+            _recovery_rows,
+            "The paper's values are read off its figure, to one digit.",
+            _recovery_curves,
+            ("tokens per block", "ms"),
+        ),
+        Figure(
+            "19b",
+            "Normalized latency under both ways of preemption (OPT-13B, ShareGPT at 2.6 requests/s)",
+            "ms per token",
+            [_mode_point(size, mode) for mode in ("recompute", "swap") for size in BLOCK_SIZES],
+            _mode_rows,
+            "The paper: recomputation is better for blocks of 1 to 8, swapping for 64 and more.",
+            _mode_curves,
+            ("tokens per block", "ms per output token"),
+        ),
+        Figure(
+            "measured",
+            "Measured: the engine with the built-in model, at a quarter of OPT-13B's setting",
+            "",
+            list(_ENGINE.values()),
+            _engine_rows,
+            "All requests come at once; scheduler and memory are the same, the block manager differs.",
+            digits=2,
+        ),
+        Figure(
+            "scale",
+            "A million requests at 1,000 per second: what scheduling costs (OPT-13B, Alpaca)",
+            "us per row",
+            [*_MILLION, *_FEWER.values()],
+            _scale_rows,
+            "A row is one sequence in one step. Processor time of this machine.",
+            _scale_curves,
+            ("sequences in the step", "ms"),
+            2,
+        ),
+    )
+}
+
+
+def names_of(number: str) -> list[str]:
+    """Returns the figures that a number stands for: 18 is 18a and 18b."""
+    return [name for name in FIGURES if name in (number, f"{number}a", f"{number}b")]
+
+
+def rows(name: str | int, store: Store) -> list[Row]:
+    """Returns a figure's rows from what the store holds."""
+    return FIGURES[str(name)].rows(store)
+
+
+def complete(name: str | int, store: Store, num_processes: int = 2) -> None:
+    """Works out what a figure still lacks."""
+    runner.complete(FIGURES[str(name)].points, store, num_processes)

@@ -1,0 +1,92 @@
+"""What scheduling costs at a thousand requests per second, over many replicas of one model."""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.runner_output import ModelRunnerOutput
+from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.sequence_updater import StepUpdate
+from jax_paged.lab.simulator import simulate
+from paper.devices import OPT_13B
+from paper.lengths import ALPACA, MAX_MODEL_LEN, draw_trace
+from paper.systems import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+
+RATE = 1000.0  # requests per second, over all replicas
+BIN = 32  # sequences
+
+
+class Timed(Scheduler):
+    """Measures what its own steps take, in processor time, by how many sequences compute."""
+
+    costs: list[tuple[int, float]]
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        start = time.process_time()
+        output = super().schedule(now)
+        self._seconds = time.process_time() - start
+        return output
+
+    def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
+        start = time.process_time()
+        update = super().update(output, result, now)
+        self.costs.append((len(output.scheduled), self._seconds + time.process_time() - start))
+        return update
+
+
+def replicas(num_replicas: int, first: int, last: int, per_replica: int) -> dict[str, Any]:
+    """Simulates some of the replicas that share RATE requests per second, Alpaca's, on OPT-13B.
+
+    A balancer in front of them gives each an equal share; so every replica has Poisson arrivals of its own.
+
+    Args:
+        num_replicas: Among which the rate is divided.
+        first, last: The replicas that are simulated: first up to last, without it.
+        per_replica: Requests that each of them serves.
+
+    Returns:
+        num_requests, num_steps, num_rows: Served in all; a row is one sequence in one step.
+        scheduling_s, all_s: Processor time in schedule() and update(), and of the whole simulation.
+        latency_s: Mean time from arrival to the end of a request.
+        most_waiting: The longest queue.
+        bins: (sequences in a step, at least, steps, seconds in the scheduler) in bins of BIN.
+    """
+    bins: dict[int, list[float]] = {}
+    num_steps = num_rows = most_waiting = 0
+    scheduling_s = latency_s = 0.0
+    began = time.process_time()
+    for replica in range(first, last):
+        rate = RATE / num_replicas
+        trace = draw_trace(ALPACA, rate, per_replica / rate, seed=2 * replica + 1)
+        scheduler = Timed(
+            block_manager=BlockManager(OPT_13B.num_slots // 16 + 1, 16, enable_prefix_caching=False),
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=frozenset(),
+        )
+        scheduler.costs = []
+        result = simulate(trace, scheduler, OPT_13B.device())
+        for rows, seconds in scheduler.costs:
+            entry = bins.setdefault(rows // BIN * BIN, [0, 0.0])
+            entry[0] += 1
+            entry[1] += seconds
+            num_rows += rows
+            scheduling_s += seconds
+        num_steps += len(scheduler.costs)
+        most_waiting = max(most_waiting, int(result.steps["num_waiting"].max()))
+        latency_s += float(np.sum(result.requests["finished_time"] - result.requests["arrival_time"]))
+    num_requests = per_replica * (last - first)
+    return {
+        "num_requests": num_requests,
+        "num_steps": num_steps,
+        "num_rows": num_rows,
+        "scheduling_s": round(scheduling_s, 3),
+        "all_s": round(time.process_time() - began, 3),
+        "latency_s": round(latency_s / num_requests, 3),
+        "most_waiting": most_waiting,
+        "bins": [[rows, int(n), round(seconds, 4)] for rows, (n, seconds) in sorted(bins.items())],
+    }

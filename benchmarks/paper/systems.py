@@ -1,0 +1,154 @@
+"""The systems that the paper compares, under this project's scheduler; FasterTransformer has none."""
+
+import dataclasses
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.sequence import Sequence
+from jax_paged.lab.simulator import Request, SimulationResult, simulate
+from paper.buddy import BuddyManager, Demand, Reserve, Usage
+from paper.devices import Setup
+from paper.lengths import MAX_MODEL_LEN
+
+ORCAS: dict[str, Reserve] = {"Orca (Max)": "max", "Orca (Pow2)": "pow2", "Orca (Oracle)": "oracle"}
+SYSTEMS = (*ORCAS, "vLLM")
+# vLLM's limits at the time of the paper.
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 2560
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """How a system is set up beside its memory.
+
+    Args:
+        block_size: Tokens per block; of Orca the least reservation.
+        mixes: Whether prompts share steps with decodes. False computes them in steps of their own, first.
+        shares_prefixes: Whether vLLM keeps the prefixes of prompts.
+        preemption_mode: As the scheduler has it.
+    """
+
+    block_size: int = 16
+    mixes: bool = False
+    shares_prefixes: bool = False
+    preemption_mode: str | None = None
+
+
+DEFAULT = Policy()
+
+
+class Watched(Scheduler):
+    """Notes once per second of simulated time what the memory of an Orca holds."""
+
+    usages: list[Usage]
+    _next_s = 0.0
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        output = super().schedule(now)
+        if now >= self._next_s and isinstance(self.block_manager, BuddyManager):
+            self.usages.append(self.block_manager.usage())
+            self._next_s = now + 1
+        return output
+
+
+def make_scheduler(system: str, num_slots: int, trace: Items[Request], policy: Policy = DEFAULT) -> Watched:
+    """Returns the scheduler of a system over an empty pool.
+
+    Args:
+        system: One of SYSTEMS.
+        num_slots: Tokens that the pool holds.
+        trace: What it will serve: the baselines are told how long outputs become.
+        policy: Its set-up.
+    """
+
+    def demand(seq: Sequence) -> Demand:
+        request = trace[-1 - seq.prompt_token_ids[-1]]
+        return Demand(request.output_len, request.beam_width or request.n)
+
+    size = policy.block_size
+    num_blocks = num_slots // size + 1
+    if system in ORCAS:
+        manager = BuddyManager(num_blocks, size, ORCAS[system], MAX_MODEL_LEN, demand)
+    else:
+        # As much host memory as the pool has: it never runs out.
+        manager = BlockManager(num_blocks, size, policy.shares_prefixes, num_swap_blocks=num_blocks)
+    scheduler = Watched(
+        block_manager=manager,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=frozenset(),
+        watermark=0.0 if system in ORCAS else 0.01,
+        enable_chunked_prefill=policy.mixes,
+        preemption_mode=policy.preemption_mode,
+    )
+    scheduler.usages = []
+    return scheduler
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a system made of a trace.
+
+    Args:
+        steps: As the simulator has them.
+        usages: What an Orca's memory held, once per second; empty for others.
+        result: All that the simulator tells.
+    """
+
+    result: SimulationResult
+    usages: list[Usage]
+
+
+def serve(
+    system: str,
+    setup: Setup,
+    trace: Items[Request],
+    policy: Policy = DEFAULT,
+    *,
+    stop_s: float = float("inf"),
+) -> Outcome:
+    """Serves a trace by simulation; the same each time.
+
+    Args:
+        system: One of SYSTEMS.
+        setup: Model and GPUs.
+        trace: In the order of arrival.
+        policy: The system's set-up.
+        stop_s: Where the simulation stops.
+    """
+    scheduler = make_scheduler(system, setup.num_slots, trace, policy)
+    result = simulate(trace, scheduler, setup.device(policy.block_size), stop_s=stop_s)
+    return Outcome(result, scheduler.usages)
+
+
+def normalized_latency(trace: Items[Request], finished_s: Items[float]) -> float:
+    """Returns the paper's measure: the mean over requests of latency / output tokens, in seconds."""
+    per_token = [
+        (end - request.arrival_s) / request.output_len for request, end in zip(trace, finished_s, strict=True)
+    ]
+    return float(np.mean(per_token))
+
+
+def serve_static(setup: Setup, trace: Items[Request]) -> list[float]:
+    """Returns when each request of a trace ends under FasterTransformer with a batcher.
+
+    Whenever the GPUs are idle, the earliest requests go, as many as there is memory for if each takes the
+    model's full length; all of them are computed until the last has ended, and are returned then.
+    """
+    max_batch = setup.num_slots // MAX_MODEL_LEN
+    device = setup.device()
+    finished: list[float] = []
+    clock = 0.0
+    while len(finished) < len(trace):
+        clock = max(clock, trace[len(finished)].arrival_s)
+        batch = [r for r in trace[len(finished) : len(finished) + max_batch] if r.arrival_s <= clock]
+        longest = max(request.prompt_len for request in batch)
+        clock += device.step_s(longest * len(batch), 0, 0, 0, 0)
+        for i in range(1, max(request.output_len for request in batch)):
+            clock += device.step_s(0, len(batch), len(batch) * (longest + i), 0, 0)
+        finished += [clock] * len(batch)
+    return finished

@@ -1,0 +1,46 @@
+"""Requests as values that JSON can hold, and back."""
+
+import dataclasses
+from typing import Any
+
+from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
+from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+
+
+def values_of_request(group: SequenceGroup) -> dict[str, Any]:
+    """Returns a request as it was added: its prompt and parameters, and nothing that has happened since."""
+    params = dataclasses.asdict(group.sampling_params)
+    bias = params["logit_bias"]
+    params["logit_bias"] = None if bias is None else list(bias.items())  # JSON's keys are strings
+    params["output_kind"] = params["output_kind"].name
+    return {
+        "request_id": group.request_id,
+        "prompt_token_ids": group.sequences[0].prompt_token_ids,
+        "sampling_params": params,
+        "beam_params": group.beam_params and dataclasses.asdict(group.beam_params),
+        "arrival_time": group.metrics.arrival_time,
+        "cache_salt": group.cache_salt,
+        "priority": group.priority,
+        "encoder_token_ids": group.encoder_token_ids,
+    }
+
+
+def request_of_values(values: dict[str, Any]) -> SequenceGroup:
+    """Returns a new request of what values_of_request returned, perhaps by way of JSON."""
+    given, beams = values["sampling_params"], values["beam_params"]
+    bias = given["logit_bias"]
+    changes = {
+        "logit_bias": None if bias is None else dict(bias),
+        "output_kind": RequestOutputKind[given["output_kind"]],
+    }
+    params = SamplingParams(**(given | changes))
+    return SequenceGroup(
+        values["request_id"],
+        [Sequence(values["prompt_token_ids"], seed=params.seed or 0)],
+        params,
+        RequestMetrics(values["arrival_time"]),
+        values["cache_salt"],
+        values["priority"],
+        beams and BeamSearchParams(**beams),
+        values["encoder_token_ids"],
+    )

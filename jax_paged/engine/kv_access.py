@@ -1,0 +1,129 @@
+"""What a running request has in the pool: keys and values, logits and attention, and blocks that it drops."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jax_paged.checks import check, check_int
+from jax_paged.core.request_edits import DropBlocks
+from jax_paged.core.scheduler_output import InspectionInput
+from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.engine.output_processor import RequestState
+from jax_paged.engine.request_edits import decoding_sequence, settled
+from jax_paged.engine.step_loop import StepLoop
+
+if TYPE_CHECKING:
+    from jax_paged.core.block_manager import BlockManager
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """What the next token of a request is drawn from.
+
+    Args:
+        logits: Of the last token, float32 [vocab_size], before parameters such as penalties change them.
+        attention: By layer, the attention probabilities of the last tokens, float32 [heads, queries, keys]; a
+            row adds up to 1.
+        positions: Of the keys in the request's text, int64 [keys]; the queries are the last of them.
+    """
+
+    logits: np.ndarray
+    attention: dict[int, np.ndarray]
+    positions: np.ndarray
+
+
+def sequence_with_blocks(loop: StepLoop, request_id: str, index: int) -> tuple[RequestState, Sequence]:
+    """Waits for the steps in flight; returns a request and a sequence of it whose blocks are in the pool."""
+    state = settled(loop, request_id)
+    check_int("index", index, 0, len(state.group.sequences) - 1)
+    seq, tables = state.group.sequences[index], loop.scheduler.block_manager.block_tables
+    allowed = f"a request that runs; sequence {index} of this one is {seq.status.name.lower()}"
+    check(seq in tables, "request_id", request_id, allowed)
+    return state, seq
+
+
+def tables(loop: StepLoop, request_id: str, index: int) -> "tuple[BlockManager, SequenceGroup, Sequence]":
+    """Returns what a page table is made of."""
+    state, seq = sequence_with_blocks(loop, request_id, index)
+    return loop.scheduler.block_manager, state.group, seq
+
+
+def kv(loop: StepLoop, request_id: str, layer: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """See LLMEngine.kv."""
+    state, seq = sequence_with_blocks(loop, request_id, index)
+    manager = loop.scheduler.block_manager
+    num_own = seq.num_computed_tokens - seq.num_dropped_tokens
+    num_cross = len(state.group.encoder_token_ids)
+    num_tokens = [num_cross if group.is_cross else num_own for group in manager.groups]
+    return loop.executor.read_kv(layer, manager.block_tables[seq], num_tokens)
+
+
+def inspect(
+    loop: StepLoop,
+    request_id: str,
+    layers: Iterable[int],
+    heads: Iterable[int] | None,
+    num_queries: int | None,
+    index: int,
+) -> Inspection:
+    """See LLMEngine.inspect."""
+    state, seq = sequence_with_blocks(loop, request_id, index)
+    allowed = f"a request that has one token to compute; this one has {seq.num_new_tokens}"
+    check(seq.num_new_tokens == 1, "request_id", request_id, allowed)
+    manager = loop.scheduler.block_manager
+    num_queries = len(seq) if num_queries is None else num_queries
+    check_int("num_queries", num_queries, 1, 1 if seq.num_dropped_tokens else len(seq))
+    start, tables = len(seq) - num_queries, manager.block_tables[seq]
+    allowed = "fewer, as blocks that the first of them attend to fell out of their window"
+    check(not manager.lacks(tables, start), "num_queries", num_queries, allowed)
+    logits, attention = loop.executor.inspect(
+        InspectionInput(
+            token_ids=seq.tokens(start, len(seq)),
+            start=start,
+            num_computed_tokens=seq.num_computed_tokens,
+            num_dropped_tokens=seq.num_dropped_tokens,
+            num_encoder_tokens=len(state.group.encoder_token_ids),
+            block_tables=[list(table) for table in tables],
+            layers=list(layers),
+        )
+    )
+    if heads is not None:
+        chosen = list(heads)
+        for probabilities in attention.values():
+            for head in chosen:
+                check_int("heads", head, 0, len(probabilities) - 1)
+        attention = {layer: probabilities[chosen] for layer, probabilities in attention.items()}
+    return Inspection(logits, attention, positions(seq, manager))
+
+
+def positions(seq: Sequence, manager: "BlockManager") -> np.ndarray:
+    """Returns the positions of the tokens that a sequence attends to, its last one included, int64."""
+    size, num_slots = manager.block_size, len(seq) - seq.num_dropped_tokens
+    first = np.array([seq.block_place(i) * size for i in range(manager.num_blocks_of(num_slots))])
+    return (first[:, None] + np.arange(size)).reshape(-1)[:num_slots]
+
+
+def drop(loop: StepLoop, request_id: str, keep: Iterable[int]) -> None:
+    """See LLMEngine.drop_kv."""
+    state = settled(loop, request_id)
+    seq, manager = decoding_sequence(state), loop.scheduler.block_manager
+    is_plain = (
+        len(manager.groups) == 1 and manager.groups[0].window is None and not manager.groups[0].is_cross
+    )
+    check(
+        is_plain,
+        "the model",
+        loop.executor.config.architecture,
+        "one all of whose layers attend to all tokens",
+    )
+    num_blocks = manager.num_blocks_of(seq.num_computed_tokens - seq.num_dropped_tokens)
+    kept = tuple(keep)
+    ok = all(isinstance(i, int | np.integer) and 0 <= i < num_blocks for i in kept)
+    ok = ok and all(a < b for a, b in itertools.pairwise(kept)) and kept[-1:] == (num_blocks - 1,)
+    allowed = f"ascending places in its table of {num_blocks} blocks, with the last, {num_blocks - 1}"
+    check(ok, "keep", kept, allowed)
+    if len(kept) < num_blocks:
+        loop.scheduler.edit_request(DropBlocks(request_id, tuple(map(int, kept))))

@@ -1,0 +1,293 @@
+"""The engine: checks requests, and runs them step by step from prompt to RequestOutput.
+
+Nothing here imports JAX: only the executor that LLMEngine makes, if it is given none, does.
+"""
+
+import functools
+import random
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from jax_paged.checks import check
+from jax_paged.config import EngineArgs
+from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.engine import (
+    prefixes,
+)
+from jax_paged.engine.assembly import (
+    OwnScheduler,
+    described,
+    make_local_executor,
+    make_scheduler,
+    make_tokenizer,
+    with_end_token,
+)
+from jax_paged.engine.errors import EngineDeadError
+from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
+from jax_paged.engine.invariance import check_invariance
+from jax_paged.engine.new_request import check_arrival_time, sequence_group
+from jax_paged.engine.output_processor import RequestState
+from jax_paged.engine.step_loop import StepLoop
+from jax_paged.inputs import Prompt
+from jax_paged.outputs import RequestOutput
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from jax_paged.worker.executor import Executor
+
+
+class RequestEngine:
+    """Runs requests together: each `step` computes one batch and returns the outputs that grew.
+
+    One thread at a time may use an engine; `check_request` alone may be called from any.
+
+    Args:
+        args: Model and limits.
+        executor: Runs the steps. The engine closes it, also if it can't be made. None runs them in this
+            process.
+        scheduler: A subclass of Scheduler to take its place; or a function of a new request (a SequenceGroup)
+            that returns its key: requests of lower keys go first, and take the blocks of others.
+
+    Raises:
+        ValueError: If the model, its tokenizer or a setting can't be used.
+    """
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        executor: "Executor | None" = None,
+        *,
+        scheduler: OwnScheduler | None = None,
+    ) -> None:
+        self.args = args
+        self.pinned_prompts: dict[str, tuple[list[int], str]] = {}  # prompt and salt, by name
+        self.num_names = 0  # of pinned prefixes and forks, given so far
+        self.seeds = random.Random(args.seed)  # of requests that bring none
+        self._closed = False
+        try:
+            self.tokenizer = make_tokenizer(args)
+            if executor is None:
+                executor = make_local_executor(args)
+            self.config = with_end_token(executor.config, self.tokenizer)
+            self.input_processor = InputProcessor(self.config, self.tokenizer)
+            max_in_flight = 2 if self.config.async_scheduling else 1
+            make = functools.partial(make_scheduler, self.config, scheduler)
+            self._loop = StepLoop(make, executor, max_in_flight)
+            if self.config.batch_invariant:
+                check_invariance(self)
+        except BaseException:
+            if executor is not None:
+                executor.close()
+            raise
+
+    @property
+    def executor(self) -> "Executor":
+        """Computes the steps."""
+        return self._loop.executor
+
+    @property
+    def observers(self) -> list[Callable[[Scheduler, SchedulerOutput], None]]:
+        """Functions that are called after each step, with the scheduler and the step; append your own."""
+        return self._loop.observers
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Decides what each step computes, and owns the blocks."""
+        return self._loop.scheduler
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Makes an engine; the name that vLLM's scripts use."""
+        return cls(engine_args)
+
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Returns the tokenizer as transformers loads it.
+
+        Raises:
+            ValueError: If the engine has none.
+        """
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
+        return self.tokenizer.hf
+
+    def check_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> CheckedRequest:
+        """Tokenizes a prompt and checks it and its parameters; changes nothing.
+
+        Args:
+            prompt: Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. Of an encoder-decoder
+                model this is what the encoder reads, and {"encoder_prompt": ..., "decoder_prompt": ...}
+                says both.
+            sampling_params: None takes the model's defaults (its generation_config.json); max_tokens None
+                takes the rest of max_model_len. BeamSearchParams make it a beam search.
+            cache_salt: Only requests of equal salt share cached prefixes.
+            priority: Lower is served earlier; 0 unless scheduling_policy is "priority".
+
+        Raises:
+            ValueError: If the engine can't run it; the message names the argument, its value and what is
+                allowed.
+        """
+        self._check_open()
+        return self.input_processor.check(prompt, sampling_params, cache_salt, priority)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt | CheckedRequest,
+        params: SamplingParams | BeamSearchParams | None = None,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
+    ) -> None:
+        """Puts a request in the queue.
+
+        Args:
+            request_id: No unfinished request may have the same.
+            prompt: As `check_request` takes it, with params, cache_salt and priority; or what that has
+                returned, which holds all of them.
+            params: Without a seed they get one that depends on the engine's seed and how many requests came
+                before.
+            arrival_time: In seconds of time.monotonic() (not of time.time(), as vLLM's) and not in the
+                future; None takes now.
+            lora_request: None: adapters are not supported.
+            cache_salt: As `check_request` takes it.
+            priority: As `check_request` takes it.
+
+        Raises:
+            ValueError: If the engine can't run it; nothing has changed then.
+        """
+        self._check_open()
+        check(isinstance(request_id, str), "request_id", request_id, "a string")
+        check(
+            request_id not in self._loop.requests,
+            "request_id",
+            request_id,
+            "an id that no running request has",
+        )
+        now = time.monotonic()
+        if arrival_time is not None:
+            check_arrival_time(arrival_time, now)
+        check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
+        if not isinstance(prompt, CheckedRequest):
+            prompt = self.check_request(prompt, params, cache_salt=cache_salt, priority=priority)
+        group = sequence_group(
+            request_id, prompt, now if arrival_time is None else arrival_time, self._new_seed
+        )
+        tokenizer = self.tokenizer if group.sampling_params.detokenize else None
+        state = RequestState(group, prompt.prompt, tokenizer, prompt.encoder_prompt, prompt.stop)
+        self._loop.add(state)
+
+    def abort_request(self, request_id: str | Iterable[str]) -> RequestState | None:
+        """Ends a request, or several, now and frees the blocks; does nothing if no request with the id runs.
+
+        If the engine has failed, a request ends with the text that it had then.
+
+        Returns:
+            The state of a single request that ran, else None.
+        """
+        self._check_not_closed()
+        if not isinstance(request_id, str):
+            for one in request_id:
+                self.abort_request(one)
+            return None
+        return self._loop.abort(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step has anything to do, if only to wait for what the device still works on."""
+        return self._loop.has_unfinished
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step; returns the requests that got a token or ended, as their output_kind says."""
+        outputs = (state.next_output() for state in self.advance())
+        return [output for output in outputs if output is not None]
+
+    def advance(self) -> list[RequestState]:
+        """Runs one step as `step` does; returns the states of the requests, of which outputs can be made.
+
+        An error leaves the step half done and the engine unusable, but for aborting and closing.
+        """
+        self._check_open()
+        return self._loop.advance()
+
+    def drain(self) -> bool:
+        """Waits for what the device still computes for requests that have ended; returns if no others run."""
+        return self._loop.drain()
+
+    def pin_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> str:
+        """Computes a prefix and keeps its full blocks in the pool until it is unpinned.
+
+        Args:
+            prompt: As `check_request` takes it.
+            cache_salt: That of the requests that will share it.
+
+        Returns:
+            The name to unpin it by.
+
+        Raises:
+            ValueError: If the prefix doesn't fit, or prefixes are not cached.
+            RuntimeError: If requests are running.
+        """
+        self._check_open()
+        return prefixes.pin(self, self._new_name("prefix"), prompt, cache_salt)
+
+    def unpin_prefix(self, name: str) -> None:
+        """Lets go of a pinned prefix, by the name that pin_prefix returned.
+
+        Raises:
+            ValueError: If no prefix is pinned by this name.
+        """
+        prefixes.unpin(self, name)
+
+    def close(self) -> None:
+        """Frees weights and pool and forgets all requests; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._loop.requests.clear()
+            self.executor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"<{self.config.model_name}, closed>"
+        if self._loop.failure is not None:
+            return f"<{self.config.model_name}, failed: {self._loop.failure!r}>"
+        return f"<{described(self.config, self.executor.buckets)}>"
+
+    def _new_seed(self) -> int:
+        return self.seeds.getrandbits(63)
+
+    def _new_name(self, kind: str) -> str:
+        self.num_names += 1
+        return f"{kind}-{self.num_names - 1}"
+
+    def _check_open(self, *, checks_weights: bool = True) -> None:
+        self._check_not_closed()
+        if self._loop.failure is not None:
+            message = f"the engine has failed: {self._loop.failure!r}; make a new one"
+            raise EngineDeadError(message) from self._loop.failure
+        if checks_weights:
+            self.executor.check_weights()
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            raise EngineDeadError("this engine is closed; make a new one")

@@ -1,0 +1,114 @@
+"""The page table of one request: which block holds which of its tokens; notebooks draw it."""
+
+import dataclasses
+import html
+from collections.abc import Callable
+
+import numpy as np
+
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.block_pool import NULL_BLOCK
+from jax_paged.core.sequence import Sequence, SequenceGroup
+
+ENTRY_DTYPE = np.dtype(
+    [
+        ("group", "i4"),
+        ("block_id", "i4"),
+        ("ref_count", "i4"),
+        ("position", "i4"),
+        ("num_tokens", "i4"),
+        ("is_cached", "?"),
+    ]
+)
+_MAX_DRAWN = 64
+_SHARED, _OWN = "hsl(28,75%,55%)", "hsl(210,60%,52%)"
+
+
+@dataclasses.dataclass(frozen=True)
+class PageTable:
+    """The block table of one sequence at one moment.
+
+    Args:
+        request_id: Its request.
+        entries: One row per entry, in the order of the table: the cache group, the block (0 where it fell out
+            of a window), how many reference it, the position of its first token in the text, how many slots
+            are filled, and whether the prefix cache offers it to others.
+        block_size: Tokens per block.
+        tokens: The text of each token of the sequence, or its id where there is no tokenizer.
+    """
+
+    request_id: str
+    entries: np.ndarray
+    block_size: int
+    tokens: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        held = self.entries[self.entries["block_id"] != NULL_BLOCK]
+        num_shared = int(np.sum(held["ref_count"] > 1))
+        return (
+            f"<page table of {self.request_id!r}: {len(held)} blocks of {self.block_size} tokens, "
+            f"{num_shared} of them shared; keys and values of {held['num_tokens'].sum()} tokens>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Returns a drawing: a row per block, with its tokens; no scripts, nothing loaded from elsewhere."""
+        rows = "".join(self._row(entry) for entry in self.entries[:_MAX_DRAWN])
+        left = len(self.entries) - _MAX_DRAWN
+        more = f"<div>and {left} blocks more</div>" if left > 0 else ""
+        style = (
+            "display:inline-block;padding:0 .4em;border-radius:2px;color:#fff;font-weight:bold;background:"
+        )
+        legend = (
+            f'<div style="margin-top:4px"><span style="{style}{_OWN}">7</span> block 7, its own &nbsp; '
+            f'<span style="{style}{_SHARED}">7 &times;2</span> shared by two &nbsp; &#9679; full, and '
+            "offered by the prefix cache &nbsp; &#9633; an empty slot</div>"
+        )
+        title = html.escape(repr(self)[1:-1])
+        return (
+            f'<div style="font-size:12px"><div><b>{title}</b></div><table style="border-collapse:collapse;'
+            f'font-size:12px;margin:4px 0">{rows}</table>{more}{legend}</div>'
+        )
+
+    def _row(self, entry: np.void) -> str:
+        position, n, count = int(entry["position"]), int(entry["num_tokens"]), int(entry["ref_count"])
+        cell = "padding:1px 6px;text-align:left;border:1px solid rgba(128,128,128,.45)"
+        if entry["block_id"] == NULL_BLOCK:
+            return f'<tr><td style="{cell}" colspan="3">fell out of the window</td></tr>'
+        color = _SHARED if count > 1 else _OWN
+        name = f"{entry['block_id']}" + f" &times;{count}" * (count > 1)
+        mark = "&#9679;" if entry["is_cached"] else ""
+        slots = "".join(
+            f'<td style="{cell};font-family:monospace;white-space:pre">{html.escape(token)}</td>'
+            for token in self.tokens[position : position + n]
+        )
+        slots += f'<td style="{cell};opacity:.4">&#9633;</td>' * (self.block_size - n)
+        group = f" group {entry['group']}" * bool(entry["group"])
+        return (
+            f'<tr><td style="{cell};background:{color};color:#fff;font-weight:bold">{name}</td>'
+            f'<td style="{cell}">{mark}</td><td style="{cell};text-align:right">{position}{group}</td>'
+            f"{slots}</tr>"
+        )
+
+
+def page_table(
+    manager: BlockManager, request: SequenceGroup, seq: Sequence, text_of: Callable[[int], str]
+) -> PageTable:
+    """Returns the block table of a sequence that is in the pool; changes nothing.
+
+    Args:
+        manager: Owner of the blocks.
+        request: Its request.
+        seq: The sequence.
+        text_of: Returns the text of a token.
+    """
+    size, rows = manager.block_size, []
+    for g, (group, table) in enumerate(zip(manager.groups, manager.block_tables[seq], strict=True)):
+        num_filled = seq.num_computed_tokens - seq.num_dropped_tokens
+        if group.is_cross:
+            num_filled = len(request.encoder_token_ids)
+        for i, block in enumerate(table):
+            n = min(max(num_filled - i * size, 0), size) * (block != NULL_BLOCK)
+            is_cached = manager.pool.contents[block] is not None
+            rows.append((g, block, manager.pool.ref_counts[block], seq.block_place(i) * size, n, is_cached))
+    tokens = tuple(map(text_of, seq.tokens(0, len(seq))))
+    return PageTable(request.request_id, np.array(rows, ENTRY_DTYPE), size, tokens)

@@ -1,0 +1,108 @@
+"""New weights for a model, in any of the forms in which a training loop holds them."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.models.checkpoint import resolve_model_dir
+from jax_paged.models.weights import Weight, load_model, weights_of, with_prefix
+
+# A model, its state, tensors by the checkpoint's keys, or what names a checkpoint.
+NewWeights = LanguageModel | nnx.State | Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path
+
+
+def with_weights(like: LanguageModel, new: NewWeights, max_model_len: int) -> LanguageModel:
+    """Returns a model of the same structure with other weights; arrays on a device are shared, not copied.
+
+    Args:
+        like: The model, or its shapes.
+        new: A model, its nnx.State, tensors by the names of a checkpoint (a mapping or pairs), or a folder or
+            hub id.
+        max_model_len: As load_model takes it, for a folder.
+
+    Raises:
+        ValueError: If names, shapes or types are not those of `like`; the message lists every problem.
+    """
+    weights = weights_of(like)
+    if isinstance(new, str | Path):
+        dtype = weights[0].param.dtype.name
+        new = load_model(resolve_model_dir(str(new)), dtype, max_model_len).model
+    if isinstance(new, LanguageModel):
+        if type(new) is not type(like) or new.config != like.config:
+            given = f"{type(new).__name__} of {new.config}"
+            raise ValueError(f"weights are those of {given}; allowed: {type(like).__name__} of {like.config}")
+        new = nnx.state(new, nnx.Param)
+    problems: list[str] = []
+    if isinstance(new, nnx.State):
+        values = {".".join(map(str, path)): value for path, value in nnx.to_flat_state(new)}
+        raw = {k: v.get_raw_value() if isinstance(v, nnx.Variable) else v for k, v in values.items()}
+        found = [_take(raw, ".".join(map(str, w.path)), w.param.shape, w, problems) for w in weights]
+    else:
+        raw = with_prefix(dict(new.items() if isinstance(new, Mapping) else new), like.weight_table)
+        found = [_assemble(raw, w, problems) for w in weights]
+        _take_tied(raw, like, found, weights, problems)
+    problems += [f"{name} is unexpected" for name in raw]
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in sorted(problems))
+        raise ValueError(f"the weights do not fit the model that is served:{lines}")
+    model = nnx.merge(*nnx.split(like))
+    flat = [(w.path, w.param.replace(x)) for w, x in zip(weights, found, strict=True)]
+    nnx.update(model, nnx.from_flat_state(flat))
+    return model
+
+
+def _take(
+    raw: dict[str, Any], name: str, shape: tuple[int, ...], weight: Weight, problems: list[str]
+) -> Array | None:
+    """Takes a tensor out of `raw`; notes what is wrong with it."""
+    if name not in raw:
+        problems.append(f"{name} is missing")
+        return None
+    value, dtype = raw.pop(name), weight.param.dtype
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+    if value.shape != shape:
+        problems.append(f"{name} has shape {value.shape}; allowed: {shape}")
+    elif value.dtype != dtype:
+        problems.append(f"{name} is of type {value.dtype}; allowed: {dtype}")
+    elif isinstance(value, jax.Array) and value.is_deleted():
+        problems.append(f"{name} was deleted: a program that it was donated to has taken its memory")
+    else:
+        # Never an alias of memory that the caller may write to.
+        return value if isinstance(value, jax.Array) else jnp.array(value)
+    return None
+
+
+def _assemble(raw: dict[str, Any], weight: Weight, problems: list[str]) -> Array | None:
+    """Returns a weight of the checkpoint's tensors."""
+    parts = [_take(raw, key, weight.stored_shape, weight, problems) for key in weight.keys]
+    whole = [part.T if weight.transposed else part for part in parts if part is not None]
+    if len(whole) < len(parts):
+        return None
+    return jnp.stack(whole) if weight.is_stack else whole[0]
+
+
+def _take_tied(
+    raw: dict[str, Any],
+    like: LanguageModel,
+    found: list[Array | None],
+    weights: list[Weight],
+    problems: list[str],
+) -> None:
+    """Takes out what a checkpoint may hold beside the weights: copies of tied ones, and what is ignored."""
+    table, by_key = like.weight_table, {w.key: x for w, x in zip(weights, found, strict=True)}
+    for key in list(raw):
+        if re.fullmatch(table.ignored, key):
+            del raw[key]
+            continue
+        kept = by_key.get(table.tied.get(key, ""))
+        if kept is not None and not np.array_equal(np.asarray(raw.pop(key)), np.asarray(kept)):
+            problems.append(f"{key} differs from {table.tied[key]}, though the model ties them")

@@ -1,0 +1,194 @@
+"""Hooks: functions of a user that read or change what a module of a model returns, row by row.
+
+Hook("layers.7.mlp", fn, params)
+
+module.forward(x, context) -> y [rows, ...]
+fn(params, y, args [rows, num_args]) -> y, or (y, captured [rows, ...])
+rows of requests that did not ask for the hook keep their y, to the bit
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_paged.models.causal_lm import CausalLM, LanguageModel
+from jax_paged.models.forward_context import Module
+
+# What a hook does with rows: its parameters, the activations and the arguments of the rows.
+HookFunction = Callable[[Any, Array, Array], Array | tuple[Array, Array]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Hook:
+    """Reads or changes what a module of the model returns, for the requests that ask for it by name.
+
+    Args:
+        path: Where the module stands, such as "layers.7.mlp" or "layers.7.self_attn.o_proj".
+        fn: fn(params, activation, args) returns the new activation, or it and what is captured of it. It is
+            traced into the programs, once. activation is [rows, ...], args float32 [rows, num_args], and what
+            is captured [rows, ...]; rows are tokens of many requests, and padding, so each must be computed
+            from itself alone.
+        params: A pytree of arrays for `fn`.
+        num_args: How many numbers a request hands to `fn`.
+        name: What requests call it; the path if it is left out.
+    """
+
+    path: str
+    fn: HookFunction
+    params: Any = None
+    num_args: int = 1
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_args, int) or self.num_args < 0:
+            raise ValueError(f"num_args is {self.num_args!r}; allowed: an integer of at least 0")
+        object.__setattr__(self, "name", self.name or self.path)
+
+
+def num_columns(hooks: Sequence[Hook]) -> int:
+    """Returns how many numbers say which hooks are on for a row, and with which arguments."""
+    return sum(1 + hook.num_args for hook in hooks)
+
+
+def at_paths(
+    hooks: Sequence[Hook],
+    params: Sequence[Any],
+    columns: Float[Array, "rows columns"],
+    num_leading: int,
+    captured: dict[str, Array],
+) -> dict[str, Callable[[Array], Array]]:
+    """Returns what happens to the output of the modules at the hooks' paths, for a ForwardContext.
+
+    Args:
+        hooks: The hooks; those at one path run in this order.
+        params: Their parameters.
+        columns: For each row and each hook, whether it is on, and its arguments.
+        num_leading: Dimensions of an activation that rows are numbered by.
+        captured: Gets what the hooks capture of each row, float32 and 0 where they are not on, by name.
+    """
+    functions: dict[str, Callable[[Array], Array]] = {}
+    first = 0
+    for hook, own in zip(hooks, params, strict=True):
+        is_on, args = columns[:, first] != 0, columns[:, first + 1 : first + 1 + hook.num_args]
+        first += 1 + hook.num_args
+        before = functions.get(hook.path, lambda y: y)
+
+        def after(
+            y: Array,
+            hook: Hook = hook,
+            own: Any = own,
+            is_on: Array = is_on,
+            args: Array = args,
+            before=before,
+        ) -> Array:
+            y = before(y)
+            rows = y.reshape(-1, *y.shape[num_leading:])
+            result = hook.fn(own, rows, args)
+            new, kept = result if isinstance(result, tuple) else (result, None)
+            _check_shape(hook, "activation", new, rows.shape)
+            if kept is not None:
+                _check_shape(hook, "capture", kept, (len(rows), *kept.shape[1:]))
+                captured[hook.name] = jnp.where(_like(is_on, kept), kept.astype(jnp.float32), 0)
+            return jnp.where(_like(is_on, rows), new.astype(rows.dtype), rows).reshape(y.shape)
+
+        functions[hook.path] = after
+    return functions
+
+
+def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[int, ...]]:
+    """Traces a model with its hooks, without computing anything.
+
+    Args:
+        model: The model, or its shapes.
+        hooks: The hooks.
+
+    Returns:
+        What each hook that captures anything captures of one row, by name: a shape.
+
+    Raises:
+        ValueError: If a hook has no module, or returns something else than it should; if two have one name.
+    """
+    if not hooks:
+        return {}
+    names = [hook.name for hook in hooks]
+    if len(set(names)) < len(names):
+        raise ValueError(f"hooks are named {names}; allowed: a name for each")
+    if not isinstance(model, CausalLM):
+        raise ValueError(f"hooks is {names}; allowed for {type(model).__name__}, which has an encoder: none")
+    paths = {".".join(map(str, path)) for path, m in nnx.iter_modules(model) if isinstance(m, Module)}
+    graphdef, state = nnx.split(model)
+    columns = jnp.zeros((2, num_columns(hooks)))
+    ran: set[str] = set()
+
+    def run(state: Any, params: Any) -> dict[str, Array]:
+        captured: dict[str, Array] = {}
+        merged, tokens = nnx.merge(graphdef, state), jnp.zeros((1, 2), jnp.int32)
+        functions = at_paths(hooks, params, columns, 2, captured)
+
+        def noting(path: str) -> Callable[[Array], Array]:
+            return lambda y: (ran.add(path), functions[path](y))[1]
+
+        context = merged.dense_context(tokens)
+        merged.hidden(tokens, dataclasses.replace(context, hooks={path: noting(path) for path in functions}))
+        return captured
+
+    captured = jax.eval_shape(run, state, [hook.params for hook in hooks])
+    for hook in hooks:
+        if hook.path not in ran:
+            near = difflib.get_close_matches(hook.path, paths - {hook.path}, 4, 0.3)
+            raise ValueError(
+                f"path is {hook.path!r}; allowed: that of a module that token rows pass, such as "
+                f"{', '.join(map(repr, near or sorted(paths)[:4]))} (a head has no such rows)"
+            )
+    return {name: kept.shape[1:] for name, kept in captured.items()}
+
+
+def dense(
+    model: CausalLM,
+    tokens: Int[Array, "b t"],
+    hooks: Sequence[Hook],
+    hook_args: Mapping[str, Any],
+) -> tuple[Float[Array, "b t v"], dict[str, Float[Array, "b t *c"]]]:
+    """Returns the logits of a dense batch with hooks, as model(tokens) does, and what the hooks capture.
+
+    Args:
+        model: The model.
+        tokens: int32, token ids.
+        hooks: The hooks.
+        hook_args: For those that are on, their arguments by name: [num_args], or [B, num_args] for each text.
+    """
+    b, t = tokens.shape
+    check_names(hook_args, [hook.name for hook in hooks])
+    parts: list[Array] = []
+    for hook in hooks:
+        args = jnp.asarray(hook_args.get(hook.name, jnp.zeros(hook.num_args)), jnp.float32)
+        parts.append(jnp.full((b, 1), float(hook.name in hook_args)))
+        parts.append(jnp.broadcast_to(jnp.atleast_1d(args), (b, hook.num_args)))
+    columns = jnp.repeat(jnp.concatenate(parts, axis=1), t, axis=0)
+    captured: dict[str, Array] = {}
+    functions = at_paths(hooks, [hook.params for hook in hooks], columns, 2, captured)
+    context = dataclasses.replace(model.dense_context(tokens), hooks=functions)
+    logits = model.logits(model.hidden(tokens, context))
+    return logits, {name: kept.reshape(b, t, *kept.shape[1:]) for name, kept in captured.items()}
+
+
+def check_names(hook_args: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raises a ValueError if a hook is asked for that is not there."""
+    for name in hook_args:
+        if name not in names:
+            raise ValueError(f"hook_args names {name!r}; allowed: {', '.join(map(repr, names)) or 'no hook'}")
+
+
+def _like(is_on: Bool[Array, " rows"], rows: Array) -> Array:
+    return is_on.reshape(-1, *[1] * (rows.ndim - 1))
+
+
+def _check_shape(hook: Hook, what: str, value: Array, shape: tuple[int, ...]) -> None:
+    if value.shape != shape:
+        raise ValueError(f"hook {hook.name!r} returns, as its {what}, shape {value.shape}; allowed: {shape}")

@@ -1,0 +1,170 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Step by step
+#
+# An engine decides, computes and looks at what came of it, hundreds of times per request. Here the decision
+# is yours: `schedule()` returns the next step as a plan, which can be looked at, changed and run. Every
+# request gets the tokens that it would have got anyway, whatever was left out on the way.
+
+# %%
+from jax_paged import LLM, SamplingParams
+
+settings = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 128,
+    "num_gpu_blocks_override": 64,
+    "enable_prefix_caching": False,
+}
+llm = LLM("pagelet", dtype="float32", num_scheduler_steps=1, **settings)
+engine = llm.llm_engine
+
+prompts = {
+    "ana": "A block table says which blocks of the pool hold the tokens of a sequence, in their order.",
+    "ben": "What is paged attention?",
+    "cleo": "def fibonacci(n):",
+}
+params = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True)
+undisturbed = {name: llm.generate(text, params, use_tqdm=False)[0] for name, text in prompts.items()}
+for name, text in prompts.items():
+    engine.add_request(name, text, params)
+
+# %% [markdown]
+# ## A plan
+#
+# A step computes at most 16 tokens here. So the first one has room for a part of the first prompt, and the
+# second for the rest of it and more. Filled bars are what a step computes, and outlines are tokens whose keys
+# and values are in the pool already.
+
+# %%
+plan = engine.schedule()
+plan
+
+# %%
+engine.run(plan)
+plan = engine.schedule()
+plan
+
+# %% [markdown]
+# A plan is a value. It has the step as the device gets it, and says whose rows these are.
+
+# %%
+print(plan)
+print(plan.request_ids)
+row = plan.output.scheduled[0]
+print(f"sequence {row.seq_id} computes {row.num_tokens} tokens from position {row.start} on")
+
+# %% [markdown]
+# ## Leaving someone out
+#
+# `without` takes a request out of a plan. The request keeps its blocks and its seat, and computes later what
+# it would have computed now. Nothing is lost, and nobody's tokens change.
+
+# %%
+engine.run(plan)
+plan = engine.schedule().without("ben")
+plan
+
+# %% [markdown]
+# `only` does the opposite, and puts the rows in an order of your own. A plan runs once: when another step has
+# run since, or another plan was made, it is an error that says so.
+
+# %%
+engine.run(plan)
+first = engine.schedule()
+engine.run(first.only(reversed(first.request_ids)))
+try:
+    engine.run(first)
+except ValueError as error:
+    print(error)
+
+# %% [markdown]
+# ## A scheduler in three lines
+#
+# Whoever has the fewest tokens of output goes alone, and the others wait. `step()` may be called at any time,
+# too: it runs the plan that waits, or makes one. This loop notes who computes what.
+
+# %%
+outputs, computed, num_tokens = {}, [], dict.fromkeys(prompts, 0)
+while engine.has_unfinished_requests():
+    plan = engine.schedule()
+    plan = plan.only([min(plan.request_ids, key=num_tokens.get)])
+    for output in engine.run(plan):
+        outputs[output.request_id] = output.outputs[0]
+        num_tokens[output.request_id] = len(output.outputs[0].token_ids)
+    computed += [(plan.output.step_id, name) for name in plan.request_ids]
+
+for name in prompts:
+    assert outputs[name].token_ids == undisturbed[name].outputs[0].token_ids
+    print(f"{name:4} got the same tokens as alone: {outputs[name].text!r}")
+
+# %%
+import matplotlib.pyplot as plt
+
+figure, axes = plt.subplots(figsize=(9, 1.8), layout="constrained")
+names = list(prompts)
+for name, marker in zip(names, "os^", strict=True):
+    at = [step for step, who in computed if who == name]
+    axes.plot(at, [names.index(name)] * len(at), marker, label=name)
+axes.set_yticks(range(len(names)), names)
+axes.set_ylim(len(names) - 0.5, -0.5)
+axes.set_xlabel("step")
+_ = axes.set_title("who computed a token in which step")
+
+# %% [markdown]
+# ## Stopping in the middle
+#
+# `state()` returns all that it takes to go on: requests and their texts, block tables, queues, seeds, and
+# what the blocks hold that somebody still reads. `save` writes it as one JSON file and one safetensors file,
+# without pickle. Of the weights there is only a fingerprint, unless `state(weights=True)` asks for them.
+
+# %%
+import tempfile
+from pathlib import Path
+
+for name, text in prompts.items():
+    engine.add_request(name, text, params)
+for _ in range(6):
+    engine.step()
+state = engine.state()
+print(state)
+print({name: array.shape for name, array in state.arrays.items() if array.size})
+
+folder = Path(tempfile.mkdtemp())
+state.save(folder)
+for file in sorted(folder.iterdir()):
+    print(f"{file.suffix:12} {file.stat().st_size / 1024:7.1f} KiB")
+
+# %% [markdown]
+# The engine here goes on to the end. Then another one is made of the folder, as it could be in another
+# process, tomorrow. It generates what this one did, to the last bit of the log-probabilities.
+
+
+# %%
+def finish(engine):
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
+    return outputs
+
+
+here = finish(engine)
+llm.close()
+with LLM.restore(folder) as resumed:
+    there = finish(resumed.llm_engine)
+for name in prompts:
+    print(f"{name:4} {here[name].cumulative_logprob:.9f}  {here[name].text!r}")
+    print(f"{'':4} {there[name].cumulative_logprob:.9f}  {there[name].text!r}")
+assert here == there

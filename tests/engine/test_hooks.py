@@ -1,0 +1,212 @@
+"""Hooks read and change activations of the requests that ask for them, and of no others."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_paged import LLM, Hook, SamplingParams
+from jax_paged.models.hooks import dense
+from jax_paged.models.weights import load_model
+
+# Float32 sums in another order move activations of this model by a few 1e-6 of the largest, about 20.
+TOLERANCE = 1e-3
+RNG = np.random.default_rng(0)
+DIRECTION = RNG.normal(size=64).astype(np.float32)
+PROMPTS = [RNG.integers(8, 300, n).tolist() for n in (3, 30, 11, 17)]
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "block_size": 4,
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "num_gpu_blocks_override": 80,
+}
+
+
+def steer(direction: Any, y: Any, args: Any) -> Any:
+    return y + args * direction
+
+
+HOOKS = [
+    Hook("layers.0.mlp", steer, DIRECTION, name="steer"),
+    Hook("layers.1.self_attn", lambda params, y, args: (y, y), num_args=0, name="read"),
+    Hook("layers.0.mlp", lambda params, y, args: (y, jnp.sum(y, axis=1)), num_args=0, name="sum"),
+    # Inside an MLP whose halves are one call where kernels are packed.
+    Hook(
+        "layers.1.mlp.up_proj", lambda params, y, args: y * args[:, :1] + args[:, 1:], num_args=2, name="up"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(str(checkpoint), hooks=HOOKS, **SETTINGS) as llm:
+        llm.llm_engine.executor.wait_until_compiled()
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(str(checkpoint), **SETTINGS) as llm:
+        yield llm
+
+
+def params(**kwargs: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logprobs": 0} | kwargs)
+
+
+def generate(llm: LLM, prompts: list[list[int]], *each: SamplingParams) -> list[Any]:
+    return llm.generate(prompts, list(each) * (len(prompts) // len(each)), use_tqdm=False)
+
+
+def tokens(output: Any) -> list[list[int]]:
+    return [list(o.token_ids) for o in output.outputs]
+
+
+def text(output: Any, i: int = 0) -> list[int]:
+    return output.prompt_token_ids + list(output.outputs[i].token_ids)
+
+
+def close(got: Any, want: Any) -> None:
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE)
+
+
+def test_requests_that_ask_for_nothing_get_what_they_get_without_hooks(llm: LLM, plain: LLM) -> None:
+    outputs = generate(llm, PROMPTS, params(), params(hook_args={"steer": 3.0}))
+    wants = generate(plain, PROMPTS, params())
+    for i in (0, 2):
+        assert tokens(outputs[i]) == tokens(wants[i])
+        assert outputs[i].outputs[0].captured == {}
+    assert [tokens(outputs[i]) != tokens(wants[i]) for i in (1, 3)] == [True, True]
+
+
+def test_what_is_generated_and_captured_is_what_the_dense_call_computes(llm: LLM, checkpoint: Path) -> None:
+    model = load_model(checkpoint, "float32").model
+    args = {"steer": [2.0], "read": [], "up": [0.5, -0.1], "sum": []}
+    for output in generate(llm, PROMPTS[1:3], params(hook_args=args)):
+        whole = jnp.asarray([text(output)])
+        logits, captured = dense(model, whole, HOOKS, args)
+        first = len(output.prompt_token_ids) - 1
+        assert tokens(output) == [np.argmax(logits[0, first:-1], axis=-1).tolist()]
+        got = output.outputs[0].captured
+        assert {name: x.shape for name, x in got.items()} == {
+            "read": (whole.size - 1, 64),
+            "sum": (whole.size - 1,),
+        }
+        close(got["read"], captured["read"][0, :-1])
+        close(got["sum"], captured["sum"][0, :-1])
+
+
+def test_the_dense_call_computes_each_text_with_its_own_arguments(checkpoint: Path) -> None:
+    model = load_model(checkpoint, "float32").model
+    batch = jnp.asarray([PROMPTS[0], PROMPTS[0]])
+    logits, captured = dense(model, batch, HOOKS, {"steer": [[0.0], [2.0]]})
+    assert captured.keys() == {"read", "sum"}
+    assert not captured["read"].any()  # it is not on
+    np.testing.assert_array_equal(logits[0], dense(model, batch, HOOKS, {})[0][0])
+    np.testing.assert_array_equal(logits[1], dense(model, batch, HOOKS, {"steer": 2.0})[0][1])
+    with pytest.raises(ValueError, match="hook_args names 'other'; allowed: 'steer', 'read', 'sum', 'up'"):
+        dense(model, batch, HOOKS, {"other": 1.0})
+
+
+def test_samples_share_what_was_captured_of_their_prompt(llm: LLM, checkpoint: Path) -> None:
+    model = load_model(checkpoint, "float32").model
+    given = params(n=3, temperature=1.5, seed=1, hook_args={"read": []})
+    (output,) = generate(llm, [PROMPTS[1]], given)
+    assert len({tuple(t) for t in tokens(output)}) == 3
+    for i, sample in enumerate(output.outputs):
+        want = dense(model, jnp.asarray([text(output, i)]), HOOKS, {"read": []})[1]["read"]
+        close(sample.captured["read"], want[0, :-1])
+
+
+def test_nothing_changes_where_requests_lose_their_blocks(llm: LLM, checkpoint: Path) -> None:
+    given = params(max_tokens=24, hook_args={"steer": 1.0, "read": []})
+    wants = generate(llm, PROMPTS, given)
+    for mode in ("recompute", "swap"):
+        settings = SETTINGS | {"num_gpu_blocks_override": 26, "preemption_mode": mode}
+        with LLM(str(checkpoint), hooks=HOOKS, **settings) as small:
+            outputs = generate(small, PROMPTS, given)
+        assert sum(o.metrics.num_preemptions for o in outputs) > 0
+        for output, want in zip(outputs, wants, strict=True):
+            assert tokens(output) == tokens(want)
+            close(output.outputs[0].captured["read"], want.outputs[0].captured["read"])
+
+
+def test_one_token_per_step_captures_what_bursts_do(llm: LLM, checkpoint: Path) -> None:
+    given = params(hook_args={"steer": 1.0, "read": []})
+    with LLM(str(checkpoint), hooks=HOOKS, num_scheduler_steps=1, **SETTINGS) as single:
+        single.llm_engine.executor.wait_until_compiled()
+        for prompt in PROMPTS[:2]:
+            (output,), (want,) = generate(single, [prompt], given), generate(llm, [prompt], given)
+            assert tokens(output) == tokens(want)
+            np.testing.assert_array_equal(
+                output.outputs[0].captured["read"], want.outputs[0].captured["read"]
+            )
+
+
+def test_prefixes_are_shared_only_by_requests_of_equal_arguments(llm: LLM) -> None:
+    prompt = RNG.integers(8, 300, 30).tolist()
+
+    def cached(**kwargs: Any) -> int:
+        (output,) = generate(llm, [prompt], params(**kwargs))
+        return output.num_cached_tokens
+
+    assert cached() == 0
+    assert cached() == 28
+    assert cached(hook_args={"steer": 1.0}) == 0
+    assert cached(hook_args={"steer": [1]}) == 28
+    assert cached(hook_args={"steer": 2.0}) == 0
+    assert cached(hook_args={"steer": 1.0, "read": []}) == 0
+    assert cached(hook_args={"steer": 1.0, "read": []}) == 0  # cached tokens would be captured of nobody
+    assert cached() == 28
+
+
+def test_other_arguments_trace_nothing(llm: LLM) -> None:
+    before = llm.llm_engine.executor.runner.num_traces
+    for value in (0.5, -3.0):
+        generate(llm, PROMPTS[:2], params(hook_args={"steer": value}), params(hook_args={"up": [1, value]}))
+    assert llm.llm_engine.executor.runner.num_traces == before
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            {"other": 1.0},
+            r"hook_args names is 'other'; allowed: the hooks of this engine: \['steer', 'read', ",
+        ),
+        ({"steer": [1.0, 2.0]}, r"hook_args\['steer'\] is \[1.0, 2.0\]; allowed: 1 numbers"),
+        ({"steer": float("nan")}, r"hook_args\['steer'\] is nan"),
+        ({"steer": "much"}, r"hook_args\['steer'\] is 'much'"),
+        ([1.0], "hook_args is "),
+    ],
+)
+def test_arguments_that_no_hook_takes(llm: LLM, args: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(llm, PROMPTS[:1], params(hook_args=args))
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (Hook("layers.9.mlp", steer, DIRECTION), "path is 'layers.9.mlp'; allowed: .*'layers.[01].mlp'"),
+        (Hook("lm_head", steer, DIRECTION), "path is 'lm_head'; allowed: .*a head has no such rows"),
+        (Hook("norm", lambda p, y, a: y[:, :3]), r"'norm' returns, as its activation, shape \(2, 3\)"),
+        (Hook("norm", lambda p, y, a: (y, y[0])), r"'norm' returns, as its capture, shape \(64,\)"),
+    ],
+)
+def test_hooks_that_fit_no_module(checkpoint: Path, hook: Hook, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(str(checkpoint), hooks=[hook], **SETTINGS)
+
+
+def test_two_hooks_of_one_name(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="allowed: a name for each"):
+        LLM(str(checkpoint), hooks=[HOOKS[0], HOOKS[0]], **SETTINGS)
+    with pytest.raises(ValueError, match="num_args is -1"):
+        Hook("norm", steer, num_args=-1)
