@@ -101,8 +101,8 @@ class EngineArgs:
         swap_space: GiB of host memory for swapped-out blocks, allocated as needed. 0 means no swapping.
         max_num_seqs: Maximum sequences in one step; None takes 64 on a CPU, 256 on a GPU. A request with n
             samples or beams counts as n.
-        max_num_batched_tokens: Token budget of one step; None takes 512 on a CPU, 2048 on a GPU, and at
-            least max_model_len if prompts are not chunked.
+        max_num_batched_tokens: Token budget of one step; None takes 512 on a CPU (2048 by
+            oneDNN in bfloat16), 2048 on a GPU, and at least max_model_len if prompts are not chunked.
         max_logprobs: Maximum value of a request's logprobs and prompt_logprobs, and twice the maximum
             beam_width; -1 allows the vocabulary. Steps report that many tokens, so a large limit costs time.
         enable_prefix_caching: Whether requests share the full blocks of equal prefixes.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from serving.engines import EngineSpec, Launcher, commit_of
+from serving.engines import OF_A_TREE, EngineSpec, Launcher, commit_of
 from serving.figures import QUIET_CORES, Figures, figures_of
 from serving.process import EngineProcess, Turn
 from serving.runner import Answer
@@ -108,7 +108,7 @@ class Comparison:
         try:
             for spec in specs:
                 self._say(f"{dtype}: starting {spec.label}{' as a server' if over_http else ''}")
-                self._commits[spec.label] = commit_of(spec.tree) if spec.kind == "ours" else ""
+                self._commits[spec.label] = commit_of(spec.tree) if spec.kind in OF_A_TREE else ""
                 try:
                     process = self._launcher.start(spec, dtype, server=over_http)
                 except RuntimeError as error:

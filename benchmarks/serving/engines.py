@@ -14,7 +14,8 @@ from serving.runner import MAX_MODEL_LEN, MAX_NUM_SEQS, OUR_POOL_BYTES, POOL_GIB
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-KINDS = ("ours", "vllm", "vllm-eager", "openvino")
+KINDS = ("ours", "llm", "vllm", "vllm-eager", "openvino")
+OF_A_TREE = ("ours", "llm")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class EngineSpec:
     Args:
         label: For tables.
         kind: One of KINDS.
-        tree: Of "ours": the source tree whose jax_paged is served.
+        tree: Of OF_A_TREE: the source tree whose jax_paged is served.
         arguments: Further arguments of the engine's own.
     """
 
@@ -36,7 +37,7 @@ class EngineSpec:
     @property
     def has_server(self) -> bool:
         """Whether it has a server of the OpenAI API."""
-        return self.kind != "openvino"
+        return self.kind not in ("llm", "openvino")
 
 
 def parse_engine(text: str) -> EngineSpec:
@@ -49,8 +50,10 @@ def parse_engine(text: str) -> EngineSpec:
     kind, _, tree = head.partition("@")
     if kind not in KINDS:
         raise ValueError(f"the engine is {kind!r}; allowed: {', '.join(KINDS)}")
-    if tree and kind != "ours":
-        raise ValueError(f"{kind} is given the tree {tree!r}; allowed: a tree for ours only")
+    if tree and kind not in OF_A_TREE:
+        raise ValueError(
+            f"{kind} is given the tree {tree!r}; allowed: a tree for {' and '.join(OF_A_TREE)} only"
+        )
     if tree and not (Path(tree) / "jax_paged").is_dir():
         raise ValueError(f"the tree is {tree!r}; allowed: a folder that holds jax_paged")
     arguments = {}
@@ -84,7 +87,7 @@ class Launcher:
 
     def python(self, spec: EngineSpec) -> Path:
         """Returns the Python that an engine runs on."""
-        environments = {"ours": sys.prefix, "openvino": self._peers / "openvino"}
+        environments = {**dict.fromkeys(OF_A_TREE, sys.prefix), "openvino": self._peers / "openvino"}
         return Path(environments.get(spec.kind, self._peers / "vllm")) / "bin" / "python"
 
     def start(self, spec: EngineSpec, dtype: str, *, server: bool) -> EngineProcess:
@@ -93,7 +96,8 @@ class Launcher:
         Raises:
             RuntimeError: If it does not come up.
         """
-        module = {"ours": "run_jax_paged", "openvino": "run_openvino"}.get(spec.kind, "run_vllm")
+        modules = {"ours": "run_jax_paged", "llm": "run_llm", "openvino": "run_openvino"}
+        module = modules.get(spec.kind, "run_vllm")
         settings = Settings(str(self._folder(spec)), dtype, _arguments(spec))
         if server:
             module = "run_http"
@@ -139,7 +143,7 @@ def _arguments(spec: EngineSpec) -> dict[str, Any]:
 def _environment(spec: EngineSpec) -> dict[str, str]:
     paths = [HERE.parent]
     environment = {"HF_HUB_OFFLINE": "1"}
-    if spec.kind == "ours":
+    if spec.kind in OF_A_TREE:
         paths.append(spec.tree)
     elif spec.kind.startswith("vllm"):
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))

@@ -42,10 +42,12 @@ class Server:
 
     async def _ask_all(self, requests: list[Request], salt: str) -> list[Answer]:
         start = time.perf_counter()
-        return await asyncio.gather(*(self._stream(request, salt, start) for request in requests))
+        streams = await asyncio.gather(*(self._stream(request, salt, start) for request in requests))
+        # Only now: what the clients compute meanwhile is taken from the server's cores.
+        return [_answer_of(parts) for parts in streams]
 
-    async def _stream(self, request: Request, salt: str, start: float) -> Answer:
-        """Asks for a stream; what comes is only noted with its time, and read when the stream has ended."""
+    async def _stream(self, request: Request, salt: str, start: float) -> list[tuple[float, bytes]]:
+        """Asks for a stream; returns what has come, and when, in seconds."""
         body = {
             "model": NAME,
             "prompt": request.prompt,
@@ -65,16 +67,14 @@ class Server:
             f"Content-Length: {len(data)}",
         )
         await asyncio.sleep(max(0.0, request.arrival_s - (time.perf_counter() - start)))
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        writer.write("\r\n".join((*head, "", "")).encode() + data)
-        parts: list[tuple[float, bytes]] = []
-        while part := await reader.read(2**16):
-            parts.append((time.perf_counter() - start, part))
-        writer.close()
-        received = b"".join(part for _, part in parts)
+        loop = asyncio.get_running_loop()
+        transport, reader = await loop.create_connection(lambda: _Reader(start), "127.0.0.1", self._port)
+        transport.write("\r\n".join((*head, "", "")).encode() + data)
+        await reader.ended
+        received = b"".join(part for _, part in reader.parts)
         if b" 200 " not in received[:20]:
             raise RuntimeError(f"the server answered: {received[:500]!r}")
-        return _answer_of(parts)
+        return reader.parts
 
     def _is_ready(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
@@ -85,6 +85,30 @@ class Server:
             return False
         finally:
             connection.close()
+
+
+class _Reader(asyncio.BufferedProtocol):
+    """Notes what comes, and when, into one buffer: asyncio's streams take a new one of 256 KiB for each part.
+
+    Args:
+        start: Seconds of time.perf_counter that times count from.
+    """
+
+    _buffer = memoryview(bytearray(2**16))  # of all connections: what is in it is copied at once
+
+    def __init__(self, start: float) -> None:
+        self.parts: list[tuple[float, bytes]] = []
+        self.ended = asyncio.get_running_loop().create_future()
+        self._start = start
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.parts.append((time.perf_counter() - self._start, bytes(self._buffer[:nbytes])))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set_result(None)
 
 
 def _answer_of(parts: list[tuple[float, bytes]]) -> Answer:

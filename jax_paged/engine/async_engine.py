@@ -33,18 +33,23 @@ class RequestStream:
     Each output holds only what has come since the one before: text, token ids and logprobs. What comes
     while the consumer is busy is joined into one output. Beam searches, and requests with best_of > n, have
     their completions in the last output only. A stream must be iterated to the end or aborted, in the event
-    loop that made it.
+    loop that made it. Who does not iterate may call `take` whenever
+    `on_ready` was called, which wakes no task.
 
     Args:
         request_id: Of its request.
         whole: Whether to give a single output, at the end.
         abort: Ends the request of a stream.
+
+    Attributes:
+        on_ready: Called when there is an output, or an error, to take.
     """
 
     def __init__(self, request_id: str, whole: bool, abort: Callable[["RequestStream"], None]) -> None:
         self.request_id = request_id
         self.whole = whole
         self.loop = asyncio.get_running_loop()
+        self.on_ready: Callable[[], None] | None = None
         self._abort = abort
         self._ready = asyncio.Event()
         self._output: RequestOutput | None = None
@@ -55,9 +60,23 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        if self._ended:
+        if not await self.wait():
             raise StopAsyncIteration
-        await self._ready.wait()
+        return self.take()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is something to take."""
+        return self._ready.is_set() and not self._ended
+
+    async def wait(self) -> bool:
+        """Waits until there is something to take; returns False if nothing is left."""
+        if not self._ended:
+            await self._ready.wait()
+        return not self._ended
+
+    def take(self) -> RequestOutput:
+        """Returns what has come, or raises the error that has; only while `is_ready`."""
         output, self._output = self._output, None
         if output is None:
             self._ended = True
@@ -87,6 +106,8 @@ class RequestStream:
         else:
             self._output.extend(item)
         self._ready.set()
+        if self.on_ready is not None:
+            self.on_ready()
 
 
 class CumulativeOutputs:

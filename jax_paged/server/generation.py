@@ -17,6 +17,7 @@ from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.server.conversation import messages_for
+from jax_paged.server.event_stream import EventStream, unless_gone
 from jax_paged.server.limits import check_sizes
 from jax_paged.server.logprobs import Echo
 from jax_paged.server.options import ServerOptions
@@ -32,7 +33,7 @@ from jax_paged.server.responses import (
     too_long,
     unknown_model,
 )
-from jax_paged.server.streaming import Call, EventStream, RequestRunner, unless_gone
+from jax_paged.server.streaming import Call, RequestRunner
 from jax_paged.server.text_reader import TextReader
 
 

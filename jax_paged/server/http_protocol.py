@@ -9,11 +9,11 @@ import asyncio
 import functools
 import uuid
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import httptools
 import orjson
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.responses import ApiError
@@ -23,9 +23,63 @@ from jax_paged.server.responses import ApiError
 LINGER_S = 2
 
 
+# Under this name a request's scope has the BodyWriter of its answer among the extensions.
+BODY_WRITER = "jax_paged.body_writer"
+
+
 def limited_protocol(options: ServerOptions) -> Callable[..., asyncio.Protocol]:
     """Returns what makes the protocol of a new connection, as uvicorn calls it."""
-    return functools.partial(_LimitedProtocol, options)
+    return functools.partial(_LimitedProtocol, options, _Writes())
+
+
+class _Writes:
+    """What all connections write in one turn of the event loop.
+
+    A write wakes its reader, who takes a core from the engine. With nothing computed between the writes, the
+    reader of several streams is woken once.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[asyncio.Transport, bytes]] = []
+
+    def add(self, transport: asyncio.Transport, data: bytes) -> None:
+        """Writes before anything is called that the event loop is told to call from now on."""
+        if not self._pending:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._pending.append((transport, data))
+
+    def _write(self) -> None:
+        pending, self._pending = self._pending, []
+        for transport, data in pending:
+            if not transport.is_closing():
+                transport.write(data)
+
+
+class BodyWriter:
+    """Writes parts of a body that has begun and has no Content-Length, without a coroutine for each part.
+
+    Args:
+        cycle: The request and its answer.
+        writes: Collects what is written.
+
+    Attributes:
+        on_resume: Called when the client reads again, after `is_paused`.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, writes: _Writes) -> None:
+        self.on_resume: Callable[[], None] | None = None
+        self._cycle = cycle
+        self._writes = writes
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the client does not read as fast as it gets; then nothing is to be written."""
+        return self._cycle.flow.write_paused
+
+    def write(self, part: bytes) -> None:
+        """Writes a part, which is not empty; drops it if the client has left."""
+        if not self._cycle.disconnected:
+            self._writes.add(self._cycle.transport, b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class _Refusal(Exception):
@@ -37,9 +91,11 @@ class _Refusal(Exception):
 
 
 class _LimitedProtocol(HttpToolsProtocol):
-    def __init__(self, options: ServerOptions, **uvicorns: Any) -> None:
+    def __init__(self, options: ServerOptions, writes: _Writes, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._options = options
+        self._writes = writes
+        self._body_writer: BodyWriter | None = None
         self._is_refused = False
         self._in_head = True
         self._num_head_bytes = 0  # of the first line, the headers and the trailers that are complete
@@ -133,6 +189,8 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._stop_head_timer()
             self._in_head = False
             super().on_headers_complete()
+            self._body_writer = BodyWriter(self.cycle, self._writes)
+            cast("dict[str, Any]", self.cycle.scope)["extensions"] = {BODY_WRITER: self._body_writer}
 
     def on_body(self, body: bytes) -> None:
         """Takes a part of the body."""
@@ -221,6 +279,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Ends the watch."""
         self._stop_write_timer()
         super().resume_writing()
+        if self._body_writer is not None and self._body_writer.on_resume is not None:
+            self._body_writer.on_resume()
 
     def on_response_complete(self) -> None:
         """Prepares for the next request."""

@@ -18,12 +18,13 @@ from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.server.conversation import messages_for, messages_of_input
+from jax_paged.server.event_stream import EventStream, unless_gone
 from jax_paged.server.generation import TextRoutes, bad_input, check_all, check_model, client_of, tokenizer_of
 from jax_paged.server.limits import check_sizes
 from jax_paged.server.logprobs import chat_logprobs
 from jax_paged.server.protocol import Generation, Part, ResponseFormat, within
 from jax_paged.server.responses import ApiError, json_response, usage
-from jax_paged.server.streaming import Call, EventStream, unless_gone
+from jax_paged.server.streaming import Call
 
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 
@@ -113,7 +114,7 @@ class ResponsesRoute(TextRoutes):
     async def _stream(self, answer: "_Answer", call: Call) -> Response:
         return await EventStream.begin(self._events(answer, call))
 
-    async def _events(self, answer: "_Answer", call: Call) -> AsyncGenerator[bytes]:
+    async def _events(self, answer: "_Answer", call: Call) -> AsyncGenerator[bytes, object]:
         """Runs a call; yields typed events. The first comes with the first part of the output."""
         numbers = _Numbers()
         whole: RequestOutput | None = None

@@ -1,16 +1,13 @@
-"""Runs requests for a client: their output as it comes, server-sent events, and clients that leave."""
+"""Runs requests for a client: their output as it comes, as a whole or as server-sent events."""
 
 import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Self
 
 import orjson
-from fastapi import Request
-from fastapi.responses import Response, StreamingResponse
-from starlette.types import Send
 
 from jax_paged.core.sequence import RequestMetrics
 from jax_paged.engine.async_engine import AsyncLLMEngine, RequestStream
@@ -18,6 +15,7 @@ from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.server.access import RequestRecord
+from jax_paged.server.http_protocol import BodyWriter
 from jax_paged.server.logprobs import prompt_logprobs
 from jax_paged.server.metrics import Metrics
 from jax_paged.server.responses import ApiError, MakeChoice, request_error, usage
@@ -95,10 +93,11 @@ class RequestRunner:
         first: Sequence[dict[str, Any]] = (),
         include_usage: bool = False,
         continuous_usage: bool = False,
-    ) -> AsyncGenerator[bytes]:
+    ) -> AsyncGenerator[bytes, BodyWriter | None]:
         """Runs all requests of a call; yields server-sent events: a chunk per part of an output, and the end.
 
-        The first event comes with the first part of an output: until then the answer has no status yet.
+        The first event comes with the first part of an output: until then the answer has no status yet. A
+        writer that is sent in return writes what comes of a single request, up to its end.
 
         Args:
             call: What to run.
@@ -110,29 +109,39 @@ class RequestRunner:
             ApiError: If a request fails before the first event; a later failure becomes an event.
         """
         n = call.num_outputs
-
-        def counts(part: RequestOutput, num_tokens: int) -> dict[str, Any]:
-            if not include_usage:
-                return {}
-            return {"usage": usage([part], num_tokens * call.counts_output) if continuous_usage else None}
-
+        head = b"data: " + orjson.dumps(call.head)[:-1]
         ended: set[int] = set()
+
+        def chunk(choice: dict[str, Any], part: RequestOutput, num_tokens: int) -> bytes:
+            event = b'%b,"choices":[%b]' % (head, orjson.dumps(choice))
+            if include_usage:
+                counts = usage([part], num_tokens * call.counts_output) if continuous_usage else None
+                event += b',"usage":' + orjson.dumps(counts)
+            return event + b"}\n\n"
+
+        def chunks(i: int, part: RequestOutput) -> bytes:
+            found = b""
+            for completion in part.outputs:
+                index = i * n + completion.index
+                if index not in ended and (completion.token_ids or completion.finish_reason):
+                    num_tokens = requests[i].num_tokens[completion.index]
+                    found += chunk(call.choice(index, completion, part), part, num_tokens)
+                if completion.finish_reason:
+                    ended.add(index)
+            return found
+
         has_begun = False
         try:
             async with self._running(call) as requests, contextlib.aclosing(_merged(requests)) as parts:
                 async for i, part in parts:
+                    event = chunks(i, part)
                     if not has_begun:
                         has_begun = True
-                        for choice in first:
-                            yield _event({**call.head, "choices": [choice], **counts(part, 0)})
-                    for completion in part.outputs:
-                        index = i * n + completion.index
-                        if index not in ended and (completion.token_ids or completion.finish_reason):
-                            choice = call.choice(index, completion, part)
-                            num_tokens = requests[i].num_tokens[completion.index]
-                            yield _event({**call.head, "choices": [choice], **counts(part, num_tokens)})
-                        if completion.finish_reason:
-                            ended.add(index)
+                        event = b"".join(chunk(choice, part, 0) for choice in first) + event
+                    writer = (yield event) if event else None
+                    if writer is not None and len(requests) == 1 and not part.finished:
+                        await requests[0].write_rest(writer, lambda part: chunks(0, part))
+                        break
             if include_usage:
                 yield _event({**call.head, "choices": [], "usage": _usage(call, requests)})
         except ApiError as error:
@@ -235,15 +244,46 @@ class _RunningRequest:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Returns the next part.
+        # The only await: what is taken from the stream is counted, even if nobody waits for it any more.
+        if not await self._stream.wait():
+            raise StopAsyncIteration
+        return self._take()
+
+    async def write_rest(self, writer: BodyWriter, written: Callable[[RequestOutput], bytes]) -> None:
+        """Writes all further parts as they come; while the client does not read, they are joined.
+
+        Args:
+            writer: Of the client's answer.
+            written: Makes bytes of a part.
 
         Raises:
             ApiError: If the request has ended with an error.
             EngineDeadError: If the engine has stopped.
         """
-        # The only await: what is taken from the stream is counted, even if nobody waits for it any more.
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def write() -> None:
+            if writer.is_paused or not self._stream.is_ready or ended.done():
+                return
+            try:
+                part = self._take()
+                if event := written(part):
+                    writer.write(event)
+                if part.finished:
+                    ended.set_result(None)
+            except Exception as error:  # else it would end the event loop's call for all streams
+                ended.set_exception(error)
+
+        self._stream.on_ready = writer.on_resume = write
         try:
-            part = await anext(self._stream)
+            write()
+            await ended
+        finally:
+            self._stream.on_ready = writer.on_resume = None
+
+    def _take(self) -> RequestOutput:
+        try:
+            part = self._stream.take()
         except EngineDeadError as error:
             self._count_end(self._cut_off(str(error)))
             raise
@@ -281,57 +321,6 @@ class _RunningRequest:
             checked.encoder_prompt,
             checked.encoder_token_ids or None,
         )
-
-
-async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """Awaits an answer, and cancels it when the client leaves."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.create_task(answer), asyncio.create_task(gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else Response(status_code=499)  # which nobody reads
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-class EventStream(StreamingResponse):
-    """An answer of server-sent events.
-
-    Args:
-        first: The first event.
-        rest: The others; closed after the last one, or when the client leaves.
-    """
-
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes]) -> None:
-        super().__init__(
-            _chained(first, rest), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
-        self._rest = rest
-
-    @classmethod
-    async def begin(cls, events: AsyncGenerator[bytes]) -> Self:
-        """Returns the answer as soon as its first event has come.
-
-        Raises:
-            ApiError: If the first event can't be made.
-        """
-        return cls(await anext(events), events)
-
-    async def stream_response(self, send: Send) -> None:
-        """Sends the events."""
-        async with contextlib.aclosing(self._rest):
-            await super().stream_response(send)
-
-
-async def _chained(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    yield first
-    async for event in rest:
-        yield event
 
 
 async def _merged(requests: Sequence[_RunningRequest]) -> AsyncGenerator[tuple[int, RequestOutput]]:

@@ -71,7 +71,9 @@ def resolve_config(
     max_model_len = model.max_model_len if args.max_model_len is None else args.max_model_len
     check_int("max_model_len", max_model_len, 2, model.max_model_len)
     max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
-    max_num_batched_tokens = args.max_num_batched_tokens or (512 if on_cpu else 2048)
+    # With packed products of bfloat16 such a step is about as long as one of 512 tokens in float32.
+    is_slow = on_cpu and not (model.dtype == "bfloat16" and matmul_backend == "onednn")
+    max_num_batched_tokens = args.max_num_batched_tokens or (512 if is_slow else 2048)
     if args.batch_invariant and args.max_num_batched_tokens is None and matmul_backend == "xla":
         # Decode steps are as large (see plan_invariant_buckets): prompts are slow then, rather than answers.
         max_num_batched_tokens = max_num_seqs

@@ -10,7 +10,7 @@ constexpr int64_t COLUMNS = 4;
 
 INLINE bool is_by_tiles(const Attention& a, const Item& item) {
   // A tile of keys must lie in one page.
-  return !is_by_rows(a, item) && a.head_dim % PAIRS == 0 && a.page_size % TILE == 0 && item.begin % TILE == 0;
+  return !is_by_rows(a, item) && a.head_dim % PAIRS == 0 && a.page_size % TILE == 0;
 }
 
 // While it lives, this thread's tiles have 16 rows of 64 bytes.
@@ -140,12 +140,12 @@ INLINE Vec exp2(Vec x) {
 constexpr float SLACK = 8;
 constexpr float LOG2_E = 1.44269504f;
 
-// Turns the scores of a lane column and n tokens, a multiple of PAIRS, into weights, and writes them as pairs of
-// neighbours. As soften_lanes, but that state.largest is any score so far which the largest does not exceed by more
-// than SLACK.
+// Turns the scores of a lane column and the tokens [first, end) into weights, and writes them as pairs of neighbours, of
+// n tokens in all, a multiple of PAIRS: behind the end a score is whatever its memory holds, and masked. As soften_lanes,
+// but that state.largest is any score so far which the largest does not exceed by more than SLACK.
 template <bool IS_MASKED, bool CHANGES>
-static void soften_pairs(const Attention& a, int64_t first, int64_t n, const Lanes& state, int64_t lane, float* scores,
-                         float* sums, uint32_t* pairs) {
+static void soften_pairs(const Attention& a, int64_t first, int64_t end, int64_t n, const Lanes& state, int64_t lane,
+                         float* scores, float* sums, uint32_t* pairs) {
   const IntVec position = bits_as<IntVec>(load(state.positions + lane));
   const IntVec head = bits_as<IntVec>(load(state.heads + lane));
   const int32_t window = int32_t(lesser(a.window, INT32_MAX));
@@ -155,7 +155,8 @@ static void soften_pairs(const Attention& a, int64_t first, int64_t n, const Lan
     if (!CHANGES && !IS_MASKED) return score;
     const IntVec distance = position - int32_t(first + t);
     if (CHANGES) score = changed(a, score, head, distance);
-    if (IS_MASKED) score = ((distance >= 0) & (distance < window)) ? score : broadcast(-__builtin_inff());
+    const int32_t farthest = first + t < end ? window : 0;
+    if (IS_MASKED) score = ((distance >= 0) & (distance < farthest)) ? score : broadcast(-__builtin_inff());
     store(scores + t * WIDTH, score);
     return score;
   };
@@ -201,7 +202,8 @@ static void attend_by_tiles(const Attention& a, const Item& item, float* scratch
     begin_lanes(a, item, head, state, lanes);
     for (int64_t lane = 0; lane < lanes; lane += TILE) pair_queries(a, item, head, lane, query_pairs + lane * row / 2);
     for (int64_t i = 0; i < row * lanes; i += WIDTH) store(sums + i, Vec{});
-    for (int64_t first = item.begin, end; first < item.end; first = end) {
+    // Tokens of the first page that no row sees are masked.
+    for (int64_t first = item.begin / TILE * TILE, end; first < item.end; first = end) {
       end = lesser(first / BLOCK * BLOCK + BLOCK, item.end);
       const int64_t n = end - first, padded_n = padded(n, PAIRS);
       transpose_values(a, item, head, first, end, padded_n, values);
@@ -215,12 +217,11 @@ static void attend_by_tiles(const Attention& a, const Item& item, float* scratch
                                query_pairs + lane * row / 2, row / 2 * TILE, a.head_dim / 2, scores + t * TILE,
                                BLOCK * TILE, columns);
         }
-        // Tokens behind the end are later than every row, and masked.
-        const bool all_see_all = first + padded_n - 1 <= from && first > to - a.window;
+        const bool all_see_all = n == padded_n && end - 1 <= from && first > to - a.window;
         const auto soften = all_see_all ? (changes ? soften_pairs<false, true> : soften_pairs<false, false>)
                                         : (changes ? soften_pairs<true, true> : soften_pairs<true, false>);
         for (int64_t c = 0; c < columns; c++) {
-          soften(a, first, padded_n, state, lane + c * TILE, scores + c * BLOCK * TILE, sums + (lane + c * TILE) * row,
+          soften(a, first, end, padded_n, state, lane + c * TILE, scores + c * BLOCK * TILE, sums + (lane + c * TILE) * row,
                  weight_pairs + c * BLOCK / 2 * TILE);
         }
         for (int64_t d = 0; d < a.head_dim; d += TILE) {

@@ -120,6 +120,72 @@ def test_splits_are_joined(width, flags):
     assert relative_error(got, want) < TOLERANCE["float32"]
 
 
+def check_prefill(lens, queries, shape, change=None, **options):
+    """Checks a prefill in bfloat16, which goes by tiles where the processor has them.
+
+    Args:
+        change: Changes the keys of a sequence [context, kv_heads, head_dim] in place.
+    """
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "page_size": 16, "dtype": "bfloat16", **shape}
+    q, pool, tables, lens_array, start = make_case(lens, query_lens=queries, **shape)
+    if change is not None:
+        pool, size = np.array(pool), shape["page_size"]
+        for table, n in zip(np.array(tables), lens, strict=True):
+            slots = table[np.arange(n) // size], 0, slice(None), np.arange(n) % size
+            keys = pool[slots].astype(np.float32)
+            change(keys)
+            pool[slots] = keys.astype(pool.dtype)
+    got = attention.ragged_attention(q, pool, tables, lens_array, start, **jax_arrays(options))
+    want = ragged_attention(q, pool, tables, lens, start, **options)
+    assert relative_error(got, want) < TOLERANCE["bfloat16"], options
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_windows_begin_anywhere_in_a_tile(page_size):
+    """The first block of a window ends where others do, and has any number of tokens."""
+    for window in (1, 15, 34, 47, 50, 63, 80, 98):
+        check_prefill([300, 90, 2080], [40, 90, 50], {"page_size": page_size}, scale=1.0, window=window)
+
+
+def grow(factor):
+    def change(keys):
+        keys *= factor(np.arange(len(keys), dtype=np.float32))[:, None, None]
+
+    return change
+
+
+# The largest score of a lane grows with these: by less than is worth a rescaling each time, by jumps at the
+# begin, in the middle and at the end of blocks, in both directions, and beyond what exp(score) could hold.
+GROWTH = {
+    "slowly": lambda t: 0.2 + t / 400,
+    "by jumps": lambda t: np.where(t < 64, 0.01, np.where(t < 127, 3, np.where(t < 128, 60, 0.5))),
+    "falling": lambda t: 60 / (1 + t),
+    "in waves": lambda t: 1 + 20 * np.sin(t / 30) ** 2,
+    "far": lambda t: 10.0 ** (t // 64 % 4),
+}
+
+
+@pytest.mark.parametrize("growth", GROWTH)
+@pytest.mark.parametrize("flags", [{}, {"window": 150}, {"soft_cap": 30.0}])
+def test_scores_grow(growth, flags):
+    """Sums are brought to a larger score rarely, and then they must be."""
+    check_prefill([700, 65, 2300], [200, 65, 50], {}, grow(GROWTH[growth]), scale=0.5, **flags)
+
+
+@pytest.mark.parametrize("group", [1, 7, 16])
+@pytest.mark.parametrize("flags", [{}, {"window": 77, "soft_cap": 5.0}, {"distance_bias": 90}])
+def test_items_of_many_lanes(group, flags):
+    """Rows fill items of 256 lanes, or leave some of a column, or some columns of four."""
+    rng = np.random.default_rng(group)
+    if "distance_bias" in flags:
+        flags = {"distance_bias": rng.normal(size=(2 * group, 90)).astype(np.float32)}
+    sinks = np.where(np.arange(2 * group) % 3 == 1, -np.inf, rng.normal(size=2 * group)).astype(np.float32)
+    most = 256 // group
+    for rows in {2, 80 // group + 1, most, most + 3}:
+        shape = {"heads": 2 * group, "head_dim": 96}
+        check_prefill([rows, rows + 300], [rows] * 2, shape, scale=0.3, sinks=sinks, **flags)
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (16, 1, 32), (6, 2, 40)])
 def test_a_row_is_the_same_in_every_batch(heads, kv_heads, head_dim, width):

@@ -1,5 +1,6 @@
 """EngineArgs, a model and a device make one configuration; what does not fit is named."""
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -49,6 +50,20 @@ def test_defaults_depend_on_the_device() -> None:
         assert config.sampling_defaults == {"temperature": 0.6}
         # No more than all running sequences can fill: 256 blocks in each of two cache groups.
         assert config.num_swap_blocks == min(4 * 2**30 // 1000, config.max_num_seqs * 256 * 2)
+
+
+def test_a_step_of_bfloat16_has_more_tokens_where_products_are_packed() -> None:
+    for dtype, matmul_backend, budget in (("bfloat16", "onednn", 2048), ("bfloat16", "xla", 512)):
+        facts = dataclasses.replace(FACTS, dtype=dtype)
+        config = resolve_config(
+            EngineArgs(model="m"),
+            facts,
+            platform="cpu",
+            backend="native",
+            matmul_backend=matmul_backend,
+            free_bytes=lambda _: 0,
+        )
+        assert config.max_num_batched_tokens == budget
 
 
 def test_settings_win() -> None:

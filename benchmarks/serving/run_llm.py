@@ -1,0 +1,58 @@
+"""`LLM.generate` as a process that answers scenarios: prompts in, whole outputs with their texts out."""
+
+import itertools
+import time
+
+import jax
+
+from jax_paged import LLM, SamplingParams
+from serving import runner
+from serving.runner import Answer, Settings
+from serving.workloads import Request
+
+
+class Script:
+    """What a script does that uses LLM; its buckets are all compiled."""
+
+    def __init__(self, settings: Settings) -> None:
+        arguments = {
+            "dtype": settings.dtype,
+            "max_model_len": runner.MAX_MODEL_LEN,
+            "max_num_seqs": runner.MAX_NUM_SEQS,
+            "kv_cache_memory_bytes": runner.OUR_POOL_BYTES,
+        }
+        self._llm = LLM(settings.model, **{**arguments, **settings.arguments})
+        self._llm.llm_engine.executor.wait_until_compiled()
+        self._runs = itertools.count()
+
+    def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
+        """Runs requests, all at once; of their times only the first and the last are known.
+
+        A salt keeps their prefixes apart from those of other calls.
+
+        Raises:
+            ValueError: If one is to arrive later.
+        """
+        if any(request.arrival_s for request in requests):
+            raise ValueError("a request arrives later; allowed for LLM.generate: all at once")
+        salt = str(next(self._runs))
+        prompts = [{"prompt_token_ids": request.prompt, "cache_salt": salt} for request in requests]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True)
+            for request in requests
+        ]
+        start = time.monotonic()
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        answers = []
+        for output in outputs:
+            times, tokens = output.metrics, list(output.outputs[0].token_ids)
+            assert times.first_token_time is not None, "every request gets a token"
+            assert times.finished_time is not None, "every request has ended"
+            answers.append(
+                Answer(tokens, len(tokens), [times.first_token_time - start, times.finished_time - start])
+            )
+        return answers
+
+
+if __name__ == "__main__":
+    runner.main(Script, f"jax {jax.__version__}")

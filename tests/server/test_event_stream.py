@@ -1,0 +1,70 @@
+"""Streams that are written by calls: a client that stops reading gets all of it later, joined."""
+
+import asyncio
+import json
+
+from jax_paged.server.app import OpenAIServer
+from jax_paged.server.http_protocol import BODY_WRITER
+
+BODY = {"prompt": "def f(", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+
+
+class Writer:
+    """A client that stops reading after some parts, until it is told to go on."""
+
+    def __init__(self, num_parts):
+        self.on_resume = None
+        self.parts = []
+        self._num_parts = num_parts
+
+    @property
+    def is_paused(self):
+        return len(self.parts) == self._num_parts
+
+    def write(self, part):
+        assert not self.is_paused
+        self.parts.append(part)
+
+    def resume(self):
+        self._num_parts = None
+        self.on_resume()
+
+
+async def stream(app, writer):
+    """Returns what is sent and written, as one."""
+    sent = []
+    body = json.dumps({**BODY, "stream": True}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            sent.append(message["body"])
+            if len(sent) == 1 and writer.is_paused:
+                asyncio.get_running_loop().call_later(0.5, writer.resume)
+
+    headers = [(b"host", b"h"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": headers,
+        "query_string": b"",
+    }
+    await app({**scope, "extensions": {BODY_WRITER: writer}}, receive, send)
+    return b"".join([sent[0], *writer.parts, *sent[1:]])
+
+
+def test_a_client_that_stops_reading_gets_the_rest_at_once(served):
+    app = OpenAIServer(served.server.engine, "m").app()
+    expected = served.complete(**BODY)["choices"][0]["text"]
+    for num_parts in (None, 0):  # it never stops, or before the second part
+        writer = Writer(num_parts)
+        events = asyncio.run(stream(app, writer)).decode().split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        choices = [json.loads(event[6:])["choices"][0] for event in events[:-2]]
+        assert "".join(choice["text"] for choice in choices) == expected
+        assert [choice["finish_reason"] for choice in choices][-1] == "length"
+        assert len(writer.parts) == 1 if num_parts == 0 else len(writer.parts) > 1
