@@ -230,7 +230,7 @@ class ModelRunner:
 
     @property
     def arrays(self) -> dict[str, list[Array]]:
-        """What lies on the device between steps, in the runner's own lists: weights, pool, SeatArrays by name."""
+        """What lies on the device between steps, in the runner's own lists, by name."""
         return {
             "weights": self._weights,
             "kv_cache": self._kv_cache,
