@@ -484,7 +484,7 @@ FIGURES: dict[str, Figure] = {
             "requests",
             [*_BAND_POINTS, *(point for points in OTHER_POINTS.values() for point in points)],
             _batch_rows,
-            "The host's time per step is fitted to vLLM's bar of Alpaca; the seven others are predictions.",
+            "The host's time per step is fitted to vLLM's bar of Alpaca; none of the seven others is.",
             digits=2,
         ),
         Figure(
