@@ -5,7 +5,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Literal, Self, get_args
 
 from jax_paged.checks import Problems, check, check_choice, check_int, check_number
@@ -297,7 +296,7 @@ class EngineConfig:
     async_scheduling: bool = True
     num_scheduler_steps: int = 1
     seed: int = 0
-    hooks: Mapping[str, int] = MappingProxyType({})
+    hooks: Mapping[str, int] = dataclasses.field(default_factory=dict)
     capturing: frozenset[str] = frozenset()
 
 

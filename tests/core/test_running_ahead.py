@@ -214,7 +214,7 @@ def test_what_is_drawn_after_the_end_is_dropped() -> None:
     pool = sched.block_manager.pool
     assert pool.num_held == 2  # the second step may still write to them
     update = sched.update(second, result_of(second, [9]), 2.0)
-    assert update == ([], [], [], [])
+    assert update == ([], [], [], [], [])
     assert pool.num_held == 0
     assert (group.sequences[0].output_token_ids, group.metrics.finished_time) == ([EOS], 1.0)
 
@@ -330,8 +330,8 @@ def test_what_follows_a_burst_in_flight() -> None:
     pool = sched.block_manager.pool
     assert not sched.has_unfinished
     assert pool.num_held == pool.num_usable - pool.num_free > 0
-    assert sched.update(second, result_of(second, [[]]), 2.0) == ([], [], [], [])
-    assert sched.update(third, result_of(third, []), 2.0) == ([], [], [], [])
+    assert sched.update(second, result_of(second, [[]]), 2.0) == ([], [], [], [], [])
+    assert sched.update(third, result_of(third, []), 2.0) == ([], [], [], [], [])
     assert pool.num_free == pool.num_usable
 
 
@@ -398,4 +398,4 @@ def test_what_is_in_flight_of_an_aborted_request_reaches_nobody() -> None:
     sched.abort("r0")
     result = result_of(output, [9])
     result = dataclasses.replace(result, prompt_logprobs=[[NO_LOGPROBS] * 5], is_finite=[False])
-    assert sched.update(output, result, 0.0) == ([], [], [], [])
+    assert sched.update(output, result, 0.0) == ([], [], [], [], [])

@@ -323,7 +323,7 @@ def test_sequences_and_their_groups():
     assert make_group([1], n=2, best_of=5).max_num_seqs == 5
     assert make_group([1], BeamSearchParams(beam_width=3)).max_num_seqs == 3
     group = make_group([1])
-    group.priority, group.arrival = 2, 5
+    group.key, group.arrival = 2, 5
     assert group.order == (2, 5)
     assert group.unfinished == group.sequences
     group.sequences[0].status = SequenceStatus.FINISHED_STOPPED

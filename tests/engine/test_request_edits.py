@@ -306,8 +306,8 @@ def test_a_recording_of_all_of_it_replays(checkpoint):
         assert len(outputs) == 6
         assert outputs["a"].outputs[0].token_ids == want
     kinds = [json.loads(line)["event"] for line in lines]
-    assert kinds.count("edit") == 7
-    assert replay(lines) == kinds.count("schedule") + kinds.count("draft")
+    assert kinds.count("edit_request") == 7
+    assert replay(lines).num_steps == kinds.count("schedule") + kinds.count("draft")
 
 
 def test_forks_without_a_seat_or_without_blocks_wait(checkpoint):

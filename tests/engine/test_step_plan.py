@@ -102,7 +102,7 @@ def test_edited_plans_replay(session_bursting: LLMEngine) -> None:
     expected = values(run(engine, requests))
     engine.record(lines.append)
     assert values(run_by_hand(engine, requests, random_edits(1))) == expected
-    assert any('"edit"' in line for line in lines)
+    assert any('"edit_step"' in line for line in lines)
     replay(lines)
 
 
