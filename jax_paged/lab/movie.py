@@ -16,6 +16,7 @@ import numpy as np
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.lab.pool_map import MAX_DRAWN, PITCH, SIDE, PoolMap, box, cell_place, owner_name, pool_map
+from jax_paged.lab.recording import tell
 
 _Block = tuple[str, int]  # memory, and id
 Observer = Callable[[Scheduler, SchedulerOutput], None]
@@ -124,6 +125,21 @@ def watch(engine: Observed, *, max_frames: int = 400) -> Iterator[Movie]:
         engine.observers.remove(observe)
         if show is not None:
             show(movie)
+
+
+def movie_of(lines: Iterable[str], *, max_frames: int = 400) -> Movie:
+    """Returns the movie of a recording.
+
+    Args:
+        lines: As `recording.replay` takes them.
+        max_frames: As Movie takes it.
+
+    Raises:
+        ValueError: As `recording.replay` does.
+    """
+    movie = Movie(max_frames)
+    tell(lines, observe=movie.add)
+    return movie
 
 
 def frame_of(scheduler: Scheduler, output: SchedulerOutput) -> Frame:

@@ -180,12 +180,17 @@ def replay(
     return what_if(events, told, make, settings)
 
 
-def tell(lines: Iterable[str], device: Device | None = None) -> Told:
+def tell(
+    lines: Iterable[str],
+    device: Device | None = None,
+    observe: Callable[[Scheduler, SchedulerOutput], None] | None = None,
+) -> Told:
     """Tells a fresh scheduler everything that a recorded one was told, and checks that it decides the same.
 
     Args:
         lines: A recording from its start, such as an open file or a list.
         device: Computes the steps again, if there is one; its tokens are checked.
+        observe: Called after each step, with the scheduler and the step.
 
     Raises:
         ValueError: If a decision or a token differs; the message names the first such step, and what differs.
@@ -255,6 +260,8 @@ def tell(lines: Iterable[str], device: Device | None = None) -> Told:
             # A step begins when the one before it is done, or when it is scheduled.
             told.steps[place] = (*told.steps[place][:-1], event["now"] - max(now, clock))
             clock = event["now"]
+            if observe is not None:
+                observe(scheduler, output)
         else:
             manager = scheduler.block_manager
             (manager.pin if kind == "pin" else manager.unpin)(**event)

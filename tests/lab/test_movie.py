@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from jax_paged import LLM, SamplingParams
-from jax_paged.lab.movie import Movie, watch
+from jax_paged.lab.movie import Movie, movie_of, watch
 
 PROMPTS = ["a b c d e f g h", "one two three", "what"]
 
@@ -73,3 +73,15 @@ def test_a_long_movie_keeps_every_other_step(llm: LLM) -> None:
 
 def test_nothing_has_happened_yet() -> None:
     assert "no steps yet" in Movie()._repr_html_()
+
+
+def test_a_recording_is_the_same_movie() -> None:
+    lines: list[str] = []
+    with LLM(num_gpu_blocks_override=24, block_size=4, max_num_seqs=8, max_model_len=64) as llm:
+        llm.llm_engine.record(lines.append)
+        with watch(llm.llm_engine) as movie:
+            llm.generate(PROMPTS, SamplingParams(n=2, max_tokens=24, ignore_eos=True), use_tqdm=False)
+    again = movie_of(lines)
+    assert [frame.caption for frame in again.frames] == [frame.caption for frame in movie.frames]
+    for a, b in zip(again.frames, movie.frames, strict=True):
+        assert (a.pool.blocks["ref_count"] == b.pool.blocks["ref_count"]).all()
