@@ -104,10 +104,11 @@ engine.abort_request(["a", "b"])
 #
 # `drop_kv` keeps some blocks of a request and gives the others back. Positions stay those of the text. What
 # it does to a model shows in the log-probabilities of a text that goes on: `verify` returns those of a draft,
-# all in one step. Here it is a function of Python's library, of which the last 56 tokens are the draft.
+# all in one step. Here it is the end of a class of Python's library, whose last 56 tokens are the draft.
 
 # %%
-text = tokenizer.encode(inspect.getsource(textwrap.TextWrapper._wrap_chunks), add_special_tokens=False)[:600]
+source = inspect.getsource(textwrap.TextWrapper)[-4000:]
+text = tokenizer.encode(source, add_special_tokens=False)[-600:]
 num_draft = 56
 prompt, first, draft = text[: -num_draft - 1], text[-num_draft - 1], text[-num_draft:]
 
@@ -182,8 +183,11 @@ axes.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
+# pagelet gains nothing from the far past here: its loss is lower with few blocks, whichever they are. The
+# same lines measure another model, or another text.
+#
 # And token by token, with eight blocks: where the log-probability falls, the model has lost something that it
-# had read before.
+# had read before, and where it rises, something that led it astray.
 
 # %%
 figure, axes = plt.subplots(3, 1, figsize=(10, 5), sharex=True, sharey=True)
