@@ -11,7 +11,14 @@ import pytest
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
+# The others take 20 to 60 seconds each.
+SHORT = ("01", "02", "03", "04", "08", "10", "12")
+RUNS = [
+    pytest.param(path, marks=() if path.name.startswith(SHORT) else pytest.mark.slow) for path in NOTEBOOKS
+]
+
+
+@pytest.mark.parametrize("notebook", RUNS, ids=lambda path: path.name)
 def test_notebook_runs(notebook):
     # In a process of its own: nbmake collects notebooks as tests of their own.
     command = [sys.executable, "-m", "pytest", "--nbmake", "--nbmake-timeout=300", "-p", "no:cacheprovider"]
