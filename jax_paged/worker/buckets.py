@@ -2,6 +2,9 @@
 
 import dataclasses
 
+# XLA compiles what surrounds the products of fewer rows in another way.
+MIN_INVARIANT_ROWS = 16
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Bucket:
@@ -73,7 +76,7 @@ def plan_invariant_buckets(
         has_invariant_products: Whether a product adds up a row in the same order however many rows it has.
             Otherwise both shapes have as many.
     """
-    rows = max_num_seqs if has_invariant_products else max_num_batched_tokens
+    rows = max(max_num_seqs, MIN_INVARIANT_ROWS) if has_invariant_products else max_num_batched_tokens
     buckets = plan_buckets(max_num_seqs, max_num_batched_tokens, min_rows=rows)
     return list({bucket.is_decode: bucket for bucket in buckets}.values())
 
