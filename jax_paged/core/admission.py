@@ -109,13 +109,13 @@ class Admission:
         seq.num_computed_tokens = 0
 
     def make_room(self, group: SequenceGroup, step: StepBuilder, now: float) -> bool:
-        """Preempts as many running requests of a lower priority as a request needs to run, from the last.
+        """Preempts as many running requests of a higher key as a request needs to run, from the last.
 
         Returns:
             Whether it finds room now; False, and nothing has changed, if all of them are not enough.
         """
         manager, running, last = self.block_manager, self.queues.running, self.queues.last_running()
-        if last is None or last.priority <= group.priority:
+        if last is None or last.key <= group.key:
             return False
         if step.is_ahead:
             step.is_short = True
@@ -133,7 +133,7 @@ class Admission:
         victims: list[SequenceGroup] = []
         num_seats, num_blocks = self.queues.num_seats_taken, manager.num_free_blocks
         for victim in reversed(running.values()):
-            if victim.priority <= group.priority or self._preemption.must_wait(victim, step):
+            if victim.key <= group.key or self._preemption.must_wait(victim, step):
                 return False
             victims.append(victim)
             num_seats -= victim.num_seats

@@ -31,6 +31,8 @@ STEP = np.dtype(
         ("step_s", np.float64),
     ]
 )
+# What a user did to steps, requests and weights, which would be another thing in other steps.
+_BY_HAND = ("edit_step", "edit_request", "draft", "forget_prefixes")
 _NO_LOGPROBS = TokenLogprobs(0.0, 0, [], [])
 
 
@@ -196,10 +198,8 @@ class _WhatIf:
         clock, last, place, places = 0.0, 0.0, len(self.new.groups), dict[str, int]()
         for event in events:
             kind = event["event"]
-            if kind == "edit":
-                raise ValueError(
-                    "the recording holds a step that was edited by hand; allowed: none in a what-if"
-                )
+            if kind in _BY_HAND:
+                raise ValueError(f"the recording holds {kind!r}; allowed in a what-if: nothing done by hand")
             if kind in ("schedule", "update"):
                 clock = event["now"]
             elif kind == "finish":
