@@ -56,6 +56,24 @@ def test_a_scheduler_class() -> None:
             llm.llm_engine.record([].append)
 
 
+def test_a_request_of_a_lower_key_takes_the_seat_of_a_running_one() -> None:
+    def shortest_first(request: SequenceGroup) -> int:
+        return request.sampling_params.max_tokens or 0
+
+    with LLM(scheduler=shortest_first, max_num_seqs=1, num_scheduler_steps=1) as llm:
+        engine, ended = llm.llm_engine, []
+        for i, length in enumerate((12, 3)):
+            params = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0)
+            engine.add_request(str(i), "once", params)
+            for _ in range(4):
+                ended += [output for output in engine.step() if output.finished]
+        while engine.has_unfinished_requests():
+            ended += [output for output in engine.step() if output.finished]
+    assert [output.request_id for output in ended] == ["1", "0"]
+    assert ended[1].metrics.num_preemptions == 1
+    assert len(ended[1].outputs[0].token_ids) == 12
+
+
 def test_a_key_takes_the_place_of_a_policy() -> None:
     with pytest.raises(ValueError, match="scheduling_policy is 'priority'; allowed: 'fcfs' beside a key"):
         LLM(scheduler=lambda request: 0, scheduling_policy="priority")

@@ -308,6 +308,8 @@ def test_a_recording_of_all_of_it_replays(checkpoint):
     kinds = [json.loads(line)["event"] for line in lines]
     assert kinds.count("edit_request") == 7
     assert replay(lines).num_steps == kinds.count("schedule") + kinds.count("draft")
+    with pytest.raises(ValueError, match="the recording holds 'edit_request'; allowed in a what-if: nothing"):
+        replay(lines, max_num_seqs=7)
 
 
 def test_forks_without_a_seat_or_without_blocks_wait(checkpoint):

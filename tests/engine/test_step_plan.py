@@ -104,6 +104,8 @@ def test_edited_plans_replay(session_bursting: LLMEngine) -> None:
     assert values(run_by_hand(engine, requests, random_edits(1))) == expected
     assert any('"edit_step"' in line for line in lines)
     replay(lines)
+    with pytest.raises(ValueError, match="the recording holds 'edit_step'; allowed in a what-if: nothing"):
+        replay(lines, max_num_seqs=8)
 
 
 def add_two(engine: LLMEngine) -> None:
