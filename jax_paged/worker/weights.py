@@ -159,7 +159,7 @@ class ServedWeights:
             raise RuntimeError(
                 "the model in memory has other weights than those that are served; call update_weights(model)"
             )
-        if any(array.is_deleted() for array in self.arrays):
+        if not self._is_own and any(array.is_deleted() for array in self.arrays):
             raise RuntimeError(
                 "weights that are served were deleted: a program that they were donated to has taken their "
                 "memory; call update_weights with the new ones"
