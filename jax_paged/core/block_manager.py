@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from jax_paged.checks import check_int
 from jax_paged.core.block_pool import NULL_BLOCK, BlockPool, distinct
 from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.prefix_cache import CachedPrefix, PrefixCache
+from jax_paged.core.prefix_cache import CachedPrefix, PinnedPrefix, PrefixCache
 from jax_paged.core.scheduler_output import BlockTables, Copies
 from jax_paged.core.sequence import Sequence
 
@@ -48,7 +48,7 @@ class BlockManager:
         self.swap_pool = BlockPool(num_swap_blocks + 1)
         self.block_tables: dict[Sequence, BlockTables] = {}
         self.swapped_tables: dict[Sequence, BlockTables] = {}
-        self.pinned: dict[str, BlockTables] = {}
+        self.pinned: dict[str, PinnedPrefix] = {}
         self.prefixes = PrefixCache(self.pool, groups, block_size)
         # Sequences that have lost their blocks on the device since the executor was told last, and ...
         self.lost: list[Sequence] = []
@@ -302,7 +302,7 @@ class BlockManager:
         self.prefixes.forget_walk()
         for block in prefix.blocks:
             self.pool.share(block)
-        self.pinned[name] = prefix.tables
+        self.pinned[name] = PinnedPrefix(token_ids, salt, prefix.tables)
         return prefix.num_blocks * self.block_size
 
     def unpin(self, name: str) -> None:
@@ -314,7 +314,7 @@ class BlockManager:
         if name not in self.pinned:
             names = ", ".join(map(repr, self.pinned)) or "none is pinned"
             raise ValueError(f"the name of the pinned prefix is {name!r}; allowed: {names}")
-        self.pool.release_tables(self.pinned.pop(name))
+        self.pool.release_tables(self.pinned.pop(name).tables)
 
     def forget_prefixes(self) -> None:
         """Takes everything out of the cache; whoever holds blocks keeps them."""
@@ -325,7 +325,7 @@ class BlockManager:
     def check_integrity(self) -> None:
         """Asserts every invariant of the class; takes time in proportion to the pools."""
         assert not self.block_tables.keys() & self.swapped_tables.keys(), "a sequence is in both pools"
-        on_device = [*self.block_tables.values(), *self.pinned.values()]
+        on_device = [*self.block_tables.values(), *(prefix.tables for prefix in self.pinned.values())]
         for pool, held in ((self.pool, on_device), (self.swap_pool, list(self.swapped_tables.values()))):
             counts = [0] * pool.num_blocks
             for tables in held:

@@ -24,6 +24,21 @@ class CachedPrefix(NamedTuple):
     blocks: list[int]
 
 
+@dataclasses.dataclass(frozen=True)
+class PinnedPrefix:
+    """A prefix whose blocks stay until it is unpinned.
+
+    Args:
+        token_ids: What was asked for; its blocks hold all of it but what does not fill a block.
+        salt: Of the requests that share it.
+        tables: Per cache group, its blocks in order of position. Read-only.
+    """
+
+    token_ids: list[int]
+    salt: str
+    tables: BlockTables
+
+
 @dataclasses.dataclass
 class _Walk:
     """How far a sequence's prefix was found in the cache.

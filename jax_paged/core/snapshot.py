@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.prefix_cache import PinnedPrefix
 from jax_paged.core.request_values import request_of_values, values_of_request
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import BlockTables
@@ -32,7 +33,7 @@ def values_of_scheduler(scheduler: Scheduler) -> dict[str, Any]:
     manager = scheduler.block_manager
     return {
         "num_arrivals": scheduler.queues.num_arrivals,
-        "pinned": manager.pinned,
+        "pinned": {name: dataclasses.asdict(prefix) for name, prefix in manager.pinned.items()},
         "pool": manager.pool.values(),
         "swap_pool": manager.swap_pool.values(),
     }
@@ -78,8 +79,8 @@ def restore_scheduler(scheduler: Scheduler, values: dict[str, Any]) -> None:
     """Gives a new scheduler, whose requests are restored, all else of another; see values_of_scheduler."""
     manager = scheduler.block_manager
     scheduler.queues.num_arrivals = values["num_arrivals"]
-    manager.pinned = values["pinned"]
-    on_device = [*manager.block_tables.values(), *manager.pinned.values()]
+    manager.pinned = {name: PinnedPrefix(**fields) for name, fields in values["pinned"].items()}
+    on_device = [*manager.block_tables.values(), *(prefix.tables for prefix in manager.pinned.values())]
     for pool, name, held in (
         (manager.pool, "pool", on_device),
         (manager.swap_pool, "swap_pool", manager.swapped_tables.values()),

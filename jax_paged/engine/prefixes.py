@@ -43,11 +43,4 @@ def pin(engine: "RequestEngine", name: str, prompt: Prompt, cache_salt: str) -> 
             f"logits, for which the {num_free} free blocks of {num_usable} are enough"
         )
     manager.pin(name, request.prompt_token_ids, cache_salt)
-    engine.pinned_prompts[name] = request.prompt_token_ids, cache_salt
     return name
-
-
-def unpin(engine: "RequestEngine", name: str) -> None:
-    """Lets go of a pinned prefix; see LLMEngine.unpin_prefix."""
-    engine.scheduler.block_manager.unpin(name)
-    engine.pinned_prompts.pop(name, None)

@@ -14,9 +14,7 @@ from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.engine import (
-    prefixes,
-)
+from jax_paged.engine import prefixes
 from jax_paged.engine.assembly import (
     OwnScheduler,
     described,
@@ -65,7 +63,6 @@ class RequestEngine:
         scheduler: OwnScheduler | None = None,
     ) -> None:
         self.args = args
-        self.pinned_prompts: dict[str, tuple[list[int], str]] = {}  # prompt and salt, by name
         self.num_names = 0  # of pinned prefixes and forks, given so far
         self.seeds = random.Random(args.seed)  # of requests that bring none
         self._closed = False
@@ -249,7 +246,7 @@ class RequestEngine:
         Raises:
             ValueError: If no prefix is pinned by this name.
         """
-        prefixes.unpin(self, name)
+        self.scheduler.block_manager.unpin(name)
 
     def close(self) -> None:
         """Frees weights and pool and forgets all requests; a second call does nothing."""

@@ -20,17 +20,17 @@ def update(engine: "LLMEngine", weights: Any, running: Running) -> None:
         raise RuntimeError(
             "requests are running; finish or abort them, or pass running='recompute' or 'keep'"
         )
-    pinned = {name: engine.pinned_prompts[name] for name in manager.pinned if name in engine.pinned_prompts}
-    if manager.pinned and (is_busy or len(pinned) < len(manager.pinned)):
-        names = ", ".join(map(repr, manager.pinned))
+    pinned = dict(manager.pinned)
+    if pinned and is_busy:
+        names = ", ".join(map(repr, pinned))
         raise RuntimeError(
-            f"the prefixes {names} are pinned: unpin them, or let all requests finish, so that those which "
-            "this engine has pinned can be computed again"
+            f"the prefixes {names} are pinned: unpin them, or let all requests finish, so that they can be "
+            "computed again"
         )
     engine.settle()
     engine.executor.update_weights(weights)
     for name in pinned:
-        prefixes.unpin(engine, name)
+        manager.unpin(name)
     engine.scheduler.forget_prefixes(uuid.uuid4().hex if running == "keep" else None)
-    for name, (token_ids, cache_salt) in pinned.items():
-        prefixes.pin(engine, name, token_ids, cache_salt)
+    for name, prefix in pinned.items():
+        prefixes.pin(engine, name, prefix.token_ids, prefix.salt)

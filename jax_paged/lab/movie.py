@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator
 from importlib.resources import files
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -115,7 +115,7 @@ def watch(engine: Observed, *, max_frames: int = 400) -> Iterator[Movie]:
         nonlocal shown
         movie.add(scheduler, output)
         if show is not None and time.monotonic() - shown >= _LIVE_INTERVAL_S:
-            show(frame_of(scheduler, output))
+            show(movie.frames[-1])
             shown = time.monotonic()
 
     engine.observers.append(observe)

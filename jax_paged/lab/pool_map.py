@@ -90,8 +90,8 @@ def pool_map(manager: BlockManager, requests: Iterable[SequenceGroup]) -> PoolMa
                     is_cross = manager.groups[g].is_cross
                     n = len(request.encoder_token_ids) if is_cross else seq.num_computed_tokens
                     note(rows, table, n, g, *owner, index)
-    for name, tables in manager.pinned.items():
-        for g, table in enumerate(tables):
+    for name, prefix in manager.pinned.items():
+        for g, table in enumerate(prefix.tables):
             note(device, table, len(table) * manager.block_size, g, name, -1, -1)
     owners, host_owners = (
         np.array(sorted(rows, key=lambda row: row[0]), OWNER_DTYPE) for rows in (device, host)

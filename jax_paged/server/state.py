@@ -148,8 +148,8 @@ def _pool(manager: BlockManager, requests: Sequence[SequenceGroup]) -> dict[str,
     contents, refs = list(pool.contents), np.array(pool.ref_counts)
     is_cached = np.fromiter((content is not None for content in contents), bool, len(contents))
     cells = np.where(refs > 0, _HELD, np.where(is_cached, _CACHED, _FREE))
-    for tables in list(manager.pinned.values()):
-        for table in tables:
+    for prefix in list(manager.pinned.values()):
+        for table in prefix.tables:
             cells[list(table)] = _PINNED
     num_filled: dict[int, int] = {}
     for i, group in enumerate(requests):

@@ -197,7 +197,7 @@ MUTATIONS = [
     ),
     Mutation(
         "core/block_manager.py",
-        "        self.pool.release_tables(self.pinned.pop(name))",
+        "        self.pool.release_tables(self.pinned.pop(name).tables)",
         "        self.pinned.pop(name)",
         "unpin without letting go",
     ),

@@ -10,6 +10,7 @@ from jax_paged.core import block_pool, prefix_cache
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.block_pool import NO_PARENT, NULL_BLOCK, block_hash
 from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.prefix_cache import PinnedPrefix
 from jax_paged.core.sequence import Sequence
 
 FULL, CROSS = CacheGroup(), CacheGroup(is_cross=True)
@@ -236,7 +237,7 @@ def test_integrity_check_sees_damage():
         lambda m: m.swapped_tables.popitem(),
         lambda m: m.swapped_tables.__setitem__(seq, [[]]),
         lambda m: m.swap_pool._free.popitem(),
-        lambda m: m.pinned.__setitem__("a", [[cached(m)]]),
+        lambda m: m.pinned.__setitem__("a", PinnedPrefix([], "", [[cached(m)]])),
         lambda m: m.pool._cached.popitem(),
         lambda m: m.pool.contents.__setitem__(cached(m), None),
         lambda m: m.pool.contents[cached(m)].tokens.__setitem__(0, 9),

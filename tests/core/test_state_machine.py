@@ -437,7 +437,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                         base, seq, all_tables[seq], n, n, family.encoder, on_host=place == "host"
                     )
         for name, (base, tokens, n) in self.pins.items():
-            for g, (group, table) in enumerate(zip(self.groups, manager.pinned[name], strict=True)):
+            for g, (group, table) in enumerate(zip(self.groups, manager.pinned[name].tables, strict=True)):
                 first = 0 if group.window is None else max(0, n - group.window + 1) // self.size
                 for i in range(first, 0 if group.is_cross else n // self.size):
                     value = hash((g, chain_of(base, tokens[: (i + 1) * self.size])))

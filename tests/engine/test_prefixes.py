@@ -77,7 +77,7 @@ def test_full_blocks_are_pinned(shared_engine: LLMEngine, length: int) -> None:
     name = shared_engine.pin_prefix({"prompt_token_ids": PREFIX[:length]})
     manager = shared_engine.scheduler.block_manager
     num_blocks = length // 4
-    assert [list(map(len, tables)) for tables in manager.pinned.values()] == [[num_blocks]]
+    assert [list(map(len, prefix.tables)) for prefix in manager.pinned.values()] == [[num_blocks]]
     assert manager.num_free_blocks == manager.num_usable_blocks - num_blocks
     shared_engine.unpin_prefix(name)
     assert_no_block_lost(shared_engine)
