@@ -37,9 +37,9 @@ TESTS = {
     "worker/input_batch.py": ("worker/test_input_batch",),
     "worker/block_mover.py": ("worker/test_block_mover",),
 }
-# Of the bugs in what a user does to requests, wherever they are: only engines do that.
-OF_REQUEST_EDITS = ("engine/test_request_edits", "engine/test_kv_access")
-WITH_ENGINES = {"worker/test_block_mover", *OF_REQUEST_EDITS}  # which conftest.py makes
+# Of the bugs in what a user does to requests, wherever they are: hardly any but engines do that.
+OF_REQUEST_EDITS = ("core/test_dropped_blocks", "engine/test_request_edits", "engine/test_kv_access")
+WITH_ENGINES = {"worker/test_block_mover", *OF_REQUEST_EDITS[1:]}  # which conftest.py makes
 
 
 def tests_of(m: Mutation) -> tuple[str, ...]:
