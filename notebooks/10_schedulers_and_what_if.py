@@ -65,7 +65,7 @@ print(f"{recorded.num_steps} steps, {recorded.summary()['preemptions']} preempti
 # The timeline of a recording has a column per step: how many tokens it computed, how many requests waited,
 # and where one lost its blocks. Below, a lane for each of the requests that were preempted and for the first
 # others: broad where its prompt is computed, or after a preemption all of its tokens again, and narrow where
-# it decodes. A pointer shows the numbers of a column.
+# it decodes.
 
 # %%
 timeline_of(lines)

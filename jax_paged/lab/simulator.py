@@ -42,13 +42,8 @@ _NO_LOGPROBS = TokenLogprobs(0.0, 0, [], [])
 # Fields of RequestMetrics; a time is NaN if the event never happened.
 TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_time")
 COUNTS = ("num_cached_tokens", "num_preemptions")
-REQUEST = np.dtype(
-    [
-        *((name, np.float64) for name in TIMES),
-        *((name, np.int32) for name in COUNTS),
-        ("num_output_tokens", np.int32),  # per output, if it has ended
-    ]
-)
+_NUMBERS = (*COUNTS, "num_output_tokens")  # per output, if it has ended
+REQUEST = np.dtype([*((name, np.float64) for name in TIMES), *((name, np.int32) for name in _NUMBERS)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

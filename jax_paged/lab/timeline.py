@@ -9,14 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.lab.axes import COLORS, Scale, axes, chart, legend, line, seconds, stairs
+from jax_paged.lab.axes import COLORS, Scale, axes, chart, line, seconds, stairs
 from jax_paged.lab.pool_map import short_name
 from jax_paged.lab.recording import replay
 
 _WIDTH, _LEFT, _RIGHT, _MAX_COLUMNS = 780, 96, 768, 336
-_TOKENS, _QUEUES, _LANES = (32, 140), (184, 252), 316  # from top to bottom, in pixels
-_LANE, _MAX_LANES, _MAX_NAME = 16, 24, 13
+_TOP, _TOKENS, _QUEUES, _BOTTOM, _LANES, _LANE, _MAX_LANES, _MAX_NAME = 32, 140, 184, 252, 316, 16, 24, 13
 _LINES = {"num_seqs": "rows", "num_waiting": "requests that wait", "num_swapped": "requests swapped out"}
+_ONE = f'fill="{COLORS[0]}"'
+_SEVERAL = f'fill="{COLORS[1]}" fill-opacity="0.35" stroke="{COLORS[1]}"'
+_DOTTED = 'fill="none" stroke="currentColor" stroke-opacity="0.5" stroke-dasharray="1 2"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,30 +27,23 @@ class Timeline:
 
     Args:
         steps: One row per step, as Replay.steps and SimulationResult.steps have them.
-        outputs: The same steps as they were decided, as in Replay.outputs: with them each request has a lane.
+        outputs: The same steps as they were decided, as in Replay.outputs: with them each request has a lane,
+            under its id if they begin with the first step.
     """
 
     steps: np.ndarray
     outputs: Sequence[SchedulerOutput] = ()
 
     def __repr__(self) -> str:
-        return f"<timeline: {self._summary()}>"
+        tokens, preemptions = (self.steps[name].sum() for name in ("num_tokens", "num_preemptions"))
+        return f"<timeline: {len(self.steps):,} steps, {tokens:,} tokens, {preemptions:,} preemptions>"
 
     def _repr_html_(self) -> str:
         """Returns a drawing: inline SVG, without scripts and without anything loaded from elsewhere."""
-        drawing = _Drawing(self.steps, self.outputs) if len(self.steps) else None
-        return "<p>no steps yet</p>" if drawing is None else drawing.html(self._summary())
-
-    def _summary(self) -> str:
-        steps = self.steps
-        if not len(steps):
-            return "no steps"
-        lasted_s = steps["time_s"][-1] + steps["step_s"][-1] - steps["time_s"][0]
         return (
-            f"{len(steps):,} steps in {seconds(lasted_s)}, with {steps['num_tokens'].sum():,} tokens, "
-            f"{steps['num_prefill_tokens'].sum():,} of them in rows of more than one; "
-            f"{steps['num_preemptions'].sum():,} preemptions; at most {steps['num_waiting'].max():,} "
-            "requests waited at a time"
+            _drawing(self.steps, self.outputs, repr(self)[11:-1])
+            if len(self.steps)
+            else "<p>no steps yet</p>"
         )
 
 
@@ -61,149 +56,90 @@ def timeline_of(lines: Iterable[str]) -> Timeline:
     Raises:
         ValueError: As `recording.replay` does.
     """
-    told = replay(lines)
-    return Timeline(told.steps, told.outputs)
+    return Timeline((told := replay(lines)).steps, told.outputs)
 
 
-class _Drawing:
-    """Draws steps in columns, of one step each, or where there are many, of several.
+def _drawing(steps: np.ndarray, outputs: Sequence[SchedulerOutput], text: str) -> str:
+    """Draws steps in columns, of one step each, or where there are many, of several."""
+    num, x = -(-len(steps) // _MAX_COLUMNS), Scale(0, len(steps), _LEFT, _RIGHT)
+    starts = list(range(0, len(steps), num))
+    edges = [x(start) for start in (*starts, len(steps))]
 
-    Args:
-        steps: As Timeline has them, at least one.
-        outputs: As Timeline has them.
-    """
+    def means(values: np.ndarray) -> list[float]:
+        return (np.add.reduceat(values, starts) / np.diff([*starts, len(steps)])).tolist()
 
-    def __init__(self, steps: np.ndarray, outputs: Sequence[SchedulerOutput]) -> None:
-        self.steps, self.outputs = steps, outputs
-        self.per_column = -(-len(steps) // _MAX_COLUMNS)
-        self.starts = np.arange(0, len(steps), self.per_column)
-        self.x = Scale(0, len(steps), _LEFT, _RIGHT)
-        self.edges = [self.x(start) for start in (*self.starts.tolist(), len(steps))]
-
-    def html(self, summary: str) -> str:
-        tokens, queues = self._scale(["num_tokens"], *_TOKENS), self._scale(list(_LINES), *_QUEUES)
-        lanes = list(self._lanes())
-        drawn = [name for name in _LINES if self.steps[name].any()]
-        foot = _LANES + _LANE * len(lanes) if lanes else _QUEUES[1] + 36
-        parts = [
-            axes(self.x, tokens, (), _counts(tokens), "tokens per step"),
-            self._area("num_tokens", tokens, _SEVERAL),
-            self._area("num_tokens", tokens, _ONE, minus="num_prefill_tokens"),
-            axes(self.x, queues, self._x_ticks(), _counts(queues), "rows per step, and requests"),
-            *(line(self._stairs(name, queues), i) for i, name in enumerate(drawn)),
-            *self._preemptions(),
-            *self._hovers(),
-            f'<text x="{_LEFT}" y="{_LANES - 10}" font-weight="bold">who computes</text>' if lanes else "",
-            *lanes,
-        ]
-        marks = [
-            (f'<path d="M1 13V3H23V13z" {_ONE}/>', "rows of one token"),
-            (
-                f'<path d="M1 13V3H23V13z" {_SEVERAL}/>',
-                "rows of more: prompts, what is computed again, drafts",
-            ),
-            *[(_triangle(12, 12), "preemption")] * bool(self.steps["num_preemptions"].any()),
-            *((line("M1 7H23", i), _LINES[name]) for i, name in enumerate(drawn)),
-        ]
-        note = f"A column is the mean of {self.per_column} steps. " if self.per_column > 1 else ""
-        return chart(_WIDTH, foot, "Timeline", summary, parts, f"<div>{note}{legend(marks)}</div>")
-
-    def _means(self, name: str) -> np.ndarray:
-        """Returns a field of the steps, by column."""
-        sums = np.add.reduceat(self.steps[name].astype(np.float64), self.starts)
-        return sums / np.diff([*self.starts, len(self.steps)])
-
-    def _scale(self, names: list[str], top: int, bottom: int) -> Scale:
-        most = max(float(self._means(name).max()) for name in names)
-        return Scale(0, max(most * 1.05, 1), bottom, top)
-
-    def _x_ticks(self) -> Iterator[tuple[float, str]]:
-        times_s = self.steps["time_s"] - self.steps["time_s"][0]
-        for tick in self.x.ticks(9):
-            if tick < len(times_s):
-                yield tick, ("step " if not tick else "") + f"{tick:,g}\n{seconds(times_s[int(tick)])}"
-
-    def _stairs(self, name: str, y: Scale, minus: str | None = None) -> str:
-        values = self._means(name) - (self._means(minus) if minus else 0)
-        return stairs(self.edges, [y(value) for value in values])
-
-    def _area(self, name: str, y: Scale, paint: str, minus: str | None = None) -> str:
-        path = self._stairs(name, y, minus)
-        return f'<path d="{path}V{y.start}H{self.edges[0]:.1f}z" {paint}/>'
-
-    def _preemptions(self) -> Iterator[str]:
-        for column in np.flatnonzero(self._means("num_preemptions")):
-            at = (self.edges[column] + self.edges[column + 1]) / 2
-            dots = f'<path d="M{at:.1f} {_TOKENS[0]}V{_QUEUES[1]}" {_DOTTED}/>'
-            yield dots + _triangle(at, _TOKENS[0])
-
-    def _hovers(self) -> Iterator[str]:
-        """Yields what a pointer shows: one invisible box per column."""
-        for column, (start, left, right) in enumerate(
-            zip(self.starts, self.edges, self.edges[1:], strict=False)
-        ):
-            part = self.steps[start : start + self.per_column]
-            name = f"step {start}" + (f" to {start + len(part) - 1}" if len(part) > 1 else "")
-            told = [f"{name}, {seconds(part['step_s'].sum())}", f"{part['num_tokens'].sum():,} tokens"]
-            told += [f"{self._means(field)[column]:.4g} {what}" for field, what in _LINES.items()]
-            told += [f"{n:,} preemptions" for n in [part["num_preemptions"].sum()] if n]
-            yield (
-                f'<rect x="{left:.1f}" y="{_TOKENS[0]}" width="{right - left:.1f}" fill-opacity="0" '
-                f'height="{_QUEUES[1] - _TOKENS[0]}"><title>{"; ".join(told)}</title></rect>'
-            )
-
-    def _lanes(self) -> Iterator[str]:
-        """Yields a lane per request: in which columns it computes, and where it is preempted."""
-        names: dict[int, str] = {}
-        computed: dict[str, dict[int, bool]] = defaultdict(
-            dict
-        )  # by column, whether a row has several tokens
-        preempted: dict[str, list[int]] = defaultdict(list)
-        for step, output in enumerate(self.outputs):
-            names |= {new.seq_id: new.request_id for new in output.new_sequences}
-            column = step // self.per_column
-            for request_id in output.preempted:
-                preempted[request_id].append(column)
-            for row in output.scheduled:
-                own = computed[names[row.seq_id]]
-                own[column] = own.get(column, False) or row.num_tokens > 1
-        # Those that were preempted most, and then the first; they are drawn in the order in which they came.
-        chosen = set(sorted(computed, key=lambda r: -len(preempted[r]))[:_MAX_LANES])
-        lanes = [request_id for request_id in computed if request_id in chosen]
-        for y, request_id in zip(itertools.count(_LANES, _LANE), lanes, strict=False):
-            yield self._lane(short_name(request_id), computed[request_id], preempted[request_id], y)
-        if left := len(computed) - len(lanes):
-            y = _LANES + _LANE * len(lanes) + 11
-            yield f'<text x="{_LEFT}" y="{y}">and {left:,} more, preempted no more often</text>'
-
-    def _lane(self, name: str, columns: dict[int, bool], preempted: list[int], y: int) -> str:
-        edges, order = self.edges, sorted(columns)
-        label = name if len(name) <= _MAX_NAME else name[: _MAX_NAME - 1] + "…"
-        parts = [
-            f'<text x="{_LEFT - 6}" y="{y + 11}" text-anchor="end">{html.escape(label)}</text>',
-            f'<path d="M{edges[order[0]]:.1f} {y + 7}H{edges[order[-1] + 1]:.1f}" {_DOTTED}/>',
-        ]
-        start = order[0]
-        for column, following in zip(order, [*order[1:], -1], strict=True):
-            if following != column + 1 or columns[following] != columns[column]:
-                paint, top, bottom = (_SEVERAL, 1, 13) if columns[column] else (_ONE, 3, 11)
-                box = (
-                    f"M{edges[start]:.1f} {y + top}H{edges[column + 1]:.1f}V{y + bottom}H{edges[start]:.1f}z"
-                )
-                parts.append(f'<path d="{box}" {paint}/>')
-                start = following
-        parts += [_triangle((edges[column] + edges[column + 1]) / 2, y + 11) for column in preempted]
-        told = f"{name}: computes in {len(order):,} columns; {len(preempted):,} preemptions"
-        return f"<g><title>{html.escape(told)}</title>{''.join(parts)}</g>"
+    every = means(steps["num_tokens"])
+    of_one = means(steps["num_tokens"] - steps["num_prefill_tokens"])
+    lines = {name: means(steps[name]) for name in _LINES if steps[name].any()}
+    tokens = Scale(0, max(every) + 1, _TOKENS, _TOP)
+    queues = Scale(0, max(map(max, lines.values()), default=0) + 1, _BOTTOM, _QUEUES)
+    areas = (
+        f'<path d="{stairs(edges, map(tokens, values))}V{_TOKENS}H{_LEFT}z" {paint}/>'
+        for values, paint in ((every, _SEVERAL), (of_one, _ONE))
+    )
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
+    preemptions = (
+        f'<path d="M{at:.1f} {_TOP}V{_BOTTOM}" {_DOTTED}/>{_triangle(at, _TOP)}'
+        for at, number in zip(middles, means(steps["num_preemptions"]), strict=True)
+        if number
+    )
+    times_s = (steps["time_s"] - steps["time_s"][0]).tolist()
+    ticks = ((t, f"{t:,}\n{seconds(times_s[t])}") for t in map(int, x.ticks(10)) if t < len(steps))
+    lanes = list(_lanes(outputs, num, edges))
+    parts = [
+        axes(x, tokens, (), ((t, f"{t:,g}") for t in tokens.ticks(5)), "tokens per step"),
+        *areas,
+        axes(x, queues, ticks, ((t, f"{t:,g}") for t in queues.ticks(5)), "rows and requests, over steps"),
+        *(line(stairs(edges, map(queues, values)), i) for i, values in enumerate(lines.values())),
+        *preemptions,
+        *lanes,
+    ]
+    marks = [
+        (f'<path d="M1 13V3H23V13z" {_ONE}/>', "rows of one token"),
+        (f'<path d="M1 13V3H23V13z" {_SEVERAL}/>', "rows of several, as of prompts"),
+        (_triangle(12, 12), "preemption"),
+        *((line("M1 7H23", i), _LINES[name]) for i, name in enumerate(lines)),
+        ("", f"steps per column: {num}"),
+    ]
+    return chart((_WIDTH, _LANES + _LANE * len(lanes)), "Timeline", text, parts, marks)
 
 
-_ONE = f'fill="{COLORS[0]}"'
-_SEVERAL = f'fill="{COLORS[1]}" fill-opacity="0.35" stroke="{COLORS[1]}"'
-_DOTTED = 'fill="none" stroke="currentColor" stroke-opacity="0.5" stroke-dasharray="1 2"'
+def _lanes(outputs: Sequence[SchedulerOutput], per_column: int, edges: list[float]) -> Iterator[str]:
+    """Yields a lane per request: in which columns it computes, and where it is preempted."""
+    names: dict[int, str] = {}
+    # By request and column, whether a row has several tokens.
+    computed: dict[str, dict[int, bool]] = defaultdict(dict)
+    preempted: dict[str, list[int]] = defaultdict(list)
+    for step, output in enumerate(outputs):
+        names |= {new.seq_id: new.request_id for new in output.new_sequences}
+        for request_id in output.preempted:
+            preempted[request_id].append(step // per_column)
+        for row in output.scheduled:
+            own = computed[names.get(row.seq_id, f"sequence {row.seq_id}")]
+            own[step // per_column] = own.get(step // per_column, False) or row.num_tokens > 1
+    # Those that were preempted most, and then the first; they are drawn in the order in which they came.
+    chosen = set(sorted(computed, key=lambda r: -len(preempted[r]))[:_MAX_LANES])
+    lanes = [request_id for request_id in computed if request_id in chosen]
+    for y, request_id in zip(itertools.count(_LANES, _LANE), lanes, strict=False):
+        yield _lane(short_name(request_id), computed[request_id], preempted[request_id], y, edges)
+    if left := len(computed) - len(lanes):
+        yield f'<text x="{_LEFT}" y="{_LANES + _LANE * len(lanes) + 11}">and {left:,} more</text>'
 
 
-def _counts(scale: Scale) -> list[tuple[float, str]]:
-    return [(tick, f"{tick:,g}") for tick in scale.ticks(5)]
+def _lane(name: str, columns: dict[int, bool], preempted: list[int], y: int, edges: list[float]) -> str:
+    order = sorted(columns)
+    parts = [
+        f'<text x="{_LEFT - 6}" y="{y + 11}" text-anchor="end">{html.escape(name[:_MAX_NAME])}</text>',
+        f'<path d="M{edges[order[0]]:.1f} {y + 7}H{edges[order[-1] + 1]:.1f}" {_DOTTED}/>',
+    ]
+    for (_, is_several), run in itertools.groupby(enumerate(order), lambda p: (p[1] - p[0], columns[p[1]])):
+        (_, first), *others = run
+        paint, top, bottom = (_SEVERAL, 1, 13) if is_several else (_ONE, 3, 11)
+        left, right = edges[first], edges[first + len(others) + 1]
+        parts.append(f'<path d="M{left:.1f} {y + top}H{right:.1f}V{y + bottom}H{left:.1f}z" {paint}/>')
+    parts += [_triangle((edges[column] + edges[column + 1]) / 2, y + 11) for column in preempted]
+    told = f"computes in {len(order):,} columns; {len(preempted):,} preemptions"
+    return f"<g><title>{html.escape(name)}: {told}</title>{''.join(parts)}</g>"
 
 
 def _triangle(x: float, y: float) -> str:

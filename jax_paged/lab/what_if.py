@@ -232,10 +232,7 @@ class _WhatIf:
             check_int(f"the length {name}", len(group.sequences[0]), 1, scheduler.max_model_len - 1)
             check_int(f"the number of sequences {name}", group.max_num_seqs, 1, scheduler.max_num_seqs)
             check(
-                policy != "fcfs" or not group.priority,
-                f"priority {name}",
-                group.priority,
-                "0 under 'fcfs'",
+                policy != "fcfs" or not group.priority, f"priority {name}", group.priority, "0 under 'fcfs'"
             )
             self.places[group] = len(self.new.groups)
             self.new.groups.append(group)
