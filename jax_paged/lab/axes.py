@@ -106,7 +106,7 @@ def chart(
     name, text, (width, height) = html.escape(name), html.escape(text), size
     entries = (
         '<span style="display:inline-block;margin-right:1.4em"><svg viewBox="0 0 24 14" width="24" '
-        f'height="14" style="vertical-align:-2px" aria-hidden="true">{mark}</svg> {html.escape(meaning)}</span> '
+        f'style="vertical-align:-2px" aria-hidden="true">{mark}</svg> {html.escape(meaning)}</span> '
         for mark, meaning in marks
     )
     return (
