@@ -87,5 +87,5 @@ def _of_run(run: Replay | SimulationResult) -> dict[str, np.ndarray]:
 def _path(values: np.ndarray, x: Scale, y: Scale) -> str:
     """Returns the share of the values that are at most so large, as a path; values are ascending."""
     places = np.unique(np.linspace(0, len(values) - 1, min(len(values), _MAX_POINTS)).astype(int))
-    points = (f"H{x(values[i]):.1f}V{y((i + 1) / len(values)):.1f}" for i in places.tolist())
+    points = (f"H{x(float(values[i])):.1f}V{y((i + 1) / len(values)):.1f}" for i in places.tolist())
     return f"M{x.start} {y.start}{''.join(points)}H{x.stop}"
