@@ -45,6 +45,13 @@ def make_local_executor(args: EngineArgs) -> "Executor":
     return LocalExecutor(args)
 
 
+def check_local_kernels(args: EngineArgs) -> tuple[str, bool]:
+    """Checks kernels on the device of this process, as `auto` does on a GPU; see executor.py."""
+    from jax_paged.worker.executor import check_local_kernels
+
+    return check_local_kernels(args)
+
+
 def with_end_token(config: EngineConfig, tokenizer: Tokenizer | None) -> EngineConfig:
     """Adds the tokenizer's end token to the model's; one beyond the vocabulary can never be drawn."""
     token_id = tokenizer and tokenizer.eos_token_id
@@ -93,7 +100,8 @@ def described(config: EngineConfig, buckets: tuple[str, ...]) -> str:
     """
     pool = f"{config.num_blocks} blocks of {config.block_size} tokens, {_size(config.kv_cache_bytes)}"
     model = f"{config.model_name} ({config.architecture}, {_size(config.weight_bytes)}), {config.dtype}"
-    backends = f"backend {config.backend}, products {config.matmul_backend}"
+    why = f" ({config.backend_reason})" if config.backend_reason else ""
+    backends = f"backend {config.backend}{why}, products {config.matmul_backend}"
     return f"{model}, {backends}, pool {pool}, buckets {_grouped(buckets)}"
 
 

@@ -1,0 +1,379 @@
+"""Checks kernels on this machine's own device: the results of every op, then the times of a layer.
+
+This is a program, and not called by the engine: a kernel that hangs or crashes takes its process with it.
+worker/kernel_check.py runs it, and draws the verdict from the events that it leaves in a file, a line each:
+
+    {"begin": case}                              the candidate runs now, perhaps for ever; null: it has run
+    {"row": {"case", "error", "bound"}}          its result beside the reference's
+    {"row": {"case", "microseconds", "rival"}}   its time beside the rival's
+    {"end": outcome, "reason": text}             "done", "unsupported", "crashed" or "not run"
+"""
+
+import dataclasses
+import functools
+import importlib
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jax_paged.pallas_kernels import ops
+
+OPS = ("write_kv", "copy_blocks", "paged_decode", "ragged_attention")
+# Long enough for an item of the work list to hold many blocks; a prompt that fills several tiles.
+LONGEST, LONGEST_OF_PROMPTS = 4096, 700
+# What is timed: a decode step of skewed lengths, and a chunk of a prompt beside decodes.
+TIMED_LEN, TIMED_SEQS, TIMED_CHUNK = 2048, 32, 512
+_STEPS, _ROUNDS, _ROUND_S, _MAX_CALLS = 4, 3, 0.05, 20
+_OUT_OF_POOL = 10**6
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What the layers of a model ask of attention.
+
+    Args:
+        heads: Query heads.
+        scale: Factor of the scores.
+        window: Tokens that a token attends to; None for all.
+        soft_cap: Of the scores; None for none.
+        has_bias: Whether scores get a bias by distance.
+    """
+
+    heads: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    has_bias: bool = False
+
+    def __str__(self) -> str:
+        window = "" if self.window is None else f", window {self.window}"
+        soft_cap = "" if self.soft_cap is None else f", soft cap {self.soft_cap:g}"
+        return f"{self.heads} heads{window}{soft_cap}{', distance bias' * self.has_bias}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """The shapes that are checked.
+
+    Args:
+        variants: Of attention.
+        kv_heads: Key and value heads.
+        head_dim: Size of a head.
+        page_size: Tokens per page.
+        dtype: Of queries, keys and values.
+        max_len: Tokens of the longest sequence; LONGEST stands for all longer ones.
+    """
+
+    variants: tuple[Variant, ...]
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+    max_len: int
+
+    @classmethod
+    def of_values(cls, values: dict[str, Any]) -> "Suite":
+        """Returns the suite that dataclasses.asdict made the values of."""
+        return cls(**values | {"variants": tuple(Variant(**v) for v in values["variants"])})
+
+    @property
+    def bound(self) -> float:
+        """The largest error of an element of the results, as a share of the root mean square of its head.
+
+        Weights and results are rounded to the dtype once, by up to eps / 2 each. Four standard deviations of
+        the sum of the weights' errors, and an element of four times the root mean square, make it 4 eps;
+        twice that is allowed. In float32, sums of some thousand products and exponentials decide instead.
+        """
+        return max(8 * float(jnp.finfo(self.dtype).eps), 1e-4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The arguments of an attention op, and the slots of its queries.
+
+    Args:
+        q: Queries, rows of NaN behind those of all sequences included.
+        pool: NaN wherever nobody attends to.
+        tables: Any page, or none, wherever nobody attends to.
+        lens: Tokens of each sequence.
+        start: First row of each sequence, and the end of the last.
+        slots: Of the queries whose sequence has tokens.
+    """
+
+    q: np.ndarray
+    pool: np.ndarray
+    tables: np.ndarray
+    lens: np.ndarray
+    start: np.ndarray
+    slots: np.ndarray
+
+
+def kernels_of(name: str) -> Any:
+    """Returns the four ops of a backend, or the module of that name, which has them.
+
+    Raises:
+        ValueError: If the backend can't be used here.
+    """
+    if name in get_args(ops.Implementation):
+        ops.resolve_backend(name)
+        return SimpleNamespace(**{op: functools.partial(getattr(ops, op), backend=name) for op in OPS})
+    return importlib.import_module(name)
+
+
+def make_batch(
+    suite: Suite,
+    heads: int,
+    window: int | None,
+    lens: Sequence[int],
+    queries: Sequence[int],
+    padding: int = 0,
+) -> Batch:
+    """Makes a batch whose pages lie in random order, with NaN and nonsense wherever nobody attends to."""
+    rng, size, dtype = np.random.default_rng(0), suite.page_size, jnp.dtype(suite.dtype)
+    counts = [-(-n // size) for n in lens]
+    num_pages = sum(counts) + 4
+    shape = (num_pages, 2, suite.kv_heads, size, suite.head_dim)
+    pool = rng.standard_normal(shape, np.float32).astype(dtype)
+    tables = rng.choice([0, _OUT_OF_POOL, *range(num_pages)], (len(lens), max(counts) + 2)).astype(np.int32)
+    pages = iter(1 + rng.permutation(num_pages - 1))
+    slots: list[int] = []
+    for table, n, m in zip(tables, lens, queries, strict=True):
+        begin = 0 if window is None else max(0, n - m + 1 - window)
+        for column in range(begin // size, -(-n // size)):
+            page = table[column] = next(pages)
+            pool[page, :, :, max(0, n - column * size) :] = np.nan
+            pool[page, :, :, : max(0, begin - column * size)] = np.nan
+        slots += [table[i // size] * size + i % size for i in range(max(0, n - m), n)]
+    pool[[0, *pages]] = np.nan
+    start = np.cumsum([0, *queries])
+    q = rng.standard_normal((start[-1] + padding, heads, suite.head_dim), np.float32)
+    q[start[-1] :] = np.nan
+    return Batch(q.astype(dtype), pool, tables, *(np.asarray(x, np.int32) for x in (lens, start, slots)))
+
+
+def attention_cases(suite: Suite) -> Iterator[tuple[str, str, tuple[Array, ...], dict[str, Any]]]:
+    """Yields (name, op, arguments, options): decodes and chunks of prompts of skewed lengths."""
+    size, longest = suite.page_size, min(suite.max_len, LONGEST)
+    edges = [1, size - 1, size, 0, size + 1, 3 * size + 5, longest // 2 + 1]
+    lens = [min(n, longest) for n in (longest, *edges, longest - 1)]
+    # Tokens with their queries: a chunk, a whole prompt, decodes, nobody, a small chunk.
+    mixed = [(300, 200), (40, 40), (LONGEST_OF_PROMPTS, 1), (1, 1), (0, 0), (129, 17)]
+    mixed = [(min(n, longest), min(m, n, longest)) for n, m in mixed]
+    for variant in suite.variants:
+        # A window that no context fills would not be checked.
+        for op, pairs, padding in (
+            ("paged_decode", [(n, 1) for n in lens], 0),
+            ("ragged_attention", mixed, 7),
+        ):
+            contexts, queries = zip(*pairs, strict=True)
+            window = None if variant.window is None else max(1, min(variant.window, max(contexts) // 3))
+            batch = make_batch(suite, variant.heads, window, contexts, queries, padding)
+            yield f"{op}, {variant}", op, _arguments(op, batch), _options(variant, window)
+
+
+def move_cases(suite: Suite) -> Iterator[tuple[str, str, tuple[Array, ...], dict[str, Any]]]:
+    """Yields (name, op, arguments, options): tokens and pages that are moved, and others that must not be."""
+    rng, num_pages = np.random.default_rng(1), 24
+    shape = (num_pages, 2, suite.kv_heads, suite.page_size, suite.head_dim)
+    pool = rng.standard_normal(shape, np.float32).astype(suite.dtype)
+    pool[::5] = np.nan
+    num_slots = num_pages * suite.page_size
+    slots = rng.permutation(num_slots)[: num_slots // 2].astype(np.int32)
+    slots[::7] = num_slots + np.arange(len(slots[::7]))
+    k, v = rng.standard_normal((2, len(slots), *shape[2::2]), np.float32).astype(suite.dtype)
+    yield "write_kv", "write_kv", tuple(jax.device_put((pool, k, v, slots))), {}
+    src, dst = rng.permutation(num_pages).reshape(2, -1).astype(np.int32)
+    src[3], dst[5] = num_pages, num_pages + 7
+    yield "copy_blocks", "copy_blocks", tuple(jax.device_put((pool, src, dst))), {}
+
+
+def expected(op: str, trusted: Any, args: tuple[Array, ...], options: dict[str, Any]) -> Array:
+    """Returns what the reference says; of attention one head at a time, as it takes so much memory."""
+    run = getattr(trusted, op)
+    if op in ("write_kv", "copy_blocks"):
+        return jax.jit(run)(*args)
+
+    def attend(q: Array, pool: Array, *rest: Array) -> Array:
+        def one_head(head: Array) -> Array:
+            group = q.shape[1] // pool.shape[2]
+            own = {k: x[head][None] if k == "distance_bias" else x for k, x in options.items()}
+            return run(q[:, head][:, None], pool[:, :, head // group][:, :, None], *rest, **own)[:, 0]
+
+        return lax.map(one_head, jnp.arange(q.shape[1])).swapaxes(0, 1)
+
+    with jax.default_matmul_precision("highest"):  # a GPU would round float32 to 11 bits
+        return jax.jit(attend)(*args)
+
+
+def error_of(op: str, got: Array, want: Array) -> float:
+    """Returns the largest error, see Suite.bound; of moved values the share of those that are wrong."""
+    ours, theirs = (np.asarray(x).astype(np.float64) for x in (got, want))
+    if op in ("write_kv", "copy_blocks"):
+        return float(np.mean((ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs))))
+    size = np.sqrt(np.mean(theirs**2, axis=-1, keepdims=True))
+    off = np.abs(ours - theirs)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.where(off == 0, 0, off / size)
+    return float(np.max(np.nan_to_num(share, nan=math.inf, posinf=math.inf)))
+
+
+def timed_cases(suite: Suite) -> Iterator[tuple[str, str, tuple[Array, ...], dict[str, Any]]]:
+    """Yields (name, op, pool and other arguments, options) of a layer in a decode step and in a mixed one."""
+    longest = min(suite.max_len, TIMED_LEN)
+    lens = [longest if i % 4 == 0 else max(1, longest // 8) for i in range(TIMED_SEQS)]
+    chunk = min(longest, TIMED_CHUNK)
+    for variant in suite.variants:
+        for op, contexts, queries in (
+            ("paged_decode", lens, [1] * len(lens)),
+            ("ragged_attention", [longest, *lens], [chunk, *[1] * len(lens)]),
+        ):
+            batch = make_batch(suite, variant.heads, variant.window, contexts, queries)
+            kv = np.random.default_rng(1).standard_normal(
+                (2, len(batch.q), suite.kv_heads, suite.head_dim), np.float32
+            )
+            q, pool, *rest = _arguments(op, batch)
+            args = (pool, q, *jax.device_put((*kv.astype(suite.dtype), batch.slots)), *rest)
+            yield f"write_kv + {op}, {variant}", op, args, _options(variant, variant.window)
+
+
+class Layer:
+    """The attention of a layer, several times in one program, as layers follow each other.
+
+    Args:
+        kernels: The ops.
+        op: Which one attends.
+        args: As timed_cases yields them.
+        options: Of the op.
+    """
+
+    def __init__(self, kernels: Any, op: str, args: tuple[Array, ...], options: dict[str, Any]) -> None:
+        attend = functools.partial(getattr(kernels, op), **options)
+
+        def layers(
+            pool: Array, q: Array, k: Array, v: Array, slots: Array, *rest: Array
+        ) -> tuple[Array, Array]:
+            for _ in range(_STEPS):
+                pool = kernels.write_kv(pool, k, v, slots)
+                q = attend(q, pool, *rest)
+            return pool, q
+
+        self._run = jax.jit(layers, donate_argnums=0)
+        self._pool, *self._rest = jnp.copy(args[0]), *args[1:]
+        self.seconds(1)  # compiles
+        self._calls = max(1, min(_MAX_CALLS, int(_ROUND_S / self.seconds(1) / _STEPS)))
+
+    def seconds(self, calls: int | None = None) -> float:
+        """Returns the seconds per layer, of calls that the device does one after the other."""
+        calls = calls or self._calls
+        start = time.perf_counter()
+        for _ in range(calls):
+            self._pool, out = self._run(self._pool, *self._rest)
+        jax.block_until_ready((self._pool, out))
+        return (time.perf_counter() - start) / (calls * _STEPS)
+
+
+class _Ended(Exception):
+    """The check is over: (outcome, reason)."""
+
+
+def run(
+    suite: Suite, candidate: str, reference: str, rival: str, note: Callable[[dict[str, Any]], None]
+) -> None:
+    """Checks and times the candidate's ops.
+
+    Args:
+        suite: With which shapes.
+        candidate: Backend, or module with the four ops, that is checked.
+        reference: That says what is right.
+        rival: Beside which it is timed, if all results are right.
+        note: Takes the events.
+    """
+    trusted, other = kernels_of(reference), kernels_of(rival)
+    cases = [*move_cases(suite), *attention_cases(suite)]
+
+    def attempt[T](case: str, call: Callable[..., T], *args: Any) -> T:
+        note({"begin": case})
+        try:
+            result = jax.block_until_ready(call(*args))
+        except Exception as error:
+            # Whoever has the memory has it, whatever the kernels do.
+            outcome = "not run" if "RESOURCE_EXHAUSTED" in str(error) else "crashed"
+            raise _Ended(outcome, f"{case}: {type(error).__name__}: {error}"[:500]) from error
+        note({"begin": None})
+        return result
+
+    try:  # the ops refuse when they are traced, and nothing has run yet
+        ours = kernels_of(candidate)
+        for _, op, args, options in cases:
+            jax.eval_shape(functools.partial(getattr(ours, op), **options), *args)
+    except ValueError as error:
+        raise _Ended("unsupported", str(error)) from error
+    is_right = True
+    for case, op, args, options in cases:
+        want = np.asarray(expected(op, trusted, args, options))
+        call = jax.jit(functools.partial(getattr(ours, op), **options))
+        error = error_of(op, attempt(case, call, *args), want)
+        bound = 0.0 if op in ("write_kv", "copy_blocks") else suite.bound
+        note({"row": {"case": case, "error": error, "bound": bound}})
+        is_right &= error <= bound
+    for case, op, args, options in timed_cases(suite) if is_right else ():
+        theirs = Layer(other, op, args, options)
+        mine = attempt(case, Layer, ours, op, args, options)
+        times = [(attempt(case, mine.seconds), theirs.seconds()) for _ in range(_ROUNDS)]
+        best, rivals = (min(column) * 1e6 for column in zip(*times, strict=True))
+        note({"row": {"case": case, "microseconds": best, "rival": rivals}})
+
+
+def main(task: dict[str, Any]) -> None:
+    """Runs a check, in a process that does nothing else.
+
+    Args:
+        task: The arguments of `run`, the events' file, the platforms of JAX and the kind of the device that
+            are expected, and the seconds after which the process ends.
+    """
+    if hasattr(signal, "alarm"):
+        signal.alarm(math.ceil(task["limit_s"]) + 5)  # kills, also when nobody is left who would
+    # The engine that waits may hold most of the GPU's memory already, or want it next.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    jax.config.update("jax_platforms", task["platforms"])
+    with Path(task["events"]).open("w", encoding="utf-8") as file:
+
+        def note(event: dict[str, Any]) -> None:
+            file.write(json.dumps(event) + "\n")
+            file.flush()
+
+        end = "done", ""
+        try:
+            if (kind := jax.devices()[0].device_kind) != task["device_kind"]:
+                raise _Ended("not run", f"the device is {kind} and not {task['device_kind']}")
+            run(Suite.of_values(task["suite"]), *(task[x] for x in ("candidate", "reference", "rival")), note)
+        except _Ended as ended:
+            end = ended.args
+        except Exception as error:
+            end = "not run", f"{type(error).__name__}: {error}"[:500]
+        note({"end": end[0], "reason": end[1]})
+
+
+def _arguments(op: str, batch: Batch) -> tuple[Array, ...]:
+    start = (batch.start,) if op == "ragged_attention" else ()
+    return tuple(jax.device_put((batch.q, batch.pool, batch.tables, batch.lens, *start)))
+
+
+def _options(variant: Variant, window: int | None) -> dict[str, Any]:
+    options = {"scale": variant.scale, "window": window, "soft_cap": variant.soft_cap}
+    if variant.has_bias:
+        bias = np.random.default_rng(2).standard_normal((variant.heads, 65), np.float32)
+        options["distance_bias"] = jnp.asarray(bias)
+    return options
