@@ -4,8 +4,7 @@ This is a program, and not called by the engine: a kernel that hangs or crashes 
 worker/kernel_check.py runs it, and draws the verdict from the events that it leaves in a file, a line each:
 
     {"begin": case}                              the candidate runs now, perhaps for ever; null: it has run
-    {"row": {"case", "error", "bound"}}          its result beside the reference's
-    {"row": {"case", "microseconds", "rival"}}   its time beside the rival's
+    {"row": {"case", "what", "value", "limit"}}  "error" beside the reference, or "us" and the rival's
     {"end": outcome, "reason": text}             "done", "unsupported", "crashed" or "not run"
 """
 
@@ -99,25 +98,28 @@ class Suite:
         return max(8 * float(jnp.finfo(self.dtype).eps), 1e-4)
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """The arguments of an attention op, and the slots of its queries.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """A call of an op.
 
     Args:
-        q: Queries, rows of NaN behind those of all sequences included.
-        pool: NaN wherever nobody attends to.
-        tables: Any page, or none, wherever nobody attends to.
-        lens: Tokens of each sequence.
-        start: First row of each sequence, and the end of the last.
-        slots: Of the queries whose sequence has tokens.
+        name: For people.
+        op: Which one.
+        args: Its arrays, the pool first where they are moved, and after the queries where these attend.
+        options: Its other arguments.
+        slots: int32, of the queries whose sequence has tokens.
     """
 
-    q: np.ndarray
-    pool: np.ndarray
-    tables: np.ndarray
-    lens: np.ndarray
-    start: np.ndarray
-    slots: np.ndarray
+    name: str
+    op: str
+    args: tuple[Array, ...]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    slots: Any = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether values are only moved, and must be equal."""
+        return self.op in ("write_kv", "copy_blocks")
 
 
 def kernels_of(name: str) -> Any:
@@ -132,59 +134,68 @@ def kernels_of(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def make_batch(
-    suite: Suite,
-    heads: int,
-    window: int | None,
-    lens: Sequence[int],
-    queries: Sequence[int],
-    padding: int = 0,
-) -> Batch:
-    """Makes a batch whose pages lie in random order, with NaN and nonsense wherever nobody attends to."""
-    rng, size, dtype = np.random.default_rng(0), suite.page_size, jnp.dtype(suite.dtype)
-    counts = [-(-n // size) for n in lens]
+def make_case(
+    suite: Suite, variant: Variant, op: str, pairs: Sequence[tuple[int, int]], padding: int
+) -> Case:
+    """Makes a batch whose pages lie in random order, with NaN and nonsense wherever nobody attends to.
+
+    Args:
+        suite: The shapes.
+        variant: Of attention.
+        op: "paged_decode" or "ragged_attention".
+        pairs: Tokens of each sequence, and its queries among them.
+        padding: Rows behind the queries.
+    """
+    rng, size, window = np.random.default_rng(0), suite.page_size, variant.window
+    counts = [-(-n // size) for n, _ in pairs]
     num_pages = sum(counts) + 4
     shape = (num_pages, 2, suite.kv_heads, size, suite.head_dim)
-    pool = rng.standard_normal(shape, np.float32).astype(dtype)
-    tables = rng.choice([0, _OUT_OF_POOL, *range(num_pages)], (len(lens), max(counts) + 2)).astype(np.int32)
-    pages = iter(1 + rng.permutation(num_pages - 1))
-    slots: list[int] = []
-    for table, n, m in zip(tables, lens, queries, strict=True):
+    pool = rng.standard_normal(shape, np.float32).astype(suite.dtype)
+    tables = rng.choice([0, _OUT_OF_POOL, *range(num_pages)], (len(pairs), max(counts) + 2))
+    pages, slots = iter(1 + rng.permutation(num_pages - 1)), []
+    for table, (n, m), count in zip(tables, pairs, counts, strict=True):
         begin = 0 if window is None else max(0, n - m + 1 - window)
-        for column in range(begin // size, -(-n // size)):
+        for column in range(begin // size, count):
             page = table[column] = next(pages)
             pool[page, :, :, max(0, n - column * size) :] = np.nan
             pool[page, :, :, : max(0, begin - column * size)] = np.nan
         slots += [table[i // size] * size + i % size for i in range(max(0, n - m), n)]
     pool[[0, *pages]] = np.nan
-    start = np.cumsum([0, *queries])
-    q = rng.standard_normal((start[-1] + padding, heads, suite.head_dim), np.float32)
+    start = np.cumsum([0, *(m for _, m in pairs)])
+    q = rng.standard_normal((start[-1] + padding, variant.heads, suite.head_dim), np.float32)
     q[start[-1] :] = np.nan
-    return Batch(q.astype(dtype), pool, tables, *(np.asarray(x, np.int32) for x in (lens, start, slots)))
+    lens, integers = [n for n, _ in pairs], [tables, *([start] if op == "ragged_attention" else [])]
+    integers.insert(1, np.array(lens))
+    args = q.astype(suite.dtype), pool, *(x.astype(np.int32) for x in integers)
+    options = {"scale": variant.scale, "window": window, "soft_cap": variant.soft_cap}
+    if variant.has_bias:
+        options["distance_bias"] = jnp.asarray(rng.standard_normal((variant.heads, 65), np.float32))
+    return Case(f"{op}, {variant}", op, tuple(jax.device_put(args)), options, np.array(slots, np.int32))
 
 
-def attention_cases(suite: Suite) -> Iterator[tuple[str, str, tuple[Array, ...], dict[str, Any]]]:
-    """Yields (name, op, arguments, options): decodes and chunks of prompts of skewed lengths."""
-    size, longest = suite.page_size, min(suite.max_len, LONGEST)
-    edges = [1, size - 1, size, 0, size + 1, 3 * size + 5, longest // 2 + 1]
-    lens = [min(n, longest) for n in (longest, *edges, longest - 1)]
-    # Tokens with their queries: a chunk, a whole prompt, decodes, nobody, a small chunk.
-    mixed = [(300, 200), (40, 40), (LONGEST_OF_PROMPTS, 1), (1, 1), (0, 0), (129, 17)]
-    mixed = [(min(n, longest), min(m, n, longest)) for n, m in mixed]
-    for variant in suite.variants:
-        # A window that no context fills would not be checked.
-        for op, pairs, padding in (
-            ("paged_decode", [(n, 1) for n in lens], 0),
-            ("ragged_attention", mixed, 7),
-        ):
-            contexts, queries = zip(*pairs, strict=True)
-            window = None if variant.window is None else max(1, min(variant.window, max(contexts) // 3))
-            batch = make_batch(suite, variant.heads, window, contexts, queries, padding)
-            yield f"{op}, {variant}", op, _arguments(op, batch), _options(variant, window)
+def attention_cases(suite: Suite, *, is_timed: bool) -> Iterator[Case]:
+    """Yields decodes, and chunks of prompts beside decodes, all of skewed lengths."""
+    size, longest = suite.page_size, min(suite.max_len, TIMED_LEN if is_timed else LONGEST)
+    if is_timed:
+        decodes = [longest, *[longest // 8] * 3] * (TIMED_SEQS // 4)
+        mixed = [(longest, TIMED_CHUNK), *((n, 1) for n in decodes)]
+    else:
+        decodes = [longest, 1, size - 1, size, 0, size + 1, 3 * size + 5, longest // 2 + 1, longest - 1]
+        # A chunk, a whole prompt, decodes, nobody, a small chunk.
+        mixed = [(300, 200), (40, 40), (LONGEST_OF_PROMPTS, 1), (1, 1), (0, 0), (129, 17)]
+    for op, pairs in (("paged_decode", [(n, 1) for n in decodes]), ("ragged_attention", mixed)):
+        pairs = [(min(n, longest), min(n, m, longest) if op == "ragged_attention" else 1) for n, m in pairs]
+        for variant in suite.variants:
+            if variant.window is not None and not is_timed:
+                # A window that no context fills would not be checked.
+                most = max(1, max(n for n, _ in pairs) // 3)
+                variant = dataclasses.replace(variant, window=min(variant.window, most))
+            is_padded = op == "ragged_attention" and not is_timed
+            yield make_case(suite, variant, op, pairs, 7 * is_padded)
 
 
-def move_cases(suite: Suite) -> Iterator[tuple[str, str, tuple[Array, ...], dict[str, Any]]]:
-    """Yields (name, op, arguments, options): tokens and pages that are moved, and others that must not be."""
+def move_cases(suite: Suite) -> Iterator[Case]:
+    """Yields tokens and pages that are moved, and others that must not be."""
     rng, num_pages = np.random.default_rng(1), 24
     shape = (num_pages, 2, suite.kv_heads, suite.page_size, suite.head_dim)
     pool = rng.standard_normal(shape, np.float32).astype(suite.dtype)
@@ -193,17 +204,17 @@ def move_cases(suite: Suite) -> Iterator[tuple[str, str, tuple[Array, ...], dict
     slots = rng.permutation(num_slots)[: num_slots // 2].astype(np.int32)
     slots[::7] = num_slots + np.arange(len(slots[::7]))
     k, v = rng.standard_normal((2, len(slots), *shape[2::2]), np.float32).astype(suite.dtype)
-    yield "write_kv", "write_kv", tuple(jax.device_put((pool, k, v, slots))), {}
+    yield Case("write_kv", "write_kv", tuple(jax.device_put((pool, k, v, slots))))
     src, dst = rng.permutation(num_pages).reshape(2, -1).astype(np.int32)
     src[3], dst[5] = num_pages, num_pages + 7
-    yield "copy_blocks", "copy_blocks", tuple(jax.device_put((pool, src, dst))), {}
+    yield Case("copy_blocks", "copy_blocks", tuple(jax.device_put((pool, src, dst))))
 
 
-def expected(op: str, trusted: Any, args: tuple[Array, ...], options: dict[str, Any]) -> Array:
+def expected(trusted: Any, case: Case) -> Array:
     """Returns what the reference says; of attention one head at a time, as it takes so much memory."""
-    run = getattr(trusted, op)
-    if op in ("write_kv", "copy_blocks"):
-        return jax.jit(run)(*args)
+    run, options = getattr(trusted, case.op), case.options
+    if case.moves:
+        return jax.jit(run)(*case.args)
 
     def attend(q: Array, pool: Array, *rest: Array) -> Array:
         def one_head(head: Array) -> Array:
@@ -214,74 +225,51 @@ def expected(op: str, trusted: Any, args: tuple[Array, ...], options: dict[str, 
         return lax.map(one_head, jnp.arange(q.shape[1])).swapaxes(0, 1)
 
     with jax.default_matmul_precision("highest"):  # a GPU would round float32 to 11 bits
-        return jax.jit(attend)(*args)
+        return jax.jit(attend)(*case.args)
 
 
-def error_of(op: str, got: Array, want: Array) -> float:
+def error_of(got: Array, want: Array, *, is_move: bool) -> float:
     """Returns the largest error, see Suite.bound; of moved values the share of those that are wrong."""
     ours, theirs = (np.asarray(x).astype(np.float64) for x in (got, want))
-    if op in ("write_kv", "copy_blocks"):
+    if is_move:
         return float(np.mean((ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs))))
     size = np.sqrt(np.mean(theirs**2, axis=-1, keepdims=True))
-    off = np.abs(ours - theirs)
     with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.where(off == 0, 0, off / size)
+        share = np.where(ours == theirs, 0, np.abs(ours - theirs) / size)
     return float(np.max(np.nan_to_num(share, nan=math.inf, posinf=math.inf)))
 
 
-def timed_cases(suite: Suite) -> Iterator[tuple[str, str, tuple[Array, ...], dict[str, Any]]]:
-    """Yields (name, op, pool and other arguments, options) of a layer in a decode step and in a mixed one."""
-    longest = min(suite.max_len, TIMED_LEN)
-    lens = [longest if i % 4 == 0 else max(1, longest // 8) for i in range(TIMED_SEQS)]
-    chunk = min(longest, TIMED_CHUNK)
-    for variant in suite.variants:
-        for op, contexts, queries in (
-            ("paged_decode", lens, [1] * len(lens)),
-            ("ragged_attention", [longest, *lens], [chunk, *[1] * len(lens)]),
-        ):
-            batch = make_batch(suite, variant.heads, variant.window, contexts, queries)
-            kv = np.random.default_rng(1).standard_normal(
-                (2, len(batch.q), suite.kv_heads, suite.head_dim), np.float32
-            )
-            q, pool, *rest = _arguments(op, batch)
-            args = (pool, q, *jax.device_put((*kv.astype(suite.dtype), batch.slots)), *rest)
-            yield f"write_kv + {op}, {variant}", op, args, _options(variant, variant.window)
-
-
 class Layer:
-    """The attention of a layer, several times in one program, as layers follow each other.
+    """A layer's write_kv and attention, several times in one program, as layers follow each other.
 
     Args:
         kernels: The ops.
-        op: Which one attends.
-        args: As timed_cases yields them.
-        options: Of the op.
+        case: Of attention; with a slot for every query.
     """
 
-    def __init__(self, kernels: Any, op: str, args: tuple[Array, ...], options: dict[str, Any]) -> None:
-        attend = functools.partial(getattr(kernels, op), **options)
+    def __init__(self, kernels: Any, case: Case) -> None:
+        attend = functools.partial(getattr(kernels, case.op), **case.options)
 
-        def layers(
-            pool: Array, q: Array, k: Array, v: Array, slots: Array, *rest: Array
-        ) -> tuple[Array, Array]:
+        def layers(pool: Array, q: Array, kv: Array, slots: Array, *rest: Array) -> tuple[Array, Array]:
             for _ in range(_STEPS):
-                pool = kernels.write_kv(pool, k, v, slots)
+                pool = kernels.write_kv(pool, kv, -kv, slots)
                 q = attend(q, pool, *rest)
             return pool, q
 
-        self._run = jax.jit(layers, donate_argnums=0)
-        self._pool, *self._rest = jnp.copy(args[0]), *args[1:]
-        self.seconds(1)  # compiles
-        self._calls = max(1, min(_MAX_CALLS, int(_ROUND_S / self.seconds(1) / _STEPS)))
+        q, pool, *rest = case.args
+        self._run, self._pool = jax.jit(layers, donate_argnums=0), jnp.copy(pool)
+        self._rest = q, q[:, : pool.shape[2]], jnp.asarray(case.slots), *rest
+        self.calls = 1
+        self.seconds()  # compiles
+        self.calls = max(1, min(_MAX_CALLS, int(_ROUND_S / self.seconds() / _STEPS)))
 
-    def seconds(self, calls: int | None = None) -> float:
-        """Returns the seconds per layer, of calls that the device does one after the other."""
-        calls = calls or self._calls
+    def seconds(self) -> float:
+        """Returns the seconds per layer, of some calls that the device does one after the other."""
         start = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(self.calls):
             self._pool, out = self._run(self._pool, *self._rest)
         jax.block_until_ready((self._pool, out))
-        return (time.perf_counter() - start) / (calls * _STEPS)
+        return (time.perf_counter() - start) / (self.calls * _STEPS)
 
 
 class _Ended(Exception):
@@ -301,39 +289,38 @@ def run(
         note: Takes the events.
     """
     trusted, other = kernels_of(reference), kernels_of(rival)
-    cases = [*move_cases(suite), *attention_cases(suite)]
+    cases = [*move_cases(suite), *attention_cases(suite, is_timed=False)]
 
-    def attempt[T](case: str, call: Callable[..., T], *args: Any) -> T:
-        note({"begin": case})
+    def attempt[T](case: Case, call: Callable[..., T], *args: Any) -> T:
+        note({"begin": case.name})
         try:
             result = jax.block_until_ready(call(*args))
         except Exception as error:
             # Whoever has the memory has it, whatever the kernels do.
             outcome = "not run" if "RESOURCE_EXHAUSTED" in str(error) else "crashed"
-            raise _Ended(outcome, f"{case}: {type(error).__name__}: {error}"[:500]) from error
+            raise _Ended(outcome, f"{case.name}: {type(error).__name__}: {error}"[:500]) from error
         note({"begin": None})
         return result
 
-    try:  # the ops refuse when they are traced, and nothing has run yet
+    try:
         ours = kernels_of(candidate)
-        for _, op, args, options in cases:
-            jax.eval_shape(functools.partial(getattr(ours, op), **options), *args)
+        calls = [jax.jit(functools.partial(getattr(ours, case.op), **case.options)) for case in cases]
+        for call, case in zip(calls, cases, strict=True):
+            call.eval_shape(*case.args)  # the ops refuse when they are traced, and nothing has run yet
     except ValueError as error:
         raise _Ended("unsupported", str(error)) from error
     is_right = True
-    for case, op, args, options in cases:
-        want = np.asarray(expected(op, trusted, args, options))
-        call = jax.jit(functools.partial(getattr(ours, op), **options))
-        error = error_of(op, attempt(case, call, *args), want)
-        bound = 0.0 if op in ("write_kv", "copy_blocks") else suite.bound
-        note({"row": {"case": case, "error": error, "bound": bound}})
-        is_right &= error <= bound
-    for case, op, args, options in timed_cases(suite) if is_right else ():
-        theirs = Layer(other, op, args, options)
-        mine = attempt(case, Layer, ours, op, args, options)
+    for call, case in zip(calls, cases, strict=True):
+        want = np.asarray(expected(trusted, case))
+        error = error_of(attempt(case, call, *case.args), want, is_move=case.moves)
+        limit = 0.0 if case.moves else suite.bound
+        note({"row": {"case": case.name, "what": "error", "value": error, "limit": limit}})
+        is_right &= error <= limit
+    for case in attention_cases(suite, is_timed=True) if is_right else ():
+        theirs, mine = Layer(other, case), attempt(case, Layer, ours, case)
         times = [(attempt(case, mine.seconds), theirs.seconds()) for _ in range(_ROUNDS)]
         best, rivals = (min(column) * 1e6 for column in zip(*times, strict=True))
-        note({"row": {"case": case, "microseconds": best, "rival": rivals}})
+        note({"row": {"case": f"write_kv + {case.name}", "what": "us", "value": best, "limit": rivals}})
 
 
 def main(task: dict[str, Any]) -> None:
@@ -364,16 +351,3 @@ def main(task: dict[str, Any]) -> None:
         except Exception as error:
             end = "not run", f"{type(error).__name__}: {error}"[:500]
         note({"end": end[0], "reason": end[1]})
-
-
-def _arguments(op: str, batch: Batch) -> tuple[Array, ...]:
-    start = (batch.start,) if op == "ragged_attention" else ()
-    return tuple(jax.device_put((batch.q, batch.pool, batch.tables, batch.lens, *start)))
-
-
-def _options(variant: Variant, window: int | None) -> dict[str, Any]:
-    options = {"scale": variant.scale, "window": window, "soft_cap": variant.soft_cap}
-    if variant.has_bias:
-        bias = np.random.default_rng(2).standard_normal((variant.heads, 65), np.float32)
-        options["distance_bias"] = jnp.asarray(bias)
-    return options

@@ -45,11 +45,23 @@ def make_local_executor(args: EngineArgs) -> "Executor":
     return LocalExecutor(args)
 
 
-def check_local_kernels(args: EngineArgs) -> tuple[str, bool]:
-    """Checks kernels on the device of this process, as `auto` does on a GPU; see executor.py."""
-    from jax_paged.worker.executor import check_local_kernels
+def check_kernels(args: EngineArgs) -> tuple[str, bool]:
+    """Checks kernels with the shapes of a model on this machine, and keeps the verdict, which `auto` goes by.
 
-    return check_local_kernels(args)
+    Args:
+        args: Name the model and the backend; "auto" stands for "pallas" here.
+
+    Returns:
+        What was found, as a table, and whether the kernels have passed.
+
+    Raises:
+        ValueError: If there is no such model.
+    """
+    from jax_paged.worker.kernel_check import check, suite_of
+
+    name = "pallas" if args.attention_backend == "auto" else args.attention_backend
+    verdict = check(suite_of(args), candidate=name, is_anew=True)
+    return verdict.table(), verdict.outcome == "passed"
 
 
 def with_end_token(config: EngineConfig, tokenizer: Tokenizer | None) -> EngineConfig:

@@ -83,18 +83,6 @@ def make_batch_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_check_parser() -> argparse.ArgumentParser:
-    """Returns a parser with an option for every field of EngineArgs."""
-    parser = argparse.ArgumentParser(
-        prog="jax-paged check-kernels",
-        description="Checks the kernels of --attention-backend (auto: pallas) on this machine, with the "
-        "shapes of a model: every result, then the times beside XLA's. On a GPU, auto goes by the verdict.",
-        allow_abbrev=False,
-    )
-    add_options(parser, EngineArgs)
-    return parser
-
-
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     """Parses a command line, without the program's name.
 
@@ -142,11 +130,14 @@ def _run_batch(argv: Sequence[str]) -> NoReturn:
 
 
 def _check_kernels(argv: Sequence[str]) -> NoReturn:
-    args = make_check_parser().parse_args(argv)
+    text = "Checks the kernels of --attention-backend (auto: pallas) on this machine, with a model's shapes."
+    parser = argparse.ArgumentParser("jax-paged check-kernels", description=text, allow_abbrev=False)
+    add_options(parser, EngineArgs)
+    args = parser.parse_args(argv)
     try:
-        from jax_paged.engine.assembly import check_local_kernels  # only now, as it imports much
+        from jax_paged.engine.assembly import check_kernels  # only now, as it imports much
 
-        table, has_passed = check_local_kernels(EngineArgs.from_cli_args(args))
+        table, has_passed = check_kernels(EngineArgs.from_cli_args(args))
     except ValueError as error:
         sys.exit(f"jax-paged: {error}")
     except KeyboardInterrupt:

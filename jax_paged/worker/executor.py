@@ -112,25 +112,6 @@ class Executor(Protocol):
         ...
 
 
-def check_local_kernels(args: EngineArgs) -> tuple[str, bool]:
-    """Checks kernels on this process's device, with the shapes of a model, and keeps the verdict for `auto`.
-
-    Args:
-        args: Name the model and the backend; "auto" stands for "pallas" here.
-
-    Returns:
-        What was found, as a table, and whether the kernels have passed.
-
-    Raises:
-        ValueError: If there is no such model.
-    """
-    from jax_paged.worker import kernel_check
-
-    name = "pallas" if args.attention_backend == "auto" else args.attention_backend
-    verdict = kernel_check.check(kernel_check.suite_of(args), candidate=name, is_anew=True)
-    return verdict.table(), verdict.outcome == "passed"
-
-
 class LocalExecutor:
     """Runs steps in this process, on the devices that JAX sees. It is an Executor.
 
