@@ -81,11 +81,12 @@ SECTIONS: dict[str, tuple[Callable[[bool], Iterator[Report]], int]] = {
     "agreement": (gpu_engine.agreement, 150),
     "llama-1b-pallas": (llama(gpu_engine.LLAMA_1B, "pallas"), 150),
     "llama-8b-pallas": (llama(gpu_engine.LLAMA_8B, "pallas"), 260),
+    "self-check": (gpu_kernels.self_check, 300),
     "kernel-tests": (gpu_kernels.kernel_tests, PART_S),
     "kernel-speed": (gpu_kernels.kernel_speed, PART_S),
 }
 PARTS = {
-    "kernel-tests": ("kernel-tests",),
+    "kernel-tests": ("self-check", "kernel-tests"),
     "engine": ("exactness", "llama-1b", "llama-8b"),
     "engine-pallas": ("agreement", "llama-1b-pallas", "llama-8b-pallas"),
     "kernel-speed": ("kernel-speed",),
@@ -141,6 +142,10 @@ def table(report: Report) -> str:
             lines.append(f"exact: {name:<26}{equal:>18}   {detail}")
     for backend, errors in report.get("agreement", {}).get("log_probabilities", {}).items():
         lines.append(f"log-probabilities with {backend}: off by {errors['mean_error']:.2g} in the mean")
+    if "outcome" in report.get("self-check", {}):
+        lines.append(
+            f"check behind auto: {report['self-check']['outcome']}, {report['self-check']['reason']}"
+        )
     llamas = [name for name in SECTIONS if report.get(name, {}).get("rounds")]
     if llamas:
         lines += [

@@ -16,6 +16,7 @@ import math
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jax_paged.pallas_kernels import ops
+from jax_paged.pallas_kernels import ops, reference
 
 OPS = ("write_kv", "copy_blocks", "paged_decode", "ragged_attention")
 # Long enough for an item of the work list to hold many blocks; a prompt that fills several tiles.
@@ -210,9 +211,9 @@ def move_cases(suite: Suite) -> Iterator[Case]:
     yield Case("copy_blocks", "copy_blocks", tuple(jax.device_put((pool, src, dst))))
 
 
-def expected(trusted: Any, case: Case) -> Array:
+def expected(case: Case) -> Array:
     """Returns what the reference says; of attention one head at a time, as it takes so much memory."""
-    run, options = getattr(trusted, case.op), case.options
+    run, options = getattr(reference, case.op), case.options
     if case.moves:
         return jax.jit(run)(*case.args)
 
@@ -276,19 +277,20 @@ class _Ended(Exception):
     """The check is over: (outcome, reason)."""
 
 
-def run(
-    suite: Suite, candidate: str, reference: str, rival: str, note: Callable[[dict[str, Any]], None]
-) -> None:
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]], None]) -> None:
     """Checks and times the candidate's ops.
 
     Args:
         suite: With which shapes.
         candidate: Backend, or module with the four ops, that is checked.
-        reference: That says what is right.
         rival: Beside which it is timed, if all results are right.
         note: Takes the events.
     """
-    trusted, other = kernels_of(reference), kernels_of(rival)
+    other = kernels_of(rival)
     cases = [*move_cases(suite), *attention_cases(suite, is_timed=False)]
 
     def attempt[T](case: Case, call: Callable[..., T], *args: Any) -> T:
@@ -298,7 +300,7 @@ def run(
         except Exception as error:
             # Whoever has the memory has it, whatever the kernels do.
             outcome = "not run" if "RESOURCE_EXHAUSTED" in str(error) else "crashed"
-            raise _Ended(outcome, f"{case.name}: {type(error).__name__}: {error}"[:500]) from error
+            raise _Ended(outcome, f"{case.name}: {_in_a_line(error)}") from error
         note({"begin": None})
         return result
 
@@ -311,7 +313,7 @@ def run(
         raise _Ended("unsupported", str(error)) from error
     is_right = True
     for call, case in zip(calls, cases, strict=True):
-        want = np.asarray(expected(trusted, case))
+        want = np.asarray(expected(case))
         error = error_of(attempt(case, call, *case.args), want, is_move=case.moves)
         limit = 0.0 if case.moves else suite.bound
         note({"row": {"case": case.name, "what": "error", "value": error, "limit": limit}})
@@ -345,9 +347,8 @@ def main(task: dict[str, Any]) -> None:
         try:
             if (kind := jax.devices()[0].device_kind) != task["device_kind"]:
                 raise _Ended("not run", f"the device is {kind} and not {task['device_kind']}")
-            run(Suite.of_values(task["suite"]), *(task[x] for x in ("candidate", "reference", "rival")), note)
-        except _Ended as ended:
-            end = ended.args
+            run(Suite.of_values(task["suite"]), task["candidate"], task["rival"], note)
         except Exception as error:
-            end = "not run", f"{type(error).__name__}: {error}"[:500]
+            end = error.args if isinstance(error, _Ended) else ("not run", _in_a_line(error))
+            traceback.print_exc()
         note({"end": end[0], "reason": end[1]})

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,14 +49,7 @@ sys.path[:] = task["path"]
 from jax_paged.pallas_kernels import self_check
 self_check.main(task)
 """
-_COMPILERS = (
-    "jax",
-    "jaxlib",
-    "jax-cuda12-plugin",
-    "jax-cuda13-plugin",
-    "nvidia-cuda-nvcc-cu12",
-    "nvidia-cuda-nvcc",
-)
+_COMPILERS = "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin nvidia-cuda-nvcc-cu12 nvidia-cuda-nvcc"
 _OUTPUT_CHARACTERS = 2000
 
 Outcome = Literal["passed", "slower", "wrong", "crashed", "hung", "unsupported", "not run"]
@@ -119,10 +111,9 @@ def choose_backend(
         _LOGGER.info("attention runs in the Pallas kernels: %s", verdict.reason)
         return "pallas", f"auto: {verdict.reason}"
     command = f"jax-paged check-kernels --model {args.model}"
-    advice = {
-        "unsupported": "",
-        "not run": f". The next start tries again; `{command}` shows more",
-    }.get(verdict.outcome, f". Please open an issue with what `{command}` prints")
+    advice = f". Please open an issue with what `{command}` prints"
+    if verdict.outcome in ("unsupported", "not run"):
+        advice = f". `{command}` shows more"
     why = f"pallas {verdict.outcome}: {verdict.reason}"
     _LOGGER.warning("attention runs in XLA, not in the Pallas kernels; %s%s", why, advice)
     return backend, f"auto; {why}"
@@ -137,14 +128,15 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
         model = outline(resolve_model_dir(args.model), args.dtype, args.max_model_len)
     else:
         model = loaded.model if isinstance(loaded, LoadedModel) else loaded
-    specs, found = model.kv_cache_specs(), dict[Variant, None]()
+    specs, found = model.kv_cache_specs(), dict[Any, Variant]()
     graphdef, state = nnx.split(model)
 
     def attend(
         layer: int, q: Array, k: Array, v: Array, *, scale: float, soft_cap: float | None = None, **bias: Any
     ) -> Array:
-        has_bias = bias.get("distance_bias") is not None
-        found[Variant(q.shape[-2], float(scale), window_of(specs[layer]), soft_cap, has_bias)] = None
+        asked = window_of(specs[layer]), soft_cap, bias.get("distance_bias") is not None
+        # Layers that differ in their scale only run the same kernels.
+        found.setdefault(asked, Variant(q.shape[-2], float(scale), *asked))
         return q
 
     def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
@@ -157,7 +149,7 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
     hidden = jax.eval_shape(run, state)
     max_len = args.max_model_len or model.config.max_position_embeddings
     return Suite(
-        variants=tuple(found),
+        variants=tuple(found.values()),
         kv_heads=specs[0].num_kv_heads,
         head_dim=specs[0].head_dim,
         page_size=args.block_size,
@@ -171,7 +163,6 @@ def check(
     folder: Path | None = None,
     *,
     candidate: str = "pallas",
-    reference: str = "reference",
     rival: str = "xla",
     limit_s: float = LIMIT_S,
     is_anew: bool = False,
@@ -182,30 +173,22 @@ def check(
         suite: The shapes.
         folder: Where verdicts are kept; None for config.cache_dir's.
         candidate: Backend, or module with the four ops, that is checked.
-        reference: That says what is right.
         rival: That the candidate has to be at least as fast as.
         limit_s: Seconds after which the check is killed.
         is_anew: Whether it runs even if there is a verdict.
     """
-    names = {"candidate": candidate, "reference": reference, "rival": rival}
-    key = {**names, "suite": dataclasses.asdict(suite), **_machine()}
-    key = json.loads(json.dumps(key))  # as it is read again
+    task = {"candidate": candidate, "rival": rival, "suite": dataclasses.asdict(suite)}
+    key = json.loads(json.dumps(task | _machine()))  # as it is read again
     folder = folder or Path(cache_dir("kernel-checks"))
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     file = folder / f"{digest[:32]}.json"
     if not is_anew and (verdict := _kept(file, key)) is not None:
         return verdict
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(_alone(folder, limit_s))
-        except OSError as error:
-            _LOGGER.warning(
-                "no verdict on the kernels can be kept in %s, so every start checks: %s", folder, error
-            )
+    with _alone(folder):
         # Perhaps somebody else has just checked the same.
         if not is_anew and (verdict := _kept(file, key)) is not None:
             return verdict
-        verdict = _run({**names, "suite": key["suite"], "device_kind": key["device"]}, limit_s)
+        verdict = _run(task | {"device_kind": key["device"]}, limit_s)
         if verdict.outcome != "not run":
             with contextlib.suppress(OSError):  # which was said
                 _keep(file, key, verdict)
@@ -218,7 +201,7 @@ def _machine() -> dict[str, Any]:
     for source in sorted(Path(ops.__file__).parent.glob("*.py")):
         sources.update(source.name.encode() + source.read_bytes())
     versions = {}
-    for name in _COMPILERS:
+    for name in _COMPILERS.split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return {
@@ -264,26 +247,22 @@ def _keep(file: Path, key: dict[str, Any], verdict: Verdict) -> None:
     part.replace(file)
 
 
-@contextlib.contextmanager
-def _alone(folder: Path, limit_s: float) -> Iterator[None]:
+def _alone(folder: Path) -> contextlib.AbstractContextManager[Any]:
     """Waits until nobody else checks: two would spoil each other's times. The lock ends with its process."""
     import fcntl  # where there are NVIDIA GPUs for JAX, there is fcntl
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        deadline, has_told = time.monotonic() + 2 * limit_s, False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-            if not has_told:
-                _LOGGER.info("another process checks kernels; waiting for it")
-                has_told = True
-            time.sleep(0.1)
-        yield
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _LOGGER.info("another process checks kernels; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        _LOGGER.warning("%s can't keep verdicts on kernels, so every start checks: %s", folder, error)
+        return contextlib.nullcontext()
+    return lock
 
 
 def _run(task: dict[str, Any], limit_s: float) -> Verdict:
@@ -301,14 +280,16 @@ def _run(task: dict[str, Any], limit_s: float) -> Verdict:
                 process = subprocess.Popen(command, start_new_session=True, **pipes)
             except OSError as error:
                 return Verdict("not run", f"Python can't be started: {error}", 0.0)
+        how = f"not done after {limit_s:.0f} s"
         try:
             code = process.wait(limit_s)
+            how = f"the process ended with {code if code >= 0 else signal.Signals(-code).name}"
         except subprocess.TimeoutExpired:
             code = None
         finally:
             _end(process)
         found = events.read_text(encoding="utf-8").splitlines() if events.exists() else []
-        outcome, reason, rows = _judge(found, code, limit_s)
+        outcome, reason, rows = _judge(found, "hung" if code is None else "crashed", how)
         output = printed.read_text(encoding="utf-8", errors="replace")[-_OUTPUT_CHARACTERS:]
     return Verdict(outcome, reason, time.monotonic() - start, rows, "" if outcome == "passed" else output)
 
@@ -323,23 +304,16 @@ def _end(process: subprocess.Popen[Any]) -> None:
             _LOGGER.warning("process %d, which checked the kernels, can't be ended", process.pid)
 
 
-def _judge(
-    lines: list[str], code: int | None, limit_s: float
-) -> tuple[Outcome, str, tuple[dict[str, Any], ...]]:
-    """Returns outcome, reason and rows, from the events of a process and its exit code (None: killed)."""
+def _judge(lines: list[str], end: Outcome, how: str) -> tuple[Outcome, str, tuple[dict[str, Any], ...]]:
+    """Returns outcome, reason and rows, from the events of a process and how it has ended."""
     events: list[dict[str, Any]] = []
     for line in lines:
         with contextlib.suppress(ValueError):  # the last one may be cut off
             events.append(json.loads(line))
     rows = tuple(event["row"] for event in events if "row" in event)
-    begun = [event["begin"] for event in events if "begin" in event][-1:]
-    case = begun[0] if begun else None
     if not events or "end" not in events[-1]:
-        end = code if code is None or code >= 0 else signal.Signals(-code).name
-        how = f"not done after {limit_s:.0f} s" if code is None else f"the process ended with {end}"
-        if case is None:
-            return "not run", how, rows
-        return "hung" if code is None else "crashed", f"{case}: {how}", rows
+        case = next((event["begin"] for event in reversed(events) if "begin" in event), None)
+        return ("not run", how, rows) if case is None else (end, f"{case}: {how}", rows)
     if events[-1]["end"] != "done":
         return events[-1]["end"], events[-1]["reason"], rows
     over = [row for row in rows if row["value"] > row["limit"]]
