@@ -2,7 +2,7 @@
 the kernel tests, and the kernels' speed beside other implementations.
 
     make gpu-check                                        on a machine with an NVIDIA GPU; under 40 minutes
-    make gpu-check ARGS='--part kernel-tests'             under 10; or: engine, engine-pallas, kernel-speed
+    make gpu-check ARGS='--part kernel-tests'             under 10; or: self-check, engine, engine-pallas, kernel-speed
     python benchmarks/gpu_check.py --allow-cpu --tiny     the same program at toy sizes, on any machine
 
 Needs jax, flax, numpy, safetensors, tokenizers and jaxtyping; jax-paged itself need not be installed, nothing
@@ -86,7 +86,8 @@ SECTIONS: dict[str, tuple[Callable[[bool], Iterator[Report]], int]] = {
     "kernel-speed": (gpu_kernels.kernel_speed, PART_S),
 }
 PARTS = {
-    "kernel-tests": ("self-check", "kernel-tests"),
+    "self-check": ("self-check",),
+    "kernel-tests": ("kernel-tests",),
     "engine": ("exactness", "llama-1b", "llama-8b"),
     "engine-pallas": ("agreement", "llama-1b-pallas", "llama-8b-pallas"),
     "kernel-speed": ("kernel-speed",),

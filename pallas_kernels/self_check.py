@@ -35,7 +35,7 @@ OPS = ("write_kv", "copy_blocks", "paged_decode", "ragged_attention")
 LONGEST, LONGEST_OF_PROMPTS = 4096, 700
 # What is timed: a decode step of skewed lengths, and a chunk of a prompt beside decodes.
 TIMED_LEN, TIMED_SEQS, TIMED_CHUNK = 2048, 32, 512
-_STEPS, _ROUNDS, _ROUND_S, _MAX_CALLS = 4, 3, 0.05, 20
+_STEPS, _ROUNDS, _ROUND_S, _MAX_CALLS = 2, 3, 0.05, 40
 _OUT_OF_POOL = 10**6
 
 
