@@ -2,7 +2,7 @@
 the kernel tests, and the kernels' speed beside other implementations.
 
     make gpu-check                                        on a machine with an NVIDIA GPU; under 40 minutes
-    make gpu-check ARGS='--part kernel-tests'             under 10; or: self-check, engine, engine-pallas, kernel-speed
+    make gpu-check ARGS='--part kernel-tests'             under 10; or self-check, engine, engine-pallas ...
     python benchmarks/gpu_check.py --allow-cpu --tiny     the same program at toy sizes, on any machine
 
 Needs jax, flax, numpy, safetensors, tokenizers and jaxtyping; jax-paged itself need not be installed, nothing

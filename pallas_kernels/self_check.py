@@ -165,8 +165,7 @@ def make_case(
     start = np.cumsum([0, *(m for _, m in pairs)])
     q = rng.standard_normal((start[-1] + padding, variant.heads, suite.head_dim), np.float32)
     q[start[-1] :] = np.nan
-    lens, integers = [n for n, _ in pairs], [tables, *([start] if op == "ragged_attention" else [])]
-    integers.insert(1, np.array(lens))
+    integers = [tables, np.array([n for n, _ in pairs]), start][: 3 if op == "ragged_attention" else 2]
     args = q.astype(suite.dtype), pool, *(x.astype(np.int32) for x in integers)
     options = {"scale": variant.scale, "window": window, "soft_cap": variant.soft_cap}
     if variant.has_bias:
@@ -178,7 +177,7 @@ def attention_cases(suite: Suite, *, is_timed: bool) -> Iterator[Case]:
     """Yields decodes, and chunks of prompts beside decodes, all of skewed lengths."""
     size, longest = suite.page_size, min(suite.max_len, TIMED_LEN if is_timed else LONGEST)
     if is_timed:
-        decodes = [longest, *[longest // 8] * 3] * (TIMED_SEQS // 4)
+        decodes = [longest, *[max(1, longest // 8)] * 3] * (TIMED_SEQS // 4)
         mixed = [(longest, TIMED_CHUNK), *((n, 1) for n in decodes)]
     else:
         decodes = [longest, 1, size - 1, size, 0, size + 1, 3 * size + 5, longest // 2 + 1, longest - 1]

@@ -76,7 +76,7 @@ class Verdict:
 
     def table(self) -> str:
         """Returns all of it for people to read."""
-        lines = [f"{'':<64}{'':>6}{'pallas':>10}{'at most':>10}"]
+        lines = [f"{'':<64}{'':>6}{'is':>10}{'at most':>10}"]
         for row in self.rows:
             mark = " TOO LARGE" if row["value"] > row["limit"] else ""
             lines.append(f"{row['case']:<64}{row['what']:>6}{row['value']:>10.3g}{row['limit']:>10.3g}{mark}")
