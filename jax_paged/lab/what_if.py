@@ -284,7 +284,15 @@ class _WhatIf:
     def _end(self, group: SequenceGroup, now: float) -> None:
         """Ends sequences where stop strings did, and a request whose further tokens are not recorded."""
         place = self.places[group]
-        for seq in group.unfinished if group.beam_params is None else ():
+        if group.beam_params is not None:
+            return
+        for seq in group.sequences:
+            if seq.status.is_finished and len(seq.output_token_ids) > (
+                n := len(self._drawn(place, seq.index))
+            ):
+                seq.truncate(n)  # it had ended with a token that nobody has drawn
+                seq.status = SequenceStatus.FINISHED_ABORTED
+        for seq in group.unfinished:
             finish = self.finishes.get((place, seq.index))
             num_tokens = None if finish is None else finish["num_output_tokens"]
             if finish is not None and num_tokens is not None and len(seq.output_token_ids) >= num_tokens:
