@@ -127,7 +127,7 @@ native-sanitize: setup
 
 $(KERNELS_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERNELS_VENV)
-	$(KERNELS_PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cuda13]' pytest pytest-timeout
+	$(KERNELS_PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cuda13]' pytest pytest-timeout nvidia-cuda-nvdisasm
 	@touch $@
 
 clean:
