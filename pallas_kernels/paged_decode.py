@@ -195,6 +195,15 @@ def _attend(
                     barrier = bars[which].at[slot] if bars else None
                     tuning.copy_to_smem(pool_ref.at[page, which, head], target, barrier)
 
+        def wait(block, which):
+            """Waits for the keys (0) or the values (1) of a block; all copies after them may be in flight."""
+            if bars:
+                plgpu.barrier_wait(bars[which].at[lax.rem(block, jnp.int32(num_stages))])
+            else:
+                values = pages * (1 - which)
+                is_last = block + (num_stages - 2) >= last
+                tuning.wait_cp_async(is_last, values, values + 2 * pages * (num_stages - 2))
+
         def live(block, shape, dimension, layout):
             token = tuning.iota(shape, dimension, layout) + block * tokens
             return (token < length) if window is None else (token < length) & (token >= length - window)
@@ -203,16 +212,7 @@ def _attend(
             accs, largest, total, page_ids = carry
             slot, ahead = lax.rem(block, jnp.int32(num_stages)), block + (num_stages - 1)
 
-            @pl.when(ahead < last)
-            def _():
-                if bars:  # what was read of the slot's last block stays before what TMA writes
-                    plgpu.commit_smem()
-                issue(ahead, page_ids)
-
-            if bars:
-                plgpu.barrier_wait(bars[0].at[slot])
-            else:
-                tuning.wait_cp_async(ahead < last, 2 * pages * (num_stages - 1))
+            wait(block, 0)
             keys = plgpu.load(k_smem.at[slot].T, layout=rhs, optimized=False)
             scores = tuning.mma(zeros(tokens), queries, keys, interpret=interpret)
             if soft_cap is None:
@@ -229,9 +229,17 @@ def _attend(
             # Summed over the tokens only at the end, as that takes all four warps.
             total = total * lax.broadcast_in_dim(decay, total.shape, [0]) + probs
             p_smem[...] = probs.astype(dtype)
-            weights = plgpu.load(p_smem, layout=lhs, optimized=False)
+            # All warps meet: the weights are there, and the block before has been read, so that its stage can
+            # be filled again.
             if bars:
-                plgpu.barrier_wait(bars[1].at[slot])
+                plgpu.commit_smem()
+            wait(block, 1)
+
+            @pl.when(ahead < last)
+            def _():
+                issue(ahead, page_ids)
+
+            weights = plgpu.load(p_smem, layout=lhs, optimized=False)
             new_accs = []
             for acc, (start, width) in zip(accs, parts, strict=True):
                 values = plgpu.load(v_smem.at[slot, :, pl.ds(start, width)], layout=rhs, optimized=False)
@@ -267,8 +275,10 @@ def _attend(
             accs, largest, total, _ = lax.fori_loop(end, last, masked, carry)
             # By way of shared memory, as the rows past the group need not go out. A buffer for each part: JAX
             # swizzles it as it likes, and writes to the wrong places of a slice that cuts the pattern.
-            for acc, acc_smem, (start, width) in zip(accs, acc_smems, parts, strict=True):
+            for acc, acc_smem in zip(accs, acc_smems, strict=True):
                 tuning.store(acc_smem, acc)
+            tuning.meet(config.has_tma)
+            for acc_smem, (start, width) in zip(acc_smems, parts, strict=True):
                 layout = tuning.row_layout(group * width)
                 live_rows = plgpu.load(acc_smem.at[:group], layout=layout, optimized=False)
                 tuning.store(acc_ref.at[item, head, :, pl.ds(start, width)], live_rows)
@@ -294,6 +304,6 @@ def _attend(
         grid=(kv_heads, num_items),
         grid_names=("head", "item"),
         kernel_name="paged_decode",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=tuning.interpret_params(interpret),
     )(rows, kv_pages, block_tables, context_lens, items)

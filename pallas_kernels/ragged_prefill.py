@@ -193,7 +193,7 @@ def _make(kernel: Kernel, body: Callable[..., None], scratch_types: list[Any], *
         grid=(kernel.kv_heads, kernel.num_tiles),
         grid_names=("head", "tile"),
         kernel_name="ragged_attention",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=tuning.interpret_params(kernel.interpret),
         **threads,
     )
@@ -292,7 +292,9 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                         plgpu.barrier_arrive(is_clean)
                         plgpu.barrier_wait(is_clean)
 
-            own_q[...] = ragged_tile.walk(kernel, tile, attend, carry)
+            result = ragged_tile.walk(kernel, tile, attend, carry)
+            plgpu.commit_smem()  # all warps have multiplied their queries, which the result overwrites
+            own_q[...] = result
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(own_q, out_ref.at[index, head, rows])
             plgpu.wait_smem_to_gmem(0)
@@ -321,21 +323,23 @@ def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
         for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
     )
     mma = functools.partial(tuning.mma, interpret=kernel.interpret)
+    pages = tokens // page_size
 
     def body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, out_ref, k_s, v_s, p_s):
         head, index, tile = _tile_of_block(kernel, tiles_ref)
         begin, *_middle, end = ragged_tile.spans(kernel, tile)
 
         def copy(step: Array) -> None:
-            for i, page in enumerate(ragged_tile.pages_of(kernel, tile, step, tables_ref)):
-                for which, ref in enumerate((k_s, v_s)):
+            page_ids = ragged_tile.pages_of(kernel, tile, step, tables_ref)
+            for which, ref in enumerate((k_s, v_s)):
+                for i, page in enumerate(page_ids):
                     target = ref.at[lax.rem(step, jnp.int32(2)), pl.ds(i * page_size, page_size)]
                     tuning.copy_to_smem(kv_ref.at[page, which, head], target, None)
 
         def attend(step: Array, carry: Carry, *, is_full: bool) -> Carry:
             slot = lax.rem(step, jnp.int32(2))
-            # This step has arrived; and as all warps meet here, the other slot has been read.
-            plgpu.wait_gmem_to_smem(0)
+            # The keys have arrived; and as all warps meet here, the other slot has been read.
+            plgpu.wait_gmem_to_smem(pages)
             pl.when(step + 1 < end)(lambda: copy(step + 1))
             # Loaded again at every step, as no registers are left to keep them.
             queries = plgpu.load(q_ref.at[index, head], layout=lhs, optimized=False)
@@ -346,6 +350,7 @@ def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
                 kernel, mma(scores, queries, keys), carry, live
             )
             p_s[...] = probs
+            tuning.wait_cp_async(step + 1 >= end, 0, 2 * pages)  # for the values, and for the others' p_s
             probs = plgpu.load(p_s, layout=lhs, optimized=False)
             values = plgpu.load(v_s.at[slot], layout=rhs, optimized=False)
             if not is_full:

@@ -96,7 +96,7 @@ def test_the_path_of_sm_80_with_copies_that_take_no_time(monkeypatch, num_stages
         target[...] = source[...]
 
     monkeypatch.setattr(tuning, "copy_to_smem", copy)
-    monkeypatch.setattr(tuning, "wait_cp_async", lambda has_issued, copies_in_flight: None)
+    monkeypatch.setattr(plgpu, "wait_gmem_to_smem", lambda _: None)
     case = make_case([300, 0, 40], heads=4, kv_heads=2, head_dim=80, page_size=32, dtype="float16")[:4]
     config = tuning.KernelConfig(16, 64, num_stages, num_items=6, has_tma=False)
     options = {"scale": 0.1, "window": 250}

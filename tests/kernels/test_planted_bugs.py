@@ -103,11 +103,21 @@ def test_a_missing_wait(op, number, monkeypatch):
     assert len(calls) == (4 if op == "decode" else len(RAGGED_WAITS))
 
 
-@pytest.mark.parametrize("number", [0, 1])  # after cleaned values, and before the store of the result
-def test_a_missing_fence(number, monkeypatch):
+# In the order in which the kernels are traced.
+FENCES = {
+    "decode": ("weights of full blocks", "weights of masked blocks", "result"),
+    "ragged": ("cleaned values", "queries", "result"),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "number"),
+    [(op, i) for op, names in FENCES.items() for i, name in enumerate(names) if name != "queries"],
+)
+def test_a_missing_fence(op, number, monkeypatch):
     calls = leave_out(monkeypatch, plgpu, "commit_smem", number)
-    assert is_wrong("h100", "ragged")
-    assert len(calls) == 2
+    assert is_wrong("h100", op)
+    assert len(calls) == len(FENCES[op])
 
 
 @pytest.mark.parametrize(
