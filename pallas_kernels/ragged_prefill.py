@@ -147,7 +147,7 @@ def prefill_config(
     tokens = max(page_size, 64 if gpu.has_tma and is_masked_and_capped else rows)
     rest = gpu.smem_bytes - 1024 - rows * head_dim * itemsize
     num_stages = max(2, min(4, rest // (2 * tokens * head_dim * itemsize))) if gpu.has_tma else 2
-    return KernelConfig(rows, tokens, num_stages, num_items=0, has_tma=gpu.has_tma)
+    return KernelConfig(rows, tokens, num_stages, num_parts=0, has_tma=gpu.has_tma)
 
 
 def plan_tiles(

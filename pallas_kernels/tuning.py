@@ -18,6 +18,8 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 MAX_GROUP_SIZE = 16
 INTERPRETED_SMS = 4
+# Of a warpgroup.
+WARPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +50,14 @@ class KernelConfig:
         block_rows: Query rows per tile; a query has one row per query head of the kv head.
         block_tokens: Tokens whose keys and values a pipeline stage holds, a multiple of the page size.
         num_stages: Pipeline stages; all but one are in flight.
-        num_items: Entries of the work list per kv head (paged_decode).
+        num_parts: Blocks of threads per kv head (paged_decode).
         has_tma: Target.has_tma of the GPU that the sizes were chosen for.
     """
 
     block_rows: int
     block_tokens: int
     num_stages: int
-    num_items: int
+    num_parts: int
     has_tma: bool
 
 

@@ -105,7 +105,7 @@ WAITS = [*FREE, *FREE, "queries", "keys", "values", "values", "clean", "keys"]
 def test_a_missing_wait_is_caught(planted, monkeypatch, capsys):
     """A test of the tests: the interpreter must see each kind of wait that a change could lose."""
     case = make_case([700], heads=2, kv_heads=1, head_dim=64, page_size=16, dtype="bfloat16", query_lens=[2])
-    config = tuning.KernelConfig(128, 128, num_stages=2, num_items=0, has_tma=True)
+    config = tuning.KernelConfig(128, 128, num_stages=2, num_parts=0, has_tma=True)
     barrier_wait, calls = plgpu.barrier_wait, []
 
     def wait_but_for_one(barrier):
@@ -139,7 +139,7 @@ def test_gpus_without_wgmma_are_errors(monkeypatch):
 
 def test_shapes_that_do_not_fit_are_errors():
     case = make_case([5], heads=2, kv_heads=1, head_dim=256, page_size=16, dtype="float16", query_lens=[5])
-    config = tuning.KernelConfig(128, 128, num_stages=4, num_items=0, has_tma=True)
+    config = tuning.KernelConfig(128, 128, num_stages=4, num_parts=0, has_tma=True)
     with pytest.raises(
         ValueError, match=r"ragged_attention with head_dim 256 .*needs 589824 bytes of shared"
     ):
