@@ -1,4 +1,4 @@
-"""The ragged attention kernel: chunks of prompts and single queries of decodes in one launch.
+"""The ragged attention kernel: chunks of prompts. Single queries beside them go to paged_decode.
 
 A tile is Q queries of one sequence with the G heads of one kv head: Q * G rows of a matrix product.
 Sequence b has the tiles from query_start_loc[b] // Q + b on, so a tile finds its sequence, and a token its
@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels import ragged_tile, tuning
+from jax_paged.pallas_kernels.paged_decode import paged_decode
 from jax_paged.pallas_kernels.ragged_tile import WGMMA_ROWS, Carry, Kernel, Tile
 from jax_paged.pallas_kernels.tuning import LOG2E, MASKED_SCORE, KernelConfig
 
@@ -80,7 +81,19 @@ def ragged_attention(
     )  # fmt: skip
     tuning.check_smem(kernel.smem_bytes, gpu, f"ragged_attention with head_dim {head_dim} and {config}")
 
-    return _attend(kernel, q, kv_pages, block_tables, context_lens, query_start_loc, sinks)
+    attend = functools.partial(_attend, kernel, q, kv_pages, block_tables)
+    if num_seqs == 1:
+        return attend(context_lens, query_start_loc, sinks)
+    # A single query would walk its context in one tile, on one multiprocessor: paged_decode splits it.
+    starts = query_start_loc[:-1]
+    is_single = query_start_loc[1:] - starts == 1
+    rows, lens = q.at[starts].get(mode="clip"), jnp.where(is_single, context_lens, 0)
+    single = paged_decode(
+        rows, kv_pages, block_tables, lens,
+        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, interpret=interpret,
+    )  # fmt: skip
+    out = attend(jnp.where(is_single, 0, context_lens), query_start_loc, sinks)
+    return out.at[jnp.where(is_single, starts, num_tokens)].set(single, mode="drop")
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -172,7 +185,8 @@ def plan_tiles(
 def _tile_of_block(kernel: Kernel, tiles_ref: Any) -> tuple[Array, Array, Tile]:
     """Returns kv head, index and tile of this block of threads.
 
-    The last tiles of a prompt see most tokens, so they go first.
+    The last tiles of a prompt see most tokens, so they go first, those of all heads: the last name of a grid
+    changes fastest.
     """
     index = kernel.num_tiles - 1 - lax.axis_index("tile")
     tile = Tile(*(tiles_ref[index, column] for column in range(len(Tile._fields))))
@@ -190,8 +204,8 @@ def _make(kernel: Kernel, body: Callable[..., None], scratch_types: list[Any], *
         call,
         out_type=jax.ShapeDtypeStruct(shape, kernel.dtype),
         scratch_types=scratch_types,
-        grid=(kernel.kv_heads, kernel.num_tiles),
-        grid_names=("head", "tile"),
+        grid=(kernel.num_tiles, kernel.kv_heads),
+        grid_names=("tile", "head"),
         kernel_name="ragged_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=tuning.interpret_params(kernel.interpret),
