@@ -214,7 +214,8 @@ def read_kernels(dump: Path) -> dict[str, dict[str, Any]]:
     for file in sorted(dump.glob("*.ptxas")):
         name, text = re.sub(r"_\d+$", "", file.stem), file.read_text()
         ptx = file.with_suffix(".ptx").read_text()
-        resources = file.with_suffix(".resources.txt").read_text()
+        # Python and the compiler number kernels each in their own order.
+        resources = "".join(path.read_text() for path in dump.glob(f"{name}_*.resources.txt"))
         counts = {k: len(re.findall(pattern, ptx)) for k, pattern in INSTRUCTIONS.items()}
         found = {
             "registers": max(map(int, re.findall(r"Used (\d+) registers", text))),
