@@ -36,8 +36,7 @@ def resolve_backend(backend: str, *, name: str = "backend") -> Implementation:
     Args:
         backend: "native" (C++ on a CPU), "pallas" (Mosaic GPU kernels), "pallas_interpret" (the same in JAX's
             interpreter, slow), "reference" (plain and differentiable, slow), "xla", or "auto": "native" on a
-            CPU if it was built, else "xla", and never "pallas" until the whole test suite has passed with it
-            on a GPU.
+            CPU if it was built, else "xla". An engine's "auto" may be "pallas" too: see self_check.py.
         name: Name of the caller's argument, for error messages.
 
     Raises:
