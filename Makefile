@@ -103,7 +103,7 @@ KERNELS_READY  := $(if $(filter $(KERNELS_VENV)/%,$(KERNELS_PYTHON)),$(KERNELS_V
 kernels-compile: $(KERNELS_READY)
 	$(KERNELS_PYTHON) benchmarks/kernels_compile.py $(ARGS)
 
-# The tests for GPUs, in the emulator of PTX (tests/ptx_emulator): 12 minutes on one core.
+# The tests for GPUs, in the emulator of PTX (tests/ptx_emulator): a quarter of an hour or more on one core.
 kernels-emulate: $(KERNELS_READY)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate h100 $(ARGS)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate a100 $(ARGS)
@@ -127,7 +127,7 @@ native-sanitize: setup
 
 $(KERNELS_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(KERNELS_VENV)
-	$(KERNELS_PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cuda13]' pytest pytest-timeout
+	$(KERNELS_PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cuda13]' pytest pytest-timeout nvidia-cuda-nvdisasm
 	@touch $@
 
 clean:

@@ -3,11 +3,13 @@
     make kernels-compile                                in an environment of its own (4.5 GB)
     make kernels-compile KERNELS_PYTHON=/path/python    in one that has jax[cuda13]
     ... ARGS='--only ragged'                            some checks, printed only
+    ... ARGS=--accept                                   later runs are compared with what is found
 
 XLA and ptxas do all that they do on a GPU machine but autotuning, so no time of what they make is known, and
 nothing is run. Each check has a process of its own, as the compiler may abort. The exit status is not 0 if a
 kernel spills registers, lacks the instructions it is made of, has its wgmma serialized or does not compile,
-or if a step copies a pool.
+if an inner loop has become more than 5% worse than in results/kernel-loops.json (sass_loops.py says what is
+counted, and what it cannot say), or if a step copies a pool.
 """
 
 import argparse
@@ -27,6 +29,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DOC = ROOT / "docs" / "kernels.md"
+ACCEPTED = ROOT / "benchmarks" / "results" / "kernel-loops.json"
+COUNTS = ("instructions", "barriers", "waits", "memory", "tensor", "cycles")
+MAX_RATIO = 1.05
 BEGIN, END = "<!-- kernels-compile: begin -->", "<!-- kernels-compile: end -->"
 MARK = "RESULT "
 NUM_BLOCKS = 4096
@@ -143,6 +148,8 @@ def run_here(check: Check, dump: Path) -> dict[str, Any]:
         "temp_bytes": memory.temp_size_in_bytes,
         "kernels": read_kernels(dump),
     }
+    if isinstance(check, KernelCheck):
+        found["loops"] = read_loops(dump)
     for file in dump.glob("*thunk_sequence_after_thunk_passes.txt"):
         top = [line for line in file.read_text().splitlines() if re.match(r"\d+: ", line)]
         graphs = sum("kCommandBuffer" in line for line in top)
@@ -207,7 +214,8 @@ def read_kernels(dump: Path) -> dict[str, dict[str, Any]]:
     for file in sorted(dump.glob("*.ptxas")):
         name, text = re.sub(r"_\d+$", "", file.stem), file.read_text()
         ptx = file.with_suffix(".ptx").read_text()
-        resources = file.with_suffix(".resources.txt").read_text()
+        # Python and the compiler number kernels each in their own order.
+        resources = "".join(path.read_text() for path in dump.glob(f"{name}_*.resources.txt"))
         counts = {k: len(re.findall(pattern, ptx)) for k, pattern in INSTRUCTIONS.items()}
         found = {
             "registers": max(map(int, re.findall(r"Used (\d+) registers", text))),
@@ -221,6 +229,21 @@ def read_kernels(dump: Path) -> dict[str, dict[str, Any]]:
                 "spill_bytes": max(found["spill_bytes"], kernels.get(name, found)["spill_bytes"])
             }
     return kernels
+
+
+def read_loops(dump: Path) -> dict[str, list[dict[str, int]]]:
+    """Returns the inner loops of each Mosaic kernel that has some, by its name.
+
+    Raises:
+        FileNotFoundError: If nvdisasm is not installed.
+    """
+    import sass_loops
+
+    listings = sorted(dump.glob("*.sass_ctrl"))
+    if not listings:
+        raise FileNotFoundError("Error: no machine code was listed; pip install nvidia-cuda-nvdisasm")
+    found = {re.sub(r"_\d+$", "", file.stem): sass_loops.read_loops(file) for file in listings}
+    return {name: [dataclasses.asdict(loop) for loop in loops] for name, loops in found.items() if loops}
 
 
 def run_apart(check: Check) -> dict[str, Any]:
@@ -239,6 +262,26 @@ def run_apart(check: Check) -> dict[str, Any]:
         message = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "")
         return {"error": f"exit {done.returncode}: {message[:300]}"}
     return json.loads(results[-1].removeprefix(MARK))
+
+
+def worse_loops(
+    found: dict[str, list[dict[str, int]]], accepted: dict[str, list[list[int]]] | None
+) -> list[str]:
+    """Returns what of a check's inner loops is worse than accepted; None if the check is not in the file."""
+    if accepted is None:
+        return ["its loops were never accepted (ARGS=--accept)"]
+    out = [f"{name} has other loops than accepted" for name in accepted.keys() ^ found.keys()]
+    for name in accepted.keys() & found.keys():
+        if len(found[name]) != len(accepted[name]):
+            out.append(f"{name} has {len(found[name])} inner loops, accepted are {len(accepted[name])}")
+            continue
+        for number, (new, old) in enumerate(zip(found[name], accepted[name], strict=True)):
+            out += [
+                f"loop {number} of {name} has {new[key]} {key}, accepted are {count}"
+                for key, count in zip(COUNTS, old, strict=True)
+                if new[key] > MAX_RATIO * count
+            ]
+    return out
 
 
 def problems(check: Check, found: dict[str, Any]) -> list[str]:
@@ -265,16 +308,15 @@ def table(results: list[tuple[Check, dict[str, Any]]]) -> str:
     for check, found in results:
         if not isinstance(check, KernelCheck):
             continue
-        flags = [check.dtype] * (check.dtype != "bfloat16") + ["window"] * bool(check.window)
-        flags += ["soft cap"] * bool(check.soft_cap) + ["sinks"] * check.has_sinks
         heads = f"{check.heads}/{check.kv_heads}"
-        row = [check.op, check.gpu, heads, check.head_dim, check.page_size, ", ".join(flags)]
+        row = [check.op, check.gpu, heads, check.head_dim, check.page_size, flags(check)]
         for name, k in found.get("kernels", {}).items() or {"**failed**": None}.items():
             cells = ["", "", "", ""]
             if k is not None:
                 counts = ", ".join(f"{n} {name}" for name, n in k["instructions"].items())
                 cells = [k["registers"], k["spill_bytes"], f"{k['smem_bytes'] / 1024:.0f} KB", counts]
             lines.append(f"| {' | '.join(map(str, [*row, name, *cells]))} |")
+    lines += ["", *loop_table(results)]
     lines += [
         "",
         "| step | GPU | backend | options | pool copies | graphs | outside | temporary | lowered | compiled |",  # noqa: E501
@@ -298,6 +340,48 @@ def table(results: list[tuple[Check, dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+def loop_table(results: list[tuple[Check, dict[str, Any]]]) -> list[str]:
+    lines = [
+        "| op | GPU | head_dim | page | kernel | loop | instructions | barriers | waits | memory | tensor "
+        "| model cycles |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for check, found in results:
+        # The counts of the other checks are in the file.
+        if not isinstance(check, KernelCheck) or (check.heads, check.kv_heads) != (32, 8) or flags(check):
+            continue
+        for name, loops in found.get("loops", {}).items():
+            for number, loop in enumerate(loops):
+                cells = [check.op, check.gpu, check.head_dim, check.page_size, name, number]
+                lines.append(f"| {' | '.join(map(str, [*cells, *(loop[key] for key in COUNTS)]))} |")
+    return lines
+
+
+def flags(check: KernelCheck) -> str:
+    names = [check.dtype] * (check.dtype != "bfloat16") + ["window"] * bool(check.window)
+    return ", ".join(names + ["soft cap"] * bool(check.soft_cap) + ["sinks"] * check.has_sinks)
+
+
+def accept(results: list[tuple[Check, dict[str, Any]]]) -> None:
+    """Writes the inner loops that were found to the file, where those of other checks stay."""
+    kept = json.loads(ACCEPTED.read_text())["loops"] if ACCEPTED.exists() else {}
+    found = {
+        str(check): {
+            name: [[loop[key] for key in COUNTS] for loop in loops] for name, loops in kernels.items()
+        }
+        for check, result in results
+        if (kernels := result.get("loops"))
+    }
+    names = [str(check) for check in all_checks()]
+    rows = {name: loops for name in names if (loops := found.get(name, kept.get(name)))}
+    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(loops)}" for name, loops in rows.items())
+    heading = (
+        f'{{\n  "counts": {json.dumps(COUNTS)},\n  "made_by": {json.dumps(versions())},\n  "loops": {{\n'
+    )
+    ACCEPTED.write_text(f"{heading}{lines}\n  }}\n}}\n")
+    print(f"written to {ACCEPTED}")
+
+
 def versions() -> str:
     import jax
     import jaxlib
@@ -311,6 +395,9 @@ def versions() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="run the checks that have this in their names")
+    parser.add_argument(
+        "--accept", action="store_true", help="write results/kernel-loops.json, compare nothing"
+    )
     parser.add_argument("--dry", action="store_true", help="don't write docs/kernels.md")
     parser.add_argument("--jobs", type=int, default=2, help="checks at a time (default 2)")
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -323,15 +410,20 @@ def main() -> int:
         return 0
 
     checks = [check for check in checks if args.only in str(check)]
+    accepted = json.loads(ACCEPTED.read_text())["loops"] if ACCEPTED.exists() else {}
     results: list[tuple[Check, dict[str, Any]]] = []
     num_failed = 0
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         for check, found in zip(checks, pool.map(run_apart, checks), strict=True):
             wrong = problems(check, found)
+            if found.get("loops") and not args.accept:
+                wrong += worse_loops(found["loops"], accepted.get(str(check)))
             num_failed += bool(wrong)
             print(f"{'FAILED' if wrong else 'ok':<7}{check}  {'; '.join(wrong)}", flush=True)
             results.append((check, found))
     text = f"{versions()}\n\n{table(results)}"
+    if args.accept:
+        accept(results)
     if args.dry or args.only:
         print(text)
     else:

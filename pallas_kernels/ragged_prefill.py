@@ -1,4 +1,4 @@
-"""The ragged attention kernel: chunks of prompts and single queries of decodes in one launch.
+"""The ragged attention kernel: chunks of prompts. Single queries beside them go to paged_decode.
 
 A tile is Q queries of one sequence with the G heads of one kv head: Q * G rows of a matrix product.
 Sequence b has the tiles from query_start_loc[b] // Q + b on, so a tile finds its sequence, and a token its
@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels import ragged_tile, tuning
+from jax_paged.pallas_kernels.paged_decode import paged_decode
 from jax_paged.pallas_kernels.ragged_tile import WGMMA_ROWS, Carry, Kernel, Tile
 from jax_paged.pallas_kernels.tuning import LOG2E, MASKED_SCORE, KernelConfig
 
@@ -80,7 +81,19 @@ def ragged_attention(
     )  # fmt: skip
     tuning.check_smem(kernel.smem_bytes, gpu, f"ragged_attention with head_dim {head_dim} and {config}")
 
-    return _attend(kernel, q, kv_pages, block_tables, context_lens, query_start_loc, sinks)
+    attend = functools.partial(_attend, kernel, q, kv_pages, block_tables)
+    if num_seqs == 1:
+        return attend(context_lens, query_start_loc, sinks)
+    # A single query would walk its context in one tile, on one multiprocessor: paged_decode splits it.
+    starts = query_start_loc[:-1]
+    is_single = query_start_loc[1:] - starts == 1
+    rows, lens = q.at[starts].get(mode="clip"), jnp.where(is_single, context_lens, 0)
+    single = paged_decode(
+        rows, kv_pages, block_tables, lens,
+        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, interpret=interpret,
+    )  # fmt: skip
+    out = attend(jnp.where(is_single, 0, context_lens), query_start_loc, sinks)
+    return out.at[jnp.where(is_single, starts, num_tokens)].set(single, mode="drop")
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -147,7 +160,7 @@ def prefill_config(
     tokens = max(page_size, 64 if gpu.has_tma and is_masked_and_capped else rows)
     rest = gpu.smem_bytes - 1024 - rows * head_dim * itemsize
     num_stages = max(2, min(4, rest // (2 * tokens * head_dim * itemsize))) if gpu.has_tma else 2
-    return KernelConfig(rows, tokens, num_stages, num_items=0, has_tma=gpu.has_tma)
+    return KernelConfig(rows, tokens, num_stages, num_parts=0, has_tma=gpu.has_tma)
 
 
 def plan_tiles(
@@ -172,7 +185,8 @@ def plan_tiles(
 def _tile_of_block(kernel: Kernel, tiles_ref: Any) -> tuple[Array, Array, Tile]:
     """Returns kv head, index and tile of this block of threads.
 
-    The last tiles of a prompt see most tokens, so they go first.
+    The last tiles of a prompt see most tokens, so they go first, those of all heads: the last name of a grid
+    changes fastest.
     """
     index = kernel.num_tiles - 1 - lax.axis_index("tile")
     tile = Tile(*(tiles_ref[index, column] for column in range(len(Tile._fields))))
@@ -190,10 +204,10 @@ def _make(kernel: Kernel, body: Callable[..., None], scratch_types: list[Any], *
         call,
         out_type=jax.ShapeDtypeStruct(shape, kernel.dtype),
         scratch_types=scratch_types,
-        grid=(kernel.kv_heads, kernel.num_tiles),
-        grid_names=("head", "tile"),
+        grid=(kernel.num_tiles, kernel.kv_heads),
+        grid_names=("tile", "head"),
         kernel_name="ragged_attention",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=tuning.interpret_params(kernel.interpret),
         **threads,
     )
@@ -292,7 +306,9 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                         plgpu.barrier_arrive(is_clean)
                         plgpu.barrier_wait(is_clean)
 
-            own_q[...] = ragged_tile.walk(kernel, tile, attend, carry)
+            result = ragged_tile.walk(kernel, tile, attend, carry)
+            plgpu.commit_smem()  # all warps have multiplied their queries, which the result overwrites
+            own_q[...] = result
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(own_q, out_ref.at[index, head, rows])
             plgpu.wait_smem_to_gmem(0)
@@ -321,21 +337,23 @@ def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
         for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
     )
     mma = functools.partial(tuning.mma, interpret=kernel.interpret)
+    pages = tokens // page_size
 
     def body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, out_ref, k_s, v_s, p_s):
         head, index, tile = _tile_of_block(kernel, tiles_ref)
         begin, *_middle, end = ragged_tile.spans(kernel, tile)
 
         def copy(step: Array) -> None:
-            for i, page in enumerate(ragged_tile.pages_of(kernel, tile, step, tables_ref)):
-                for which, ref in enumerate((k_s, v_s)):
+            page_ids = ragged_tile.pages_of(kernel, tile, step, tables_ref)
+            for which, ref in enumerate((k_s, v_s)):
+                for i, page in enumerate(page_ids):
                     target = ref.at[lax.rem(step, jnp.int32(2)), pl.ds(i * page_size, page_size)]
                     tuning.copy_to_smem(kv_ref.at[page, which, head], target, None)
 
         def attend(step: Array, carry: Carry, *, is_full: bool) -> Carry:
             slot = lax.rem(step, jnp.int32(2))
-            # This step has arrived; and as all warps meet here, the other slot has been read.
-            plgpu.wait_gmem_to_smem(0)
+            # The keys have arrived; and as all warps meet here, the other slot has been read.
+            plgpu.wait_gmem_to_smem(pages)
             pl.when(step + 1 < end)(lambda: copy(step + 1))
             # Loaded again at every step, as no registers are left to keep them.
             queries = plgpu.load(q_ref.at[index, head], layout=lhs, optimized=False)
@@ -346,6 +364,7 @@ def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
                 kernel, mma(scores, queries, keys), carry, live
             )
             p_s[...] = probs
+            tuning.wait_cp_async(step + 1 >= end, 0, 2 * pages)  # for the values, and for the others' p_s
             probs = plgpu.load(p_s, layout=lhs, optimized=False)
             values = plgpu.load(v_s.at[slot], layout=rhs, optimized=False)
             if not is_full:

@@ -1,6 +1,7 @@
 """What the Pallas kernels share: the GPU they are lowered for, the sizes of tiles, and the interpreter."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 MAX_GROUP_SIZE = 16
 INTERPRETED_SMS = 4
+# Of a warpgroup.
+WARPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +50,14 @@ class KernelConfig:
         block_rows: Query rows per tile; a query has one row per query head of the kv head.
         block_tokens: Tokens whose keys and values a pipeline stage holds, a multiple of the page size.
         num_stages: Pipeline stages; all but one are in flight.
-        num_items: Entries of the work list per kv head (paged_decode).
+        num_parts: Blocks of threads per kv head (paged_decode).
         has_tma: Target.has_tma of the GPU that the sizes were chosen for.
     """
 
     block_rows: int
     block_tokens: int
     num_stages: int
-    num_items: int
+    num_parts: int
     has_tma: bool
 
 
@@ -203,13 +206,27 @@ def copy_to_smem(source: Any, target: Any, barrier: Any) -> None:
         plgpu.copy_gmem_to_smem(source, target, barrier)
 
 
-def wait_cp_async(has_issued: Array, copies_in_flight: int) -> None:
-    """Waits for all copies but the last `copies_in_flight`, or for all copies once no more are issued."""
+def wait_cp_async(is_last: Array, last_in_flight: int, in_flight: int) -> None:
+    """Waits for all copies but the last `in_flight`, or `last_in_flight`; then the warps meet.
 
-    @pl.when(has_issued)
-    def _():
-        plgpu.wait_gmem_to_smem(copies_in_flight)
+    Args:
+        is_last: Whether fewer copies are in flight than usual, so that fewer may stay so.
+        last_in_flight: Copies that may stay in flight then.
+        in_flight: Copies that may stay in flight otherwise.
+    """
+    if last_in_flight == in_flight:
+        plgpu.wait_gmem_to_smem(in_flight)
+        return
+    pl.when(is_last)(functools.partial(plgpu.wait_gmem_to_smem, last_in_flight))
+    pl.when(jnp.logical_not(is_last))(functools.partial(plgpu.wait_gmem_to_smem, in_flight))
 
-    @pl.when(jnp.logical_not(has_issued))
-    def _():
+
+def meet(has_tma: bool) -> None:
+    """Lets the warps of a warpgroup meet: what each wrote to shared memory, the others may read.
+
+    Below sm_90 there is no proxy to fence. A wait for copies has a barrier too.
+    """
+    if has_tma:
+        plgpu.commit_smem()
+    else:
         plgpu.wait_gmem_to_smem(0)

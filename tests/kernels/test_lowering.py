@@ -104,7 +104,7 @@ def test_unsupported_shapes_are_errors():
 @pytest.mark.parametrize(("head_dim", "page_size"), SHAPES)
 def test_two_blocks_share_a_multiprocessor(head_dim, page_size):
     gpu = tuning.Target((9, 0), 132, 227 * 1024)
-    config = decode_config(gpu, (8, 32, head_dim), (512, 2, 8, page_size, head_dim), jnp.bfloat16)
+    config = decode_config(gpu, (512, 2, 8, page_size, head_dim), jnp.bfloat16)
     stage_bytes = config.block_tokens * head_dim * 4
     assert config.block_tokens % page_size == 0
     assert config.num_stages >= 2

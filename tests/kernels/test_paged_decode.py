@@ -19,27 +19,57 @@ BLOCK = 64
 RACE = "RACE DETECTED"
 
 
+def items_of(work):
+    """Walks the work list as the kernel does; yields the number, sequence and blocks of each item."""
+    parts, runs, _ = map(np.asarray, work)
+    for part, (first_seq, end_seq, begin, end) in enumerate(parts):
+        for seq in range(first_seq, end_seq):
+            run_begin, run_end, offset = runs[seq]
+            blocks = np.arange(max(begin, run_begin), min(end, run_end)) - offset
+            if len(blocks):
+                yield part + seq, seq, blocks
+
+
 @pytest.mark.parametrize("window", [None, 100, 4096])
 @pytest.mark.parametrize("num_seqs", [1, 7, 64, 256])
 def test_work_list_covers_every_live_block_once(num_seqs, window):
     rng = np.random.default_rng(num_seqs)
-    num_items = num_seqs + 66
-    plan = jax.jit(functools.partial(work_list, num_items=num_items, block_tokens=BLOCK, window=window))
+    num_parts = 66
+    plan = jax.jit(functools.partial(work_list, num_parts=num_parts, block_tokens=BLOCK, window=window))
     for _ in range(20):
         lens = rng.zipf(1.3, size=num_seqs).clip(0, 32768) * (rng.random(num_seqs) < 0.9)
-        items, spans = map(np.asarray, plan(jnp.asarray(lens, jnp.int32)))
+        work = plan(jnp.asarray(lens, jnp.int32))
         begins = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0) // BLOCK
         ends = -(-lens // BLOCK)
-        used = spans[:, 1].sum()
-        assert used <= num_items
-        assert (items[used:, 1] >= items[used:, 2]).all()
-        for b, (first, count) in enumerate(spans):
-            mine = items[first : first + count]
-            assert (mine[:, 0] == b).all()
-            blocks = np.concatenate([np.arange(lo, hi) for _, lo, hi in mine] or [np.zeros(0)])
-            np.testing.assert_array_equal(blocks, np.arange(begins[b], ends[b]))
-        sizes = items[:used, 2] - items[:used, 1]
-        assert sizes.max(initial=0) <= max(1, -(-(ends - begins).sum() // (num_items - num_seqs)))
+        mine = {seq: [np.arange(0)] for seq in range(num_seqs)}
+        numbers = {seq: [] for seq in range(num_seqs)}
+        for item, seq, blocks in items_of(work):
+            mine[seq].append(blocks)
+            numbers[seq].append(item)
+        for seq, (first, count) in enumerate(np.asarray(work.spans)):
+            assert numbers[seq] == list(range(first, first + count))
+            np.testing.assert_array_equal(np.concatenate(mine[seq]), np.arange(begins[seq], ends[seq]))
+        every = [number for mine in numbers.values() for number in mine]
+        assert len(set(every)) == len(every)
+        assert max(every, default=0) < num_parts + num_seqs - 1
+        sizes = np.diff(np.asarray(work.parts)[:, 2:])[:, 0]
+        sizes, total = sizes[sizes > 0], (ends - begins).sum()
+        assert len(sizes) == min(total, num_parts)
+        assert sizes.max(initial=0) - sizes.min(initial=sizes.max(initial=0)) <= 1
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8, 32])
+def test_every_batch_fills_the_gpu(kv_heads):
+    """No multiprocessor waits for others at any number of equal contexts, nor at skewed ones."""
+    gpu = tuning.Target((9, 0), 132, 227 * 1024)
+    num_parts = kernel.decode_config(gpu, (512, 2, kv_heads, 16, 128), jnp.bfloat16).num_parts
+    assert 0.95 * 264 < num_parts * kv_heads <= 264
+    rng = np.random.default_rng(0)
+    batches = [np.full(n, 8192) for n in (33, 34, 65)] + [rng.zipf(1.3, 65).clip(4096, 65536)]
+    for lens in batches:
+        work = work_list(jnp.asarray(lens, jnp.int32), num_parts, BLOCK, None)
+        sizes = np.diff(np.asarray(work.parts)[:, 2:])
+        assert sizes.mean() > 0.93 * sizes.max()
 
 
 # The waits for keys and for values, of full blocks and of masked ones.
@@ -79,9 +109,9 @@ def test_items_of_many_blocks(backend, window):
     interpret = backend == "pallas_interpret"
     lens = [700, 5, 0, 300] if interpret else [3000, 5, 0, 1000]
     case = make_case(lens, heads=8, kv_heads=2, head_dim=128, page_size=16, dtype="bfloat16")[:4]
-    q, pool = case[:2]
-    config = kernel.decode_config(tuning.target(interpret=interpret), q.shape, pool.shape, pool.dtype)
-    config = dataclasses.replace(config, num_items=len(lens) + 2)
+    pool = case[1]
+    config = kernel.decode_config(tuning.target(interpret=interpret), pool.shape, pool.dtype)
+    config = dataclasses.replace(config, num_parts=2)
     options = {"scale": 0.1, "window": window}
     got = kernel.paged_decode(*case, config=config, interpret=interpret, **options)
     assert relative_error(got, paged_decode(*case, **options)) < TOLERANCE["bfloat16"]
@@ -96,9 +126,9 @@ def test_the_path_of_sm_80_with_copies_that_take_no_time(monkeypatch, num_stages
         target[...] = source[...]
 
     monkeypatch.setattr(tuning, "copy_to_smem", copy)
-    monkeypatch.setattr(tuning, "wait_cp_async", lambda has_issued, copies_in_flight: None)
+    monkeypatch.setattr(plgpu, "wait_gmem_to_smem", lambda _: None)
     case = make_case([300, 0, 40], heads=4, kv_heads=2, head_dim=80, page_size=32, dtype="float16")[:4]
-    config = tuning.KernelConfig(16, 64, num_stages, num_items=6, has_tma=False)
+    config = tuning.KernelConfig(16, 64, num_stages, num_parts=3, has_tma=False)
     options = {"scale": 0.1, "window": 250}
     want = paged_decode(*case, **options)
     q, pool, tables, lens = case

@@ -3,6 +3,7 @@
 They need a compiler for GPUs (make kernels-emulate), and no GPU.
 """
 
+import dataclasses
 import importlib.util
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.ops.gpu import attention_mgpu
 
 from jax_paged.pallas_kernels import ops, tuning
+from jax_paged.pallas_kernels import paged_decode as decode_kernel
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,8 +23,8 @@ pytestmark = [
         reason="needs jax[cuda13]: make kernels-emulate",
     ),
 ]
-# Long enough for stages to come around again, with dead slots at the end.
-DECODE = make_case([700, 5], heads=2, kv_heads=1, head_dim=64, page_size=16, dtype="bfloat16")[:4]
+# Long enough for stages to come around again in two parts, one of which has both sequences; with dead slots.
+DECODE = make_case([900, 5], heads=2, kv_heads=1, head_dim=64, page_size=16, dtype="bfloat16")[:4]
 RAGGED = make_case([1000], heads=2, kv_heads=1, head_dim=64, page_size=16, dtype="bfloat16", query_lens=[70])
 
 
@@ -36,7 +38,9 @@ def is_wrong(gpu, op):
         with emulated_gpu(gpu).installed():
             if op == "decode":
                 want = paged_decode(*DECODE, **options)
-                got = ops.paged_decode(*DECODE, backend="pallas", **options)
+                config = decode_kernel.decode_config(tuning.target(), DECODE[1].shape, DECODE[1].dtype)
+                config = dataclasses.replace(config, num_parts=2)
+                got = decode_kernel.paged_decode(*DECODE, config=config, **options)
             else:
                 want = ragged_attention(*RAGGED, **options)
                 got = ops.ragged_attention(*RAGGED[:4], jnp.asarray(RAGGED[4]), backend="pallas", **options)
@@ -61,7 +65,10 @@ def leave_out(monkeypatch, owner, name, number):
 
 @pytest.mark.parametrize("op", ["decode", "ragged"])
 @pytest.mark.parametrize("gpu", ["h100", "a100"])
-def test_nothing_planted(gpu, op):
+def test_nothing_planted(gpu, op, monkeypatch):
+    from ptx_emulator.gpu import emulated_gpu
+
+    monkeypatch.setattr(emulated_gpu(gpu), "num_schedules", 2)
     assert not is_wrong(gpu, op)
 
 
@@ -103,11 +110,21 @@ def test_a_missing_wait(op, number, monkeypatch):
     assert len(calls) == (4 if op == "decode" else len(RAGGED_WAITS))
 
 
-@pytest.mark.parametrize("number", [0, 1])  # after cleaned values, and before the store of the result
-def test_a_missing_fence(number, monkeypatch):
+# In the order in which the kernels are traced.
+FENCES = {
+    "decode": ("weights of full blocks", "weights of masked blocks", "result"),
+    "ragged": ("cleaned values", "queries", "result"),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "number"),
+    [(op, i) for op, names in FENCES.items() for i, name in enumerate(names) if name != "queries"],
+)
+def test_a_missing_fence(op, number, monkeypatch):
     calls = leave_out(monkeypatch, plgpu, "commit_smem", number)
-    assert is_wrong("h100", "ragged")
-    assert len(calls) == 2
+    assert is_wrong("h100", op)
+    assert len(calls) == len(FENCES[op])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpr
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_paged.pallas_kernels import ragged_prefill, tuning
+from jax_paged.pallas_kernels.paged_decode import paged_decode
 
 RACE = "RACE DETECTED"
 A100 = tuning.Target((8, 0), 108, 163 * 1024)
@@ -44,9 +45,13 @@ def test_tiles_cover_every_query_once(queries, num_seqs):
 
 def use_cp_async(monkeypatch):
     """The interpreter knows no cp.async: copies are made at once, so this tells nothing about waits."""
+    by_tma = tuning.copy_to_smem
 
-    def copy(source, target, _):
-        target[...] = source[...]
+    def copy(source, target, barrier):
+        if barrier is None:
+            target[...] = source[...]
+        else:  # of paged_decode
+            by_tma(source, target, barrier)
 
     monkeypatch.setattr(tuning, "copy_to_smem", copy)
     monkeypatch.setattr(plgpu, "wait_gmem_to_smem", lambda _: None)
@@ -94,6 +99,17 @@ def test_pages_before_the_window_may_be_gone(is_sm80, flags, monkeypatch):
     assert relative_error(got, want) < TOLERANCE["bfloat16"]
 
 
+def test_single_queries_are_those_of_paged_decode():
+    """They are the same to the last bit, whatever runs beside them."""
+    shape = {"heads": 2, "kv_heads": 1, "head_dim": 64, "page_size": 16, "dtype": "bfloat16"}
+    q, pool, tables, lens, start = case = make_case([70, 90, 33], query_lens=[20, 1, 1], **shape)
+    got = run(*case, scale=0.2)
+    assert relative_error(got, ragged_attention(*case, scale=0.2)) < TOLERANCE["bfloat16"]
+    single = lens.at[0].set(0)
+    want = paged_decode(q[jnp.asarray(start[:-1])], pool, tables, single, scale=0.2, interpret=True)
+    np.testing.assert_array_equal(got[20:], np.asarray(want)[1:])
+
+
 # In the order in which the kernel is traced: first the loop without masks, then the one with them. Some go
 # unseen, as the interpreter has no clock of its own for what wgmma reads: those for the queries, whose copy
 # comes before that of the keys, and for cleaned values.
@@ -105,7 +121,7 @@ WAITS = [*FREE, *FREE, "queries", "keys", "values", "values", "clean", "keys"]
 def test_a_missing_wait_is_caught(planted, monkeypatch, capsys):
     """A test of the tests: the interpreter must see each kind of wait that a change could lose."""
     case = make_case([700], heads=2, kv_heads=1, head_dim=64, page_size=16, dtype="bfloat16", query_lens=[2])
-    config = tuning.KernelConfig(128, 128, num_stages=2, num_items=0, has_tma=True)
+    config = tuning.KernelConfig(128, 128, num_stages=2, num_parts=0, has_tma=True)
     barrier_wait, calls = plgpu.barrier_wait, []
 
     def wait_but_for_one(barrier):
@@ -139,7 +155,7 @@ def test_gpus_without_wgmma_are_errors(monkeypatch):
 
 def test_shapes_that_do_not_fit_are_errors():
     case = make_case([5], heads=2, kv_heads=1, head_dim=256, page_size=16, dtype="float16", query_lens=[5])
-    config = tuning.KernelConfig(128, 128, num_stages=4, num_items=0, has_tma=True)
+    config = tuning.KernelConfig(128, 128, num_stages=4, num_parts=0, has_tma=True)
     with pytest.raises(
         ValueError, match=r"ragged_attention with head_dim 256 .*needs 589824 bytes of shared"
     ):

@@ -18,7 +18,7 @@ What it does not see:
 - Races in global memory between the warps of a block, and between kernels.
 - Threads that read what TMA then overwrites: a barrier between them is enough here, without a proxy fence.
 - What ptxas makes of the PTX: registers, spills, and mistakes of its own.
-- Limits of the hardware, except for those of tensor maps and barriers.
+- Limits of the hardware, except for those of launches, tensor maps and barriers.
 - Blocks that have to run at the same time.
 
 It is stricter than PTX in a few things: the lanes of a warp must branch together, the proxy fence must be the

@@ -20,8 +20,9 @@ def _mbarrier(a: Any, opcode: tuple[str, ...], operands: tuple[str, ...]) -> Run
             modifiers <= {"parity", "acquire", "cta", "shared", "b64"} and "parity" in modifiers
         ):
             return _try_wait(a, operands)
-        case "arrive" if modifiers <= {"expect_tx", "release", "cta", "shared", "b64"}:
-            return _arrive(a, operands, expects="expect_tx" in modifiers)
+        case "arrive" if modifiers <= {"expect_tx", "noComplete", "release", "cta", "shared", "b64"}:
+            completes = "noComplete" not in modifiers
+            return _arrive(a, operands, expects="expect_tx" in modifiers, completes=completes)
     raise ValueError(opcode)
 
 
@@ -40,7 +41,7 @@ def _init(a: Any, operands: tuple[str, ...]) -> Run:
     return run
 
 
-def _arrive(a: Any, operands: tuple[str, ...], *, expects: bool) -> Run:
+def _arrive(a: Any, operands: tuple[str, ...], *, expects: bool, completes: bool) -> Run:
     name, where, *count = operands
     address = a.address(where)
     amount = a.source(count[0] if count else "1", np.uint32)
@@ -51,6 +52,8 @@ def _arrive(a: Any, operands: tuple[str, ...], *, expects: bool) -> Run:
         values = amount(warp) if mask is None else amount(warp)[mask]
         barrier.bytes_missing += int(values.sum()) if expects else 0
         barrier.pending -= len(values) if expects else int(values.sum())
+        if barrier.pending == 0 and not completes:
+            raise KernelError("an arrival that must not complete a phase does")
         np.maximum(barrier.clock, warp.release(), out=barrier.clock)
         barrier.settle()
         if state is not None:  # what a wait by parity has no use for

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_paged.pallas_kernels import ops, tuning
 from ptx_emulator import host, ptx
 from ptx_emulator.machine import launch_kernel
-from ptx_emulator.memory import POISON
+from ptx_emulator.memory import POISON, KernelError
 
 TARGETS = pathlib.Path(__file__).parents[2] / "benchmarks" / "targets"
 
@@ -36,7 +36,7 @@ class EmulatedGpu:
     """
 
     def __init__(self, name: str):
-        config = (TARGETS / f"{name}.txtpb").read_text()
+        self.config = config = (TARGETS / f"{name}.txtpb").read_text()
         topology = topologies.get_topology_desc(
             platform="cuda", topology_name="", topology="1x1x1", target_config=config
         )
@@ -46,6 +46,7 @@ class EmulatedGpu:
         # Few multiprocessors, so that small batches fill them.
         self.target = dataclasses.replace(target, num_sms=tuning.INTERPRETED_SMS)
         self.num_launches = 0
+        self.num_schedules = 1
         self._kernel = plgpu.kernel
         self._programs: dict[str, tuple[ptx.Program, host.Launch]] = {}
 
@@ -86,7 +87,15 @@ class EmulatedGpu:
             for x in made:
                 x.reshape(-1).view(np.uint8)[:] = POISON
             self.num_launches += 1
+            host.check(launch, self.config)
+            before = [x.copy() for x in (*arrays, *made)]
             launch_kernel(program, launch, [*arrays, *made], seed=self.num_launches)
+            for schedule in range(1, self.num_schedules):
+                others = [x.copy() for x in before]
+                launch_kernel(program, launch, others, seed=self.num_launches + (schedule << 32))
+                for x, other in zip((*arrays, *made), others, strict=True):
+                    if x.tobytes() != other.tobytes():
+                        raise KernelError("the result depends on the order of events")
             for ref, array in zip(refs.values(), arrays[len(operands) :], strict=True):
                 ref[...] = array
             return jax.tree.unflatten(tree, map(jax.numpy.asarray, made))

@@ -4,6 +4,8 @@ import dataclasses
 import re
 from typing import Any
 
+from ptx_emulator.memory import KernelError
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorMap:
@@ -113,6 +115,21 @@ def parse(log: str) -> Launch:
         elif match := re.match(r"\s*(%\w+) = \S+ (%\w+)", line):  # casts, transposes
             values[match[1]] = values.get(match[2])
     raise ValueError("the dump has no launch")
+
+
+def check(launch: Launch, target_config: str) -> None:
+    """Raises KernelError if a GPU would not launch the kernel.
+
+    Args:
+        launch: How it is launched.
+        target_config: XLA's description of the GPU.
+    """
+    limits = {name: int(n) for name, n in re.findall(r"(\w+): (\d+)\n", target_config)}
+    wanted = {"shared_memory_per_block_optin": launch.smem_bytes, "threads_per_block_limit": launch.threads}
+    wanted |= {f"block_dim_limit_{axis}": n for axis, n in zip("xyz", launch.grid, strict=True)}
+    for name, number in wanted.items():
+        if number > limits[name]:
+            raise KernelError(f"the launch needs {number} of {name}, which is {limits[name]}")
 
 
 def _argument(value: Any, maps: dict[tuple[str, int], TensorMap]) -> int | tuple[TensorMap, ...]:

@@ -11,6 +11,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["h100", "a100"],
         help="with -m gpu: run the PTX of the kernels in the emulator (needs jax[cuda13], but no GPU)",
     )
+    parser.addoption(
+        "--schedules",
+        type=int,
+        default=1,
+        help="with --emulate: run each kernel so often, in another order, and compare the results",
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -20,5 +26,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     from ptx_emulator.gpu import emulated_gpu  # which compiles for the GPU: only where it is asked for
 
-    with emulated_gpu(name).installed():
+    gpu = emulated_gpu(name)
+    gpu.num_schedules = item.config.getoption("--schedules")
+    with gpu.installed():
         return (yield)

@@ -9,9 +9,9 @@ import struct
 import numpy as np
 import pytest
 
-from ptx_emulator import host, ptx
+from ptx_emulator import gpu, host, ptx
 from ptx_emulator.host import TensorMap
-from ptx_emulator.memory import SMEM_BASE
+from ptx_emulator.memory import SMEM_BASE, KernelError
 from ptx_emulator.ptx_by_hand import BARRIER, EXPECT, FENCE, INIT, STORE, WAIT, copy, fails, run
 
 LANES = range(32)
@@ -409,3 +409,15 @@ def test_a_launch_is_parsed():
     launch = host.parse("something else\n" + head + "\n".join(lines))
     assert (launch.grid, launch.threads, launch.smem_bytes) == ((64, 2, 1), 256, 4096)
     assert launch.args == (0, (TensorMap(1, (64, 256), (256, 1), 32, (2, 16)),))
+
+
+def test_limits_of_a_launch():
+    config = (gpu.TARGETS / "h100.txtpb").read_text()
+    host.check(host.Launch((2**31 - 1, 65535, 65535), 1024, 232448, ()), config)
+    for grid, threads, smem_bytes, limit in (
+        ((1, 1, 1), 128, 232449, "232449 of shared_memory_per_block_optin"),
+        ((1, 65536, 1), 128, 0, "65536 of block_dim_limit_y"),
+        ((1, 1, 1), 1056, 0, "1056 of threads_per_block_limit"),
+    ):
+        with pytest.raises(KernelError, match=limit):
+            host.check(host.Launch(grid, threads, smem_bytes, ()), config)

@@ -1,0 +1,268 @@
+"""Counts what the inner loops of a kernel are made of, in the machine code that ptxas wrote.
+
+Reads the listing that Mosaic dumps where nvdisasm is installed (`*.sass_ctrl`): instructions with the
+compiler's own scheduling, which says how long each stalls the next one, and which scoreboards it sets and
+waits for.
+
+    wait:read:write:yield:stall        address                instruction
+       3:-:-:Y:05                      /*2620*/               @P1 BRA `(.L_x_2)
+
+The cycles are those of a model: one warp, alone, in order, with the latencies of LATENCY, along the longest
+way around the loop, never waiting for another warp or a copy. They rank variants of a kernel and predict no
+speed: other warps fill the gaps, and memory sets a pace that a model of one warp does not know.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+# Cycles until the result of an instruction of variable latency is there: round numbers.
+LATENCY = {
+    **dict.fromkeys(("LDS", "LDSM", "SHFL", "SYNCS", "ATOMS"), 30),
+    **dict.fromkeys(("MUFU", "S2R", "S2UR", "R2UR", "STS", "STSM", "UTMALDG", "LDGSTS", "STG", "ST"), 20),
+    **dict.fromkeys(("BAR", "MEMBAR", "FENCE", "LDC", "ULDC", "UTMASTG"), 40),
+    **dict.fromkeys(("LDG", "LD", "ATOMG", "ATOM", "RED"), 250),
+}
+OTHER_LATENCY = 15
+# Cycles that a barrier takes at least, however early the other warps come.
+BARRIER = 20
+# Products of 16 bits per cycle of a multiprocessor's wgmma.
+WGMMA_PER_CYCLE = 4096
+TENSOR = {"HMMA", "HGMMA", "IMMA", "QGMMA", "IGMMA", "QMMA"}
+MEMORY = {
+    *("LDS", "LDSM", "STS", "STSM", "LDG", "LD", "STG", "ST", "LDGSTS", "ATOMS", "ATOM", "ATOMG", "RED"),
+    *("UTMALDG", "UTMASTG", "UBLKCP"),
+}
+# A loop of fewer instructions that only polls a barrier is a wait, and no loop.
+MAX_WAIT = 24
+
+LINE = re.compile(
+    r"\s*(?P<wait>[^:\s]+):(?P<read>[^:]):(?P<write>[^:]):[^:]:(?P<stall>\d+)\s+/\*[0-9a-f]+\*/\s+"
+    r"(?:@(?P<guard>!?U?P\w+)\s+)?(?P<opcode>[A-Z][\w.]*)(?P<operands>.*)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """A line of the listing.
+
+    Args:
+        opcode: With its modifiers.
+        target: Label that it may jump to, or None.
+        is_conditional: Whether a jump or an end may also go on to the next instruction.
+        is_live: Whether it ever does anything: fences have loads beside them that never run.
+        waits: Scoreboards that must be clear before it is issued.
+        sets: Scoreboards that it sets until it has read its operands or written its result.
+        stall: Cycles until the next instruction.
+    """
+
+    opcode: str
+    target: str | None
+    is_conditional: bool
+    is_live: bool
+    waits: tuple[int, ...]
+    sets: tuple[int, ...]
+    stall: int
+
+    @property
+    def name(self) -> str:
+        return self.opcode.partition(".")[0] if self.is_live else "NOP"
+
+    @property
+    def latency(self) -> int:
+        return LATENCY.get(self.name, OTHER_LATENCY)
+
+    @property
+    def tensor_cycles(self) -> int:
+        """Cycles that a wgmma keeps the tensor units busy; mma.sync is in the stalls already."""
+        shape = re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", self.opcode)
+        return 0 if shape is None else int(shape[1]) * int(shape[2]) * int(shape[3]) // WGMMA_PER_CYCLE
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """The longest way around an inner loop: numbers of instructions, and the model's cycles."""
+
+    instructions: int
+    barriers: int
+    waits: int
+    memory: int
+    tensor: int
+    cycles: int
+
+
+def read_loops(listing: Path) -> list[Loop]:
+    """Returns the inner loops of a kernel, in the order of the program."""
+    # A listing may hold other functions too.
+    functions = re.split(r"^\.text\.\S+:$", listing.read_text(), flags=re.MULTILINE)
+    return [loop for text in functions[1:] for loop in _loops(*parse(text))]
+
+
+def _loops(instructions: list[Instruction], labels: dict[str, int]) -> list[Loop]:
+    successors = _successors(instructions, labels)
+    bodies = _natural_loops(successors)
+    is_wait = {head: _is_wait(instructions, body) for head, body in bodies.items()}
+    waits = {head: body for head, body in bodies.items() if is_wait[head]}
+    loops = {head: body for head, body in bodies.items() if not is_wait[head]}
+    inner = [
+        head
+        for head, body in sorted(loops.items())
+        if not any(other in body for other in loops if other != head)
+    ]
+    ways = (_longest_way(head, loops[head], successors, waits) for head in inner)
+    return [_measure([instructions[i] for i in way]) for way in ways]
+
+
+def parse(text: str) -> tuple[list[Instruction], dict[str, int]]:
+    """Reads a listing of one function; returns its instructions, and of each label the next one's number."""
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if match := re.fullmatch(r"(\.\w+):", line):
+            labels[match[1]] = len(instructions)
+        elif match := LINE.match(line):
+            target = re.search(r"`\((\.\w+)\)", match["operands"])
+            is_jump = match["opcode"].startswith("BRA") and target is not None
+            conditions = re.findall(r"\bU?P\d\b", match["operands"])
+            instructions.append(
+                Instruction(
+                    opcode=match["opcode"],
+                    target=target[1] if is_jump and target is not None else None,
+                    is_conditional=match["guard"] is not None or bool(conditions),
+                    is_live=match["guard"] != "!PT",
+                    waits=_scoreboards(match["wait"]),
+                    sets=tuple(int(x) for x in (match["read"], match["write"]) if x != "-"),
+                    stall=max(1, int(match["stall"])),
+                )
+            )
+    return instructions, labels
+
+
+def _scoreboards(text: str) -> tuple[int, ...]:
+    if text.startswith("0x"):
+        return tuple(i for i in range(6) if int(text, 16) >> i & 1)
+    return () if text == "-" else tuple(map(int, text.split("&")))
+
+
+def _successors(instructions: list[Instruction], labels: dict[str, int]) -> list[list[int]]:
+    """Returns where each instruction may go on; warps are taken to stay together (no BRA.DIV)."""
+    out = []
+    for i, instruction in enumerate(instructions):
+        jumps = instruction.target is not None and ".DIV" not in instruction.opcode
+        ends = instruction.name in ("EXIT", "RET") or jumps
+        after = [labels[instruction.target]] if jumps and instruction.target is not None else []
+        if (not ends or instruction.is_conditional) and i + 1 < len(instructions):
+            after.append(i + 1)
+        out.append(after)
+    return out
+
+
+def _natural_loops(successors: list[list[int]]) -> dict[int, set[int]]:
+    """Returns the instructions of each loop, by the first of them, which dominates the others."""
+    reachable, stack = {0}, [0]
+    while stack:
+        new = [s for s in successors[stack.pop()] if s not in reachable]
+        reachable.update(new)
+        stack += new
+    predecessors: dict[int, list[int]] = {i: [] for i in reachable}
+    for i in reachable:
+        for after in successors[i]:
+            predecessors[after].append(i)
+    order = sorted(reachable)
+    everything = (1 << len(successors)) - 1
+    dominators = dict.fromkeys(order, everything) | {0: 1}
+    changed = True
+    while changed:
+        changed = False
+        for i in order[1:]:
+            mask = everything
+            for before in predecessors[i]:
+                mask &= dominators[before]
+            mask |= 1 << i
+            changed |= mask != dominators[i]
+            dominators[i] = mask
+    loops: dict[int, set[int]] = {}
+    for i in order:
+        for head in successors[i]:
+            if dominators[i] >> head & 1:
+                body = loops.setdefault(head, {head})
+                stack = [i]
+                while stack:
+                    at = stack.pop()
+                    if at not in body:
+                        body.add(at)
+                        stack += predecessors[at]
+    return loops
+
+
+def _is_wait(instructions: list[Instruction], body: set[int]) -> bool:
+    names = {instructions[i].name for i in body}
+    return len(body) < MAX_WAIT and not names & (TENSOR | MEMORY)
+
+
+def _longest_way(
+    head: int, body: set[int], successors: list[list[int]], waits: dict[int, set[int]]
+) -> list[int]:
+    """Returns the longest way once around; what polls a barrier apart from it is left out."""
+    inside = set(body)
+    for wait, polling in waits.items():
+        if wait in body and _way(head, inside - polling, successors, {wait}):
+            inside -= polling
+    return _way(head, inside, successors, set(waits))
+
+
+def _way(head: int, inside: set[int], successors: list[list[int]], waits: set[int]) -> list[int]:
+    """Returns the longest way from `head` back to it within `inside`, once through each loop of `waits`."""
+    state: dict[int, int] = {}
+    order: list[int] = []
+    stack = [(head, False)]
+    while stack:  # depth first; what is on the stack twice is a step back
+        at, is_done = stack.pop()
+        if is_done:
+            state[at] = 2
+            order.append(at)
+        elif at not in state:
+            state[at] = 1
+            stack.append((at, True))
+            stack += [(s, False) for s in successors[at] if s in inside and s != head and s not in state]
+    best: dict[int, tuple[int, int | None]] = {}
+    rank = {at: i for i, at in enumerate(order)}
+    for at in order:
+        ahead = [s for s in successors[at] if s in best and s != head and rank[s] < rank[at]]
+        options = [(best[s][0] + 1, s) for s in ahead]
+        if head in successors[at]:
+            options.append((1, None))
+        if options:
+            best[at] = max(options, key=lambda option: option[0])
+    if head not in best:
+        return []
+    way, at = [], head
+    while at is not None:
+        way.append(at)
+        at = best[at][1]
+    return way
+
+
+def _measure(way: list[Instruction]) -> Loop:
+    def count(names: Iterable[str]) -> int:
+        return sum(instruction.name in names for instruction in way)
+
+    polls = sum("TRYWAIT" in instruction.opcode for instruction in way)
+    once, twice = _cycles(way), _cycles(way * 2)
+    return Loop(len(way), count({"BAR"}), polls, count(MEMORY), count(TENSOR), twice - once)
+
+
+def _cycles(way: list[Instruction]) -> int:
+    """Returns when one warp alone has gone a way: in order, waiting for scoreboards and tensor units."""
+    now = tensor_free = 0
+    clear = [0] * 6
+    for instruction in way:
+        now = max([now, *(clear[i] for i in instruction.waits)])
+        if instruction.opcode.startswith("WARPGROUP.DEPBAR"):
+            now = max(now, tensor_free)
+        tensor_free = max(tensor_free, now) + instruction.tensor_cycles
+        for i in instruction.sets:
+            clear[i] = max(clear[i], now + instruction.latency)
+        now += max(instruction.stall, BARRIER * (instruction.name == "BAR"))
+    return now
