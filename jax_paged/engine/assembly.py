@@ -92,6 +92,8 @@ def described(config: EngineConfig, buckets: tuple[str, ...]) -> str:
         buckets: The names of its buckets, as its executor has them.
     """
     pool = f"{config.num_blocks} blocks of {config.block_size} tokens, {_size(config.kv_cache_bytes)}"
+    if config.kv_cache_dtype != "auto":
+        pool += f" in {config.kv_cache_dtype}"
     model = f"{config.model_name} ({config.architecture}, {_size(config.weight_bytes)}), {config.dtype}"
     backends = f"backend {config.backend}, products {config.matmul_backend}"
     return f"{model}, {backends}, pool {pool}, buckets {_grouped(buckets)}"
