@@ -95,6 +95,8 @@ def _choose(backend: str, array: Array, kv_pages: Array) -> Implementation:
     """Returns the implementation; a trace may be for another machine, so there its device is not checked."""
     chosen = _implementation(backend) if isinstance(array, Tracer) else resolve_backend(backend)
     if is_quantized(kv_pages) and chosen not in _COMPLETE:
+        if backend == "auto":
+            return "xla"
         raise ValueError(
             f"kv_pages has dtype {kv_pages.dtype}, which is quantised; allowed with backend {chosen!r}: "
             "bfloat16 or float16; 'native' and 'xla' take it"

@@ -222,8 +222,8 @@ def _attend(
         loaded = page_tiles.at[row].get(mode="promise_in_bounds")
         if not is_quantized(kv_pages):
             return loaded.astype(dtype)
-        rows = lax.optimization_barrier(loaded).reshape(-1, page_size, row_size)
-        return dequantize(rows, dtype).reshape(len(loaded), -1)
+        stored = lax.optimization_barrier(loaded).reshape(-1, page_size, row_size)
+        return dequantize(stored, dtype).reshape(len(loaded), -1)
 
     def as_tokens(loaded: Array) -> Array:
         # A loop over whole page tiles is made of vectors; fused with the reshape it would go by head_dim, and
