@@ -170,7 +170,11 @@ class SamplingParams:
 
     def clone(self) -> Self:
         """Returns a deep copy."""
-        return copy.deepcopy(self)
+        own = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, list | tuple | dict):  # a call per field would take most of the time
+                setattr(own, name, copy.deepcopy(value))
+        return own
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -160,7 +160,7 @@ class Comparison:
             for label in labels:
                 self._turn.begin()
                 try:
-                    found[label] = _measure(processes[label], requests, scenario)
+                    found[label] = measure(processes[label], requests, scenario)
                 except (OSError, RuntimeError, ValueError) as error:
                     found.pop(label, None)
                     processes.pop(label).close()
@@ -183,7 +183,7 @@ class Comparison:
         return [answer.output for answer in answers[-1]] if len(answers) > 1 else None
 
 
-def _measure(
+def measure(
     process: EngineProcess, requests: Sequence[Request], scenario: Scenario
 ) -> tuple[list[Answer], Figures]:
     process.go_on()

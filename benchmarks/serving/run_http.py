@@ -8,6 +8,8 @@ import socket
 import subprocess
 import time
 
+import uvloop
+
 from serving import runner
 from serving.runner import Answer, Settings
 from serving.workloads import Request
@@ -38,7 +40,7 @@ class Server:
     def __call__(self, requests: list[Request], prefix_caching: bool) -> list[Answer]:
         """Streams all requests at once, each from its arrival on."""
         salt = str(next(self._runs))
-        return asyncio.run(self._ask_all(requests, salt))
+        return uvloop.run(self._ask_all(requests, salt))
 
     async def _ask_all(self, requests: list[Request], salt: str) -> list[Answer]:
         start = time.perf_counter()

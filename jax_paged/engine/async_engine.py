@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import queue
 import sys
 import threading
@@ -16,6 +17,8 @@ from jax_paged.config import EngineArgs
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
+from jax_paged.engine.output_processor import RequestState
+from jax_paged.engine.request_stream import CumulativeOutputs, RequestStream
 from jax_paged.engine.statistics import EngineStatistics
 from jax_paged.inputs import Prompt
 from jax_paged.outputs import RequestOutput
@@ -25,108 +28,9 @@ if TYPE_CHECKING:
     from jax_paged.worker.executor import Executor
 
 _LOGGER = logging.getLogger(__name__)
-
-
-class RequestStream:
-    """The outputs of one request as an asynchronous iterator.
-
-    Each output holds only what has come since the one before: text, token ids and logprobs. What comes
-    while the consumer is busy is joined into one output. Beam searches, and requests with best_of > n, have
-    their completions in the last output only. A stream must be iterated to the end or aborted, in the event
-    loop that made it. Who does not iterate may call `take` whenever
-    `on_ready` was called, which wakes no task.
-
-    Args:
-        request_id: Of its request.
-        whole: Whether to give a single output, at the end.
-        abort: Ends the request of a stream.
-
-    Attributes:
-        on_ready: Called when there is an output, or an error, to take.
-    """
-
-    def __init__(self, request_id: str, whole: bool, abort: Callable[["RequestStream"], None]) -> None:
-        self.request_id = request_id
-        self.whole = whole
-        self.loop = asyncio.get_running_loop()
-        self.on_ready: Callable[[], None] | None = None
-        self._abort = abort
-        self._ready = asyncio.Event()
-        self._output: RequestOutput | None = None
-        self._error: Exception | None = None
-        self._ended = False
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if not await self.wait():
-            raise StopAsyncIteration
-        return self.take()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether there is something to take."""
-        return self._ready.is_set() and not self._ended
-
-    async def wait(self) -> bool:
-        """Waits until there is something to take; returns False if nothing is left."""
-        if not self._ended:
-            await self._ready.wait()
-        return not self._ended
-
-    def take(self) -> RequestOutput:
-        """Returns what has come, or raises the error that has; only while `is_ready`."""
-        output, self._output = self._output, None
-        if output is None:
-            self._ended = True
-            assert self._error is not None, "ready without an output"
-            raise self._error
-        if self._error is None:
-            self._ready.clear()
-        self._ended = output.finished
-        return output
-
-    def abort(self) -> None:
-        """Ends the request if it still runs; may be called at any time, and more than once."""
-        if not self._ended:
-            self._ended = True
-            self._abort(self)
-
-    def put(self, item: RequestOutput | Exception) -> None:
-        """Hands over an output, or the error that ended the request; called in the event loop.
-
-        Args:
-            item: Owned by the stream from now on.
-        """
-        if isinstance(item, Exception):
-            self._error = item
-        elif self._output is None:
-            self._output = item
-        else:
-            self._output.extend(item)
-        self._ready.set()
-        if self.on_ready is not None:
-            self.on_ready()
-
-
-class CumulativeOutputs:
-    """Turns the parts of a request into outputs that each hold all of it so far.
-
-    Apart from the text, which is copied, an output costs as much as its part is long: its lists are
-    snapshots of lists that grow here, until the last output, whose lists are its own.
-    """
-
-    def __init__(self) -> None:
-        self._whole: RequestOutput | None = None
-
-    def add(self, part: RequestOutput) -> RequestOutput:
-        """Takes the next part, which belongs to this from now on; returns all so far."""
-        if self._whole is None:
-            self._whole = part
-        else:
-            self._whole.extend(part)
-        return self._whole.snapshot()
+# Tokens are handed over this often at most, times the number of streams: each takes server and client some 30 us
+# of cores that the model may need too. For 64 streams it is every 19 ms.
+_SECONDS_PER_STREAM = 0.0003
 
 
 class AsyncLLMEngine:
@@ -147,6 +51,8 @@ class AsyncLLMEngine:
         self.step_began: float | None = None  # time.monotonic when the running step began; None between steps
         self._streams: dict[str, RequestStream] = {}  # changed by the engine's thread alone
         self._submitted: set[RequestStream] = set()  # those that its thread has not taken yet
+        self._held: dict[RequestStream, RequestState] = {}  # those whose newest tokens are not delivered yet
+        self._last_delivery = -math.inf
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -312,6 +218,7 @@ class AsyncLLMEngine:
         stream = self._streams.get(request_id)
         if stream is not None and of in (None, stream):
             del self._streams[request_id]
+            self._held.pop(stream, None)
             self.statistics.forget(request_id)
             state = self.engine.abort_request(request_id)
             assert state is not None, "a stream without a request"
@@ -345,7 +252,6 @@ class AsyncLLMEngine:
         return True
 
     def _step(self) -> None:
-        outputs: list[tuple[RequestStream, RequestOutput | Exception]] = []
         self.step_began = time.monotonic()
         states = self.engine.advance()
         self.step_began = None
@@ -357,11 +263,23 @@ class AsyncLLMEngine:
             if state.is_finished:
                 self.statistics.forget(request_id)
             stream = self._streams.get(request_id)
-            if stream is None or (stream.whole and not state.is_finished):
-                continue
-            outputs.append((stream, state.take_delta()))
-            if state.is_finished:
-                del self._streams[request_id]
+            if stream is not None and (state.is_finished or not stream.whole):
+                self._held[stream] = state
+        self._deliver_held(now)
+
+    def _deliver_held(self, now: float) -> None:
+        """Hands over outputs: the first and the last of a stream at once, others in turns."""
+        is_turn = now - self._last_delivery >= _SECONDS_PER_STREAM * len(self._held)
+        outputs = []
+        for stream, state in list(self._held.items()):
+            if is_turn or state.is_finished or not stream.has_begun:
+                del self._held[stream]
+                stream.has_begun = True
+                outputs.append((stream, state.take_delta()))
+                if state.is_finished:
+                    del self._streams[stream.request_id]
+        if is_turn:
+            self._last_delivery = now
         self._deliver(outputs)
 
     def _deliver(self, items: list[tuple[RequestStream, RequestOutput | Exception]]) -> None:

@@ -28,6 +28,7 @@ _LOGGER = logging.getLogger(__name__)
 # After the last events of all streams: for clients that do not read.
 _CLOSING_S = 2
 _BACKLOG = 2048
+_OBJECTS_PER_COLLECTION = 20_000
 
 
 def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
@@ -136,6 +137,9 @@ class Server(uvicorn.Server):
         # What is there by now stays: a collection that walks all of it would hold every stream up for 50 ms.
         gc.collect()
         gc.freeze()
+        # Requests leave hardly any garbage of cycles: to look for it every 700 objects takes a tenth of the
+        # time that they take.
+        gc.set_threshold(_OBJECTS_PER_COLLECTION, *gc.get_threshold()[1:])
         self._statistics = asyncio.create_task(
             log_statistics(self._openai.engine, self._openai.metrics.num_waiting)
         )

@@ -10,9 +10,10 @@ from typing import Any, Self
 import orjson
 
 from jax_paged.core.sequence import RequestMetrics
-from jax_paged.engine.async_engine import AsyncLLMEngine, RequestStream
+from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.request_stream import RequestStream
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.server.access import RequestRecord
 from jax_paged.server.http_protocol import BodyWriter

@@ -184,3 +184,42 @@ def test_idle_engine_sleeps(scripted):
     time.sleep(0.3)
     assert time.process_time() - start < 0.1
     engine.close()
+
+
+def test_async_many_streams_of_a_fast_engine_get_joined_parts(scripted):
+    """First tokens and ends come at once; what comes between is handed over in turns."""
+
+    async def main():
+        engine = AsyncLLMEngine(*scripted())
+        texts = [f"{'abcdefghij' * 3}{i}" for i in range(8)]
+        handed_over: list[int] = []
+        deliver = engine._deliver
+        engine._deliver = lambda items: (handed_over.append(len(items)), deliver(items))[1]
+        try:
+            streams = [await engine.submit(f"{text}?", LONG, text) for text in texts]
+            parts = [[part async for part in stream] for stream in streams]
+        finally:
+            engine.close()
+        assert ["".join(p.outputs[0].text for p in own) for own in parts] == texts
+        num_tokens = sum(len(p.outputs[0].token_ids) for own in parts for p in own)
+        assert sum(handed_over) < num_tokens
+        assert all(own[-1].finished for own in parts)
+        assert not engine._held
+
+    asyncio.run(main())
+
+
+def test_async_held_tokens_of_an_aborted_request_come(scripted):
+    async def main():
+        engine = AsyncLLMEngine(*scripted())
+        stream = await engine.submit("abcdefghij?", LONG, "a")
+        first = await anext(stream)
+        await engine.abort("a")
+        rest = [part async for part in stream]
+        engine.close()
+        text = "".join(part.outputs[0].text for part in (first, *rest))
+        assert "abcdefghij".startswith(text)
+        assert text
+        assert rest[-1].finished
+
+    asyncio.run(main())

@@ -1,0 +1,73 @@
+"""How much of the speed of `LLM.generate` is left over HTTP: both in turn, round by round.
+
+    python -m serving.http_share --dtypes float32,bfloat16 --rounds 8
+
+The server and its 64 clients share the machine's cores with the model.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+from serving.checkpoint import write_checkpoint
+from serving.compare import measure
+from serving.engines import ROOT, Launcher, commit_of, parse_engine
+from serving.process import EngineProcess
+from serving.workloads import SCENARIOS
+
+MODES = {"single steps": 1, "bursts of 8": 8}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m serving.http_share", description=__doc__)
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="comma-separated (default: both)")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds that count, after one that does not")
+    parser.add_argument("--model", type=Path, help="a checkpoint's folder; default: random weights")
+    args = parser.parse_args()
+    model = (args.model or ROOT / "benchmarks" / "checkpoints" / "serving").resolve()
+    if args.model is None:
+        write_checkpoint(model)
+    print(f"commit {commit_of(ROOT)}; medians (lowest and highest round) of {args.rounds} rounds\n")
+    print("| dtype | steps | `LLM.generate`, output tokens/s | over HTTP | of its speed |")
+    print("|---|---|---|---|---|")
+    for dtype in args.dtypes.split(","):
+        with tempfile.TemporaryDirectory() as logs:
+            compare(Launcher(model, ROOT / ".peers", Path(logs)), model, dtype, args.rounds)
+
+
+def compare(launcher: Launcher, model: Path, dtype: str, num_rounds: int) -> None:
+    """Measures one dtype and prints a row per mode."""
+    scenario, vocab_size = SCENARIOS["http"], json.loads((model / "config.json").read_text())["vocab_size"]
+    processes: dict[tuple[str, bool], EngineProcess] = {}
+    speeds: dict[tuple[str, bool], list[float]] = {}
+    try:
+        for mode, num_steps in MODES.items():
+            for over_http in (False, True):
+                spec = parse_engine(f"{'ours' if over_http else 'llm'}:num_scheduler_steps={num_steps}")
+                processes[mode, over_http] = launcher.start(spec, dtype, server=over_http)
+                processes[mode, over_http].stop()
+                speeds[mode, over_http] = []
+        for round_ in range(num_rounds + 1):
+            # Whoever comes first has a warmer machine: they take turns.
+            for key in sorted(processes, reverse=round_ % 2 == 1):
+                _, figures = measure(processes[key], scenario.make(vocab_size, round_), scenario)
+                if round_ > 0:
+                    speeds[key].append(figures.output_tokens_per_s)
+    finally:
+        for process in processes.values():
+            process.close()
+    for mode in MODES:
+        plain, http = speeds[mode, False], speeds[mode, True]
+        shares = [b / a for a, b in zip(plain, http, strict=True)]
+        print(f"| {dtype} | {mode} | {_row(plain, 0)} | {_row(http, 0)} | {_row(shares, 3)} |", flush=True)
+
+
+def _row(values: list[float], digits: int) -> str:
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+if __name__ == "__main__":
+    main()
