@@ -24,7 +24,9 @@ import numpy as np
 
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.scheduler import Scheduler
+from jax_paged.lab.latency import latencies
 from jax_paged.lab.simulator import Request, StepTimeModel, simulate
+from jax_paged.lab.timeline import Timeline
 
 rng = np.random.default_rng(0)
 arrivals = np.cumsum(rng.exponential(1 / 2, 200)).tolist()
@@ -58,6 +60,26 @@ above.set_ylabel("running requests")
 below.plot(result.steps["time_s"], result.steps["num_blocks_used"] / 981)
 below.set_ylabel("share of blocks used")
 _ = below.set_xlabel("seconds")
+
+# %% [markdown]
+# ## How long requests wait
+#
+# The same trace, faster and slower: `latencies` draws which share of the requests waits how long, in the
+# queue, for the first token, and for each further one.
+
+# %%
+rates = {}
+for rate in (1, 2, 3):
+    faster = [Request(r.arrival_s * 2 / rate, r.prompt, r.output_len) for r in trace]
+    rates[f"{rate} per second"] = simulate(faster, make_scheduler(), step_time)
+latencies(rates)
+
+# %% [markdown]
+# And what the steps did meanwhile, at the highest of these rates:
+
+# %%
+Timeline(rates["3 per second"].steps)
+
 # %% [markdown]
 # ## Block sizes
 #

@@ -97,31 +97,47 @@ except ValueError as error:
 # too: it runs the plan that waits, or makes one. This loop notes who computes what.
 
 # %%
-outputs, computed, num_tokens = {}, [], dict.fromkeys(prompts, 0)
-while engine.has_unfinished_requests():
-    plan = engine.schedule()
-    plan = plan.only([min(plan.request_ids, key=num_tokens.get)])
-    for output in engine.run(plan):
-        outputs[output.request_id] = output.outputs[0]
-        num_tokens[output.request_id] = len(output.outputs[0].token_ids)
-    computed += [(plan.output.step_id, name) for name in plan.request_ids]
+from jax_paged.lab.timeline import timeline_of
 
+
+def finish(engine, edit=lambda plan: plan):
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output.outputs[0] for output in engine.run(edit(engine.schedule()))}
+        for request_id, output in outputs.items():
+            num_tokens[request_id] = len(output.token_ids)
+    return outputs
+
+
+def shortest_alone(plan):
+    return plan.only([min(plan.request_ids, key=num_tokens.get)])
+
+
+num_tokens = dict.fromkeys(prompts, 0)
+outputs = finish(engine, shortest_alone)
 for name in prompts:
     assert outputs[name].token_ids == undisturbed[name].outputs[0].token_ids
     print(f"{name:4} got the same tokens as alone: {outputs[name].text!r}")
 
-# %%
-import matplotlib.pyplot as plt
+# %% [markdown]
+# `record` writes down what is decided, and `timeline_of` draws it, once for the engine's own scheduler and
+# once for this one. Left to itself, the engine computes all three in each step. By hand, the one with the
+# fewest tokens goes first; the prompts take their turns, and from then on the three take turns.
 
-figure, axes = plt.subplots(figsize=(9, 1.8), layout="constrained")
-names = list(prompts)
-for name, marker in zip(names, "os^", strict=True):
-    at = [step for step, who in computed if who == name]
-    axes.plot(at, [names.index(name)] * len(at), marker, label=name)
-axes.set_yticks(range(len(names)), names)
-axes.set_ylim(len(names) - 0.5, -0.5)
-axes.set_xlabel("step")
-_ = axes.set_title("who computed a token in which step")
+# %%
+pictures = []
+for edit in (lambda plan: plan, shortest_alone):
+    lines, num_tokens = [], dict.fromkeys(prompts, 0)
+    engine.record(lines.append)
+    for name, text in prompts.items():
+        engine.add_request(name, text, params)
+    finish(engine, edit)
+    engine.record(None)
+    pictures.append(timeline_of(lines))
+pictures[0]
+
+# %%
+pictures[1]
 
 # %% [markdown]
 # ## Stopping in the middle
@@ -151,15 +167,7 @@ for file in sorted(folder.iterdir()):
 # The engine here goes on to the end. Then another one is made of the folder, as it could be in another
 # process, tomorrow. It generates what this one did, to the last bit of the log-probabilities.
 
-
 # %%
-def finish(engine):
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output.outputs[0] for output in engine.step()}
-    return outputs
-
-
 here = finish(engine)
 llm.close()
 with LLM.restore(folder) as resumed:

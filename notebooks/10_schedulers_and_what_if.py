@@ -26,7 +26,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from jax_paged import LLM, SamplingParams
+from jax_paged.lab.latency import latencies
 from jax_paged.lab.recording import replay
+from jax_paged.lab.timeline import Timeline, timeline_of
 
 settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 256}
 llm = LLM("pagelet", num_gpu_blocks_override=48, num_scheduler_steps=1, dtype="float32", **settings)
@@ -58,6 +60,15 @@ engine.record(None)  # that was all
 recorded = replay(lines)  # also checks that a fresh scheduler decides the same, to the last block
 print(f"{len(lines)} lines, {sum(map(len, lines)) / 2**20:.1f} MiB")
 print(f"{recorded.num_steps} steps, {recorded.summary()['preemptions']} preemptions")
+
+# %% [markdown]
+# The timeline of a recording has a column per step: how many tokens it computed, how many requests waited,
+# and where one lost its blocks. Below, a lane for each of the requests that were preempted and for the first
+# others: broad where its prompt is computed, or after a preemption all of its tokens again, and narrow where
+# it decodes.
+
+# %%
+timeline_of(lines)
 
 # %% [markdown]
 # ## More memory, or less
@@ -119,19 +130,17 @@ table({"first come first served": pools["48 blocks"], "shortest prompt first": s
 # waiting. Every request has drawn the tokens that it had drawn before.
 
 # %%
-figure, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
-for name, result, style in (
-    ("first come first served", pools["48 blocks"], "-"),
-    ("shortest prompt first", shortest, "--"),
-):
-    waited = np.sort(result.times_s("first_token_time"))
-    axes.plot(waited, np.arange(1, len(waited) + 1) / len(waited), style, label=name)
-axes.set_xscale("log")
-axes.set_xlabel("seconds to the first token")
-axes.set_ylabel("share of requests")
-axes.legend()
+latencies({"first come first served": pools["48 blocks"], "shortest prompt first": shortest})
+
+# %% [markdown]
+# What became of the others is seen in the timeline: the long prompts wait at the side, and go on when the
+# short ones are done.
+
+# %%
+Timeline(shortest.steps, shortest.outputs)
 
 
+# %%
 def tokens(result):
     return [[seq.output_token_ids for seq in group.sequences] for group in result.requests]
 

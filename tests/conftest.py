@@ -73,6 +73,27 @@ def small_engine(shared_engine: LLMEngine) -> LLMEngine:
 
 
 @pytest.fixture(scope="session")
+def session_bursting_engine(checkpoint: Path) -> Iterator[LLMEngine]:
+    with make_engine(
+        checkpoint,
+        few_buckets=True,
+        block_size=4,
+        max_num_seqs=16,
+        max_num_batched_tokens=32,
+        num_gpu_blocks_override=400,
+        num_scheduler_steps=4,
+        async_scheduling=True,
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture
+def bursting_engine(session_bursting_engine: LLMEngine) -> LLMEngine:
+    """An engine with bursts of four steps, and another step in flight meanwhile."""
+    return reset(session_bursting_engine)
+
+
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """A tokenizer of single bytes, and no weights."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from jax_paged.worker.executor import Executor
 
 _LOGGER = logging.getLogger(__name__)
-# Tokens are handed over this often at most, times the number of streams: each takes server and client some 30 us
-# of cores that the model may need too. For 64 streams it is every 19 ms.
+# Tokens are handed over at most this often, times the number of streams: each takes server and client 30 us
+# of cores that the model may need. For 64 streams it is every 19 ms.
 _SECONDS_PER_STREAM = 0.0003
 
 

@@ -229,6 +229,9 @@ class LLMEngine(RequestEngine):
     def load_state(self, state: "EngineState | str | os.PathLike[str]") -> None:
         """Goes on from a state, or from the folder of one that was saved: the same tokens come, bit for bit.
 
+        With async_scheduling the steps in flight end before a state is taken, so that other requests may be
+        preempted than without a stop: tokens stay the same, log-probabilities but for the last digits.
+
         Raises:
             ValueError: If it is of an engine with another model or pool, or of another version.
             RuntimeError: If requests are running, prefixes are pinned, or the engine is being recorded.

@@ -245,7 +245,7 @@ def _legend(blocks: np.ndarray, owners: np.ndarray) -> Iterator[str]:
         colors = [_color(arrival, index) for index in indices[:_MAX_STRIPES]]
         num_blocks = len({int(owner["block_id"]) for owner in own})
         several = f"{len(indices)} sequences, " if len(indices) > 1 else ""
-        name = html.escape(_short(own[0]["request_id"]))
+        name = html.escape(short_name(own[0]["request_id"]))
         yield f"{_swatch('used', colors, 1)} {name}: {several}{num_blocks:,} blocks"
     if len(requests) > _MAX_LISTED:
         yield f"and {len(requests) - _MAX_LISTED:,} requests more"
@@ -268,11 +268,11 @@ def _color(arrival: int, index: int) -> str:
 
 def owner_name(owner: np.void) -> str:
     """Returns the request and the sequence, or the pinned prefix, of a row of PoolMap.owners."""
-    name = _short(owner["request_id"])
+    name = short_name(owner["request_id"])
     return f"pinned {name}" if owner["index"] < 0 else f"{name}, sequence {owner['index']}"
 
 
-def _short(request_id: str) -> str:
+def short_name(request_id: str) -> str:
     """Returns a user's request id as one short line, with a "?" for each character that can't be printed."""
     text = "".join(c if c.isprintable() else "?" for c in request_id)
     return text if len(text) <= 32 else f"{text[:20]}...{text[-8:]}"

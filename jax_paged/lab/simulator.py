@@ -42,7 +42,8 @@ _NO_LOGPROBS = TokenLogprobs(0.0, 0, [], [])
 # Fields of RequestMetrics; a time is NaN if the event never happened.
 TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_time")
 COUNTS = ("num_cached_tokens", "num_preemptions")
-REQUEST = np.dtype([*((name, np.float64) for name in TIMES), *((name, np.int32) for name in COUNTS)])
+_NUMBERS = (*COUNTS, "num_output_tokens")  # per output, if it has ended
+REQUEST = np.dtype([*((name, np.float64) for name in TIMES), *((name, np.int32) for name in _NUMBERS)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,6 +162,15 @@ class SimulationResult:
         requests = (self.requests["arrival_time"] >= start_s) & (self.requests["arrival_time"] < stop_s)
         return dataclasses.replace(self, steps=self.steps[steps], requests=self.requests[requests])
 
+    @property
+    def num_output_tokens(self) -> np.ndarray:
+        """Tokens per output of each request that has ended."""
+        return self.requests["num_output_tokens"]
+
+    def times_s(self, event: str) -> np.ndarray:
+        """Returns the seconds from each arrival to an event, such as "first_token_time"; NaN for never."""
+        return self.requests[event] - self.requests["arrival_time"]
+
     def mean(self, field: str) -> float:
         """Returns the mean of a field of the steps over their time; idle time doesn't count."""
         return float(np.average(self.steps[field], weights=self.steps["step_s"]))
@@ -204,6 +214,7 @@ def simulate(
     rng = random.Random(0)
     clock, last_s, has_beams = 0.0, 0.0, False
     metrics: list[RequestMetrics] = []
+    output_lens: list[int] = []
     steps: list[np.ndarray] = []
     rows: list[tuple[Any, ...]] = []
     coming = next(trace, None)
@@ -220,6 +231,7 @@ def simulate(
             has_beams = has_beams or request.beam_width is not None
             group = _group(index, request, scheduler)
             metrics.append(group.metrics)
+            output_lens.append(request.output_len)
             scheduler.add(group)
             coming = next(trace, None)
         output = scheduler.schedule(clock)
@@ -236,7 +248,8 @@ def simulate(
         scheduler.update(output, _result(output, scheduler, rng if has_beams else None), clock)
     served = map(operator.attrgetter(*TIMES, *COUNTS), metrics)
     all_steps = np.concatenate([*steps, np.array(rows, STEP)])
-    return SimulationResult(all_steps, np.array(list(served), REQUEST), manager.block_size)
+    ends = [(*times, n) for times, n in zip(served, output_lens, strict=True)]
+    return SimulationResult(all_steps, np.array(ends, REQUEST), manager.block_size)
 
 
 def _group(index: int, request: Request, scheduler: Scheduler) -> SequenceGroup:

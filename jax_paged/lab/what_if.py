@@ -20,6 +20,7 @@ STEP = np.dtype(
     [
         ("time_s", np.float64),  # when it was scheduled
         ("num_tokens", np.int32),  # of a burst, in all of its decode steps
+        ("num_prefill_tokens", np.int32),  # of sequences that compute more than one
         ("num_seqs", np.int32),
         ("num_decodes", np.int32),  # decode steps in one, of a burst
         ("num_running", np.int32),  # requests
@@ -57,6 +58,11 @@ class Replay:
     def num_steps(self) -> int:
         """How many steps there were."""
         return len(self.steps)
+
+    @property
+    def num_output_tokens(self) -> np.ndarray:
+        """Tokens of the longest output of each request."""
+        return np.array([max(len(s.output_token_ids) for s in group.sequences) for group in self.requests])
 
     def times_s(self, event: str) -> np.ndarray:
         """Returns the seconds from each arrival to an event, such as "first_token_time"; NaN for never."""
@@ -112,6 +118,7 @@ def step_row(output: SchedulerOutput, scheduler: Scheduler, now: float) -> tuple
     return (
         now,
         sum(output.burst) or output.num_batched_tokens,
+        sum(row.num_tokens for row in output.scheduled if row.num_tokens > 1),
         len(output.scheduled),
         max(output.burst, default=1),
         len(queues.running),
@@ -225,10 +232,7 @@ class _WhatIf:
             check_int(f"the length {name}", len(group.sequences[0]), 1, scheduler.max_model_len - 1)
             check_int(f"the number of sequences {name}", group.max_num_seqs, 1, scheduler.max_num_seqs)
             check(
-                policy != "fcfs" or not group.priority,
-                f"priority {name}",
-                group.priority,
-                "0 under 'fcfs'",
+                policy != "fcfs" or not group.priority, f"priority {name}", group.priority, "0 under 'fcfs'"
             )
             self.places[group] = len(self.new.groups)
             self.new.groups.append(group)

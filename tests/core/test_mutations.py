@@ -10,5 +10,5 @@ def test_every_piece_is_found_once() -> None:
 
 
 def test_the_tests_that_have_to_notice_are_there() -> None:
-    for name in {*mutations.CORE, *(name for names in mutations.TESTS.values() for name in names)}:
+    for name in {name for m in mutations.MUTATIONS for name in mutations.tests_of(m)}:
         assert (mutations.ROOT / "tests" / f"{name}.py").is_file(), name

@@ -22,6 +22,7 @@ from helpers.real_model import (
     nan_embedding,
     reset,
 )
+from helpers.windowed_model import WINDOWED_VOCAB_SIZE, write_windowed_checkpoint
 
 from jax_paged import LLM, BeamSearchParams, LLMEngine, SamplingParams
 from jax_paged.engine.snapshot import EngineState
@@ -110,17 +111,21 @@ def in_order(seen: list[tuple[str, dict[str, Any]]]) -> dict[str, list[dict[str,
     return by_id
 
 
-def test_what_goes_on_elsewhere_is_the_same(engines: tuple[LLMEngine, LLMEngine], tmp_path: Path) -> None:
-    """Stopped again and again, in every kind of state, and moved to and fro through files."""
+def moved_to_and_fro(
+    engines: tuple[LLMEngine, LLMEngine], folder: Path
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[dict[str, Any]]], list[EngineState]]:
+    """Runs what the first engine has been given there, and then again, stopped and moved every two steps.
+
+    Returns:
+        The outputs of either, and the states in between.
+    """
     first, second = engines
-    requests = all_kinds()
-    add(first, requests)
     start = first.state()
     expected = in_order(steps(first))
     assert sum(outputs[-1]["counts"][0] for outputs in expected.values()) > 2, "nobody was preempted"
     assert_no_block_lost(first)
 
-    seen, here, there, kinds = [], second, first, set[str]()
+    seen, here, there, kinds, states = [], second, first, set[str](), []
     here.load_state(start)
     for i in range(1000):
         seen += steps(here, 2)
@@ -128,20 +133,109 @@ def test_what_goes_on_elsewhere_is_the_same(engines: tuple[LLMEngine, LLMEngine]
         kinds |= {name for name in ("waiting", "running", "swapped") if getattr(queues, name)}
         if not here.has_unfinished_requests():
             break
-        here.state().save(tmp_path / "state")
+        states.append(here.state())
+        states[-1].save(folder)
         forget(here)
         here.executor.runner.fill_kv_cache(np.nan)  # pyright: ignore[reportAttributeAccessIssue]
         here, there = there, here
-        here.load_state(tmp_path / "state")
-        assert len(list((tmp_path / "state").iterdir())) == 2, i
+        here.load_state(folder)
+        assert len(list(folder.iterdir())) == 2, i
     assert kinds == {"waiting", "running", "swapped"}
     assert_no_block_lost(here)
-    last = {name: outputs[-1] for name, outputs in in_order(seen).items()}
+    return expected, in_order(seen), states
+
+
+T5 = Path(__file__).parent.parent / "models" / "fixtures" / "t5_tied"
+OTHER_FAMILIES: dict[str, dict[str, Any]] = {
+    "windows": {"num_gpu_blocks_override": 66},
+    "encoder and decoder": {"num_gpu_blocks_override": 54},
+}
+
+
+def prompt_of(family: str, rng: np.random.Generator) -> Any:
+    if family == "windows":
+        return rng.integers(3, WINDOWED_VOCAB_SIZE, rng.integers(5, 60)).tolist()
+    texts = [rng.integers(3, 90, rng.integers(1, n)).tolist() for n in (40, 12)]
+    return {
+        "encoder_prompt": {"prompt_token_ids": texts[0]},
+        "decoder_prompt": {"prompt_token_ids": texts[1]},
+    }
+
+
+@pytest.mark.parametrize("burst_size", [1, 4])
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_windows_and_encoders_go_on_too(family: str, burst_size: int, tmp_path: Path) -> None:
+    """Half of Gemma's layers have windows; T5's decoder reads what its encoder wrote, once per request."""
+    folder, rng = T5, np.random.default_rng(2)
+    if family == "windows":
+        folder = tmp_path / "model"
+        write_windowed_checkpoint(folder, 9)
+    # Where a step is scheduled before the one before it is known, a stop changes who is preempted when.
+    others = {"max_model_len": 128, "skip_tokenizer_init": True, "async_scheduling": False}
+    settings = SETTINGS | OTHER_FAMILIES[family] | others | {"num_scheduler_steps": burst_size}
+    with (
+        make_engine(folder, few_buckets=True, **settings) as first,
+        make_engine(folder, few_buckets=True, **settings) as second,
+    ):
+        for i, params in enumerate(
+            (
+                SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2),
+                SamplingParams(n=3, seed=4, max_tokens=30, ignore_eos=True, logprobs=0),
+                BeamSearchParams(beam_width=3, max_tokens=20, ignore_eos=True),
+                SamplingParams(max_tokens=30, ignore_eos=True, repetition_penalty=1.3),
+                SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+                SamplingParams(n=2, seed=5, max_tokens=25, ignore_eos=True),
+            )
+        ):
+            first.add_request(str(i), prompt_of(family, rng), params)
+        expected, seen, states = moved_to_and_fro((first, second), tmp_path / "state")
+        assert {name: outputs[-1] for name, outputs in seen.items()} == {
+            name: outputs[-1] for name, outputs in expected.items()
+        }
+    tables = [
+        table
+        for state in states
+        for request in state.values["requests"]
+        for seq in request["sequences"]
+        for table in seq["tables"] or ()
+    ]
+    assert any(0 in table for table in tables) == (family == "windows"), "blocks have left a window"
+
+
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_an_llm_of_another_family_is_restored(family: str, tmp_path: Path) -> None:
+    folder, rng = T5, np.random.default_rng(3)
+    if family == "windows":
+        folder = tmp_path / "model"
+        write_windowed_checkpoint(folder, 9)
+    settings = AS_USERS | {"num_gpu_blocks_override": 60, "skip_tokenizer_init": True}
+    with LLM(str(folder), **settings) as llm:
+        engine = llm.llm_engine
+        for i in range(4):
+            params = SamplingParams(n=1 + i % 2, max_tokens=20, ignore_eos=True, logprobs=1)
+            engine.add_request(str(i), prompt_of(family, rng), params)
+        for _ in range(4):
+            engine.step()
+        state = engine.state(weights=True)
+        state.save(tmp_path / "state")
+        expected = in_order(steps(engine))
+    with LLM.restore(tmp_path / "state") as llm:
+        resumed = in_order(steps(llm.llm_engine))
+    assert {name: outputs[-1] for name, outputs in resumed.items()} == {
+        name: outputs[-1] for name, outputs in expected.items()
+    }
+
+
+def test_what_goes_on_elsewhere_is_the_same(engines: tuple[LLMEngine, LLMEngine], tmp_path: Path) -> None:
+    """Stopped again and again, in every kind of state, and moved to and fro through files."""
+    add(engines[0], all_kinds())
+    expected, seen, _ = moved_to_and_fro(engines, tmp_path / "state")
+    last = {name: outputs[-1] for name, outputs in seen.items()}
     assert last.keys() == expected.keys()
     for name, output in last.items():
         if name != "8":
             assert output == expected[name][-1], name
-    deltas, whole = in_order(seen)["8"], expected["8"]
+    deltas, whole = seen["8"], expected["8"]
     for field in ("text", "token_ids"):
         parts, others = ([getattr(o["outputs"][0], field) for o in outputs] for outputs in (deltas, whole))
         assert [x for part in parts for x in part] == [x for part in others for x in part], field

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.real_model import log_softmax
 
 from jax_paged import LLM, Hook, SamplingParams
 from jax_paged.models.hooks import dense
@@ -135,6 +136,131 @@ def test_nothing_changes_where_requests_lose_their_blocks(llm: LLM, checkpoint: 
         for output, want in zip(outputs, wants, strict=True):
             assert tokens(output) == tokens(want)
             close(output.outputs[0].captured["read"], want.outputs[0].captured["read"])
+
+
+@pytest.fixture(scope="module", params=[1, 4], ids=["single steps", "bursts"])
+def edited(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[LLM]:
+    """With fewer programs, and steps of one token or bursts; a pool that holds two long requests or so."""
+    settings = SETTINGS | {"max_num_seqs": 8, "num_scheduler_steps": request.param}
+    with LLM(str(checkpoint), hooks=HOOKS, **settings) as llm:
+        yield llm
+
+
+def finish(llm: LLM) -> dict[str, Any]:
+    engine, outputs = llm.llm_engine, {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step() if output.finished}
+    return outputs
+
+
+def step_until(llm: LLM, **least: int) -> None:
+    """Runs steps until some requests have at least so many tokens of output."""
+    found: dict[str, int] = {}
+    while any(found.get(name, 0) < number for name, number in least.items()):
+        found |= {o.request_id: len(o.outputs[0].token_ids) for o in llm.llm_engine.step()}
+
+
+def num_output_tokens(llm: LLM, request_id: str) -> int:
+    return len(llm.llm_engine.page_table(request_id).tokens) - len(PROMPTS[1])
+
+
+ALL_ON = {"steer": [1.5], "read": [], "up": [0.7, 0.1], "sum": []}
+
+
+def check_hooks(model: Any, output: Any, args: dict[str, Any] = ALL_ON) -> None:
+    """Checks what was drawn greedily, and what was captured, against the dense call."""
+    whole = text(output)
+    logits, captured = dense(model, jnp.asarray([whole]), HOOKS, args)
+    if not output.request_id.startswith("drawn"):
+        first = len(output.prompt_token_ids) - 1
+        assert tokens(output) == [np.argmax(logits[0, first:-1], axis=-1).tolist()], output.request_id
+    got = output.outputs[0].captured
+    assert set(got) == {"read", "sum"} & set(args)
+    for name, rows in got.items():
+        assert len(rows) == len(whole) - 1
+        close(rows, captured[name][0, :-1])
+
+
+def test_forks_and_rollbacks_keep_their_hooks(edited: LLM, checkpoint: Path) -> None:
+    model, engine = load_model(checkpoint, "float32").model, edited.llm_engine
+    drawn = params(temperature=0.9, seed=3, max_tokens=24, hook_args=ALL_ON)
+    engine.add_request("alone", PROMPTS[1], drawn)
+    alone = finish(edited)["alone"]
+    engine.add_request("drawn", PROMPTS[1], drawn)
+    engine.add_request("greedy", PROMPTS[1], params(max_tokens=24, hook_args=ALL_ON))
+    engine.add_request("none", PROMPTS[1], params(max_tokens=24))
+    step_until(edited, drawn=8, greedy=6, none=1)
+    engine.fork("drawn", "drawn again", seed=3)
+    engine.fork("drawn", "drawn otherwise", seed=4)
+    engine.fork("greedy", "greedy again", seed=0)
+    engine.fork("none", "none again", seed=0)
+    engine.rollback("drawn again", 5)
+    engine.rollback("drawn otherwise", 7)  # all but one: its texts part there
+    engine.step()
+    engine.rollback("drawn", 1)
+    engine.rollback("greedy again", num_output_tokens(edited, "greedy again"))
+    outputs = finish(edited)
+    assert len(outputs) == 7
+    for name in ("drawn", "drawn again"):
+        assert tokens(outputs[name]) == tokens(alone)
+    assert tokens(outputs["drawn otherwise"]) != tokens(alone)
+    assert tokens(outputs["none"]) == tokens(outputs["none again"])
+    for name, output in outputs.items():
+        check_hooks(model, output, {} if name.startswith("none") else ALL_ON)
+
+
+def test_drafts_are_checked_with_hooks_on(edited: LLM, checkpoint: Path) -> None:
+    model, engine = load_model(checkpoint, "float32").model, edited.llm_engine
+    greedy = params(max_tokens=24, hook_args=ALL_ON)
+    engine.add_request("alone", PROMPTS[1], greedy)
+    want = tokens(finish(edited)["alone"])[0]
+    for num_right, num_wrong in ((0, 2), (3, 2), (5, 0)):
+        engine.add_request("a", PROMPTS[1], greedy)
+        step_until(edited, a=1)
+        n = num_output_tokens(edited, "a")
+        draft = [*want[n : n + num_right], *[(want[n + num_right] + 1) % 300] * num_wrong]
+        found = engine.verify("a", draft)
+        assert found.token_ids == want[n : n + num_right + 1]
+        logits, _ = dense(model, jnp.asarray([PROMPTS[1] + want[:n] + draft]), HOOKS, ALL_ON)
+        rows = np.asarray(logits[0, len(PROMPTS[1]) + n - 1 : -1], np.float64)
+        close(found.logprobs, log_softmax(rows)[np.arange(len(draft)), draft])
+        if num_wrong:  # what was captured of the wrong tokens is not left, even if nothing comes in its place
+            engine.rollback("a", 1)
+        output = finish(edited)["a"]
+        assert tokens(output) == [want]
+        check_hooks(model, output)
+
+
+def test_a_request_that_ends_with_a_draft_has_captured_no_more_than_its_text(
+    edited: LLM, checkpoint: Path
+) -> None:
+    model, engine = load_model(checkpoint, "float32").model, edited.llm_engine
+    engine.add_request("alone", PROMPTS[1], params(max_tokens=24, hook_args=ALL_ON))
+    want = tokens(finish(edited)["alone"])[0]
+    engine.add_request("a", PROMPTS[1], params(max_tokens=7, hook_args=ALL_ON))
+    step_until(edited, a=1)
+    n = num_output_tokens(edited, "a")
+    engine.verify("a", [*want[n : n + 5], 3])
+    output = finish(edited)["a"]
+    assert tokens(output) == [want[:7]]
+    check_hooks(model, output)
+
+
+def test_a_fork_that_waits_and_one_that_is_preempted_capture_the_same(checkpoint: Path) -> None:
+    model = load_model(checkpoint, "float32").model
+    for mode in ("recompute", "swap"):
+        settings = SETTINGS | {"num_gpu_blocks_override": 26, "preemption_mode": mode}
+        with LLM(str(checkpoint), hooks=HOOKS, num_scheduler_steps=1, **settings) as llm:
+            engine = llm.llm_engine
+            engine.add_request("a", PROMPTS[1], params(max_tokens=24, hook_args=ALL_ON))
+            step_until(llm, a=6)
+            for i in range(6):  # more than there are seats, and blocks for
+                engine.fork("a", str(i), seed=i)
+            engine.rollback("5", 3)
+            outputs = finish(llm)
+            assert sum(output.metrics.num_preemptions for output in outputs.values()) > 0
+            for output in outputs.values():
+                check_hooks(model, output)
 
 
 def test_one_token_per_step_captures_what_bursts_do(llm: LLM, checkpoint: Path) -> None:

@@ -7,47 +7,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.edited_engine import SIZES, idle_engine, session_engine
 from helpers.numpy_llama import forward
 from helpers.oracle import TOLERANCE as RELATIVE
 from helpers.oracle import relative_error
-from helpers.real_model import TOLERANCE, VOCAB_SIZE, DenseModel, log_softmax, make_engine
+from helpers.real_model import (
+    TOLERANCE,
+    VOCAB_SIZE,
+    DenseModel,
+    finished_outputs,
+    log_softmax,
+    make_engine,
+)
+from helpers.windowed_model import write_windowed_checkpoint
 
 from jax_paged import SamplingParams
-from jax_paged.models.weights import random_checkpoint
 
-SIZE = 4
+__all__ = ["idle_engine", "session_engine"]  # fixtures
+SIZE = SIZES["block_size"]
 PROMPT = np.random.default_rng(1).integers(8, VOCAB_SIZE, 30).tolist()
 DRAWN = SamplingParams(temperature=0.8, seed=4, max_tokens=40, ignore_eos=True, logprobs=2)
-SIZES = {"block_size": SIZE, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 300}
 SALTS = itertools.count()
 # Two sums in another order per layer, and as many layers before a value as after it.
 KV_ERROR = 4 * RELATIVE["float32"]
-
-
-@pytest.fixture(scope="module", params=["one step at a time", "steps ahead", "bursts"])
-def session_engine(request, checkpoint):
-    settings = {"async_scheduling": request.param != "one step at a time"}
-    if request.param == "bursts":
-        settings["num_scheduler_steps"] = 4
-    with make_engine(checkpoint, few_buckets=True, **settings, **SIZES) as engine:
-        yield engine
-
-
-@pytest.fixture(name="engine")
-def idle_engine(session_engine):
-    """The engine, whatever a test that failed has left in it."""
-    yield session_engine
-    for output in session_engine.step():
-        session_engine.abort_request(output.request_id)
-    finish(session_engine)
-
-
-def finish(engine):
-    """Runs everything to its end; returns the outputs."""
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step() if output.finished}
-    return outputs
 
 
 def start(engine, request_id="a", params=DRAWN, num_steps=3):
@@ -61,7 +43,7 @@ def start(engine, request_id="a", params=DRAWN, num_steps=3):
 def test_keys_and_values_are_those_of_the_text(engine, checkpoint):
     n = start(engine)
     found = [engine.kv("a", layer) for layer in range(2)]
-    text = PROMPT + list(finish(engine)["a"].outputs[0].token_ids)
+    text = PROMPT + list(finished_outputs(engine)["a"].outputs[0].token_ids)
     want = forward(checkpoint, text[: n - 1])
     for (keys, values), want_keys, want_values in zip(found, want.keys, want.values, strict=True):
         assert keys.shape == values.shape == (n - 1, 2, 16)
@@ -74,7 +56,7 @@ def test_logits_and_attention_are_those_of_the_next_token(engine, checkpoint):
     alone = finish_after(engine, lambda: None)
     n = start(engine, params=dataclasses.replace(DRAWN, temperature=0))
     last, every = engine.inspect("a", [1]), engine.inspect("a", [0, 1], [0, 3], num_queries=None)
-    output = finish(engine)["a"].outputs[0]
+    output = finished_outputs(engine)["a"].outputs[0]
     text = PROMPT + list(output.token_ids)
     want = forward(checkpoint, text[:n])
     assert int(last.logits.argmax()) == text[n]
@@ -97,7 +79,7 @@ def test_logits_and_attention_are_those_of_the_next_token(engine, checkpoint):
 def finish_after(engine, look):
     start(engine)
     look()
-    return finish(engine)["a"].outputs[0]
+    return finished_outputs(engine)["a"].outputs[0]
 
 
 def visible_after(text_len, drops):
@@ -141,7 +123,7 @@ def test_later_tokens_do_not_see_what_was_dropped(engine, checkpoint):
     held = last_block(engine, "a") + 1
     drops.append(drop_blocks(engine, "a", [0, 2, *range(4, held)] if held > 5 else [0, *range(2, held)]))
     n, positions = drops[-1][0], engine.inspect("a", [0])
-    output = finish(engine)["a"].outputs[0]
+    output = finished_outputs(engine)["a"].outputs[0]
     check_against_reference(checkpoint, output, drops)
     text = PROMPT + list(output.token_ids)
     want = forward(checkpoint, text[:n], visible_after(n, drops))
@@ -153,7 +135,7 @@ def test_a_drop_is_seen(checkpoint, engine):
     """The reference without the drop differs by far more than the tolerance."""
     start(engine)
     drops = [drop_blocks(engine, "a", [0, last_block(engine, "a")])]
-    output = finish(engine)["a"].outputs[0]
+    output = finished_outputs(engine)["a"].outputs[0]
     check_against_reference(checkpoint, output, drops)
     with pytest.raises(AssertionError):
         check_against_reference(checkpoint, output, [])
@@ -167,10 +149,11 @@ def test_forks_drafts_and_rollbacks_of_what_is_left(engine, checkpoint):
     engine.fork("a", "same", seed=4)
     engine.fork("a", "drafted", seed=4)
     engine.fork("a", "rolled back", seed=4)
+    engine.fork("a", "other", seed=5)  # writes other tokens, to a copy of the last block
     n = len(engine.page_table("a").tokens) - len(PROMPT)
     engine.step()
     engine.rollback("rolled back", 1)
-    outputs = finish(engine)
+    outputs = finished_outputs(engine)
     expected = outputs["a"].outputs[0]
     assert outputs["same"].outputs[0] == expected
     assert outputs["rolled back"].outputs[0].token_ids == expected.token_ids
@@ -182,7 +165,21 @@ def test_forks_drafts_and_rollbacks_of_what_is_left(engine, checkpoint):
     found = engine.verify("a", [*expected.token_ids[n : n + 5], 9])
     assert found.token_ids == expected.token_ids[n : n + 6]
     assert found.num_accepted == 5
-    assert finish(engine)["a"].outputs[0].token_ids == expected.token_ids
+    assert finished_outputs(engine)["a"].outputs[0].token_ids == expected.token_ids
+
+
+def test_the_token_before_the_last_kept_block_stays(engine, checkpoint):
+    n = start(engine)
+    positions = drop_blocks(engine, "a", [0, last_block(engine, "a")])[1]
+    kept = int(engine.page_table("a").entries["position"][-1])
+    most = n - kept - 2
+    with pytest.raises(ValueError, match=rf"num_tokens is {most + 1}; allowed: an integer in \[0, {most}\]"):
+        engine.rollback("a", most + 1)
+    engine.rollback("a", most)
+    assert len(engine.page_table("a").entries) == 2
+    output = finished_outputs(engine)["a"].outputs[0]
+    assert len(output.token_ids) == 40
+    check_against_reference(checkpoint, output, [(kept + 2, positions)])
 
 
 def test_no_later_block_is_found_in_the_prefix_cache(engine):
@@ -194,11 +191,11 @@ def test_no_later_block_is_found_in_the_prefix_cache(engine):
     table = engine.page_table("a")
     assert table.entries["position"].tolist() == [0, (n - 2) // SIZE * SIZE]
     assert "dropped" not in table._repr_html_()
-    text = PROMPT + list(finish(engine)["a"].outputs[0].token_ids)
+    text = PROMPT + list(finished_outputs(engine)["a"].outputs[0].token_ids)
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     engine.add_request("cached", text, greedy, cache_salt="dropped")
     engine.add_request("alone", text, greedy, cache_salt=str(next(SALTS)))
-    outputs = finish(engine)
+    outputs = finished_outputs(engine)
     assert outputs["cached"].num_cached_tokens == (n - 1) // SIZE * SIZE
     assert outputs["cached"].outputs[0].token_ids == outputs["alone"].outputs[0].token_ids
 
@@ -212,7 +209,7 @@ def pressed(checkpoint, num_host_bytes, **settings):
         for _ in range(3):
             engine.step()
         drops = [drop_blocks(engine, "2", [0, *range(4, last_block(engine, "2") + 1)])]
-        return drops, finish(engine)
+        return drops, finished_outputs(engine)
 
 
 @pytest.mark.parametrize("preemption_mode", [None, "recompute"])
@@ -246,14 +243,7 @@ def test_a_fork_of_it_does_not_wait(checkpoint):
 
 
 def test_windows_and_samples(tmp_path):
-    config = {
-        "architectures": ["Gemma2ForCausalLM"], "vocab_size": 199, "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "query_pre_attn_scalar": 8, "sliding_window": 9, "max_position_embeddings": 512,
-        "hidden_activation": "gelu_pytorch_tanh", "initializer_range": 0.3, "tie_word_embeddings": True,
-        "eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0,
-    }  # fmt: skip
-    random_checkpoint(tmp_path, config, "float32", seed=3)
+    write_windowed_checkpoint(tmp_path, 9)
     dense = DenseModel(tmp_path, max_len=80)
     prompt = [i % 190 + 3 for i in range(40)]
     with make_engine(
@@ -270,7 +260,7 @@ def test_windows_and_samples(tmp_path):
         with pytest.raises(ValueError, match="allowed: a request with one sequence"):
             engine.drop_kv("a", [0])
         n = 40 + 12
-        for i, output in enumerate(finish(engine)["a"].outputs):
+        for i, output in enumerate(finished_outputs(engine)["a"].outputs):
             want = dense.logits([prompt + list(output.token_ids)])[0][n - 1]
             np.testing.assert_allclose(log_softmax(found[i].logits), log_softmax(want), atol=TOLERANCE)
             windowed, full = found[i].attention[0], found[i].attention[1]
@@ -286,7 +276,7 @@ def test_windows_and_samples(tmp_path):
         engine.step()
         with pytest.raises(ValueError, match="allowed: one all of whose layers attend to all tokens"):
             engine.drop_kv("b", [9])
-        finish(engine)
+        finished_outputs(engine)
 
 
 def test_an_encoder_decoder_model():
@@ -344,4 +334,4 @@ def test_errors_name_what_is_allowed_and_change_nothing(engine, call, message):
     engine.add_request("waiting", PROMPT, DRAWN)
     with pytest.raises(ValueError, match=message):
         call(engine)
-    assert finish(engine)["a"].outputs[0].token_ids == expected.token_ids
+    assert finished_outputs(engine)["a"].outputs[0].token_ids == expected.token_ids

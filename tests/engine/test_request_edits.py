@@ -11,13 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.real_model import TOLERANCE, VOCAB_SIZE, log_softmax, make_engine
+from helpers.edited_engine import idle_engine, session_engine
+from helpers.real_model import TOLERANCE, VOCAB_SIZE, finished_outputs, log_softmax, make_engine
+from helpers.windowed_model import write_windowed_checkpoint
 
 from jax_paged import BeamSearchParams, SamplingParams
 from jax_paged.lab.recording import replay
-from jax_paged.models.weights import random_checkpoint
 from jax_paged.sampling_params import RequestOutputKind
 
+__all__ = ["idle_engine", "session_engine"]  # fixtures
 PROMPT = np.random.default_rng(0).integers(8, VOCAB_SIZE, 21).tolist()
 LONG = {"max_tokens": 24, "ignore_eos": True}
 PARAMS = {
@@ -37,25 +39,6 @@ SALTS = itertools.count()
 DRAFTABLE = [name for name in PARAMS if name != "penalties"]
 
 
-@pytest.fixture(scope="module", params=["one step at a time", "steps ahead", "bursts"])
-def session_engine(request, checkpoint):
-    settings = {"async_scheduling": request.param != "one step at a time"}
-    if request.param == "bursts":
-        settings["num_scheduler_steps"] = 4
-    sizes = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 300}
-    with make_engine(checkpoint, few_buckets=True, **settings, **sizes) as engine:
-        yield engine
-
-
-@pytest.fixture(name="engine")
-def idle_engine(session_engine):
-    """The engine, whatever a test that failed has left in it."""
-    yield session_engine
-    for output in session_engine.step():
-        session_engine.abort_request(output.request_id)
-    finish(session_engine)
-
-
 def add(engine, request_id, params):
     """Adds a request that finds nothing in the prefix cache."""
     engine.add_request(request_id, PROMPT, params, cache_salt=str(next(SALTS)))
@@ -72,15 +55,7 @@ def assert_equal(engine, output, expected, *, is_same_program=True):
 def drawn_alone(engine):
     """Returns the tokens of the request "drawn" in an engine of its own."""
     add(engine, "alone", PARAMS["drawn"])
-    return finish(engine)["alone"].outputs[0].token_ids
-
-
-def finish(engine):
-    """Runs everything to its end; returns the outputs."""
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step() if output.finished}
-    return outputs
+    return finished_outputs(engine)["alone"].outputs[0].token_ids
 
 
 def num_output_tokens(engine, request_id):
@@ -93,7 +68,7 @@ def expected(session_engine):
     out = {}
     for name, params in PARAMS.items():
         add(session_engine, name, params)
-        out[name] = finish(session_engine)[name].outputs[0]
+        out[name] = finished_outputs(session_engine)[name].outputs[0]
         assert len(out[name].token_ids) == 24, "the cases below cut into the middle of it"
     return out
 
@@ -107,7 +82,7 @@ def test_a_fork_of_the_same_seed_draws_the_same(engine, expected, name, num_step
     seed = PARAMS[name].seed
     same = engine.fork("a", seed=0 if seed is None else seed)
     other = engine.fork(same, "other", seed=77)
-    outputs = finish(engine)
+    outputs = finished_outputs(engine)
     assert_equal(engine, outputs["a"].outputs[0], expected[name])
     assert_equal(engine, outputs[same].outputs[0], expected[name], is_same_program=num_steps > 0)
     assert outputs[same].prompt_logprobs == outputs["a"].prompt_logprobs
@@ -122,10 +97,10 @@ def test_a_fork_of_another_seed_draws_what_a_prompt_of_its_text_would(engine):
         engine.step()
     engine.fork("a", "b", seed=123)
     n = num_output_tokens(engine, "b")
-    token_ids = list(finish(engine)["b"].outputs[0].token_ids)
+    token_ids = list(finished_outputs(engine)["b"].outputs[0].token_ids)
     continued = dataclasses.replace(params, seed=123, max_tokens=24 - n)
     engine.add_request("c", PROMPT + token_ids[:n], continued)
-    assert list(finish(engine)["c"].outputs[0].token_ids) == token_ids[n:]
+    assert list(finished_outputs(engine)["c"].outputs[0].token_ids) == token_ids[n:]
 
 
 def test_a_fork_shares_all_blocks_until_it_writes(engine):
@@ -148,7 +123,7 @@ def test_a_fork_shares_all_blocks_until_it_writes(engine):
         assert (table.entries["ref_count"][:num_full] == 3).all()
         assert (table.entries["ref_count"][num_full:] == 1).all(), "each has a copy of what it wrote to"
     assert "3" in tables[0]._repr_html_()
-    finish(engine)
+    finished_outputs(engine)
 
 
 def test_best_of_n_with_a_scorer_of_ones_own(engine):
@@ -161,7 +136,7 @@ def test_best_of_n_with_a_scorer_of_ones_own(engine):
         outputs |= {output.request_id: output for output in engine.step()}
     best = max(branches, key=lambda name: sum(outputs[name].outputs[0].token_ids))
     engine.abort_request(set(branches) - {best})
-    (output,) = finish(engine).values()
+    (output,) = finished_outputs(engine).values()
     assert output.request_id == best
     assert output.outputs[0].text.startswith(outputs[best].outputs[0].text)
 
@@ -178,7 +153,7 @@ def test_what_is_rolled_back_is_drawn_again(engine, expected, name):
         assert num_output_tokens(engine, "a") == n - taken
         (output,) = engine.step()
         assert expected[name].text.startswith(output.outputs[0].text)
-        output = finish(engine).get("a", output).outputs[0]
+        output = finished_outputs(engine).get("a", output).outputs[0]
         assert_equal(engine, output, expected[name], is_same_program=taken < n)
 
 
@@ -192,7 +167,7 @@ def test_a_rollback_before_the_first_step_and_of_a_fork(engine, expected):
     engine.fork("a", "b", seed=PARAMS["drawn"].seed)
     engine.rollback("b", 2)
     engine.rollback("b", 1)
-    outputs = finish(engine)
+    outputs = finished_outputs(engine)
     for name in "ab":
         assert_equal(engine, outputs[name].outputs[0], expected["drawn"], is_same_program=name == "a")
 
@@ -206,13 +181,13 @@ def test_a_fork_of_what_was_rolled_back_leaves_no_stale_block(engine, expected):
         engine.step()
     engine.fork("a", "b", seed=4)
     engine.rollback("b", 7)
-    texts = {name: output.outputs[0].token_ids for name, output in finish(engine).items()}
+    texts = {name: output.outputs[0].token_ids for name, output in finished_outputs(engine).items()}
     assert texts["a"] == expected["drawn"].token_ids
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for token_ids in texts.values():
         engine.add_request("cached", PROMPT + token_ids, greedy, cache_salt=salt)
         engine.add_request("alone", PROMPT + token_ids, greedy, cache_salt=str(next(SALTS)))
-        outputs = finish(engine)
+        outputs = finished_outputs(engine)
         assert outputs["cached"].num_cached_tokens == (len(PROMPT) + 23) // 4 * 4
         assert outputs["alone"].num_cached_tokens == 0
         assert outputs["cached"].outputs[0].token_ids == outputs["alone"].outputs[0].token_ids
@@ -247,7 +222,7 @@ def test_a_draft_changes_nothing_but_the_number_of_steps(engine, expected, dense
         logits = dense.logits([PROMPT + text[:n] + draft])[0][len(PROMPT) + n - 1 : -1]
         want = log_softmax(logits)[np.arange(len(draft)), draft]
         np.testing.assert_allclose(found.logprobs, want, atol=TOLERANCE)
-        output = finish(engine)["a"].outputs[0]
+        output = finished_outputs(engine)["a"].outputs[0]
         assert (output.token_ids, output.text) == (text, expected[name].text)
         assert output.cumulative_logprob == pytest.approx(
             expected[name].cumulative_logprob, abs=24 * TOLERANCE
@@ -269,7 +244,7 @@ def test_a_draft_ends_where_the_request_ends(engine, expected):
         found = engine.verify("a", text[n : n + 7])
         assert found.token_ids == text[n : min(n + 8, end)]
         assert len(found.logprobs) == 7
-        (output,) = finish(engine).values()
+        (output,) = finished_outputs(engine).values()
         assert output.outputs[0].token_ids == text[:end]
 
 
@@ -282,7 +257,7 @@ def test_verify_advances_no_other_request(engine, expected):
     lengths = num_output_tokens(engine, "greedy")
     engine.verify("drawn", expected["drawn"].token_ids[n : n + 4])
     assert num_output_tokens(engine, "greedy") == lengths
-    outputs = finish(engine)
+    outputs = finished_outputs(engine)
     for name, output in outputs.items():
         assert output.outputs[0].token_ids == expected[name].token_ids
 
@@ -302,7 +277,7 @@ def test_a_recording_of_all_of_it_replays(checkpoint):
         n = num_output_tokens(engine, "a")
         engine.verify("a", want[n : n + 2])
         engine.drop_kv("b1", [0, len(engine.page_table("b1").entries) - 1])
-        outputs = finish(engine)
+        outputs = finished_outputs(engine)
         assert len(outputs) == 6
         assert outputs["a"].outputs[0].token_ids == want
     kinds = [json.loads(line)["event"] for line in lines]
@@ -323,7 +298,7 @@ def test_forks_without_a_seat_or_without_blocks_wait(checkpoint):
         with pytest.raises(ValueError, match="allowed: a request that runs"):
             engine.page_table(names[-1])
         engine.rollback(names[-1], 2)
-        outputs = finish(engine)
+        outputs = finished_outputs(engine)
         assert [outputs[name].outputs[0].token_ids for name in names] == [want] * 5
 
 
@@ -340,7 +315,7 @@ def test_what_was_preempted_is_forked_and_rolled_back_too(checkpoint, preemption
         for name in names:
             engine.abort_request(names)
             engine.add_request(name, [*PROMPT, int(name)], PARAMS["drawn"])
-            want[name] = finish(engine)[name].outputs[0].token_ids
+            want[name] = finished_outputs(engine)[name].outputs[0].token_ids
         for name in names:
             engine.add_request(name, [*PROMPT, int(name)], PARAMS["drawn"])
         outputs, forks = {}, {}
@@ -363,15 +338,28 @@ def test_what_was_preempted_is_forked_and_rolled_back_too(checkpoint, preemption
             assert outputs[fork].outputs[0].token_ids == want[name]
 
 
+def test_what_waits_for_blocks_finds_no_prefix_that_was_taken_back(checkpoint):
+    """It waits with a prefix in the cache, which was looked up while the others left it no room."""
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 26}
+    with make_engine(checkpoint, few_buckets=True, block_size=4, **settings) as engine:
+        want = drawn_alone(engine)
+        for name in "ab":
+            add(engine, name, PARAMS["drawn"])
+        add(engine, "c", dataclasses.replace(PARAMS["drawn"], seed=1))
+        queues = engine.scheduler.queues
+        while "c" not in queues.waiting or not queues.waiting["c"].metrics.num_preemptions:
+            outputs = {output.request_id: output for output in engine.step()}
+        engine.step()
+        engine.rollback("c", len(queues.waiting["c"].sequences[0].output_token_ids))
+        outputs = finished_outputs(engine)
+        assert [outputs[name].outputs[0].token_ids for name in "ab"] == [want] * 2
+        add(engine, "alone", dataclasses.replace(PARAMS["drawn"], seed=1))
+        assert outputs["c"].outputs[0].token_ids == finished_outputs(engine)["alone"].outputs[0].token_ids
+        assert outputs["c"].num_cached_tokens <= len(PROMPT) - 1
+
+
 def test_windows_and_encoders_are_exact(tmp_path):
-    config = {
-        "architectures": ["Gemma2ForCausalLM"], "vocab_size": 199, "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "query_pre_attn_scalar": 8, "sliding_window": 9, "max_position_embeddings": 512,
-        "hidden_activation": "gelu_pytorch_tanh", "initializer_range": 0.3, "tie_word_embeddings": True,
-        "eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0,
-    }  # fmt: skip
-    random_checkpoint(tmp_path, config, "float32", seed=3)
+    write_windowed_checkpoint(tmp_path, 9)
     t5 = Path(__file__).parent.parent / "models" / "fixtures" / "t5_tied"
     windows = {"prompt_token_ids": [i % 190 + 3 for i in range(40)]}
     encoder = {
@@ -385,7 +373,7 @@ def test_windows_and_encoders_are_exact(tmp_path):
         ) as engine:
             params = SamplingParams(temperature=0.8, seed=9, max_tokens=30, ignore_eos=True)
             engine.add_request("want", prompt, params)
-            want = list(finish(engine)["want"].outputs[0].token_ids)
+            want = list(finished_outputs(engine)["want"].outputs[0].token_ids)
             engine.add_request("a", prompt, params)
             for _ in range(20):
                 engine.step()
@@ -394,7 +382,7 @@ def test_windows_and_encoders_are_exact(tmp_path):
             engine.fork("b", "c", seed=9)
             engine.rollback("c", 18)  # far behind the window
             assert engine.verify("b", [*want[20:23], 3]).token_ids == want[20:24]
-            outputs = finish(engine)
+            outputs = finished_outputs(engine)
             assert [list(outputs[name].outputs[0].token_ids) for name in "abc"] == [want] * 3
 
 
@@ -427,6 +415,6 @@ def test_errors_name_what_is_allowed_and_change_nothing(engine, expected, call, 
     add(engine, "waiting", PARAMS["greedy"])
     with pytest.raises(ValueError, match=message):
         call(engine)
-    outputs = finish(engine)
+    outputs = finished_outputs(engine)
     for name, other in (("a", "drawn"), ("penalties", "penalties")):
         assert_equal(engine, outputs[name].outputs[0], expected[other], is_same_program=False)

@@ -3,13 +3,12 @@
 import dataclasses
 import random
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.real_model import VOCAB_SIZE, Request, add, make_engine, mixed_requests, reschedule, reset, run
+from helpers.real_model import VOCAB_SIZE, Request, add, mixed_requests, reschedule, run
 
 from jax_paged import BeamSearchParams, LLMEngine, SamplingParams
 from jax_paged.engine.step_plan import StepPlan
@@ -67,24 +66,9 @@ def random_edits(seed: int) -> Callable[[StepPlan], StepPlan | None]:
     return edit
 
 
-@pytest.fixture(scope="module")
-def session_bursting(checkpoint: Path) -> Iterator[LLMEngine]:
-    with make_engine(
-        checkpoint,
-        few_buckets=True,
-        block_size=4,
-        max_num_seqs=16,
-        max_num_batched_tokens=32,
-        num_gpu_blocks_override=400,
-        num_scheduler_steps=4,
-        async_scheduling=True,
-    ) as engine:
-        yield engine
-
-
 @pytest.mark.parametrize("num_blocks", [400, 36], ids=["room for all", "preemptions and swaps"])
-def test_edited_plans_change_no_output(session_bursting: LLMEngine, num_blocks: int) -> None:
-    engine, requests = reset(session_bursting), all_kinds()
+def test_edited_plans_change_no_output(bursting_engine: LLMEngine, num_blocks: int) -> None:
+    engine, requests = bursting_engine, all_kinds()
     expected = values(run(engine, requests))
     for seed in range(3):
         reschedule(engine, num_blocks=num_blocks)
@@ -97,8 +81,8 @@ def test_edited_plans_change_no_output(session_bursting: LLMEngine, num_blocks: 
         assert manager.swap_pool.num_free == manager.swap_pool.num_usable
 
 
-def test_edited_plans_replay(session_bursting: LLMEngine) -> None:
-    engine, requests, lines = reset(session_bursting), all_kinds(), []
+def test_edited_plans_replay(bursting_engine: LLMEngine) -> None:
+    engine, requests, lines = bursting_engine, all_kinds(), []
     expected = values(run(engine, requests))
     engine.record(lines.append)
     assert values(run_by_hand(engine, requests, random_edits(1))) == expected
@@ -159,8 +143,8 @@ def test_a_request_that_ends_after_its_plan_is_skipped(engine: LLMEngine) -> Non
     assert engine.scheduler.block_manager.num_free_blocks == engine.scheduler.block_manager.num_usable_blocks
 
 
-def test_what_was_in_flight_is_not_lost(session_bursting: LLMEngine) -> None:
-    engine = reset(session_bursting)
+def test_what_was_in_flight_is_not_lost(bursting_engine: LLMEngine) -> None:
+    engine = bursting_engine
     add_two(engine)
     tokens: dict[str, Any] = {}
     for i in range(100):

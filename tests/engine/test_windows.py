@@ -5,37 +5,18 @@ import itertools
 import numpy as np
 import pytest
 from helpers.real_model import DenseModel, assert_no_block_lost, make_engine, reschedule, steps_of
+from helpers.windowed_model import write_windowed_checkpoint
 
 from jax_paged import SamplingParams
-from jax_paged.models.weights import random_checkpoint
 
 WINDOW, BLOCK_SIZE, CHUNK = 24, 4, 16
-CONFIG = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "vocab_size": 199,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "query_pre_attn_scalar": 8,
-    "sliding_window": WINDOW,
-    "max_position_embeddings": 512,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "initializer_range": 0.3,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "pad_token_id": 0,
-}
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("windows")
-    random_checkpoint(folder, CONFIG, "float32", seed=3)
+    write_windowed_checkpoint(folder, WINDOW)
     return folder
 
 

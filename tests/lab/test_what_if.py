@@ -3,12 +3,10 @@
 import dataclasses
 import json
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.real_model import EOS, VOCAB_SIZE, make_engine, nan_embedding, reset
+from helpers.real_model import EOS, VOCAB_SIZE, nan_embedding, reschedule, reset
 from helpers.scheduling import make_scheduler
 
 from jax_paged import BeamSearchParams, LLMEngine, SamplingParams
@@ -21,24 +19,11 @@ def tokens_of(result) -> list[list[list[int]]]:
     return [[list(seq.output_token_ids) for seq in group.sequences] for group in result.requests]
 
 
-@pytest.fixture(scope="module")
-def session_own(checkpoint: Path) -> Iterator[LLMEngine]:
-    with make_engine(
-        checkpoint,
-        few_buckets=True,
-        block_size=4,
-        max_num_seqs=12,
-        max_num_batched_tokens=32,
-        num_gpu_blocks_override=70,
-        num_scheduler_steps=4,
-        async_scheduling=True,
-    ) as engine:
-        yield engine
-
-
 @pytest.fixture
-def own(session_own: LLMEngine) -> LLMEngine:
-    return reset(session_own)
+def own(bursting_engine: LLMEngine) -> LLMEngine:
+    """An engine that is short of blocks and seats."""
+    reschedule(bursting_engine, num_blocks=70, max_num_seqs=12)
+    return bursting_engine
 
 
 def serve(engine: LLMEngine, *, aborts: bool = False) -> list[str]:
@@ -191,8 +176,8 @@ def test_what_does_not_fit_is_refused(own: LLMEngine) -> None:
     lines = serve(own)
     reset(own)
     start = json.loads(lines[0])
-    start["block_manager"]["num_blocks"] = 71
-    with pytest.raises(ValueError, match=r"num_blocks of the recording is 71; allowed: .*70"):
+    start["block_manager"]["num_blocks"] = 401
+    with pytest.raises(ValueError, match=r"num_blocks of the recording is 401; allowed: .*400"):
         own.replay([json.dumps(start), *lines[1:]])
     own.add_request("r", [10, EOS], SamplingParams(max_tokens=2))
     with pytest.raises(RuntimeError, match="requests are running"):

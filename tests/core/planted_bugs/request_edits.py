@@ -1,0 +1,120 @@
+"""Bugs planted in what a user does to requests: forks, tokens taken back, drafts, dropped blocks."""
+
+from planted_bugs.mutation import Mutation
+
+REQUEST_EDITS = [
+    Mutation(
+        "core/request_edits.py",
+        "        del seq.block_hashes[len(seq) // manager.block_size :]\n",
+        "",
+        "hashes of tokens that were taken back are kept",
+    ),
+    Mutation(
+        "core/request_edits.py",
+        "        manager.prefixes.forget_walk()  #",
+        "        #",
+        "a walk goes on along tokens that were taken back",
+    ),
+    Mutation(
+        "core/request_edits.py",
+        "min(seq.num_computed_tokens, len(seq) - 1)",
+        "min(seq.num_computed_tokens, len(seq))",
+        "the last token that is left is not computed again",
+    ),
+    Mutation(
+        "core/request_edits.py",
+        "        if manager.lacks(tables, seq.num_computed_tokens):\n",
+        "        if False:\n",
+        "a request goes on behind a window whose blocks are gone",
+    ),
+    Mutation(
+        "core/request_edits.py",
+        "seq.num_dropped_tokens += (len(held)",
+        "seq.num_dropped_tokens = (len(held)",
+        "the first of two drops is forgotten",
+    ),
+    Mutation(
+        "core/request_edits.py",
+        "- 2 - seq.block_places",
+        "- 1 - seq.block_places",
+        "taken back up to the last kept block",
+    ),
+    Mutation(
+        "core/request_edits.py",
+        "self._manager.fork(seq, child, seq.num_computed_tokens)",
+        "self._manager.fork(seq, child, seq.num_computed_tokens - 1)",
+        "a fork of a request lacks its last token",
+    ),
+    Mutation(
+        "core/request_edits.py",
+        "self._queues.num_seats_taken < self._max_num_seqs",
+        "self._queues.num_seats_taken <= self._max_num_seqs",
+        "a fork takes a seat that is not there",
+    ),
+    Mutation(
+        "core/block_manager.py",
+        "            start = seq.next_position - seq.num_dropped_tokens\n",
+        "            start = seq.next_position\n",
+        "slots count what was dropped",
+    ),
+    Mutation(
+        "core/block_manager.py",
+        " and not seq.num_dropped_tokens:",
+        ":",
+        "blocks behind dropped ones are cached",
+    ),
+    Mutation(
+        "core/block_manager.py",
+        "                pool.release_tables([[table[i] for i in sorted(dropped)]])\n",
+        "",
+        "dropped blocks are kept",
+    ),
+    Mutation(
+        "core/block_manager.py",
+        "        if is_here:\n            self.lost.append(seq)\n",
+        "",
+        "a sequence keeps its seat when it loses blocks",
+    ),
+    Mutation(
+        "core/preemption.py",
+        '        swaps = mode == "swap" or _has_dropped(group)\n',
+        '        swaps = mode == "swap"\n',
+        "a request with dropped blocks ends though it could be swapped",
+    ),
+    Mutation(
+        "core/preemption.py",
+        "return bool(step.swap_in) and _has_dropped(group)",
+        "return False",
+        "a request with dropped blocks ends in a step that swaps in",
+    ),
+    Mutation(
+        "core/seats.py",
+        "token_ids = token_ids + drafts[seq]",
+        "token_ids = drafts[seq]",
+        "a draft without the token before it",
+    ),
+    Mutation(
+        "core/seats.py",
+        "            num_dropped_tokens=seq.num_dropped_tokens,\n",
+        "",
+        "the executor does not know what was dropped",
+    ),
+    Mutation(
+        "worker/batch_builder.py",
+        "        places = positions - batch.num_dropped[token_seats]\n",
+        "        places = positions\n",
+        "slots of a sequence with dropped blocks",
+    ),
+    Mutation(
+        "worker/batch_builder.py",
+        "        places = start - batch.num_dropped[seats]\n        last",
+        "        places = start\n        last",
+        "a burst of a sequence with dropped blocks is checked at the wrong place",
+    ),
+    Mutation(
+        "worker/input_batch.py",
+        "        self.num_dropped[seat] = new.num_dropped_tokens\n",
+        "",
+        "dropped tokens are not taken in",
+    ),
+]

@@ -1,0 +1,81 @@
+"""Bugs planted where the worker takes in what a step says."""
+
+from planted_bugs.mutation import Mutation
+
+WORKER = [
+    Mutation(
+        "worker/batch_builder.py",
+        "blocks * size + places % size",
+        "blocks * size + (places + 1) % size",
+        "slots shifted",
+    ),
+    Mutation(
+        "worker/batch_builder.py",
+        "end_loc[logits_rows.rows] - 1 - logits_rows.tokens_back",
+        "end_loc[logits_rows.rows] - logits_rows.tokens_back",
+        "logits of the next row",
+    ),
+    Mutation(
+        "worker/batch_builder.py",
+        'view["context_lens"][g, :n] = stops - batch.num_dropped[seats]\n',
+        'view["context_lens"][g, :n] = stops - batch.num_dropped[seats] - 1\n',
+        "own tokens not attended to",
+    ),
+    Mutation(
+        "worker/batch_builder.py",
+        '        view["slot_mapping"][:] = self._num_blocks * size\n',
+        "",
+        "padding is written to block 0",
+    ),
+    Mutation(
+        "worker/input_batch.py",
+        "self.block_tables[g, seat, index] = block\n",
+        "pass\n",
+        "a replaced block is not taken in",
+    ),
+    Mutation(
+        "worker/input_batch.py",
+        "self._write(g, seat, int(self.num_table_blocks[g, seat]), blocks)",
+        "self._write(g, seat, 0, blocks)",
+        "new blocks stand at the wrong place",
+    ),
+    Mutation(
+        "worker/batch_builder.py",
+        'view["end_tokens"][:n] = batch.end_tokens[seats]',
+        'view["end_tokens"][:n] = -1',
+        "a burst goes on after an end token",
+    ),
+    Mutation(
+        "worker/input_batch.py",
+        "            self._changed_places.append(self._place(g, seat, index))\n",
+        "",
+        "the device is not told of a replaced block",
+    ),
+    Mutation(
+        "worker/input_batch.py",
+        "range(place, place + len(blocks))",
+        "range(place, place + 1)",
+        "the device is told of the first new block only",
+    ),
+    Mutation(
+        "worker/batch_builder.py",
+        "bias, mask, changes[:, :num_ahead])",
+        "bias, mask, changes[:, :0])",
+        "changes of tables that do not fit into the buffer are dropped",
+    ),
+    Mutation(
+        "worker/batch_builder.py",
+        '        view["seats"][n:] = batch.num_seats\n',
+        "",
+        "rows that are not used read the table of seat 0",
+    ),
+    Mutation(
+        "worker/block_mover.py", "pairs = pairs[size:]", "pairs = ()", "copies beyond the first call left out"
+    ),
+    Mutation(
+        "worker/block_mover.py",
+        "            to = [host for _, host in chunk]\n",
+        "            to = [device for device, _ in chunk]\n",
+        "swapped out to the wrong block",
+    ),
+]
