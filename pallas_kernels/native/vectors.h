@@ -4,6 +4,7 @@ typedef float Vec __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t IntVec __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t BitVec __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * WIDTH)));
+typedef int16_t IntHalfVec __attribute__((vector_size(2 * WIDTH)));
 typedef int8_t IntByteVec __attribute__((vector_size(WIDTH)));
 typedef uint8_t ByteVec __attribute__((vector_size(WIDTH)));
 
@@ -66,13 +67,26 @@ INLINE Vec load(const Float16* from) {
   return bits_as<Vec>(bits_as<BitVec>(magnitude) | ((half & 0x8000) << 16));
 }
 
+// In steps that GCC has instructions for: of a longer one it makes a loop over the lanes.
 INLINE Vec load(const Int8* from) {
-  return __builtin_convertvector(__builtin_convertvector(load_bits<IntByteVec>(from), IntVec), Vec);
+#if WIDTH == 16
+  const IntVec wide = bits_as<IntVec>(_mm512_cvtepi8_epi32(load_bits<__m128i>(from)));
+#else
+  const auto half = __builtin_convertvector(load_bits<IntByteVec>(from), IntHalfVec);
+  const IntVec wide = __builtin_convertvector(half, IntVec);
+#endif
+  return __builtin_convertvector(wide, Vec);
 }
 
 // float8_e4m3fn, as float16 above; but its NaN counts as 480: the pool has none, as a row of NaN has a scale of infinity.
 INLINE Vec load(const Float8* from) {
-  const BitVec byte = __builtin_convertvector(load_bits<ByteVec>(from), BitVec), bits = (byte & 0x7f) << 20;
+#if WIDTH == 16
+  const BitVec byte = bits_as<BitVec>(_mm512_cvtepu8_epi32(load_bits<__m128i>(from)));
+#else
+  const auto half = __builtin_convertvector(load_bits<ByteVec>(from), HalfVec);
+  const BitVec byte = __builtin_convertvector(half, BitVec);
+#endif
+  const BitVec bits = (byte & 0x7f) << 20;
   const Vec subnormal = bits_as<Vec>(bits + (121u << 23)) - 0x1p-6f;
   const Vec magnitude = bits < (1u << 23) ? subnormal : bits_as<Vec>(bits + (120u << 23));
   return bits_as<Vec>(bits_as<BitVec>(magnitude) | ((byte & 0x80) << 24));
