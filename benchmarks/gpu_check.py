@@ -2,7 +2,7 @@
 the kernel tests, and the kernels' speed beside other implementations.
 
     make gpu-check                                        on a machine with an NVIDIA GPU; under 40 minutes
-    make gpu-check ARGS='--part kernel-tests'             under 10; or: engine, engine-pallas, kernel-speed
+    make gpu-check ARGS='--part kernel-tests'             under 10; or self-check, engine, engine-pallas ...
     python benchmarks/gpu_check.py --allow-cpu --tiny     the same program at toy sizes, on any machine
 
 Needs jax, flax, numpy, safetensors, tokenizers and jaxtyping; jax-paged itself need not be installed, nothing
@@ -81,10 +81,12 @@ SECTIONS: dict[str, tuple[Callable[[bool], Iterator[Report]], int]] = {
     "agreement": (gpu_engine.agreement, 150),
     "llama-1b-pallas": (llama(gpu_engine.LLAMA_1B, "pallas"), 150),
     "llama-8b-pallas": (llama(gpu_engine.LLAMA_8B, "pallas"), 260),
+    "self-check": (gpu_kernels.self_check, 300),
     "kernel-tests": (gpu_kernels.kernel_tests, PART_S),
     "kernel-speed": (gpu_kernels.kernel_speed, PART_S),
 }
 PARTS = {
+    "self-check": ("self-check",),
     "kernel-tests": ("kernel-tests",),
     "engine": ("exactness", "llama-1b", "llama-8b"),
     "engine-pallas": ("agreement", "llama-1b-pallas", "llama-8b-pallas"),
@@ -141,6 +143,10 @@ def table(report: Report) -> str:
             lines.append(f"exact: {name:<26}{equal:>18}   {detail}")
     for backend, errors in report.get("agreement", {}).get("log_probabilities", {}).items():
         lines.append(f"log-probabilities with {backend}: off by {errors['mean_error']:.2g} in the mean")
+    if "outcome" in report.get("self-check", {}):
+        lines.append(
+            f"check behind auto: {report['self-check']['outcome']}, {report['self-check']['reason']}"
+        )
     llamas = [name for name in SECTIONS if report.get(name, {}).get("rounds")]
     if llamas:
         lines += [

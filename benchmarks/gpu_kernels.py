@@ -7,11 +7,13 @@ dispatch is measured.
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +28,24 @@ MARK = "RESULT "
 Report = dict[str, Any]
 # A function of x and constant arrays, and those arrays: as constants of a program they would be copied.
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def self_check(is_tiny: bool) -> Iterator[Report]:
+    """Runs the check that attention_backend="auto" goes by on a GPU, without what is kept of earlier ones."""
+    import jax
+
+    from jax_paged.pallas_kernels.self_check import LONGEST, Suite, Variant
+    from jax_paged.worker.kernel_check import check
+
+    num_heads, kv_heads = heads()
+    longest = 64 if is_tiny else LONGEST
+    suite = Suite((Variant(num_heads, SCALE),), kv_heads, HEAD_DIM, 16, "bfloat16", longest)
+    with tempfile.TemporaryDirectory() as folder:
+        candidate = "pallas" if jax.default_backend() == "gpu" else "xla"
+        verdict = check(suite, Path(folder), candidate=candidate)
+    yield dataclasses.asdict(verdict)
+    if verdict.outcome not in ("passed", "slower"):
+        raise AssertionError(f"{verdict.outcome}: {verdict.reason}")
 
 
 def kernel_tests(is_tiny: bool) -> Iterator[Report]:

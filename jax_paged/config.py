@@ -134,7 +134,8 @@ class EngineArgs:
             "processed_logprobs", that which tokens are drawn from (of greedy requests, before temperature,
             min_p, top_k and top_p). Those of prompts are the model's.
         attention_backend: Which kernels attend: "native" (CPU, in C++), "pallas" (GPU), "pallas_interpret"
-            (their CPU interpreter), "xla", or "auto": "native" on a CPU if it was built, else "xla".
+            (their CPU interpreter), "xla", or "auto": "native" on a CPU if it was built; "pallas" on a GPU if
+            a check at the first start finds it right there, and no slower than "xla"; else "xla".
         matmul_backend: What multiplies by weights: "onednn" (CPU; packs them once), "xla", or "auto": oneDNN
             on a CPU where it is installed.
 
@@ -252,6 +253,7 @@ class EngineConfig:
         architecture: The name under "architectures" in the model's config.json.
         dtype: Of weights and activations: "float32" or "bfloat16".
         backend: Which kernels attend.
+        backend_reason: Why these.
         matmul_backend: What multiplies by weights.
         vocab_size: Rows of the embedding.
         max_model_len: Maximum tokens of a prompt and its output together.
@@ -293,6 +295,7 @@ class EngineConfig:
     eos_token_ids: frozenset[int]
     sampling_defaults: dict[str, Any]
     decoder_start_token_id: int | None = None
+    backend_reason: str = ""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
@@ -307,10 +310,10 @@ class EngineConfig:
     capturing: frozenset[str] = frozenset()
 
 
-def compilation_cache_dir() -> str:
-    """Returns the folder that compiled steps are kept in between runs."""
+def cache_dir(name: str) -> str:
+    """Returns the folder of that name for what is kept between runs: "compiled" steps, "kernel-checks"."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(base, "jax-paged", "compiled")
+    return os.path.join(base, "jax-paged", name)
 
 
 def checks_inputs() -> bool:

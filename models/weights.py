@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import end_token_ids, read_generation_config, read_json, sampling_defaults
 from jax_paged.models.hf_format import WeightTable
-from jax_paged.models.registry import get_model_class
+from jax_paged.models.registry import get_architecture, get_model_class
 
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -116,17 +116,12 @@ def load_model(
         ValueError: If the folder holds no supported model. The message lists every problem with the config,
             or else every weight that is missing, unexpected or of another shape.
     """
-    hf_config = read_json(folder / "config.json")
-    architecture, model_class = get_model_class(hf_config)
-    config = model_class.config_class.from_hf(hf_config, max_model_len)
-    generation_config = read_generation_config(folder)
-    eos_token_ids = end_token_ids(generation_config, hf_config, config.vocab_size)
-
-    stored = with_prefix(_read_headers(folder), model_class.weight_table)
-    chosen = _choose_dtype(dtype, hf_config, stored)
-    model = nnx.eval_shape(lambda: model_class(config, dtype=chosen, rngs=nnx.Rngs(0)))
+    model, chosen, stored = _outline(folder, dtype, max_model_len)
+    generation_config, hf_config = read_generation_config(folder), read_json(folder / "config.json")
+    architecture = get_architecture(hf_config)
+    eos_token_ids = end_token_ids(generation_config, hf_config, model.config.vocab_size)
     weights = weights_of(model)
-    _check_stored(folder, stored, weights, model_class.weight_table)
+    _check_stored(folder, stored, weights, model.weight_table)
 
     # The largest come first: their temporary copies are made while little else is allocated.
     weights.sort(key=lambda w: -w.param.size)
@@ -147,6 +142,27 @@ def load_model(
     seconds = time.monotonic() - start
     _LOGGER.info("read the weights of %s: %.0f MiB in %.1f s", folder, loaded.weight_bytes / 2**20, seconds)
     return loaded
+
+
+def outline(
+    folder: Path, dtype: Literal["auto", "float32", "bfloat16"], max_model_len: int | None
+) -> LanguageModel:
+    """Returns the model in a checkpoint folder with shapes in place of its weights, which are not read.
+
+    The arguments and the errors are those of load_model.
+    """
+    return _outline(folder, dtype, max_model_len)[0]
+
+
+def _outline(
+    folder: Path, dtype: Literal["auto", "float32", "bfloat16"], max_model_len: int | None
+) -> tuple[LanguageModel, jnp.dtype, dict[str, _Stored]]:
+    hf_config = read_json(folder / "config.json")
+    _, model_class = get_model_class(hf_config)
+    config = model_class.config_class.from_hf(hf_config, max_model_len)
+    stored = with_prefix(_read_headers(folder), model_class.weight_table)
+    chosen = _choose_dtype(dtype, hf_config, stored)
+    return nnx.eval_shape(lambda: model_class(config, dtype=chosen, rngs=nnx.Rngs(0))), chosen, stored
 
 
 def random_model(

@@ -15,7 +15,6 @@ A quantised pool, of int8 or uint8 (fp8_e4m3), has rows of D + 1 bytes: see quan
 backends take none.
 """
 
-import logging
 from typing import Any, Literal, get_args
 
 import jax
@@ -28,7 +27,6 @@ from jax_paged.pallas_kernels import native, reference, xla
 from jax_paged.pallas_kernels.native import attention as native_ops
 from jax_paged.pallas_kernels.quantization import is_quantized, quantize, row_size
 
-_LOGGER = logging.getLogger(__name__)
 # Kernels are imported where they are called: a CPU has no use for Mosaic, which takes a fifth of a second.
 Backend = Literal["auto", "native", "pallas", "pallas_interpret", "reference", "xla"]
 Implementation = Literal["native", "pallas", "pallas_interpret", "reference", "xla"]
@@ -42,10 +40,9 @@ def resolve_backend(backend: str, kv_cache_dtype: str = "auto", *, name: str = "
     Args:
         backend: "native" (C++ on a CPU), "pallas" (Mosaic GPU kernels), "pallas_interpret" (the same in JAX's
             interpreter, slow), "reference" (plain and differentiable, slow), "xla", or "auto": "native" on a
-            CPU if it was built, else "xla", and never "pallas" until the whole test suite has passed with it
-            on a GPU.
+            CPU if it was built, else "xla". An engine's "auto" may be "pallas" too: see self_check.py.
         kv_cache_dtype: What the pool is to hold: "auto", or a name of quantization.DTYPES, of which the
-            Pallas backends take none: on a GPU, "auto" is "xla" then.
+            Pallas backends take none.
         name: Name of the caller's argument, for error messages.
 
     Raises:
@@ -54,17 +51,11 @@ def resolve_backend(backend: str, kv_cache_dtype: str = "auto", *, name: str = "
     """
     implementation = _implementation(backend, name)
     device = jax.devices()[0]
-    if kv_cache_dtype != "auto" and implementation not in _COMPLETE and backend != "auto":
+    if kv_cache_dtype != "auto" and implementation not in _COMPLETE:
         raise ValueError(
             f"kv_cache_dtype is {kv_cache_dtype!r}; allowed with {name}={backend!r}: 'auto'; 'native' (on a "
             "CPU) and 'xla' take a quantised cache"
         )
-    if kv_cache_dtype != "auto" and backend == "auto" and device.platform == "gpu":
-        _LOGGER.warning(
-            "attention runs in XLA, as the Pallas kernels take no quantised cache (kv_cache_dtype=%r)",
-            kv_cache_dtype,
-        )
-        return "xla"
     if implementation == "native":
         others = f"allowed on this machine, whose device is {device.device_kind!r}: 'auto' or 'xla'"
         if device.platform != "cpu":

@@ -16,6 +16,7 @@ slow = pytest.mark.slow
     [
         "device",
         "llama-1b",
+        "self-check",
         *(
             pytest.param(name, marks=slow)
             for name in ("exactness", "agreement", "kernel-tests", "kernel-speed")

@@ -45,6 +45,25 @@ def make_local_executor(args: EngineArgs) -> "Executor":
     return LocalExecutor(args)
 
 
+def check_kernels(args: EngineArgs) -> tuple[str, bool]:
+    """Checks kernels with the shapes of a model on this machine, and keeps the verdict, which `auto` goes by.
+
+    Args:
+        args: Name the model and the backend; "auto" stands for "pallas" here.
+
+    Returns:
+        What was found, as a table, and whether the kernels have passed.
+
+    Raises:
+        ValueError: If there is no such model.
+    """
+    from jax_paged.worker.kernel_check import check, suite_of
+
+    name = "pallas" if args.attention_backend == "auto" else args.attention_backend
+    verdict = check(suite_of(args), candidate=name, is_anew=True)
+    return verdict.table(), verdict.outcome == "passed"
+
+
 def with_end_token(config: EngineConfig, tokenizer: Tokenizer | None) -> EngineConfig:
     """Adds the tokenizer's end token to the model's; one beyond the vocabulary can never be drawn."""
     token_id = tokenizer and tokenizer.eos_token_id
@@ -95,7 +114,8 @@ def described(config: EngineConfig, buckets: tuple[str, ...]) -> str:
     if config.kv_cache_dtype != "auto":
         pool += f" in {config.kv_cache_dtype}"
     model = f"{config.model_name} ({config.architecture}, {_size(config.weight_bytes)}), {config.dtype}"
-    backends = f"backend {config.backend}, products {config.matmul_backend}"
+    why = f" ({config.backend_reason})" if config.backend_reason else ""
+    backends = f"backend {config.backend}{why}, products {config.matmul_backend}"
     return f"{model}, {backends}, pool {pool}, buckets {_grouped(buckets)}"
 
 

@@ -1,4 +1,4 @@
-"""The command line: `jax-paged serve MODEL` and `run-batch`, whose options are the fields of dataclasses.
+"""The command line: `jax-paged serve MODEL`, run-batch and check-kernels; options are fields of dataclasses.
 
 Nothing here imports JAX, transformers or the HTTP server: help and complaints about arguments are immediate.
 """
@@ -17,25 +17,28 @@ from jax_paged.server.options import BatchOptions, ServerOptions
 
 _USAGE = (
     "jax-paged serve [MODEL] [options]\n       jax-paged [--model MODEL] [options]\n"
-    "       jax-paged run-batch -i FILE -o FILE [options]"
+    "       jax-paged run-batch -i FILE -o FILE [options]\n"
+    "       jax-paged check-kernels [--model MODEL] [options]"
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serves a model until SIGINT or SIGTERM, or runs a batch.
+    """Serves a model until SIGINT or SIGTERM, runs a batch, or checks the kernels.
 
     Args:
         argv: The command line without the program's name; None takes the process's.
 
     Raises:
         SystemExit: If an argument is wrong or the model can't be served, after SIGTERM (0), if Ctrl-C is
-            pressed before the server listens (130), or as run_batch says.
+            pressed before the server listens (130), as run_batch says, or with 1 if kernels fail their check.
     """
     argv = sys.argv[1:] if argv is None else argv
     if list(argv[:1]) == ["run-batch"]:
         # As Ctrl-C: the work is not done.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         _run_batch(argv[1:])
+    if list(argv[:1]) == ["check-kernels"]:
+        _check_kernels(argv[1:])
     signal.signal(signal.SIGTERM, _exit)
     args = parse_args(argv)
     try:
@@ -124,6 +127,23 @@ def _run_batch(argv: Sequence[str]) -> NoReturn:
         run_batch(settings, options)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _check_kernels(argv: Sequence[str]) -> NoReturn:
+    text = "Checks the kernels of --attention-backend (auto: pallas) on this machine, with a model's shapes."
+    parser = argparse.ArgumentParser("jax-paged check-kernels", description=text, allow_abbrev=False)
+    add_options(parser, EngineArgs)
+    args = parser.parse_args(argv)
+    try:
+        from jax_paged.engine.assembly import check_kernels  # only now, as it imports much
+
+        table, has_passed = check_kernels(EngineArgs.from_cli_args(args))
+    except ValueError as error:
+        sys.exit(f"jax-paged: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print(table)
+    sys.exit(not has_passed)
 
 
 def _exit(_: int, __: FrameType | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import jax
 
-from jax_paged.config import compilation_cache_dir
+from jax_paged.config import cache_dir
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.programs import Program
 from jax_paged.worker.step import StepProgram
@@ -86,7 +86,7 @@ def use_persistent_cache() -> None:
         ValueError: If its folder can't be made.
     """
     if jax.config.jax_compilation_cache_dir is None:
-        folder = Path(compilation_cache_dir())
+        folder = Path(cache_dir("compiled"))
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

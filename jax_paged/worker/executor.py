@@ -217,7 +217,7 @@ class LocalExecutor:
 
     def compile_plan(self) -> str:
         """Returns a table of what is compiled: shapes, seconds and bytes."""
-        return self.runner.compiled.plan()
+        return f"{self.runner.compiled.plan()}\nbackend {self.config.backend} ({self.config.backend_reason})"
 
     def compile_report(self) -> "list[CompileRecord]":
         """Returns what the table of `compile_plan` says, as records."""

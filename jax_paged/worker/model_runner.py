@@ -22,9 +22,7 @@ from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.hooks import Hook, check_hooks
 from jax_paged.models.layers import TENSOR
 from jax_paged.models.weights import LoadedModel
-from jax_paged.pallas_kernels import native
 from jax_paged.pallas_kernels.native import products
-from jax_paged.pallas_kernels.ops import resolve_backend
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize
 from jax_paged.worker import prompt_logprobs
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
@@ -34,6 +32,7 @@ from jax_paged.worker.buckets import Bucket, plan_buckets, plan_bursts, plan_inv
 from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
 from jax_paged.worker.encoder import build_encoder_inputs, plan_encoders
 from jax_paged.worker.input_batch import InputBatch
+from jax_paged.worker.kernel_check import choose_backend
 from jax_paged.worker.kv_cache import allocate_kv_cache, device_memory, free_kv_cache_bytes, plan_layout
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
 from jax_paged.worker.programs import Program, SeatArrays, TraceContext
@@ -75,12 +74,11 @@ class ModelRunner:
         attend: Attend | None = None,
         sampler: Sampler | None = None,
     ) -> None:
-        backend = resolve_backend(args.attention_backend, args.kv_cache_dtype, name="attention_backend")
+        # Before the weights take the GPU's memory.
+        backend, backend_reason = choose_backend(args, loaded, attend)
         use_persistent_cache()
         is_own, loaded = loaded is None, load(args, loaded)
         device = jax.devices()[0]
-        if args.attention_backend == "auto" and backend == "xla" and device.platform == "cpu":
-            _LOGGER.warning("attention runs in XLA; the native backend is quicker, but %s", native.problem())
         mesh = Mesh(np.array([device]), (TENSOR,))
         self._replicated = NamedSharding(mesh, PartitionSpec())
         matmul_backend = products.resolve_products(args.matmul_backend, loaded.dtype, name="matmul_backend")
@@ -146,9 +144,8 @@ class ModelRunner:
             matmul_backend=matmul_backend,
             free_bytes=free_bytes,
         )
-        self.config = dataclasses.replace(
-            self.config, hooks={h.name: h.num_args for h in hooks}, capturing=frozenset(captured)
-        )
+        own: dict[str, Any] = {"hooks": {h.name: h.num_args for h in hooks}, "capturing": frozenset(captured)}
+        self.config = dataclasses.replace(self.config, backend_reason=backend_reason, **own)
         self._context = context_of(self.config, self.config.num_blocks)
         self._encoders = plan_encoders(self.config.max_model_len) if self._encodes else []
         self._prompt_logprobs = PromptLogprobsProgram(loaded.config.hidden_size)

@@ -20,9 +20,11 @@ from helpers.oracle import (
     relative_error,
 )
 
+from jax_paged import EngineArgs
 from jax_paged.pallas_kernels import native, ops
 from jax_paged.pallas_kernels.native import attention
 from jax_paged.pallas_kernels.quantization import dequantize, quantize
+from jax_paged.worker.kernel_check import choose_backend
 
 KINDS = list(POOL_DTYPES)
 NATIVE = pytest.param(
@@ -209,7 +211,9 @@ def test_what_is_not_supported_is_an_error():
 
 def test_auto_on_a_gpu_is_xla_and_says_so(monkeypatch, caplog):
     gpu = type("Device", (), {"platform": "gpu", "device_kind": "NVIDIA H100"})
-    monkeypatch.setattr(ops.jax, "devices", lambda: [gpu])
-    monkeypatch.setattr(ops, "_implementation", lambda *_: "pallas")
-    assert ops.resolve_backend("auto", "fp8_e4m3") == "xla"
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    backend, reason = choose_backend(EngineArgs(kv_cache_dtype="fp8_e4m3"), None, None)
+    assert backend == "xla"
+    assert "kv_cache_dtype='fp8_e4m3'" in reason
     assert "kv_cache_dtype='fp8_e4m3'" in caplog.text

@@ -461,6 +461,7 @@ def test_the_plan_names_every_program(executor: LocalExecutor) -> None:
     names = [*map(str, BUCKETS), "copy 8", "swap out", "swap in"]
     names += ["write block tables", "reset token counts", "prompt logprobs"]
     assert [str(program) for program in executor.runner.compiled.programs] == names
-    lines = executor.compile_plan().splitlines()[1:]
+    _, *lines, backend = executor.compile_plan().splitlines()
     assert [line.split("  ")[0].strip() for line in lines] == names
+    assert backend == "backend xla (asked for)"
     assert executor.buckets == tuple(map(str, BUCKETS))

@@ -1,0 +1,310 @@
+"""The check behind `auto` on a GPU, with stand-ins for its kernels: a CPU has everything else of it."""
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_paged import LLM, EngineArgs, SamplingParams
+from jax_paged.pallas_kernels import native, self_check
+from jax_paged.pallas_kernels.self_check import Suite, Variant
+from jax_paged.server.cli import main
+from jax_paged.worker import kernel_check
+from jax_paged.worker.kernel_check import Verdict, check, choose_backend, suite_of
+
+SUITE = Suite((Variant(2, 0.2),), kv_heads=1, head_dim=32, page_size=16, dtype="float32", max_len=96)
+TWO = (Variant(4, 0.2, window=40, soft_cap=5.0), Variant(4, 1.0, has_bias=True))
+ALL = Suite(TWO, kv_heads=2, head_dim=32, page_size=16, dtype="bfloat16", max_len=200)
+STAND_IN = "helpers.kernel_stand_ins."
+ROWS = ({"case": "a", "what": "error", "value": 0.1, "limit": 1.0},)
+PASSED = Verdict("passed", "right on this device", 1.0, ROWS)
+
+
+def cases_of(verdict):
+    return [row["case"].split(",")[0] for row in verdict.rows]
+
+
+def test_right_and_faster(tmp_path):
+    verdict = check(ALL, tmp_path, candidate="xla", rival=STAND_IN + "slow")
+    assert verdict.outcome == "passed", verdict
+    moves, attention = ["write_kv", "copy_blocks"], ["paged_decode"] * 2 + ["ragged_attention"] * 2
+    assert cases_of(verdict) == [*moves, *attention, *(f"write_kv + {op}" for op in attention)]
+    assert [row["what"] for row in verdict.rows] == ["error"] * 6 + ["us"] * 4
+    assert all(row["value"] <= row["limit"] for row in verdict.rows)
+    start = time.perf_counter()
+    assert check(ALL, tmp_path, candidate="xla", rival=STAND_IN + "slow") == verdict
+    assert time.perf_counter() - start < 2, "the kept verdict is read, and nothing is run"
+    assert "passed: right on this device" in verdict.table()
+
+
+def test_one_element_that_is_wrong(tmp_path):
+    verdict = check(SUITE, tmp_path, candidate=STAND_IN + "wrong")
+    assert verdict.outcome == "wrong"
+    assert cases_of(verdict) == ["write_kv", "copy_blocks", "paged_decode", "ragged_attention"]
+    assert verdict.reason.startswith("paged_decode, 2 heads (error 0.0")
+    assert "ragged" not in verdict.reason
+    assert verdict.table().count("TOO LARGE") == 1
+    assert check(SUITE, tmp_path, candidate=STAND_IN + "wrong") == verdict
+
+
+def test_a_crash(tmp_path):
+    verdict = check(SUITE, tmp_path, candidate=STAND_IN + "crash")
+    assert (verdict.outcome, cases_of(verdict)[-1]) == ("crashed", "paged_decode")
+    assert verdict.reason == "ragged_attention, 2 heads: the process ended with SIGSEGV"
+    assert check(SUITE, tmp_path, candidate=STAND_IN + "crash") == verdict
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_ends_even_when_nobody_waits(tmp_path):
+    """The engine may be killed before its check is."""
+    program = (
+        "import sys; sys.path[:] = eval(sys.argv[1]); from pathlib import Path\n"
+        "from jax_paged.worker.kernel_check import *; from test_kernel_check import *\n"
+        "check(SUITE, Path(sys.argv[2]), candidate=STAND_IN + 'hang', limit_s=8)"
+    )
+    pids = tmp_path / "pids"
+    path = repr([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", program, path, str(tmp_path)]
+    process = subprocess.Popen(command, env={**os.environ, "STAND_IN_PIDS": str(pids)})
+    deadline = time.monotonic() + 60
+    while not pids.exists() or not pids.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    child, sleeper = map(int, pids.read_text().split())
+    try:
+        while (state := Path(f"/proc/{child}/stat")).exists() and " Z " not in state.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        os.kill(sleeper, 9)
+
+
+def test_right_but_slower(tmp_path):
+    verdict = check(SUITE, tmp_path, candidate=STAND_IN + "slow")
+    assert verdict.outcome == "slower"
+    assert "paged_decode" in verdict.reason
+    assert verdict.table().count("TOO LARGE") == 2
+    assert check(SUITE, tmp_path, candidate=STAND_IN + "slow") == verdict
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="is about a machine without a GPU")
+def test_kernels_that_refuse(tmp_path):
+    verdict = check(SUITE, tmp_path)
+    assert verdict.outcome == "unsupported"
+    assert verdict.reason.startswith("backend is 'pallas', which needs an NVIDIA GPU")
+    narrow = dataclasses.replace(SUITE, head_dim=48)
+    verdict = check(narrow, tmp_path, candidate="pallas_interpret")
+    assert verdict.outcome == "unsupported"
+    assert "head_dim 48; allowed with backend 'pallas'" in verdict.reason
+
+
+def test_nothing_is_kept_of_a_check_that_did_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel_check, "_machine", lambda: {"device": "another"})
+    verdict = check(SUITE, tmp_path, candidate="xla")
+    assert (verdict.outcome, verdict.rows) == ("not run", ())
+    assert verdict.reason.endswith("and not another")
+    assert [file.name for file in tmp_path.iterdir()] == ["lock"]
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
+    assert check(SUITE, tmp_path, candidate="xla").outcome == "not run"
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The checks that are run, none of them really."""
+    runs = []
+    monkeypatch.setattr(kernel_check, "_run", lambda task, limit_s: runs.append(task) or PASSED)
+    return runs
+
+
+def test_what_a_verdict_depends_on(tmp_path, monkeypatch, runs):
+    machine = kernel_check._machine()
+    assert set(machine) == {"device", "driver", "runtime", "versions", "kernels"}
+    assert {"jax", "jaxlib"} <= set(machine["versions"])
+    for _ in range(2):
+        assert check(SUITE, tmp_path) == PASSED
+        assert len(runs) == 1
+    for name in machine:
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel_check, "_machine", lambda name=name: {**machine, name: "another"})
+            check(SUITE, tmp_path)
+    assert len(runs) == 1 + len(machine)
+    for change in ({"dtype": "bfloat16"}, {"page_size": 32}, {"variants": TWO}, {"max_len": 97}):
+        check(dataclasses.replace(SUITE, **change), tmp_path)
+    assert len(runs) == 5 + len(machine)
+    check(SUITE, tmp_path, is_anew=True)
+    assert len(runs) == 6 + len(machine)
+    check(SUITE, tmp_path)
+    assert len(runs) == 6 + len(machine)
+
+
+def test_another_source_of_the_kernels_is_another_key(tmp_path, monkeypatch):
+    before = kernel_check._machine()["kernels"]
+    for file in Path(kernel_check.ops.__file__).parent.glob("*.py"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(kernel_check.ops, "__file__", str(tmp_path / "ops.py"))
+    assert kernel_check._machine()["kernels"] == before
+    (tmp_path / "combine.py").write_text("# new\n")
+    assert kernel_check._machine()["kernels"] != before
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"key": 1}', "null", "\x00", '{"verdict": {"outcome": "passed"}, "key": KEY}']
+)
+def test_a_file_that_holds_no_verdict(tmp_path, runs, caplog, text):
+    check(SUITE, tmp_path)
+    (file,) = tmp_path.glob("*.json")
+    file.write_text(text.replace("KEY", json.dumps(json.loads(file.read_text())["key"])))
+    assert check(SUITE, tmp_path) == PASSED
+    assert len(runs) == 2
+    assert check(SUITE, tmp_path) == PASSED
+    assert len(runs) == 2
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path, runs, caplog):
+    (tmp_path / "file").write_text("")
+    for _ in range(2):
+        assert check(SUITE, tmp_path / "file" / "folder") == PASSED
+    assert len(runs) == 2
+    assert "so every start checks" in caplog.text
+
+
+def test_two_processes_at_once(tmp_path):
+    program = (
+        "import sys; sys.path[:] = eval(sys.argv[1])\n"
+        "from pathlib import Path; from test_kernel_check import *\n"
+        "verdict = check(SUITE, Path(sys.argv[2]), candidate='xla', rival=STAND_IN + 'slow')\n"
+        "print(json.dumps(dataclasses.asdict(verdict)))"
+    )
+    path = repr([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", program, path, str(tmp_path)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    first, second = (json.loads(process.communicate(timeout=100)[0]) for process in processes)
+    # Times are never the same twice.
+    assert first == second
+    assert first["outcome"] == "passed"
+
+
+def verdicts():
+    for outcome in ("passed", "slower", "wrong", "crashed", "hung", "unsupported", "not run"):
+        yield outcome, Verdict(outcome, "because", 1.0)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """The module believes that this machine's device is a GPU."""
+    device = jax.devices()[0]
+    gpu = SimpleNamespace(platform="gpu", device_kind=device.device_kind, client=device.client)
+    fake = SimpleNamespace(devices=lambda: [gpu], config=jax.config, eval_shape=jax.eval_shape)
+    monkeypatch.setattr(kernel_check, "jax", fake)
+    monkeypatch.setattr(kernel_check, "resolve_backend", lambda backend, name: "xla")
+
+
+@pytest.mark.parametrize(("outcome", "verdict"), verdicts())
+def test_auto_goes_by_the_verdict(on_gpu, monkeypatch, caplog, outcome, verdict):
+    monkeypatch.setattr(kernel_check, "check", lambda suite: verdict)
+    caplog.set_level(logging.INFO)
+    backend, reason = choose_backend(EngineArgs(), None, None)
+    assert backend == ("pallas" if outcome == "passed" else "xla")
+    assert "because" in reason
+    assert reason.startswith("auto")
+    (record,) = [r for r in caplog.records if r.name == kernel_check.__name__]
+    assert "because" in record.message
+    assert record.levelname == ("INFO" if outcome == "passed" else "WARNING")
+    asks = "open an issue with what `jax-paged check-kernels --model pagelet` prints"
+    assert (asks in record.message) == (outcome in ("slower", "wrong", "crashed", "hung"))
+    assert ("shows more" in record.message) == (outcome in ("unsupported", "not run"))
+
+
+def test_what_is_not_checked(on_gpu, monkeypatch):
+    monkeypatch.setattr(kernel_check, "check", None)
+    assert choose_backend(EngineArgs(attention_backend="xla"), None, None) == ("xla", "asked for")
+    backend, reason = choose_backend(EngineArgs(), None, lambda *args, **options: args[0])
+    assert (backend, reason) == ("xla", "auto, with attention of your own")
+
+
+def test_an_engine_outlives_kernels_that_hang(on_gpu, tmp_path, monkeypatch):
+    pids = tmp_path / "pids"
+    monkeypatch.setenv("STAND_IN_PIDS", str(pids))
+    hanging = functools.partial(check, folder=tmp_path, candidate=STAND_IN + "hang", limit_s=12)
+    monkeypatch.setattr(kernel_check, "check", hanging)
+    limits = {"max_model_len": 64, "max_num_seqs": 1, "num_gpu_blocks_override": 16, "max_compile_s": 0}
+    with LLM(max_num_batched_tokens=16, **limits) as llm:
+        why = "xla (auto; pallas hung: paged_decode, 4 heads: not done after 12 s)"
+        assert f"backend {why}, " in repr(llm)
+        assert llm.compile_plan().splitlines()[-1] == f"backend {why}"
+        (output,) = llm.generate(["A block table"], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 3
+    for pid in pids.read_text().split():
+        # What the kernels have started is killed too; who waits for it is the init process.
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    start = time.monotonic()
+    verdict = hanging(suite_of(EngineArgs(max_model_len=64)))
+    assert time.monotonic() - start < 3, "a start hangs once"
+    assert (verdict.outcome, cases_of(verdict)) == ("hung", ["write_kv", "copy_blocks"])
+
+
+def test_shapes_of_a_model_that_is_not_loaded():
+    suite = suite_of(EngineArgs(dtype="bfloat16", block_size=32, max_model_len=100))
+    (variant,) = suite.variants
+    assert (suite.page_size, suite.dtype, suite.max_len) == (32, "bfloat16", 100)
+    with LLM(max_num_seqs=1, max_num_batched_tokens=16, num_gpu_blocks_override=16, max_compile_s=0) as llm:
+        context = llm.llm_engine.executor.runner.context
+        layout, model = context.layout, context.merge(context.weights)
+    assert (suite.kv_heads, suite.head_dim) == (layout.num_kv_heads, layout.head_dim)
+    assert variant == Variant(model.config.num_attention_heads, layout.head_dim**-0.5)
+
+
+def test_each_kind_of_error_is_seen():
+    want = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 64)), jnp.float32)
+    want = want.at[2].set(0)
+    error = functools.partial(self_check.error_of, is_move=False)
+    assert error(want, want) == 0
+    assert error(want.at[1, 1, 5].add(0.01), want) > 0.005
+    assert error(want.at[1, 1, 5].set(jnp.nan), want) == float("inf")
+    assert error(want.at[2, 0, 0].set(1e-20), want) == float("inf")
+    pool = want.at[0].set(jnp.nan)
+    assert self_check.error_of(pool, pool, is_move=True) == 0
+    assert self_check.error_of(pool.at[0, 0, 0].set(1), pool, is_move=True) > 0
+
+
+def test_nobody_attends_to_what_is_dead():
+    """The suite itself: contexts hold numbers, and all else is NaN, in and before a window."""
+    pairs = [(50, 10), (5, 5), (0, 0), (33, 1)]
+    case = self_check.make_case(SUITE, Variant(2, 0.2, window=20), "ragged_attention", pairs, 3)
+    q, pool, tables, lens, start = map(np.asarray, case.args)
+    assert (lens.tolist(), start.tolist()) == ([50, 5, 0, 33], [0, 10, 15, 15, 16])
+    assert np.isnan(q[16:]).all()
+    assert not np.isnan(q[:16]).any()
+    assert (~np.isnan(pool[:, 0, 0, :, 0])).sum() == (10 + 20 - 1) + 5 + 20
+    slots = pool.swapaxes(1, 3)[case.slots // 16, case.slots % 16]
+    assert len(slots) == 16
+    assert not np.isnan(slots).any()
+    assert tables.max() >= len(pool), "pages that nobody attends to may be anywhere"
+
+
+@pytest.mark.skipif(not native.is_built(), reason=f"native: {native.problem()}")
+def test_the_command(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for backend, code, line in (
+        ("native", 0, "\npassed: right on this device, and "),
+        ("auto", 1, "\nunsupported: backend is 'pallas', which needs an NVIDIA GPU"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["check-kernels", "--attention-backend", backend, "--max-model-len", "64"])
+        assert ended.value.code == code
+        assert line in capsys.readouterr().out
+    assert len(list((tmp_path / "jax-paged" / "kernel-checks").glob("*.json"))) == 2
