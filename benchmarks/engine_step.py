@@ -65,7 +65,7 @@ def abstract_context(
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
             for x, s in zip(weights, shardings, strict=True)
         ],
-        layout=plan_layout(model.kv_cache_specs()),
+        layout=plan_layout(model.kv_cache_specs(), dtype),
         num_blocks=num_blocks,
         block_size=block_size,
         dtype=dtype,

@@ -16,6 +16,7 @@ AttentionBackend = Literal["auto", "native", "pallas", "pallas_interpret", "xla"
 MatmulBackend = Literal["auto", "onednn", "xla"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
+KVCacheDTypeName = Literal["auto", "fp8_e4m3", "int8"]
 
 
 # vLLM's arguments that have no meaning here: how fast something is done, or what is logged ...
@@ -50,7 +51,6 @@ _IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
     "hf_config_path": (None,),
     "hf_overrides": (None, {}),
     "hf_token": (None, True),
-    "kv_cache_dtype": ("auto",),
     "kv_transfer_config": (None,),
     "load_format": ("auto", "safetensors"),
     "logits_processors": (None, []),
@@ -95,6 +95,9 @@ class EngineArgs:
         gpu_memory_utilization: Share that weights, activations and pool may fill of the GPU memory that JAX
             has set aside (three quarters of the GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise).
         kv_cache_memory_bytes: Bytes of the pool; None takes what a GPU has left, and 256 MiB on a CPU.
+        kv_cache_dtype: What keys and values are kept as: "auto" is the dtype of the activations; "int8" and
+            "fp8_e4m3" take a byte per number, and one more per token and kv head for a scale, so that the
+            pool holds nearly twice the blocks of bfloat16 (not with the Pallas backends).
         num_gpu_blocks_override: Blocks of the pool, including the null block; takes precedence over the two
             settings above.
         swap_space: GiB of host memory for swapped-out blocks, allocated as needed. 0 means no swapping.
@@ -149,6 +152,7 @@ class EngineArgs:
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: KVCacheDTypeName = "auto"
     num_gpu_blocks_override: int | None = None
     swap_space: float = 4
     max_num_seqs: int | None = None
@@ -187,6 +191,7 @@ class EngineArgs:
         for name in flags:
             note(check_choice, name, getattr(self, name), (False, True))
         note(check_choice, "dtype", self.dtype, get_args(DTypeName))
+        note(check_choice, "kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDTypeName))
         note(check_choice, "attention_backend", self.attention_backend, get_args(AttentionBackend))
         note(check_choice, "matmul_backend", self.matmul_backend, get_args(MatmulBackend))
         note(check_choice, "logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
@@ -266,6 +271,7 @@ class EngineConfig:
         decoder_start_token_id: Of an encoder-decoder model; None for a decoder.
         enable_prefix_caching: As EngineArgs.enable_prefix_caching; so are the fields that follow.
         delay_factor: As EngineArgs.scheduler_delay_factor.
+        kv_cache_dtype: As EngineArgs.kv_cache_dtype.
         hooks: How many numbers each hook takes, by name.
         capturing: Names of the hooks that capture something.
     """
@@ -299,6 +305,7 @@ class EngineConfig:
     async_scheduling: bool = True
     num_scheduler_steps: int = 1
     seed: int = 0
+    kv_cache_dtype: KVCacheDTypeName = "auto"
     hooks: Mapping[str, int] = dataclasses.field(default_factory=dict)
     capturing: frozenset[str] = frozenset()
 

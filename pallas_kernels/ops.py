@@ -10,6 +10,9 @@ The pool of a layer is [P, 2, K, S, D]: P pages of S tokens, keys (0) and values
     | V head 0 [S,D]|  | V head 0 [S,D]|  | V head 0 [S,D]|
     | V head 1 [S,D]|  | V head 1 [S,D]|  | V head 1 [S,D]|
     +---------------+  +---------------+  +---------------+
+
+A quantised pool, of int8 or uint8 (fp8_e4m3), has rows of D + 1 bytes: see quantization.py. The Pallas
+backends take none.
 """
 
 from typing import Any, Literal, get_args
@@ -22,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels import native, reference, xla
 from jax_paged.pallas_kernels.native import attention as native_ops
+from jax_paged.pallas_kernels.quantization import is_quantized, quantize, row_size
 
 # Kernels are imported where they are called: a CPU has no use for Mosaic, which takes a fifth of a second.
 Backend = Literal["auto", "native", "pallas", "pallas_interpret", "reference", "xla"]
@@ -30,21 +34,28 @@ Implementation = Literal["native", "pallas", "pallas_interpret", "reference", "x
 _COMPLETE: dict[str, Any] = {"native": native_ops, "reference": reference, "xla": xla}
 
 
-def resolve_backend(backend: str, *, name: str = "backend") -> Implementation:
+def resolve_backend(backend: str, kv_cache_dtype: str = "auto", *, name: str = "backend") -> Implementation:
     """Returns the backend that `backend` stands for on this machine.
 
     Args:
         backend: "native" (C++ on a CPU), "pallas" (Mosaic GPU kernels), "pallas_interpret" (the same in JAX's
             interpreter, slow), "reference" (plain and differentiable, slow), "xla", or "auto": "native" on a
             CPU if it was built, else "xla". An engine's "auto" may be "pallas" too: see self_check.py.
+        kv_cache_dtype: What the pool is to hold: "auto", or a name of quantization.DTYPES, of which the
+            Pallas backends take none.
         name: Name of the caller's argument, for error messages.
 
     Raises:
         ValueError: If the backend is unknown, is "native" on a machine where it is not built or whose device
-            is no CPU, or is "pallas" on a machine without an NVIDIA GPU.
+            is no CPU, is "pallas" on a machine without an NVIDIA GPU, or can't take such a pool.
     """
     implementation = _implementation(backend, name)
     device = jax.devices()[0]
+    if kv_cache_dtype != "auto" and implementation not in _COMPLETE:
+        raise ValueError(
+            f"kv_cache_dtype is {kv_cache_dtype!r}; allowed with {name}={backend!r}: 'auto'; 'native' (on a "
+            "CPU) and 'xla' take a quantised cache"
+        )
     if implementation == "native":
         others = f"allowed on this machine, whose device is {device.device_kind!r}: 'auto' or 'xla'"
         if device.platform != "cpu":
@@ -71,9 +82,17 @@ def _implementation(backend: Any, name: str = "backend") -> Implementation:
     return "native" if jax.default_backend() == "cpu" and native.is_built() else "xla"
 
 
-def _choose(backend: str, array: Array) -> Implementation:
+def _choose(backend: str, array: Array, kv_pages: Array) -> Implementation:
     """Returns the implementation; a trace may be for another machine, so there its device is not checked."""
-    return _implementation(backend) if isinstance(array, Tracer) else resolve_backend(backend)
+    chosen = _implementation(backend) if isinstance(array, Tracer) else resolve_backend(backend)
+    if is_quantized(kv_pages) and chosen not in _COMPLETE:
+        if backend == "auto":
+            return "xla"
+        raise ValueError(
+            f"kv_pages has dtype {kv_pages.dtype}, which is quantised; allowed with backend {chosen!r}: "
+            "bfloat16 or float16; 'native' and 'xla' take it"
+        )
+    return chosen
 
 
 def write_kv(
@@ -88,8 +107,8 @@ def write_kv(
 
     Args:
         kv_pages: The pool.
-        k: Keys, converted to the pool's dtype.
-        v: Values, converted to the pool's dtype.
+        k: Keys, converted to the pool's dtype, or quantised.
+        v: Values, as the keys.
         slot_mapping: int32 [T], the slot of each token; slots of P * S or more are not written.
         backend: The implementation, as for resolve_backend.
 
@@ -97,10 +116,11 @@ def write_kv(
         The pool with the tokens written.
     """
     _check_pool(kv_pages)
-    _check("k", k.shape, (slot_mapping.shape[0], kv_pages.shape[2], kv_pages.shape[4]))
+    _check("k", k.shape, (slot_mapping.shape[0], kv_pages.shape[2], _head_dim(kv_pages)))
     _check("v", v.shape, k.shape)
     _check_int32(slot_mapping=slot_mapping)
-    if (implementation := _choose(backend, k)) in _COMPLETE:
+    if (implementation := _choose(backend, k, kv_pages)) in _COMPLETE:
+        k, v = quantize(k, kv_pages.dtype), quantize(v, kv_pages.dtype)
         return _COMPLETE[implementation].write_kv(kv_pages, k, v, slot_mapping)
     from jax_paged.pallas_kernels import write_kv as write_kernel
 
@@ -131,7 +151,7 @@ def copy_blocks(
     _check_pool(kv_pages)
     _check("dst", dst.shape, src.shape)
     _check_int32(src=src, dst=dst)
-    if (implementation := _choose(backend, src)) in _COMPLETE:
+    if (implementation := _choose(backend, src, kv_pages)) in _COMPLETE:
         return _COMPLETE[implementation].copy_blocks(kv_pages, src, dst)
     from jax_paged.pallas_kernels import copy_blocks as copy_kernel
 
@@ -176,7 +196,7 @@ def paged_decode(
     _check_options(q, window, soft_cap, sinks, distance_bias)
     _check("block_tables", block_tables.shape[:1], q.shape[:1])
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    if (implementation := _choose(backend, q)) in _COMPLETE:
+    if (implementation := _choose(backend, q, kv_pages)) in _COMPLETE:
         options["distance_bias"] = distance_bias
         return _COMPLETE[implementation].paged_decode(q, kv_pages, block_tables, context_lens, **options)
     _check_no_bias(distance_bias, backend)
@@ -226,7 +246,7 @@ def ragged_attention(
     _check("query_start_loc", query_start_loc.shape, (block_tables.shape[0] + 1,))
     _check_int32(query_start_loc=query_start_loc)
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    if (implementation := _choose(backend, q)) in _COMPLETE:
+    if (implementation := _choose(backend, q, kv_pages)) in _COMPLETE:
         options["distance_bias"] = distance_bias
         attend = _COMPLETE[implementation].ragged_attention
         return attend(q, kv_pages, block_tables, context_lens, query_start_loc, **options)
@@ -292,16 +312,21 @@ def _check_pool(kv_pages: Array) -> None:
         )
 
 
+def _head_dim(kv_pages: Array) -> int:
+    return kv_pages.shape[4] - row_size(0, kv_pages.dtype)
+
+
 def _check_attention(q: Array, kv_pages: Array, block_tables: Array, context_lens: Array) -> None:
     _check_pool(kv_pages)
-    kv_heads, head_dim = kv_pages.shape[2], kv_pages.shape[4]
+    kv_heads, head_dim = kv_pages.shape[2], _head_dim(kv_pages)
     if q.ndim != 3 or q.shape[2] != head_dim or q.shape[1] % kv_heads:
         raise ValueError(
             f"q has shape {q.shape}; allowed with kv_pages {kv_pages.shape}: "
             f"[rows, a multiple of {kv_heads} heads, {head_dim}]"
         )
-    if q.dtype != kv_pages.dtype:
-        raise ValueError(f"q has dtype {q.dtype}; allowed: the dtype of kv_pages, {kv_pages.dtype}")
+    allowed = "float32, bfloat16, float16" if is_quantized(kv_pages) else str(kv_pages.dtype)
+    if str(q.dtype) not in allowed.split(", "):
+        raise ValueError(f"q has dtype {q.dtype}; allowed with kv_pages of {kv_pages.dtype}: {allowed}")
     if block_tables.ndim != 2:
         raise ValueError(f"block_tables has shape {block_tables.shape}; allowed: [sequences, pages]")
     _check("context_lens", context_lens.shape, block_tables.shape[:1])

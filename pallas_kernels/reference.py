@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jax_paged.pallas_kernels.quantization import dequantize
+
 
 def write_kv(kv_pages: Array, k: Array, v: Array, slot_mapping: Array) -> Array:
     """Writes k[t] and v[t] to slot slot_mapping[t]."""
@@ -55,7 +57,8 @@ def ragged_attention(
     if window is not None:
         live &= token > position - window
 
-    tokens = kv_pages[block_tables].astype(jnp.float32).transpose(0, 1, 4, 2, 3, 5)  # [B, M, S, 2, K, D]
+    tokens = dequantize(kv_pages[block_tables], jnp.dtype("float32"))
+    tokens = tokens.transpose(0, 1, 4, 2, 3, 5)  # [B, M, S, 2, K, D]
     tokens = tokens.reshape(len(block_tables), len(token), *tokens.shape[3:])[seq]
     tokens = jnp.where(live[:, :, None, None, None], tokens, 0)  # what a dead slot holds may be NaN
     keys, values = jnp.repeat(tokens, q.shape[1] // kv_pages.shape[2], axis=3).transpose(2, 0, 1, 3, 4)

@@ -25,6 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jax_paged.pallas_kernels.quantization import dequantize, is_quantized
+
 # Finite, as the difference of two infinities is NaN. A row with nothing to attend to has an exponent so far
 # above its scores that all its weights are 0.
 MASKED_SCORE, MASKED_EXPONENT = -1e30, -1e29
@@ -174,8 +176,8 @@ def _attend(
     distance_bias: Float[Array, "h n"] | None = None,
 ) -> Float[Array, "n k r d"]:
     """Attends with every tile over its context, a chunk of items at a time; 0 in unused tiles."""
-    num_pages, _, kv_heads, page_size, head_dim = kv_pages.shape
-    num_tiles, _, rows, _ = tiles.queries.shape
+    num_pages, _, kv_heads, page_size, row_size = kv_pages.shape
+    num_tiles, _, rows, head_dim = tiles.queries.shape
     dtype = jnp.promote_types(tiles.queries.dtype, kv_pages.dtype)
     pages = max(1, ITEM_TOKENS // page_size)
     tokens = pages * page_size
@@ -184,7 +186,7 @@ def _attend(
     size = min(chunk_items, max_num_items, max(1, CHUNK_BYTES // item_bytes))
     tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % pages)))
     # A row of this view is the [S, D] tile of one page, one of keys and values, one head.
-    page_tiles = kv_pages.reshape(num_pages * 2 * kv_heads, page_size * head_dim)
+    page_tiles = kv_pages.reshape(num_pages * 2 * kv_heads, page_size * row_size)
     first_token = jnp.zeros_like(tiles.context_lens)
     if window is not None:
         first_token = jnp.maximum(tiles.positions[:, 0] - window + 1, 0)
@@ -217,7 +219,11 @@ def _attend(
 
     def load(page: Array, which: int) -> Array:
         row = of_page_tiles((page[:, None] * 2 + which) * kv_heads + jnp.arange(kv_heads)[:, None])
-        return page_tiles.at[row].get(mode="promise_in_bounds").astype(dtype)
+        loaded = page_tiles.at[row].get(mode="promise_in_bounds")
+        if not is_quantized(kv_pages):
+            return loaded.astype(dtype)
+        stored = lax.optimization_barrier(loaded).reshape(-1, page_size, row_size)
+        return dequantize(stored, dtype).reshape(len(loaded), -1)
 
     def as_tokens(loaded: Array) -> Array:
         # A loop over whole page tiles is made of vectors; fused with the reshape it would go by head_dim, and

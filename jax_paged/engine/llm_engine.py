@@ -135,7 +135,10 @@ class LLMEngine(RequestEngine):
         return request_edits.verify(self._loop, request_id, list(draft), self.config.vocab_size)
 
     def kv(self, request_id: str, layer: int, index: int = 0) -> "tuple[np.ndarray, np.ndarray]":
-        """Returns a sequence's keys and values in the pool, each [computed tokens, kv heads, head_dim]."""
+        """Returns a sequence's keys and values in the pool, each [computed tokens, kv heads, head_dim].
+
+        They are in the model's dtype, which holds exactly what a quantised cache stands for.
+        """
         self._check_open()
         return kv_access.kv(self._loop, request_id, layer, index)
 

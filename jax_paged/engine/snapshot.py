@@ -34,7 +34,8 @@ _FORMAT, _FILE = 1, "state.json"
 _SETTINGS = (
     *("architecture", "dtype", "vocab_size", "max_model_len", "block_size", "num_blocks", "num_swap_blocks"),
     *("cache_groups", "max_num_seqs", "max_num_batched_tokens", "max_logprobs", "eos_token_ids"),
-    *("decoder_start_token_id", "enable_prefix_caching", "scheduling_policy", "matmul_backend"),
+    *("decoder_start_token_id", "enable_prefix_caching", "scheduling_policy"),
+    *("matmul_backend", "kv_cache_dtype"),
 )
 
 

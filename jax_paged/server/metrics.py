@@ -200,7 +200,7 @@ class _EngineCollector(Collector):
         facts = {
             "block_size": config.block_size,
             "num_gpu_blocks": config.num_blocks,
-            "cache_dtype": config.dtype,
+            "cache_dtype": config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
             "enable_prefix_caching": config.enable_prefix_caching,
             "engine": self._labels[1],
         }

@@ -80,7 +80,6 @@ class BlockMover:
         num_blocks: Of the pool.
         num_swap_blocks: Of host memory.
         block_size: Tokens per block.
-        dtype: Of the pool.
         max_copies: Maximum copies that one call makes.
         mesh: Where the pool lies.
 
@@ -95,7 +94,6 @@ class BlockMover:
         num_blocks: int,
         num_swap_blocks: int,
         block_size: int,
-        dtype: jnp.dtype,
         max_copies: int,
         mesh: Mesh,
     ) -> None:
@@ -104,7 +102,7 @@ class BlockMover:
         self._copies = [CopyProgram(n) for n in sorted({FEW_COPIES, max_copies})]
         # One more than can be swapped: block 0 stays unused. Memory is taken as it is written to.
         shape = layout.pool_shape(num_swap_blocks + 1, block_size)
-        self.host = [np.empty(shape, dtype) for _ in range(layout.num_pools if num_swap_blocks else 0)]
+        self.host = [np.empty(shape, layout.dtype) for _ in range(layout.num_pools if num_swap_blocks else 0)]
 
     @property
     def programs(self) -> list[Program]:

@@ -69,7 +69,7 @@ class Executor(Protocol):
     def read_kv(
         self, layer: int, block_tables: BlockTables, num_tokens: list[int]
     ) -> "tuple[np.ndarray, np.ndarray]":
-        """Returns the keys and values [tokens, kv heads, head_dim] of a sequence, in the pool's dtype.
+        """Returns the keys and values [tokens, kv heads, head_dim] of a sequence, in the model's dtype.
 
         Args:
             layer: Index into the model's kv_cache_specs().

@@ -1,8 +1,9 @@
 """The pool: which layers share blocks, how many blocks fit, and the arrays.
 
 Layers that cache the same are split into cache groups of one size; the i-th layers of all groups share the
-i-th array, [blocks, 2, kv_heads, block_size, head_dim]. A block belongs to one group at a time, so all groups
-take theirs from one pool. Four layers, every second one with a window, and two arrays:
+i-th array, [blocks, 2, kv_heads, block_size, head_dim]; of a quantised cache, each row has a scale behind it
+(pallas_kernels/quantization.py). A block belongs to one group at a time, so all groups take theirs from one
+pool. Four layers, every second one with a window, and two arrays:
 
     layer            0        1        2        3
     window           -       128       -       128
@@ -21,6 +22,7 @@ from jaxtyping import Array
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.models.attention import CrossAttentionSpec, KVCacheSpec, window_of
 from jax_paged.models.layers import TENSOR
+from jax_paged.pallas_kernels.quantization import row_size
 
 
 class DeviceMemory(NamedTuple):
@@ -50,6 +52,7 @@ class KVCacheLayout:
         num_pools: Arrays.
         num_kv_heads: Of every layer.
         head_dim: Of every layer.
+        dtype: Of the arrays.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -57,17 +60,18 @@ class KVCacheLayout:
     num_pools: int
     num_kv_heads: int
     head_dim: int
+    dtype: jnp.dtype
 
     def pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Returns the shape of each array."""
-        return num_blocks, 2, self.num_kv_heads, block_size, self.head_dim
+        return num_blocks, 2, self.num_kv_heads, block_size, row_size(self.head_dim, self.dtype)
 
-    def block_bytes(self, block_size: int, dtype: jnp.dtype) -> int:
+    def block_bytes(self, block_size: int) -> int:
         """Returns the bytes that one block takes in all arrays together."""
-        return self.num_pools * math.prod(self.pool_shape(1, block_size)) * dtype.itemsize
+        return self.num_pools * math.prod(self.pool_shape(1, block_size)) * self.dtype.itemsize
 
 
-def plan_layout(specs: list[KVCacheSpec]) -> KVCacheLayout:
+def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype) -> KVCacheLayout:
     """Splits the layers of a model into cache groups.
 
     The kind with the fewest layers sets the size of a group, so that no array is used by few groups only;
@@ -75,6 +79,7 @@ def plan_layout(specs: list[KVCacheSpec]) -> KVCacheLayout:
 
     Args:
         specs: One per layer.
+        dtype: Of the arrays.
 
     Raises:
         ValueError: If the layers differ in heads.
@@ -96,7 +101,7 @@ def plan_layout(specs: list[KVCacheSpec]) -> KVCacheLayout:
             for pool, layer in enumerate(layers[first : first + size]):
                 places[layer] = pool, len(groups)
             groups.append(CacheGroup(window_of(spec), isinstance(spec, CrossAttentionSpec)))
-    return KVCacheLayout(tuple(groups), tuple(places), size, *shapes.pop())
+    return KVCacheLayout(tuple(groups), tuple(places), size, *shapes.pop(), dtype)
 
 
 def kv_cache_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
@@ -104,12 +109,10 @@ def kv_cache_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, None, TENSOR))
 
 
-def allocate_kv_cache(
-    layout: KVCacheLayout, num_blocks: int, block_size: int, dtype: jnp.dtype, mesh: Mesh
-) -> list[Array]:
+def allocate_kv_cache(layout: KVCacheLayout, num_blocks: int, block_size: int, mesh: Mesh) -> list[Array]:
     """Makes the arrays of the pool, filled with zeros."""
     shape, sharding = layout.pool_shape(num_blocks, block_size), kv_cache_sharding(mesh)
-    return [jnp.zeros(shape, dtype, device=sharding) for _ in range(layout.num_pools)]
+    return [jnp.zeros(shape, layout.dtype, device=sharding) for _ in range(layout.num_pools)]
 
 
 def free_kv_cache_bytes(memory: DeviceMemory, step_bytes: int, gpu_memory_utilization: float) -> int:

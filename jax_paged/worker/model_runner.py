@@ -23,6 +23,7 @@ from jax_paged.models.hooks import Hook, check_hooks
 from jax_paged.models.layers import TENSOR
 from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.native import products
+from jax_paged.pallas_kernels.quantization import DTYPES, quantize
 from jax_paged.worker import prompt_logprobs
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
@@ -84,7 +85,7 @@ class ModelRunner:
         if args.matmul_backend == "auto" and matmul_backend == "xla" and device.platform == "cpu":
             problem = products.problem(loaded.dtype)
             _LOGGER.warning("XLA packs the weights in every step; oneDNN does it once, but %s", problem)
-        layout = plan_layout(loaded.model.kv_cache_specs())
+        layout = plan_layout(loaded.model.kv_cache_specs(), DTYPES.get(args.kv_cache_dtype, loaded.dtype))
         packs = matmul_backend == "onednn"
         captured = check_hooks(loaded.model, hooks)
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
@@ -98,7 +99,7 @@ class ModelRunner:
             max_model_len=loaded.max_model_len,
             weight_bytes=loaded.weight_bytes,
             cache_groups=layout.groups,
-            block_bytes=layout.block_bytes(args.block_size, loaded.dtype),
+            block_bytes=layout.block_bytes(args.block_size),
             eos_token_ids=loaded.eos_token_ids,
             sampling_defaults=loaded.sampling_defaults,
             decoder_start_token_id=loaded.config.decoder_start_token_id if self._encodes else None,
@@ -169,12 +170,10 @@ class ModelRunner:
             num_blocks=self.config.num_blocks,
             num_swap_blocks=self.config.num_swap_blocks,
             block_size=self.config.block_size,
-            dtype=loaded.dtype,
             max_copies=self.config.max_num_seqs,
             mesh=mesh,
         )
-        sizes = self.config.num_blocks, self.config.block_size
-        self._kv_cache = allocate_kv_cache(layout, *sizes, loaded.dtype, mesh)
+        self._kv_cache = allocate_kv_cache(layout, self.config.num_blocks, self.config.block_size, mesh)
         self._seat_arrays: SeatArrays[Array] = SeatArrays(
             *(jnp.zeros(x.shape, x.dtype, device=self._replicated) for x in self._context.seat_arrays())
         )
@@ -269,7 +268,8 @@ class ModelRunner:
 
     def fill_kv_cache(self, value: float) -> None:
         """Overwrites the whole pool, whatever sequences keep there: to see that nobody reads stale blocks."""
-        self._kv_cache = [jnp.full(x.shape, value, x.dtype, device=x.sharding) for x in self._kv_cache]
+        row = quantize(jnp.full(self._context.layout.head_dim, value), self._context.layout.dtype)
+        self._kv_cache = [jax.device_put(jnp.broadcast_to(row, x.shape), x.sharding) for x in self._kv_cache]
 
     def close(self) -> None:
         """Frees pool and weights (not those of a model that the caller brought); the runner is done."""

@@ -46,7 +46,7 @@ class TraceContext:
         layout: Of the pool.
         num_blocks: Blocks of the pool, null block included.
         block_size: Tokens per block.
-        dtype: Of weights, activations and pool.
+        dtype: Of weights and activations.
         vocab_size: Columns of the logits.
         max_model_len: Maximum tokens of a sequence; sets the columns of block tables.
         max_num_seqs: Seats.
@@ -107,7 +107,7 @@ class TraceContext:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all arrays of the pool together."""
-        return self.layout.block_bytes(self.block_size, self.dtype)
+        return self.layout.block_bytes(self.block_size)
 
     def shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """Returns the shape of an input that lies on every device."""
@@ -116,7 +116,7 @@ class TraceContext:
     def pool(self, num_blocks: int | None = None) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of the pool's arrays, or of as many with another number of blocks."""
         shape = self.layout.pool_shape(num_blocks or self.num_blocks, self.block_size)
-        array = jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.pool_sharding)
+        array = jax.ShapeDtypeStruct(shape, self.layout.dtype, sharding=self.pool_sharding)
         return [array] * self.layout.num_pools
 
     def seat_arrays(self) -> SeatArrays[jax.ShapeDtypeStruct]:

@@ -118,6 +118,7 @@ def resolve_config(
         async_scheduling=args.async_scheduling,
         num_scheduler_steps=args.num_scheduler_steps,
         seed=args.seed,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
     num_blocks = _num_blocks(args, config, model.block_bytes, on_cpu, free_bytes)
     return dataclasses.replace(config, num_blocks=num_blocks, kv_cache_bytes=num_blocks * model.block_bytes)

@@ -141,6 +141,11 @@ ffi::Error Attend(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer kv_p
     case ffi::F16: a.dtype = DType::kFloat16; break;
     default: return ffi::Error::InvalidArgument("q is not float32, bfloat16 or float16");
   }
+  switch (kv_pages.element_type()) {
+    case ffi::S8: a.pool_type = PoolType::kInt8; break;
+    case ffi::U8: a.pool_type = PoolType::kFloat8; break;
+    default: a.pool_type = PoolType::kAsQueries;
+  }
   a.q = q.untyped_data(), a.pool = kv_pages.untyped_data(), a.out = out->untyped_data();
   a.tables = block_tables.typed_data(), a.lens = context_lens.typed_data();
   a.starts = query_start_loc.element_count() ? query_start_loc.typed_data() : nullptr;

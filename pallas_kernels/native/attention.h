@@ -28,12 +28,15 @@ constexpr int64_t MANY_HEADS = 8;
 constexpr int64_t LINE = 16;
 
 enum class DType { kFloat32, kBFloat16, kFloat16 };
+// What the pool holds: numbers of that type, or rows of head_dim + 1 bytes, see quantization.py.
+enum class PoolType { kAsQueries, kInt8, kFloat8 };
 
 // The arguments of an op, with the names that ops.py has for them.
 struct Attention {
-  DType dtype;
+  DType dtype;          // of q and out
+  PoolType pool_type;
   const void* q;        // [rows, heads, head_dim]
-  const void* pool;     // [pages, 2, kv_heads, page_size, head_dim]
+  const void* pool;     // [pages, 2, kv_heads, page_size, elements of a row]
   const int32_t* tables;  // [sequences, columns]
   const int32_t* lens;  // [sequences]
   const int32_t* starts;  // [sequences + 1], or null where every sequence has one row

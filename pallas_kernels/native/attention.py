@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels import native
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "int8", "uint8")
 # A window that no context fills.
 NO_WINDOW = 2**31 - 1
 # Floats in the widest vectors of any processor: those of a tile (AMX), which multiply bfloat16 only.

@@ -53,12 +53,14 @@ static void unpack(const Attention& a, const Item& item, int64_t head, int which
     n = tokens_together(a, t, end);
     const E* from = token_at<E>(a, item, head, which, t);
     float* to = rows + (t - first) * row;
-    if (a.head_dim == row) {
+    if (!IS_QUANTIZED<E> && a.head_dim == row) {
       for (int64_t i = 0; i < n * row; i += WIDTH) store(to + i, load(from + i));
     } else {
-      for (int64_t i = 0; i < n; i++) {
+      for (int64_t i = 0; i < n; i++, from += row_elements<E>(a.head_dim)) {
         for (int64_t d = 0; d < row; d += WIDTH) {
-          store(to + i * row + d, load(from + i * a.head_dim + d, greater(a.head_dim - d, 0)));
+          Vec numbers = load(from + d, greater(a.head_dim - d, 0));
+          if constexpr (IS_QUANTIZED<E>) numbers *= scale_of(from, a.head_dim);
+          store(to + i * row + d, numbers);
         }
       }
     }
@@ -144,7 +146,7 @@ static void to_rows(int64_t row, int64_t lanes, const float* sums, float* rows) 
 
 // Scratch: queries and sums [row, lanes], scores [BLOCK, lanes], what Lanes has [4, lanes], and the keys or values of a
 // block [BLOCK, row].
-template <class E>
+template <class E, class P>
 static void attend_by_lanes(const Attention& a, const Item& item, float* scratch) {
   const int64_t row = a.row(), used = item.lanes(a), lanes = lanes_of(a, item);
   float *queries = scratch, *sums = queries + row * lanes, *scores = sums + row * lanes,
@@ -168,11 +170,11 @@ static void attend_by_lanes(const Attention& a, const Item& item, float* scratch
     for (int64_t first = item.begin, end; first < item.end; first = end) {
       end = lesser(first / BLOCK * BLOCK + BLOCK, item.end);
       const int64_t n = end - first;
-      unpack<E>(a, item, head, 0, first, end, tokens);
+      unpack<P>(a, item, head, 0, first, end, tokens);
       // Up to 3 tokens more than there are, whose scores nobody reads.
       multiply_all<false>(padded(n, 4), tokens, row, 1, queries, lanes, row, scores);
       soften_all(a, item, first, end, state, lanes, scores, sums);
-      unpack<E>(a, item, head, 1, first, end, tokens);
+      unpack<P>(a, item, head, 1, first, end, tokens);
       multiply_all<true>(row, tokens, 1, row, scores, lanes, n, sums);
     }
     to_rows(row, lanes, sums, queries);

@@ -1,14 +1,25 @@
 // One query row and a few query heads per kv head: the lanes of a vector are elements of a head. Memory sets the
 // pace here, so keys and values are read once, in the order in which they lie, and the next tile is fetched meanwhile.
 
-// Scores of R query heads and n tokens that lie one after the other.
+// Multiplies what `group` query heads have for n tokens by the scales of these.
+template <class E>
+INLINE void multiply_by_scales(const E* rows, int64_t n, int64_t head_dim, int64_t group, float* scores) {
+  if constexpr (IS_QUANTIZED<E>) {
+    for (int64_t t = 0; t < n; t++) {
+      const float scale = scale_of(rows + t * row_elements<E>(head_dim), head_dim);
+      for (int64_t g = 0; g < group; g++) scores[g * SCORES + t] *= scale;
+    }
+  }
+}
+
+// Scores of R query heads and n tokens that lie one after the other; a quantised pool's without its scales.
 template <int R, class E>
 static void score_rows(const float* queries, int64_t query_stride, const E* keys, int64_t n, int64_t head_dim,
                        int64_t next, float* scores) {
   constexpr int T = WIDTH / R;
   for (int64_t t = 0; t < n; t += T) {
     const E* key[T];
-    for (int i = 0; i < T; i++) key[i] = keys + lesser(t + i, n - 1) * head_dim;
+    for (int i = 0; i < T; i++) key[i] = keys + lesser(t + i, n - 1) * row_elements<E>(head_dim);
     for (int i = 0; i < T; i++) {
       for (int64_t d = 0; d < head_dim; d += 64 / sizeof(E)) __builtin_prefetch(key[i] + next + d, 0, 2);
     }
@@ -36,7 +47,7 @@ INLINE void add_values(const float* weights, const E* values, int64_t n, int64_t
     for (int v = 0; v < V; v++) sum[r][v] = load(sums + r * stride + v * WIDTH);
   }
   for (int64_t t = 0; t < n; t++) {
-    const E* value = values + t * head_dim;
+    const E* value = values + t * row_elements<E>(head_dim);
     for (int v = 0; v < V; v++) {
       if (v * WIDTH * sizeof(E) % 64 == 0) __builtin_prefetch(value + next + v * WIDTH, 0, 2);
       const Vec x = load(value + v * WIDTH);
@@ -96,7 +107,7 @@ INLINE void soften(const Attention& a, int64_t query_head, int64_t position, int
 }
 
 // Scratch: queries [heads, row], sums [heads, row], largest and total [heads], scores [group, SCORES].
-template <class E>
+template <class E, class P>
 static void attend_by_rows(const Attention& a, const Item& item, float* scratch) {
   const int64_t group = a.group(), row = a.row(), heads = item.num_heads * group;
   float *queries = scratch, *sums = queries + heads * row, *largest = sums + heads * row, *total = largest + heads,
@@ -116,13 +127,14 @@ static void attend_by_rows(const Attention& a, const Item& item, float* scratch)
       const int64_t next_token = lesser(end, item.end - 1), next_head = is_last ? item.head : head + 1;
       for (int64_t t = first, n; t < end; t += n) {
         n = tokens_together(a, t, end);
-        const E* keys = token_at<E>(a, item, head, 0, t);
+        const P* keys = token_at<P>(a, item, head, 0, t);
         const int64_t next =
-            token_at<E>(a, item, next_head, 0, is_last ? lesser(next_token + t - first, item.end - 1) : t) - keys;
+            token_at<P>(a, item, next_head, 0, is_last ? lesser(next_token + t - first, item.end - 1) : t) - keys;
         in_fours(group, [&](auto r, int64_t g) {
           score_rows<r()>(queries + (query_head + g) * row, row, keys, n, a.head_dim, next,
                           scores + g * SCORES + t - first);
         });
+        multiply_by_scales(keys, n, a.head_dim, group, scores + t - first);
       }
       for (int64_t g = 0; g < group; g++) {
         const int64_t h = query_head + g;
@@ -131,9 +143,10 @@ static void attend_by_rows(const Attention& a, const Item& item, float* scratch)
       }
       for (int64_t t = first, n; t < end; t += n) {
         n = tokens_together(a, t, end);
-        const E* values = token_at<E>(a, item, head, 1, t);
+        const P* values = token_at<P>(a, item, head, 1, t);
+        multiply_by_scales(values, n, a.head_dim, group, scores + t - first);
         const int64_t next =
-            token_at<E>(a, item, next_head, 1, is_last ? lesser(next_token + t - first, item.end - 1) : t) - values;
+            token_at<P>(a, item, next_head, 1, is_last ? lesser(next_token + t - first, item.end - 1) : t) - values;
         in_fours(group, [&](auto r, int64_t g) {
           add_all_values<r()>(scores + g * SCORES + t - first, values, n, a.head_dim, next,
                               sums + (query_head + g) * row, row);

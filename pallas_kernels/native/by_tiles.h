@@ -95,14 +95,30 @@ static void pair_queries(const Attention& a, const Item& item, int64_t head, int
   }
 }
 
-// The values of tokens [first, end) as [head_dim, BLOCK]; those of other tokens, up to `padded_n`, are 0.
-static void transpose_values(const Attention& a, const Item& item, int64_t head, int64_t first, int64_t end,
-                             int64_t padded_n, uint16_t* values) {
+// Writes the keys or values of the tiles that tokens [first, end) are in as rows of head_dim, which hold them exactly.
+template <class E>
+static void unpack_tiles(const Attention& a, const Item& item, int64_t head, int which, int64_t first, int64_t end,
+                         BFloat16* to) {
+  for (int64_t t = first; t < padded(end, TILE); t++, to += a.head_dim) {
+    const E* from = token_at<E>(a, item, head, which, t);
+    const float scale = scale_of(from, a.head_dim);
+    for (int64_t d = 0; d < a.head_dim; d += PAIRS) {
+      const auto pairs = _mm512_cvtne2ps_pbh(load(from + d + WIDTH) * scale, load(from + d) * scale);
+      _mm512_storeu_si512(to + d, bits_as<__m512i>(pairs));
+    }
+  }
+}
+
+// The values of tokens [first, end) as [head_dim, BLOCK]; those of other tokens, up to `padded_n`, are 0. `tile_at`
+// returns where the rows of a token's tile begin.
+template <class TileAt>
+INLINE void transpose_values(const Attention& a, int64_t first, int64_t end, int64_t padded_n, TileAt tile_at,
+                             uint16_t* values) {
   for (int64_t t = 0; t < padded_n; t += PAIRS) {
     const BFloat16* from[PAIRS / TILE];
     for (int64_t i = 0; i < PAIRS / TILE; i++) {
       const int64_t token = first + t + i * TILE;
-      from[i] = token < end ? token_at<BFloat16>(a, item, head, 1, token) : nullptr;
+      from[i] = token < end ? tile_at(token) : nullptr;
     }
     const auto row = [&](int64_t i, int64_t d) {
       return first + t + i < end ? _mm512_loadu_si512(from[i / TILE] + i % TILE * a.head_dim + d) : __m512i{};
@@ -186,15 +202,19 @@ static void soften_pairs(const Attention& a, int64_t first, int64_t end, int64_t
   for (int64_t d = 0; d < a.row(); d++) store(sums + d * WIDTH, load(sums + d * WIDTH) * factor);
 }
 
-// Scratch: as attend_by_lanes, the queries and the values smaller, and pairs of weights [BLOCK / 2, lanes] behind them;
-// but the lanes lie in columns of TILE, one behind the other: so no two tiles that are used together are 4 KiB apart,
-// which would make loads wait for stores. Columns are taken COLUMNS at a time, and all share what is read of the pool.
+// Scratch: as attend_by_lanes, the queries and the values smaller, pairs of weights [BLOCK / 2, lanes] behind them, and
+// rows of a quantised pool [BLOCK, row] in bfloat16; but the lanes lie in columns of TILE, one behind the other: so no two
+// tiles that are used together are 4 KiB apart, which would make loads wait for stores. Columns are taken COLUMNS at a
+// time, and all share what is read of the pool.
+template <class P>
 static void attend_by_tiles(const Attention& a, const Item& item, float* scratch) {
   const int64_t row = a.row(), lanes = lanes_of(a, item);
   float *queries = scratch, *sums = queries + row * lanes, *scores = sums + row * lanes,
-        *state_at = scores + BLOCK * lanes, *values_at = state_at + 4 * lanes, *weights_at = values_at + BLOCK * row;
+        *state_at = scores + BLOCK * lanes, *values_at = state_at + 4 * lanes, *weights_at = values_at + BLOCK * row,
+        *unpacked_at = weights_at + BLOCK / 2 * lanes;
   uint32_t *query_pairs = reinterpret_cast<uint32_t*>(queries), *weight_pairs = reinterpret_cast<uint32_t*>(weights_at);
   uint16_t* values = reinterpret_cast<uint16_t*>(values_at);
+  BFloat16* const unpacked = reinterpret_cast<BFloat16*>(unpacked_at);
   const Lanes state(state_at, lanes);
   const Tiles tiles;
   const bool changes = a.soft_cap > 0 || a.bias;
@@ -206,14 +226,23 @@ static void attend_by_tiles(const Attention& a, const Item& item, float* scratch
     for (int64_t first = item.begin / TILE * TILE, end; first < item.end; first = end) {
       end = lesser(first / BLOCK * BLOCK + BLOCK, item.end);
       const int64_t n = end - first, padded_n = padded(n, PAIRS);
-      transpose_values(a, item, head, first, end, padded_n, values);
+      const auto unpack = [&](int which) {
+        if constexpr (IS_QUANTIZED<P>) unpack_tiles<P>(a, item, head, which, first, end, unpacked);
+      };
+      const auto tile_at = [&](int which, int64_t token) -> const BFloat16* {
+        if constexpr (IS_QUANTIZED<P>) return unpacked + (token - first) * a.head_dim;
+        return token_at<BFloat16>(a, item, head, which, token);
+      };
+      unpack(1);
+      transpose_values(a, first, end, padded_n, [&](int64_t token) { return tile_at(1, token); }, values);
+      unpack(0);
       for (int64_t lane = 0; lane < lanes; lane += COLUMNS * TILE) {
         const int64_t columns = lesser(COLUMNS, (lanes - lane) / TILE);
         const int64_t from = item.position + lane / a.group();
         const int64_t to = item.position + (lane + columns * TILE - 1) / a.group();
         if (to < first) continue;
         for (int64_t t = 0; t < n; t += TILE) {
-          multiply_tile<false>(token_at<BFloat16>(a, item, head, 0, first + t), a.head_dim * sizeof(BFloat16),
+          multiply_tile<false>(tile_at(0, first + t), a.head_dim * sizeof(BFloat16),
                                query_pairs + lane * row / 2, row / 2 * TILE, a.head_dim / 2, scores + t * TILE,
                                BLOCK * TILE, columns);
         }

@@ -29,7 +29,23 @@ INLINE bool is_by_rows(const Attention& a, const Item& item) {
 static int64_t scratch_floats(const Attention& a, const Item& item) {
   const int64_t lanes = lanes_of(a, item);
   if (is_by_rows(a, item)) return a.heads * (2 * a.row() + 2 * LINE) + a.group() * SCORES;
-  return (2 * a.row() + BLOCK + 4 + BLOCK / 2) * lanes + BLOCK * a.row();
+  const int64_t unpacked = a.pool_type == PoolType::kAsQueries ? 0 : BLOCK / 2 * a.row();
+  return (2 * a.row() + BLOCK + 4 + BLOCK / 2) * lanes + BLOCK * a.row() + unpacked;
+}
+
+// Whether a pool of E has a scale behind the numbers of each row.
+template <class E>
+constexpr bool IS_QUANTIZED = sizeof(E) == 1;
+
+// Elements from one token to the next.
+template <class E>
+INLINE int64_t row_elements(int64_t head_dim) {
+  return head_dim + IS_QUANTIZED<E>;
+}
+
+template <class E>
+INLINE float scale_of(const E* row, int64_t head_dim) {
+  return bits_as<float>(uint32_t(uint8_t(row[head_dim].bits)) << 23);
 }
 
 // The first element of a token's keys (which = 0) or values (1) in one head.
@@ -37,7 +53,7 @@ template <class E>
 INLINE const E* token_at(const Attention& a, const Item& item, int64_t head, int which, int64_t token) {
   const int64_t page = a.tables[item.seq * a.columns + token / a.page_size];
   const int64_t tile = (page * 2 + which) * a.kv_heads + head;
-  return static_cast<const E*>(a.pool) + (tile * a.page_size + token % a.page_size) * a.head_dim;
+  return static_cast<const E*>(a.pool) + (tile * a.page_size + token % a.page_size) * row_elements<E>(a.head_dim);
 }
 
 // Tokens from `token` on that lie in one page, up to `end`.
@@ -136,17 +152,27 @@ INLINE IntVec iota() {
 #include "by_tiles.h"
 #endif
 
+// E is the type of queries and output, P that of the pool.
+template <class E, class P>
+static void attend_over(const Attention& a, const Item& item, float* scratch) {
+  if (is_by_rows(a, item)) return attend_by_rows<E, P>(a, item, scratch);
+#if defined(TILES)
+  if constexpr (std::is_same_v<E, BFloat16>) {
+    if (is_by_tiles(a, item)) return attend_by_tiles<P>(a, item, scratch);
+  }
+#endif
+  return attend_by_lanes<E, P>(a, item, scratch);
+}
+
 template <class E>
 static void attend_in(const Attention& a, const Item& item, float* scratch) {
-  if (is_by_rows(a, item)) return attend_by_rows<E>(a, item, scratch);
-  return attend_by_lanes<E>(a, item, scratch);
+  if (a.pool_type == PoolType::kInt8) return attend_over<E, Int8>(a, item, scratch);
+  if (a.pool_type == PoolType::kFloat8) return attend_over<E, Float8>(a, item, scratch);
+  return attend_over<E, E>(a, item, scratch);
 }
 
 static void attend(const Attention& a, const Item& item, float* scratch) {
   if (a.dtype == DType::kFloat32) return attend_in<float>(a, item, scratch);
-#if defined(TILES)
-  if (a.dtype == DType::kBFloat16 && is_by_tiles(a, item)) return attend_by_tiles(a, item, scratch);
-#endif
   if (a.dtype == DType::kBFloat16) return attend_in<BFloat16>(a, item, scratch);
   return attend_in<Float16>(a, item, scratch);
 }

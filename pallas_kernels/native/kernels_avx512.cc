@@ -1,6 +1,8 @@
 // Attention for processors with AVX-512.
 #if defined(__x86_64__)
 
+#include <immintrin.h>
+
 #include <cstdint>
 #include <utility>
 

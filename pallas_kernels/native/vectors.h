@@ -4,12 +4,22 @@ typedef float Vec __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t IntVec __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t BitVec __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t HalfVec __attribute__((vector_size(2 * WIDTH)));
+typedef int16_t IntHalfVec __attribute__((vector_size(2 * WIDTH)));
+typedef int8_t IntByteVec __attribute__((vector_size(WIDTH)));
+typedef uint8_t ByteVec __attribute__((vector_size(WIDTH)));
 
 struct BFloat16 {
   uint16_t bits;
 };
 struct Float16 {
   uint16_t bits;
+};
+// Numbers of a quantised pool, without their row's scale.
+struct Int8 {
+  int8_t bits;
+};
+struct Float8 {
+  uint8_t bits;
 };
 
 #if defined(__clang__)
@@ -55,6 +65,31 @@ INLINE Vec load(const Float16* from) {
   const Vec subnormal = bits_as<Vec>(moved + (1u << 23)) - 0x1p-14f;
   const Vec magnitude = exponent == 0 ? subnormal : bits_as<Vec>(moved);
   return bits_as<Vec>(bits_as<BitVec>(magnitude) | ((half & 0x8000) << 16));
+}
+
+// In steps that GCC has instructions for: of a longer one it makes a loop over the lanes.
+INLINE Vec load(const Int8* from) {
+#if WIDTH == 16
+  const IntVec wide = bits_as<IntVec>(_mm512_cvtepi8_epi32(load_bits<__m128i>(from)));
+#else
+  const auto half = __builtin_convertvector(load_bits<IntByteVec>(from), IntHalfVec);
+  const IntVec wide = __builtin_convertvector(half, IntVec);
+#endif
+  return __builtin_convertvector(wide, Vec);
+}
+
+// float8_e4m3fn, as float16 above; but its NaN counts as 480: the pool has none, as a row of NaN has a scale of infinity.
+INLINE Vec load(const Float8* from) {
+#if WIDTH == 16
+  const BitVec byte = bits_as<BitVec>(_mm512_cvtepu8_epi32(load_bits<__m128i>(from)));
+#else
+  const auto half = __builtin_convertvector(load_bits<ByteVec>(from), HalfVec);
+  const BitVec byte = __builtin_convertvector(half, BitVec);
+#endif
+  const BitVec bits = (byte & 0x7f) << 20;
+  const Vec subnormal = bits_as<Vec>(bits + (121u << 23)) - 0x1p-6f;
+  const Vec magnitude = bits < (1u << 23) ? subnormal : bits_as<Vec>(bits + (120u << 23));
+  return bits_as<Vec>(bits_as<BitVec>(magnitude) | ((byte & 0x80) << 24));
 }
 
 INLINE void store(float* to, Vec v) { __builtin_memcpy(to, &v, sizeof(v)); }

@@ -67,18 +67,21 @@ def cases() -> list[Any]:
         found.append(("native", "xla"))
         if products.problem(jnp.dtype("float32")) is None:
             found.append(("native", "onednn"))
-    quick = {(*found[0], "float32"), (*found[-1], "bfloat16")}
-    every = [(*pair, dtype) for pair in found for dtype in ("float32", "bfloat16")]
+    quick = {(*found[0], "float32", "fp8_e4m3"), (*found[-1], "bfloat16", "int8")}
+    quick |= {(*found[0], "float32", "auto"), (*found[-1], "bfloat16", "auto")}
+    caches = ("auto", "int8", "fp8_e4m3")
+    every = [(*pair, dtype, cache) for pair in found for dtype in ("float32", "bfloat16") for cache in caches]
     return [
         pytest.param(*case, id=" ".join(case), marks=() if case in quick else pytest.mark.slow)
         for case in every
     ]
 
 
-@pytest.mark.parametrize(("attention", "matmul", "dtype"), cases())
-def test_the_same_bits(attention: str, matmul: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("attention", "matmul", "dtype", "cache"), cases())
+def test_the_same_bits(attention: str, matmul: str, dtype: str, cache: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     settings = {"attention_backend": attention, "matmul_backend": matmul, "dtype": dtype, **LIMITS}
+    settings["kv_cache_dtype"] = cache
     texts = prompts(VOCAB_SIZE)
     with LLM(str(tmp_path), **settings) as llm:
         expected = alone(llm, texts)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 # Relative norm error: a few units in the last place of the dtype, times the square root of the sums' length.
@@ -100,6 +101,27 @@ def make_case(lens, *, heads, kv_heads, head_dim, page_size, dtype, query_lens=N
     # device_put compiles nothing, however many shapes there are.
     arrays = (q.astype(jnp.dtype(dtype)), pool.astype(jnp.dtype(dtype)), tables, np.array(lens, np.int32))
     return *jax.device_put(arrays), start
+
+
+POOL_DTYPES = {"int8": np.int8, "fp8_e4m3": np.uint8}
+
+
+def quantized(x, kind):
+    """Returns what each row of numbers is stored as, and what that stands for in float64."""
+    x = np.asarray(x).astype(np.float64)
+    largest = np.abs(x).max(-1, keepdims=True)
+    is_finite = np.isfinite(largest)
+    # frexp's fractions are from 0.5 up to 1.
+    top = np.frexp(np.where(is_finite, largest, 1))[1] - 1 - {"int8": 6, "fp8_e4m3": 7}[kind]
+    scale = np.where(largest == 0, 0, np.where(is_finite, np.clip(top + 127, 0, 254), 255))
+    numbers = np.where(is_finite, x, 0) / 2.0 ** np.where(is_finite, scale - 127, 0)
+    if kind == "int8":
+        numbers = np.clip(np.rint(numbers), -128, 127).astype(np.int8)
+    else:
+        numbers = numbers.astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+    factor = np.where(scale == 0, 0, np.where(is_finite, 2.0 ** (scale - 127), np.nan))
+    rows = np.concatenate([numbers.view(np.uint8), scale.astype(np.uint8)], axis=-1)
+    return rows.view(POOL_DTYPES[kind]), numbers.astype(np.float64) * factor
 
 
 def relative_error(got, want):

@@ -303,6 +303,6 @@ def test_slots_and_pages_out_of_range_are_errors():
 
 
 def test_other_dtypes_are_errors():
-    pool, index = jnp.ones((4, 2, 1, 16, 8), jnp.int8), jnp.asarray([1], jnp.int32)
-    with pytest.raises(ValueError, match=r"kv_pages has dtype int8; allowed with backend 'native': float32"):
+    pool, index = jnp.ones((4, 2, 1, 16, 8), jnp.int16), jnp.asarray([1], jnp.int32)
+    with pytest.raises(ValueError, match=r"kv_pages has dtype int16; allowed with backend 'native': float32"):
         ops.copy_blocks(pool, index, index, backend="native")

@@ -1,5 +1,6 @@
 """Swapping and copying move whole blocks, bit by bit, and leave all others alone; the pool stays in place."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,14 @@ from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.programs import Program, TraceContext
 from jax_paged.worker.weights import FlatModel
 
-LAYOUT = KVCacheLayout((CacheGroup(),), ((0, 0), (1, 0), (2, 0)), num_pools=3, num_kv_heads=2, head_dim=8)
+LAYOUT = KVCacheLayout(
+    (CacheGroup(),),
+    ((0, 0), (1, 0), (2, 0)),
+    num_pools=3,
+    num_kv_heads=2,
+    head_dim=8,
+    dtype=jnp.dtype("float32"),
+)
 NUM_BLOCKS, BLOCK_SIZE, MAX_COPIES = 200, 4, 20
 MESH = Mesh(np.array(jax.devices()[:1]), (TENSOR,))
 Pairs = tuple[tuple[int, int], ...]
@@ -35,19 +43,19 @@ Pairs = tuple[tuple[int, int], ...]
 def make_mover(
     dtype: str = "float32", num_swap_blocks: int = 150, num_blocks: int = NUM_BLOCKS
 ) -> tuple[BlockMover, dict[Program, jax.stages.Compiled]]:
+    layout = dataclasses.replace(LAYOUT, dtype=jnp.dtype(dtype))
     mover = BlockMover(
-        layout=LAYOUT,
+        layout=layout,
         num_blocks=num_blocks,
         num_swap_blocks=num_swap_blocks,
         block_size=BLOCK_SIZE,
-        dtype=jnp.dtype(dtype),
         max_copies=MAX_COPIES,
         mesh=MESH,
     )
     context = TraceContext(
         model=FlatModel(None, None),  # none of these programs runs it
         weights=[],
-        layout=LAYOUT,
+        layout=layout,
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         dtype=jnp.dtype(dtype),
@@ -73,7 +81,7 @@ def runner(programs: dict[Program, Any], used: list[Program]) -> Callable[..., A
 
 def random_pool(seed: int, dtype: str = "float32") -> list[np.ndarray]:
     """Any bits, NaN among them."""
-    shape = LAYOUT.pool_shape(NUM_BLOCKS, BLOCK_SIZE)
+    shape = dataclasses.replace(LAYOUT, dtype=jnp.dtype(dtype)).pool_shape(NUM_BLOCKS, BLOCK_SIZE)
     rng = np.random.default_rng(seed)
     size = jnp.dtype(dtype).itemsize
     arrays = [rng.integers(0, 256, (*shape, size), np.uint8) for _ in range(LAYOUT.num_pools)]
@@ -95,7 +103,7 @@ def random_pairs(seed: int, count: int, num_from: int, num_to: int) -> Pairs:
     return tuple(zip(*columns, strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("count", [1, SWAP_BLOCKS - 1, SWAP_BLOCKS, SWAP_BLOCKS + 1, 3 * SWAP_BLOCKS + 5])
 def test_swap_out_overwrite_swap_in(dtype: str, count: int) -> None:
     mover, programs = make_mover(dtype)
@@ -168,7 +176,7 @@ def test_programs() -> None:
 
 def test_pool_is_updated_in_place() -> None:
     """Temporaries are those of the moved blocks, however large the pool is; the pool itself is aliased."""
-    block_bytes = LAYOUT.block_bytes(BLOCK_SIZE, jnp.dtype("float32"))
+    block_bytes = LAYOUT.block_bytes(BLOCK_SIZE)
     for name, program in make_mover()[1].items():
         memory = program.memory_analysis()
         larger = make_mover(num_blocks=10 * NUM_BLOCKS)[1][name].memory_analysis()
