@@ -75,7 +75,7 @@ timeline_of(lines)
 #
 # `replay` takes the arguments of the scheduler and of its block manager. How long a step then takes is fitted
 # to the recorded steps: so many seconds per step, and so many per token. With the recorded 48 blocks the
-# decisions still differ a little from the recorded ones, as times do.
+# decisions differ from the recorded ones too, as these times do.
 
 
 # %%
