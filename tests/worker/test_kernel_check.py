@@ -209,7 +209,7 @@ def on_gpu(monkeypatch):
     gpu = SimpleNamespace(platform="gpu", device_kind=device.device_kind, client=device.client)
     fake = SimpleNamespace(devices=lambda: [gpu], config=jax.config, eval_shape=jax.eval_shape)
     monkeypatch.setattr(kernel_check, "jax", fake)
-    monkeypatch.setattr(kernel_check, "resolve_backend", lambda backend, name: "xla")
+    monkeypatch.setattr(kernel_check, "resolve_backend", lambda backend, kv_cache_dtype, name: "xla")
 
 
 @pytest.mark.parametrize(("outcome", "verdict"), verdicts())
