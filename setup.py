@@ -21,7 +21,8 @@ FOLDER = "jax_paged/pallas_kernels/native"
 HEADERS = Path(jaxlib.__file__).parent / "include"
 
 # Where no compiler is installed, pip brings Zig for the time of the build, which has Clang and the C++
-# library in it. There are wheels of it for these; the C library is that of the oldest Linux that jaxlib runs on.
+# library in it. There are wheels of it for these; the C library is that of the oldest Linux that
+# jaxlib runs on.
 ZIG_MACHINES = ("x86_64", "aarch64")
 ZIG_TARGET = f"{platform.machine()}-linux-gnu.2.27"
 

@@ -8,7 +8,7 @@ from typing import Any
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.server.responses import too_long
 
-# Characters that are tokenized in about 10 ms, and those that take no longer than to wake a thread and wait for it.
+# Characters that are tokenized in about 10 ms, and those that take no longer than to wake a thread.
 _LONG_TEXT = 16_384
 _SHORT_TEXT = 1024
 # Bytes that are parsed in a few ms; seconds of the lane per byte, twice as long as 2 MB took on a busy core.
@@ -65,7 +65,7 @@ class TextReader:
         self._lane = lane
 
     async def read[T](self, name: str, texts: list[Any], function: Callable[..., T], *args: Any) -> T:
-        """Calls a function, in a thread if it may take long; no text is longer than max_model_len tokens can be.
+        """Calls a function, in a thread if it may take long, unless a text has more than max_model_len tokens.
 
         Args:
             name: The field of the request that the texts are in.
