@@ -189,7 +189,7 @@ def paged_decode(
         shared_blocks: int32 [B], how many leading pages a sequence has in common with others, 0 for none.
             Sequences with the same number, and the same page there, have all these pages in common, and
             attend to them together; each has at least one token behind them. It changes what is read how
-            often, and no result but by rounding. Not with a window.
+            often, and no result but by rounding. Not with a window, nor with the Pallas backends.
         backend: The implementation, as for resolve_backend.
 
     Returns:
@@ -205,7 +205,7 @@ def paged_decode(
     if (implementation := _choose(backend, q, kv_pages)) in _COMPLETE:
         options |= {"distance_bias": distance_bias, "shared_blocks": shared_blocks}
         return _COMPLETE[implementation].paged_decode(q, kv_pages, block_tables, context_lens, **options)
-    _check_no_bias(distance_bias, backend)
+    _check_none(backend, distance_bias=distance_bias, shared_blocks=shared_blocks)
     from jax_paged.pallas_kernels import paged_decode as decode_kernel
 
     options["interpret"] = implementation == "pallas_interpret"
@@ -259,7 +259,7 @@ def ragged_attention(
         options |= {"distance_bias": distance_bias, "shared_blocks": shared_blocks}
         attend = _COMPLETE[implementation].ragged_attention
         return attend(q, kv_pages, block_tables, context_lens, query_start_loc, **options)
-    _check_no_bias(distance_bias, backend)
+    _check_none(backend, distance_bias=distance_bias, shared_blocks=shared_blocks)
     from jax_paged.pallas_kernels import ragged_prefill
 
     options["interpret"] = implementation == "pallas_interpret"
@@ -370,8 +370,7 @@ def _check_shared(shared_blocks: Array | None, context_lens: Array, window: int 
             raise ValueError(f"window is {window}; allowed with shared_blocks: None")
 
 
-def _check_no_bias(distance_bias: Array | None, backend: str) -> None:
-    if distance_bias is not None:
-        raise ValueError(
-            f"distance_bias has shape {distance_bias.shape}; allowed with backend {backend!r}: None"
-        )
+def _check_none(backend: str, **arrays: Array | None) -> None:
+    for name, array in arrays.items():
+        if array is not None:
+            raise ValueError(f"{name} has shape {array.shape}; allowed with backend {backend!r}: None")

@@ -42,8 +42,8 @@ class ModelRunnerOutput:
             its tokens from the second on.
         captured: What hooks captured of the tokens that rows have computed, by the row's index and the hook's
             name: NumPy arrays.
-        num_shared_tokens: Tokens that sequences attended to without reading them once more, as they did so
-            together with others that have them in common.
+        num_shared_tokens: Tokens that were read once for several sequences, each of these after the first
+            counted.
     """
 
     step_id: int

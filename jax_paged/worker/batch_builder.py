@@ -28,8 +28,7 @@ class StepInputs(NamedTuple):
         token_mask: int32 [B, ceil(V / 32)], see SamplingBatch; None if no row of the step has one.
         changes_ahead: int32 [2, n], changes of block tables to write ahead of the step: those for which its
             buffer has no room, when long tables take their seats.
-        num_shared_tokens: Tokens that the rows attend to without reading them once more, as they do so
-            together.
+        num_shared_tokens: Tokens that are read once for several rows, each of these after the first counted.
     """
 
     packed: np.ndarray

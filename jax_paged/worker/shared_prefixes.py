@@ -36,15 +36,17 @@ def shared_blocks(tables: np.ndarray, seats: np.ndarray, most: np.ndarray, block
     def group(rows: np.ndarray, start: int, depth: int) -> int:
         """Groups rows whose first `start` blocks are the same; returns how many tokens less they read."""
         stop = _num_common(tables, seats[rows], start, int(most[rows].min()))
-        saved = (len(rows) - 1) * stop * block_size
-        longer = rows[most[rows] > stop]
-        parts = _parts(longer, tables[seats[longer], stop]) if depth else []
-        apart = sum(group(part, stop, depth - 1) for part in parts)
-        if apart > saved:
-            return apart
-        pays = stop * block_size >= MIN_TOKENS and saved >= MIN_SAVED_TOKENS
-        shared[rows] = stop if pays else 0
-        return saved if pays else 0
+        tokens, longer = stop * block_size, rows[most[rows] > stop]
+        rest, apart = rows, 0
+        for part in _parts(longer, tables[seats[longer], stop]) if depth else []:
+            saved = group(part, stop, depth - 1)
+            if saved > len(part) * tokens:
+                rest, apart = np.setdiff1d(rest, part), apart + saved
+        if _num_saved(len(rows), tokens) >= apart + _num_saved(len(rest), tokens):
+            rest, apart = rows, 0
+        saved = _num_saved(len(rest), tokens)
+        shared[rest] = stop if saved else 0
+        return apart + saved
 
     rows = np.flatnonzero(most > 0)
     for part in _parts(rows, tables[seats[rows], 0]):
@@ -60,6 +62,12 @@ def num_saved_tokens(shared: np.ndarray, tables: np.ndarray, seats: np.ndarray, 
     last = tables[seats[rows], shared[rows] - 1]
     groups, counts = np.unique(np.stack([shared[rows], last]), axis=1, return_counts=True)
     return int((groups[0] * (counts - 1)).sum()) * block_size
+
+
+def _num_saved(num_rows: int, num_tokens: int) -> int:
+    """Returns how many tokens less a group of rows reads; 0 if it does not pay."""
+    saved = (num_rows - 1) * num_tokens
+    return saved if num_rows >= MIN_ROWS and num_tokens >= MIN_TOKENS and saved >= MIN_SAVED_TOKENS else 0
 
 
 def _parts(rows: np.ndarray, blocks: np.ndarray) -> list[np.ndarray]:
