@@ -24,7 +24,7 @@ from jax_paged.worker import packed_batch, shared_prefixes
 
 SIZES = {"block_size": 4, "max_num_seqs": 24, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 2000}
 BACKENDS = [
-    "xla",
+    pytest.param("xla", marks=pytest.mark.slow),
     pytest.param("native", marks=pytest.mark.skipif(not native.is_built(), reason=str(native.problem()))),
 ]
 
@@ -133,9 +133,10 @@ def test_layers_with_windows_attend_by_themselves(tmp_path: Path, always: None) 
         dataclasses.replace(r, prompt=[t % WINDOWED_VOCAB_SIZE for t in r.prompt])
         for r in shared_requests(1, 12)
     ]
+    settings = {**SIZES, "few_buckets": True, "skip_tokenizer_init": True}
     with (
-        make_engine(tmp_path, few_buckets=True, **SIZES) as engine,
-        make_engine(tmp_path, few_buckets=True, disable_cascade_attn=True, **SIZES) as plain,
+        make_engine(tmp_path, **settings) as engine,
+        make_engine(tmp_path, disable_cascade_attn=True, **settings) as plain,
     ):
         assert [group.window for group in engine.config.cache_groups] == [50, None]
         assert check((engine, plain), requests) > 500
