@@ -129,8 +129,8 @@ class EngineArgs:
             by token.
         disable_cascade_attn: Whether every sequence attends to all of its tokens by itself. False lets those
             that decode with leading blocks in common (samples, beams, cached prefixes) attend to these
-            together where that pays; sums are then added up in another order. Never with batch_invariant,
-            windows, or the Pallas backends.
+            together where that pays; sums are then added up in another order. On a CPU, and neither with
+            batch_invariant nor in layers with a window.
         max_compile_s: Seconds after which no further shapes of steps are compiled; steps are then padded to
             those that are there. None compiles all of them.
         seed: Determines the seeds of requests that bring none.

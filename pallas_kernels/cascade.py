@@ -1,67 +1,63 @@
-"""Which sequences attend to leading pages together, and in which tiles their queries lie.
+"""paged_decode for sequences that share leading pages: two calls of the kernel, whose softmaxes are joined.
 
-Sequences a, c and d share three pages, b and e two others; tiles have two rows:
-
-    sequence        a  b  c  d  e
-    shared_blocks   3  2  3  3  2
-    tiles           (a c) (d -) (b e)      each attends to the pages of its first sequence
-    places          0  4  1  2  5          of a sequence among the rows of all tiles
+The queries of sequences that share are query heads of one sequence, whose context is what they share: as many
+as fill the kernel's rows. So the pages are read once for 16 query rows, in place of once for those of a
+sequence. What each has for itself is a sequence with a table that begins there.
 """
 
-from typing import NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
+
+from jax_paged.pallas_kernels import tuning
+from jax_paged.pallas_kernels.paged_decode import with_denominators
+from jax_paged.pallas_kernels.shared_tiles import shared_tiles
 
 
-class SharedTiles(NamedTuple):
-    """What sequences share, B sequences and N tiles of R rows.
-
-    Args:
-        num_tokens: int32 [B], tokens that each sequence attends to with others; 0 for none.
-        places: int32 [B], where the row of each sequence is, N * R where nothing is shared.
-        members: int32 [N, R], the sequence of each row; anything in rows that are not used.
-        lens: int32 [N], tokens that the rows of each tile attend to; 0 in an unused tile.
-    """
-
-    num_tokens: Int[Array, " b"]
-    places: Int[Array, " b"]
-    members: Int[Array, "n r"]
-    lens: Int[Array, " n"]
-
-
-def shared_tiles(
+def paged_decode(
+    q: Float[Array, "b h d"],
+    kv_pages: Float[Array, "p 2 k s d"],
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
+    *,
     shared_blocks: Int[Array, " b"],
-    page_size: int,
-    rows: int,
-) -> SharedTiles:
-    """Lays the queries of sequences that share pages into tiles.
+    sinks: Float[Array, " h"] | None = None,
+    **options: Any,
+) -> Float[Array, "b h d"]:
+    """See ops.paged_decode; the options are those of with_denominators."""
+    (_, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
+    group = num_heads // kv_heads
+    rows = max(1, tuning.MAX_GROUP_SIZE // group)
+    tiles = shared_tiles(block_tables, context_lens, shared_blocks, page_size, rows)
+    num_tiles = len(tiles.lens)
 
-    Args:
-        block_tables: As ops.paged_decode takes them, and so are the two that follow. A sequence without
-            context shares nothing.
-        context_lens: See there.
-        shared_blocks: See there.
-        page_size: Tokens per page.
-        rows: Rows of a tile.
-    """
-    num_seqs = block_tables.shape[0]
-    seq, is_there = jnp.arange(num_seqs), (shared_blocks > 0) & (context_lens > 0)
-    last = jnp.take_along_axis(block_tables, jnp.maximum(shared_blocks - 1, 0)[:, None], axis=1)[:, 0]
-    is_same = (shared_blocks[:, None] == shared_blocks) & (last[:, None] == last)
-    together = is_same & is_there & is_there[:, None]
-    is_shared = jnp.sum(together, axis=1) > 1
-    # A prefix goes by its first sequence.
-    first = jnp.where(is_shared, jnp.argmax(together, axis=1), num_seqs)
-    counts = -(-jnp.zeros(num_seqs, jnp.int32).at[first].add(1, mode="drop") // rows)
-    first_tile = (jnp.cumsum(counts) - counts).at[first].get(mode="clip")
-    # Each prefix leaves at most one tile partly filled, and has at least two rows.
-    num_tiles = num_seqs // rows + num_seqs // 2 + 1
-    rank = jnp.sum(together & (seq < seq[:, None]), axis=1)
-    places = jnp.where(is_shared, first_tile * rows + rank, num_tiles * rows)
-    num_tokens = jnp.where(is_shared, shared_blocks * page_size, 0)
-    members = jnp.zeros(num_tiles * rows, jnp.int32).at[places].set(seq, mode="drop")
-    lens = jnp.zeros(num_tiles, jnp.int32).at[places // rows].max(num_tokens, mode="drop")
-    return SharedTiles(num_tokens, places, members.reshape(num_tiles, rows), lens)
+    queries = q[tiles.members].reshape(num_tiles, rows, kv_heads, group, head_dim)
+    queries = queries.swapaxes(1, 2).reshape(num_tiles, -1, head_dim)
+    tables = block_tables[tiles.members[:, 0]]
+    shared, denominators = with_denominators(queries, kv_pages, tables, tiles.lens, **options)
+
+    def of_seqs(of_tiles: Array, nothing: float) -> Array:
+        split = of_tiles.reshape(num_tiles, kv_heads, rows, group, *of_tiles.shape[2:]).swapaxes(1, 2)
+        split = split.reshape(num_tiles * rows, num_heads, *of_tiles.shape[2:]).astype(jnp.float32)
+        return split.at[tiles.places].get(mode="fill", fill_value=nothing)
+
+    column = jnp.arange(block_tables.shape[1]) + (tiles.num_tokens // page_size)[:, None]
+    tables = jnp.take_along_axis(block_tables, jnp.minimum(column, block_tables.shape[1] - 1), axis=1)
+    own, own_denominators = with_denominators(q, kv_pages, tables, context_lens - tiles.num_tokens, **options)
+
+    parts = [
+        (own.astype(jnp.float32), own_denominators),
+        (of_seqs(shared, 0), of_seqs(denominators, -jnp.inf)),
+    ]
+    top = jnp.maximum(parts[0][1], parts[1][1])
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32) * tuning.LOG2E
+        top = jnp.maximum(top, sink)
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    weights = [jnp.exp2(logarithm - top) for _, logarithm in parts]
+    total = weights[0] + weights[1]
+    if sinks is not None:
+        total += jnp.exp2(sink - top)
+    out = sum(x * weight[..., None] for (x, _), weight in zip(parts, weights, strict=True))
+    return (out / jnp.where(total > 0, total, 1)[..., None]).astype(q.dtype)

@@ -189,7 +189,7 @@ def paged_decode(
         shared_blocks: int32 [B], how many leading pages a sequence has in common with others, 0 for none.
             Sequences with the same number, and the same page there, have all these pages in common, and
             attend to them together; each has at least one token behind them. It changes what is read how
-            often, and no result but by rounding. Not with a window, nor with the Pallas backends.
+            often, and no result but by rounding. Not with a window.
         backend: The implementation, as for resolve_backend.
 
     Returns:
@@ -205,10 +205,16 @@ def paged_decode(
     if (implementation := _choose(backend, q, kv_pages)) in _COMPLETE:
         options |= {"distance_bias": distance_bias, "shared_blocks": shared_blocks}
         return _COMPLETE[implementation].paged_decode(q, kv_pages, block_tables, context_lens, **options)
-    _check_none(backend, distance_bias=distance_bias, shared_blocks=shared_blocks)
+    _check_none(backend, distance_bias=distance_bias)
+    options["interpret"] = implementation == "pallas_interpret"
+    if shared_blocks is not None:
+        from jax_paged.pallas_kernels import cascade
+
+        del options["window"]
+        options["shared_blocks"] = shared_blocks
+        return cascade.paged_decode(q, kv_pages, block_tables, context_lens, **options)
     from jax_paged.pallas_kernels import paged_decode as decode_kernel
 
-    options["interpret"] = implementation == "pallas_interpret"
     return decode_kernel.paged_decode(q, kv_pages, block_tables, context_lens, **options)
 
 
@@ -243,7 +249,8 @@ def ragged_attention(
         sinks: One logit per head that joins the denominator of the softmax and has no value; -inf for none.
         distance_bias: Added to the scaled score of query position i and key position j:
             distance_bias[head, min(i - j, n - 1)]. Not with a soft cap, nor with the Pallas backends.
-        shared_blocks: As paged_decode takes it; of sequences with several queries it is not looked at.
+        shared_blocks: As paged_decode takes it; of sequences with several queries it is not looked at. Not
+            with the Pallas backends.
         backend: The implementation, as for resolve_backend.
 
     Returns:

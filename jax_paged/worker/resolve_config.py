@@ -87,7 +87,7 @@ def resolve_config(
         allowed = "False here: only attention on a CPU, by 'native' or 'xla', adds up every row by itself"
         check(ok, "batch_invariant", True, allowed)
     has_full_attention = any(g.window is None and not g.is_cross for g in model.cache_groups)
-    can_share = backend in ("native", "xla") and has_full_attention and not args.batch_invariant
+    can_share = on_cpu and backend in ("native", "xla") and has_full_attention and not args.batch_invariant
     # No more than what all running sequences can fill.
     max_swapped = max_num_seqs * -(-max_model_len // args.block_size) * len(model.cache_groups)
     max_logprobs = model.vocab_size if args.max_logprobs == -1 else min(args.max_logprobs, model.vocab_size)

@@ -10,8 +10,8 @@ import pytest
 from helpers.oracle import POOL_DTYPES, TOLERANCE, make_case, quantized, ragged_attention, relative_error
 
 from jax_paged.pallas_kernels import native, ops
-from jax_paged.pallas_kernels.cascade import shared_tiles
 from jax_paged.pallas_kernels.native import attention
+from jax_paged.pallas_kernels.shared_tiles import shared_tiles
 
 IF_BUILT = pytest.mark.skipif(not native.is_built(), reason=f"native: {native.problem()}")
 # Of the native backend, those of every variant: the widest vectors, AVX-512, AVX2, and any processor's.
@@ -105,6 +105,18 @@ def test_decode(backend: str, dtype: str, flags: dict[str, Any]) -> None:
     """Two prefixes and sequences of their own; of one prefix a sequence has ended, of one all but one."""
     prefixes = [(9, [0, 3, 4, 8, 9, 5]), (7, [1, 6, 7]), (2, [2, 10])]
     check(backend, lens_of(9, 13), prefixes, ended=(4, 10, 12), dtype=dtype, flags=flags)
+
+
+PALLAS = ["pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize(("heads", "flags"), [((4, 2, 64), FLAGS[0]), ((8, 1, 64), FLAGS[1])])
+@pytest.mark.parametrize("backend", PALLAS)
+def test_decode_in_pallas(backend: str, heads: tuple[int, int, int], flags: dict[str, Any]) -> None:
+    """More rows than the kernel has for one sequence; some share, one has ended, some are by themselves."""
+    shape = dict(zip(("heads", "kv_heads", "head_dim"), heads, strict=True), dtype="bfloat16")
+    prefixes = [(4, [0, 2, 3, 5, 6, 8, 9, 10, 11, 12]), (2, [1, 4, 13])]
+    check(backend, lens_of(4, 14), prefixes, ended=(3, 7), flags=flags, **shape)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -215,7 +227,7 @@ def test_native_finds_numbers_that_are_out_of_range(value: int, message: str) ->
 
 
 def test_tiles() -> None:
-    """The picture in cascade.py; sequence f shares with one that has ended."""
+    """The picture in shared_tiles.py; sequence f shares with one that has ended."""
     tables = np.array([[1, 2, 3], [4, 5, 6], [1, 2, 3], [1, 2, 3], [4, 5, 8], [7, 9, 9], [7, 9, 9]])
     shared, lens = np.array([3, 2, 3, 3, 2, 1, 1]), np.array([9, 9, 9, 9, 9, 9, 0])
     tiles = shared_tiles(*(jnp.asarray(x, jnp.int32) for x in (tables, lens, shared)), 2, 2)
@@ -239,6 +251,8 @@ def test_errors() -> None:
     with pytest.raises(
         ValueError, match=r"shared_blocks has shape .* allowed with backend 'pallas_interpret': None"
     ):
-        decode(shared_blocks=jnp.zeros(3, jnp.int32), backend="pallas_interpret")
+        ops.ragged_attention(
+            q, pool, tables, lens, jnp.arange(4), scale=1.0, backend="pallas_interpret", shared_blocks=lens
+        )
     with pytest.raises(ValueError, match="window is 5; allowed with shared_blocks: None"):
         decode(shared_blocks=jnp.zeros(3, jnp.int32), window=5)
