@@ -5,6 +5,7 @@ as fill the kernel's rows. So the pages are read once for 16 query rows, in plac
 sequence. What each has for itself is a sequence with a table that begins there.
 """
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,37 +28,28 @@ def paged_decode(
 ) -> Float[Array, "b h d"]:
     """See ops.paged_decode; the options are those of with_denominators."""
     (_, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
-    group = num_heads // kv_heads
-    rows = max(1, tuning.MAX_GROUP_SIZE // group)
+    rows = max(1, tuning.MAX_GROUP_SIZE // (num_heads // kv_heads))
     tiles = shared_tiles(block_tables, context_lens, shared_blocks, page_size, rows)
-    num_tiles = len(tiles.lens)
-
-    queries = q[tiles.members].reshape(num_tiles, rows, kv_heads, group, head_dim)
-    queries = queries.swapaxes(1, 2).reshape(num_tiles, -1, head_dim)
-    tables = block_tables[tiles.members[:, 0]]
-    shared, denominators = with_denominators(queries, kv_pages, tables, tiles.lens, **options)
-
-    def of_seqs(of_tiles: Array, nothing: float) -> Array:
-        split = of_tiles.reshape(num_tiles, kv_heads, rows, group, *of_tiles.shape[2:]).swapaxes(1, 2)
-        split = split.reshape(num_tiles * rows, num_heads, *of_tiles.shape[2:]).astype(jnp.float32)
-        return split.at[tiles.places].get(mode="fill", fill_value=nothing)
-
+    queries = tiles.queries(q, kv_heads)
+    found = with_denominators(
+        queries.reshape(len(queries), -1, head_dim),
+        kv_pages,
+        block_tables[tiles.members[:, 0]],
+        tiles.lens,
+        **options,
+    )
+    shared, denominators = (x.reshape(*queries.shape[:3], *x.shape[2:]) for x in found)
     column = jnp.arange(block_tables.shape[1]) + (tiles.num_tokens // page_size)[:, None]
     tables = jnp.take_along_axis(block_tables, jnp.minimum(column, block_tables.shape[1] - 1), axis=1)
     own, own_denominators = with_denominators(q, kv_pages, tables, context_lens - tiles.num_tokens, **options)
 
-    parts = [
-        (own.astype(jnp.float32), own_denominators),
-        (of_seqs(shared, 0), of_seqs(denominators, -jnp.inf)),
-    ]
-    top = jnp.maximum(parts[0][1], parts[1][1])
+    values = [own, tiles.of_seqs(shared, 0).reshape(q.shape)]
+    logarithms = [own_denominators, tiles.of_seqs(denominators, -jnp.inf).reshape(q.shape[:2])]
     if sinks is not None:
-        sink = sinks.astype(jnp.float32) * tuning.LOG2E
-        top = jnp.maximum(top, sink)
-    top = jnp.where(jnp.isfinite(top), top, 0)
-    weights = [jnp.exp2(logarithm - top) for _, logarithm in parts]
-    total = weights[0] + weights[1]
-    if sinks is not None:
-        total += jnp.exp2(sink - top)
-    out = sum(x * weight[..., None] for (x, _), weight in zip(parts, weights, strict=True))
+        logarithms.append(jnp.broadcast_to(sinks.astype(jnp.float32) * tuning.LOG2E, q.shape[:2]))
+    top = functools.reduce(jnp.maximum, logarithms)
+    weights = [jnp.exp2(logarithm - jnp.where(jnp.isfinite(top), top, 0)) for logarithm in logarithms]
+    # A sink has a weight and no value.
+    out = sum(x.astype(jnp.float32) * w[..., None] for x, w in zip(values, weights, strict=False))
+    total = sum(weights)
     return (out / jnp.where(total > 0, total, 1)[..., None]).astype(q.dtype)

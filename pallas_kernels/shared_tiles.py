@@ -11,7 +11,7 @@ Sequences a, c and d share three pages, b and e two others; tiles have two rows:
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 
 class SharedTiles(NamedTuple):
@@ -28,6 +28,19 @@ class SharedTiles(NamedTuple):
     places: Int[Array, " b"]
     members: Int[Array, "n r"]
     lens: Int[Array, " n"]
+
+    def queries(self, q: Float[Array, "b h d"], kv_heads: int) -> Float[Array, "n k gr d"]:
+        """Returns the queries of the tiles, G query heads per kv head, R rows each."""
+        (num_tiles, rows), (_, num_heads, head_dim) = self.members.shape, q.shape
+        split = q[self.members].reshape(num_tiles, rows, kv_heads, num_heads // kv_heads, head_dim)
+        return split.transpose(0, 2, 3, 1, 4).reshape(num_tiles, kv_heads, -1, head_dim)
+
+    def of_seqs(self, of_rows: Float[Array, "n k gr *d"], nothing: float) -> Float[Array, "b k g *d"]:
+        """Returns what the tiles have for each sequence, and `nothing` for those that share nothing."""
+        (num_tiles, rows), (_, kv_heads, _, *rest) = self.members.shape, of_rows.shape
+        split = jnp.moveaxis(of_rows.reshape(num_tiles, kv_heads, -1, rows, *rest), 3, 1)
+        split = split.reshape(num_tiles * rows, kv_heads, -1, *rest)
+        return split.at[self.places].get(mode="fill", fill_value=nothing)
 
 
 def shared_tiles(

@@ -202,20 +202,13 @@ def _attend_together(
     **options: Any,
 ) -> Sums:
     """Attends to the pages that sequences share, in tiles of their rows; returns the sums of each, if any."""
-    (num_seqs, _, head_dim), kv_heads = q.shape, kv_pages.shape[2]
-    members, (num_tiles, rows) = prefixes.members, prefixes.members.shape
-    queries = q[members].reshape(num_tiles, rows, kv_heads, -1, head_dim)
-    queries = queries.transpose(0, 2, 3, 1, 4).reshape(num_tiles, kv_heads, -1, head_dim)
-    positions = jnp.tile(context_lens[members] - 1, (1, queries.shape[2] // rows))
-    tiles = Tiles(queries, positions, prefixes.lens, members[:, 0], None)
-    sums = _attend(tiles, kv_pages, block_tables, 2 * (num_seqs // rows + 1), **options)
-
-    def of_seqs(of_tiles: Array, nothing: float) -> Array:
-        split = of_tiles.reshape(num_tiles, kv_heads, -1, rows, *of_tiles.shape[3:])
-        split = jnp.moveaxis(split, 3, 1).reshape(num_tiles * rows, kv_heads, -1, *of_tiles.shape[3:])
-        return split.at[prefixes.places].get(mode="fill", fill_value=nothing)
-
-    return Sums(of_seqs(sums.values, 0), of_seqs(sums.exponents, MASKED_EXPONENT), of_seqs(sums.totals, 0))
+    rows = prefixes.members.shape[1]
+    queries = prefixes.queries(q, kv_pages.shape[2])
+    positions = jnp.tile(context_lens[prefixes.members] - 1, (1, queries.shape[2] // rows))
+    tiles = Tiles(queries, positions, prefixes.lens, prefixes.members[:, 0], None)
+    sums = _attend(tiles, kv_pages, block_tables, 2 * (len(q) // rows + 1), **options)
+    nothing = (0, MASKED_EXPONENT, 0)
+    return Sums(*(prefixes.of_seqs(x, fill) for x, fill in zip(sums, nothing, strict=True)))
 
 
 def _spread(ends: Int[Array, " b"], counts: Int[Array, " b"], size: int) -> tuple[Array, Array, Array]:
