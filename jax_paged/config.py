@@ -21,7 +21,7 @@ KVCacheDTypeName = Literal["auto", "fp8_e4m3", "int8"]
 
 # vLLM's arguments that have no meaning here: how fast something is done, or what is logged ...
 _HARMLESS = """
-    compilation_config cuda_graph_sizes disable_async_output_proc disable_cascade_attn
+    compilation_config cuda_graph_sizes disable_async_output_proc
     disable_custom_all_reduce disable_frontend_multiprocessing disable_hybrid_kv_cache_manager
     disable_log_requests disable_log_stats enable_log_requests enforce_eager guided_decoding_backend
     limit_mm_per_prompt long_prefill_token_threshold max_cpu_loras max_log_len max_long_partial_prefills
@@ -127,6 +127,10 @@ class EngineArgs:
             whatever runs beside it, and however it is cut into chunks, preempted or served from the cache
             (on a CPU). Every step is then padded to the largest shape of its kind, and prompts attend token
             by token.
+        disable_cascade_attn: Whether every sequence attends to all of its tokens by itself. False lets those
+            that decode with leading blocks in common (samples, beams, cached prefixes) attend to these
+            together where that pays; sums are then added up in another order. On a CPU, and neither with
+            batch_invariant nor in layers with a window.
         max_compile_s: Seconds after which no further shapes of steps are compiled; steps are then padded to
             those that are there. None compiles all of them.
         seed: Determines the seeds of requests that bring none.
@@ -167,6 +171,7 @@ class EngineArgs:
     async_scheduling: bool = True
     num_scheduler_steps: int = 1
     batch_invariant: bool = False
+    disable_cascade_attn: bool = False
     max_compile_s: float | None = None
     seed: int = 0
     logprobs_mode: LogprobsMode = "raw_logprobs"
@@ -187,6 +192,7 @@ class EngineArgs:
             "enable_chunked_prefill",
             "async_scheduling",
             "batch_invariant",
+            "disable_cascade_attn",
         )
         for name in flags:
             note(check_choice, name, getattr(self, name), (False, True))
@@ -271,6 +277,7 @@ class EngineConfig:
         decoder_start_token_id: Of an encoder-decoder model; None for a decoder.
         enable_prefix_caching: As EngineArgs.enable_prefix_caching; so are the fields that follow.
         delay_factor: As EngineArgs.scheduler_delay_factor.
+        cascade_attention: Whether sequences attend to leading blocks together where that pays.
         kv_cache_dtype: As EngineArgs.kv_cache_dtype.
         hooks: How many numbers each hook takes, by name.
         capturing: Names of the hooks that capture something.
@@ -302,6 +309,7 @@ class EngineConfig:
     preemption_mode: Literal["recompute", "swap"] | None = None
     delay_factor: float = 0.0
     batch_invariant: bool = False
+    cascade_attention: bool = False
     async_scheduling: bool = True
     num_scheduler_steps: int = 1
     seed: int = 0

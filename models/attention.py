@@ -48,7 +48,14 @@ class Attend(Protocol):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["positions", "slot_mapping", "block_tables", "context_lens", "query_start_loc"],
+    data_fields=[
+        "positions",
+        "slot_mapping",
+        "block_tables",
+        "context_lens",
+        "query_start_loc",
+        "shared_blocks",
+    ],
     meta_fields=["is_decode", "backend", "places", "is_row_by_row", "attend"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +79,8 @@ class AttentionMetadata:
         is_row_by_row: Static; whether every token row attends as a decode of its own, so that its sums depend
             neither on the rows beside it nor on where the chunks of its prompt begin.
         attend: Static; what attends in the backend's place, None for the backend.
+        shared_blocks: int32 [B], leading blocks that sequences of one token row attend to together, as
+            ops.paged_decode has them, in the groups without a window; None if none ever do.
     """
 
     positions: Int[Array, " t"]
@@ -84,6 +93,7 @@ class AttentionMetadata:
     places: tuple[tuple[int, int], ...]
     is_row_by_row: bool = False
     attend: Attend | None = None
+    shared_blocks: Int[Array, " b"] | None = None
 
     def of_token_rows(self, group: int, *, is_causal: bool) -> tuple[Int[Array, "t m"], Int[Array, " t"]]:
         """Returns the block table of each token row, and how many tokens it attends to; 0 in padding."""
@@ -257,6 +267,8 @@ def paged_attention(
         tables, lens = metadata.block_tables[group], metadata.context_lens[group]
         return metadata.attend(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
     options["backend"] = backend
+    if isinstance(spec, FullAttentionSpec):
+        options["shared_blocks"] = metadata.shared_blocks
     if metadata.is_decode or metadata.is_row_by_row:
         tables, lens = metadata.of_token_rows(group, is_causal=True)
         return ops.paged_decode(q, kv_pages, tables, lens, **options)

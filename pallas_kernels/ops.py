@@ -169,6 +169,7 @@ def paged_decode(
     soft_cap: float | None = None,
     sinks: Float[Array, " h"] | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
+    shared_blocks: Int[Array, " b"] | None = None,
     backend: Backend = "auto",
 ) -> Float[Array, "b h d"]:
     """Attends with one query per sequence, the last token of its context, over the pages of its table.
@@ -185,6 +186,10 @@ def paged_decode(
         sinks: One logit per head that joins the denominator of the softmax and has no value; -inf for none.
         distance_bias: Added to the scaled score of query position i and key position j:
             distance_bias[head, min(i - j, n - 1)]. Not with a soft cap, nor with the Pallas backends.
+        shared_blocks: int32 [B], how many leading pages a sequence has in common with others, 0 for none.
+            Sequences with the same number, and the same page there, have all these pages in common, and
+            attend to them together; each has at least one token behind them. It changes what is read how
+            often, and no result but by rounding. Not with a window.
         backend: The implementation, as for resolve_backend.
 
     Returns:
@@ -194,15 +199,22 @@ def paged_decode(
     """
     _check_attention(q, kv_pages, block_tables, context_lens)
     _check_options(q, window, soft_cap, sinks, distance_bias)
+    _check_shared(shared_blocks, context_lens, window)
     _check("block_tables", block_tables.shape[:1], q.shape[:1])
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if (implementation := _choose(backend, q, kv_pages)) in _COMPLETE:
-        options["distance_bias"] = distance_bias
+        options |= {"distance_bias": distance_bias, "shared_blocks": shared_blocks}
         return _COMPLETE[implementation].paged_decode(q, kv_pages, block_tables, context_lens, **options)
-    _check_no_bias(distance_bias, backend)
+    _check_none(backend, distance_bias=distance_bias)
+    options["interpret"] = implementation == "pallas_interpret"
+    if shared_blocks is not None:
+        from jax_paged.pallas_kernels import cascade
+
+        del options["window"]
+        options["shared_blocks"] = shared_blocks
+        return cascade.paged_decode(q, kv_pages, block_tables, context_lens, **options)
     from jax_paged.pallas_kernels import paged_decode as decode_kernel
 
-    options["interpret"] = implementation == "pallas_interpret"
     return decode_kernel.paged_decode(q, kv_pages, block_tables, context_lens, **options)
 
 
@@ -218,6 +230,7 @@ def ragged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " h"] | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
+    shared_blocks: Int[Array, " b"] | None = None,
     backend: Backend = "auto",
 ) -> Float[Array, "t h d"]:
     """Attends causally with any number of queries per sequence, the last positions of its context.
@@ -236,6 +249,8 @@ def ragged_attention(
         sinks: One logit per head that joins the denominator of the softmax and has no value; -inf for none.
         distance_bias: Added to the scaled score of query position i and key position j:
             distance_bias[head, min(i - j, n - 1)]. Not with a soft cap, nor with the Pallas backends.
+        shared_blocks: As paged_decode takes it; of sequences with several queries it is not looked at. Not
+            with the Pallas backends.
         backend: The implementation, as for resolve_backend.
 
     Returns:
@@ -243,14 +258,15 @@ def ragged_attention(
     """
     _check_attention(q, kv_pages, block_tables, context_lens)
     _check_options(q, window, soft_cap, sinks, distance_bias)
+    _check_shared(shared_blocks, context_lens, window)
     _check("query_start_loc", query_start_loc.shape, (block_tables.shape[0] + 1,))
     _check_int32(query_start_loc=query_start_loc)
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if (implementation := _choose(backend, q, kv_pages)) in _COMPLETE:
-        options["distance_bias"] = distance_bias
+        options |= {"distance_bias": distance_bias, "shared_blocks": shared_blocks}
         attend = _COMPLETE[implementation].ragged_attention
         return attend(q, kv_pages, block_tables, context_lens, query_start_loc, **options)
-    _check_no_bias(distance_bias, backend)
+    _check_none(backend, distance_bias=distance_bias, shared_blocks=shared_blocks)
     from jax_paged.pallas_kernels import ragged_prefill
 
     options["interpret"] = implementation == "pallas_interpret"
@@ -353,8 +369,15 @@ def _check_options(
             raise ValueError(f"soft_cap is {soft_cap}; allowed with distance_bias: None")
 
 
-def _check_no_bias(distance_bias: Array | None, backend: str) -> None:
-    if distance_bias is not None:
-        raise ValueError(
-            f"distance_bias has shape {distance_bias.shape}; allowed with backend {backend!r}: None"
-        )
+def _check_shared(shared_blocks: Array | None, context_lens: Array, window: int | None) -> None:
+    if shared_blocks is not None:
+        _check("shared_blocks", shared_blocks.shape, context_lens.shape)
+        _check_int32(shared_blocks=shared_blocks)
+        if window is not None:
+            raise ValueError(f"window is {window}; allowed with shared_blocks: None")
+
+
+def _check_none(backend: str, **arrays: Array | None) -> None:
+    for name, array in arrays.items():
+        if array is not None:
+            raise ValueError(f"{name} has shape {array.shape}; allowed with backend {backend!r}: None")

@@ -69,7 +69,36 @@ def paged_decode(
     work = work_list(context_lens, config.num_parts, config.block_tokens, window)
     return _attend(
         q, kv_pages, block_tables, context_lens, work, sinks, scale, window, soft_cap, config, gpu, interpret
+    )[0]
+
+
+def with_denominators(
+    q: Float[Array, "b h d"],
+    kv_pages: Float[Array, "p 2 k s d"],
+    block_tables: Int[Array, "b m"],
+    context_lens: Int[Array, " b"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+    interpret: bool,
+) -> tuple[Float[Array, "b h d"], Float[Array, "b h"]]:
+    """Returns what paged_decode does, and the logarithm to base 2 of each denominator; -inf of no context."""
+    tuning.check_shape(q, kv_pages, interpret=interpret)
+    gpu = tuning.target(interpret=interpret)
+    config = decode_config(gpu, kv_pages.shape, kv_pages.dtype)
+    work = work_list(context_lens, config.num_parts, config.block_tokens, None)
+    out, stats = _attend(
+        q, kv_pages, block_tables, context_lens, work, None, scale, None, soft_cap, config, gpu, interpret
     )
+    item, (first, count) = jnp.arange(len(stats)), work.spans.T
+    is_its = (item >= first[:, None]) & (item < (first + count)[:, None])
+    seq = jnp.where(is_its.any(0), is_its.argmax(0), len(q))
+    group = q.shape[1] // kv_pages.shape[2]
+    tops, sums = (stats[:, :, i, :group].reshape(len(stats), -1) for i in range(2))
+    # What is in no sequence was never written.
+    top = jax.ops.segment_max(jnp.where(seq[:, None] < len(q), tops, -jnp.inf), seq, len(q) + 1)
+    parts = jnp.where(seq[:, None] < len(q), sums * jnp.exp2(tops - top[seq]), 0)
+    return out, (top + jnp.log2(jax.ops.segment_sum(parts, seq, len(q) + 1)))[:-1]
 
 
 def decode_config(gpu: tuning.Target, pool_shape: tuple[int, ...], dtype: Any) -> tuning.KernelConfig:
@@ -355,4 +384,4 @@ def _attend(
         interpret=tuning.interpret_params(interpret),
     )(rows, kv_pages, block_tables, context_lens, *work, *padded_sinks)
     combine(*items, work.spans, sinks, out_ref, interpret=interpret)
-    return jax.freeze(out_ref)
+    return jax.freeze(out_ref), items[1]

@@ -45,8 +45,12 @@ def ragged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " h"] | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
+    shared_blocks: Int[Array, " b"] | None = None,
 ) -> Float[Array, "t h d"]:
-    """Attends with each query over the context of its sequence, causally."""
+    """Attends with each query over the context of its sequence, causally.
+
+    Who reads the shared blocks of sequences with whom changes no result: here each does by itself.
+    """
     row = jnp.arange(q.shape[0])
     seq = jnp.sum(row[:, None] >= query_start_loc[1:], axis=1)
     is_padding = seq >= len(block_tables)

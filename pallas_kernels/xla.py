@@ -15,10 +15,12 @@ tables; a gather of whole padded tables would go through memory three times.
 An item has a softmax of its own, in powers of two: its weights are 2**(score - e), with a whole number e,
 that of its largest score rounded up. Items are joined in order (as by Milakov and Gimelshein, 2018), and
 what is rescaled meanwhile is multiplied by whole powers of two, which is exact. So a program adds up a
-sequence in the same way wherever its chunks begin. Temporary arrays stay below 32 MiB, as above
+sequence in the same way wherever its chunks begin. What sequences share is a tile of their rows with items of
+its own, and joined as items are. Temporary arrays stay below 32 MiB, as above
 that size malloc maps and clears new memory at every step.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,6 +28,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels.quantization import dequantize, is_quantized
+from jax_paged.pallas_kernels.shared_tiles import SharedTiles, shared_tiles
 
 # Finite, as the difference of two infinities is NaN. A row with nothing to attend to has an exponent so far
 # above its scores that all its weights are 0.
@@ -73,12 +76,28 @@ class Tiles(NamedTuple):
         positions: int32 [N, R], the position of each row in its sequence.
         context_lens: int32 [N], the tokens that the tile's last row sees; 0 in an unused tile.
         seq: int32 [N], the row of the block tables.
+        first: int32 [N], the first token that the tile's first row sees; None if it is 0 in all tiles.
     """
 
     queries: Float[Array, "n k r d"]
     positions: Int[Array, "n r"]
     context_lens: Int[Array, " n"]
     seq: Int[Array, " n"]
+    first: Int[Array, " n"] | None
+
+
+class Sums(NamedTuple):
+    """The softmax of each row before it is divided by its denominator, in powers of two.
+
+    Args:
+        values: float32 [N, K, R, D], the weighted sums of the values.
+        exponents: float32 [N, K, R], whole numbers that all scores so far were reduced by.
+        totals: float32 [N, K, R], the sums of the weights.
+    """
+
+    values: Float[Array, "n k r d"]
+    exponents: Float[Array, "n k r"]
+    totals: Float[Array, "n k r"]
 
 
 def paged_decode(
@@ -86,15 +105,32 @@ def paged_decode(
     kv_pages: Float[Array, "p 2 k s d"],
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
+    *,
+    window: int | None = None,
+    sinks: Float[Array, " h"] | None = None,
+    shared_blocks: Int[Array, " b"] | None = None,
     **options: Any,
 ) -> Float[Array, "b h d"]:
     """See ops.paged_decode: every sequence is a tile of one row; the options go to _attend."""
     num_seqs, _, head_dim = q.shape
     queries = q.reshape(num_seqs, kv_pages.shape[2], -1, head_dim)
     positions = jnp.broadcast_to(context_lens[:, None] - 1, (num_seqs, queries.shape[2]))
-    tiles = Tiles(queries, positions, context_lens, jnp.arange(num_seqs))
-    out = _attend(tiles, kv_pages, block_tables, DECODE_ITEMS_PER_SEQ * num_seqs, **options)
-    return out.reshape(q.shape).astype(q.dtype)
+    prefixes, first = None, _before_window(positions, window)
+    if shared_blocks is not None:
+        rows = min(PREFILL_TILE_ROWS, num_seqs)
+        prefixes = shared_tiles(block_tables, context_lens, shared_blocks, kv_pages.shape[3], rows)
+        first = prefixes.num_tokens
+    tiles = Tiles(queries, positions, context_lens, jnp.arange(num_seqs), first)
+    sums = _attend(tiles, kv_pages, block_tables, DECODE_ITEMS_PER_SEQ * num_seqs, window=window, **options)
+    if prefixes is not None:
+        together = functools.partial(_attend_together, prefixes=prefixes, **options)
+        sums = lax.cond(
+            jnp.any(prefixes.num_tokens > 0),
+            lambda own: _joined(own, together(q, kv_pages, block_tables, context_lens)),
+            lambda own: own,
+            sums,
+        )
+    return _finished(sums, sinks).reshape(q.shape).astype(q.dtype)
 
 
 def ragged_attention(
@@ -103,6 +139,10 @@ def ragged_attention(
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
     query_start_loc: Int[Array, " b1"],
+    *,
+    window: int | None = None,
+    sinks: Float[Array, " h"] | None = None,
+    shared_blocks: Int[Array, " b"] | None = None,
     **options: Any,
 ) -> Float[Array, "t h d"]:
     """See ops.ragged_attention: sequences with one query go through paged_decode, the others in tiles."""
@@ -115,6 +155,9 @@ def ragged_attention(
         kv_pages,
         block_tables,
         jnp.where(is_decode, context_lens, 0),
+        window=window,
+        sinks=sinks,
+        shared_blocks=shared_blocks,
         **options,
     )
 
@@ -130,8 +173,8 @@ def ragged_attention(
     positions = (context_lens[seq] - query_lens[seq] + offset)[:, None] + jnp.arange(rows)
     seen = jnp.where(is_used, jnp.minimum(positions[:, -1] + 1, context_lens[seq]), 0)
     positions = jnp.tile(positions, (1, num_heads // kv_heads))
-    tiles = Tiles(queries, positions, seen, seq)
-    out = _attend(tiles, kv_pages, block_tables, num_tiles, **options)
+    tiles = Tiles(queries, positions, seen, seq, _before_window(positions, window))
+    out = _finished(_attend(tiles, kv_pages, block_tables, num_tiles, window=window, **options), sinks)
     out = out.reshape(num_tiles, kv_heads, -1, rows, head_dim).transpose(0, 3, 1, 2, 4)
     out = out.reshape(num_tiles * rows, num_heads, head_dim).astype(q.dtype)
 
@@ -143,6 +186,29 @@ def ragged_attention(
     prefilled = (tile_ends - tile_counts)[seq] * rows + token - query_start_loc[seq]
     out = jnp.where(is_decode[seq][:, None, None], decoded[seq], out.at[prefilled].get(mode="clip"))
     return jnp.where(is_padding[:, None, None], 0, out)
+
+
+def _before_window(positions: Int[Array, "n r"], window: int | None) -> Int[Array, " n"] | None:
+    """Returns the first token that each tile sees; None for all."""
+    return None if window is None else jnp.maximum(positions[:, 0] - window + 1, 0)
+
+
+def _attend_together(
+    q: Float[Array, "b h d"],
+    kv_pages: Float[Array, "p 2 k s d"],
+    block_tables: Int[Array, "b m"],
+    context_lens: Int[Array, " b"],
+    prefixes: SharedTiles,
+    **options: Any,
+) -> Sums:
+    """Attends to the pages that sequences share, in tiles of their rows; returns the sums of each, if any."""
+    rows = prefixes.members.shape[1]
+    queries = prefixes.queries(q, kv_pages.shape[2])
+    positions = jnp.tile(context_lens[prefixes.members] - 1, (1, queries.shape[2] // rows))
+    tiles = Tiles(queries, positions, prefixes.lens, prefixes.members[:, 0], None)
+    sums = _attend(tiles, kv_pages, block_tables, 2 * (len(q) // rows + 1), **options)
+    nothing = (0, MASKED_EXPONENT, 0)
+    return Sums(*(prefixes.of_seqs(x, fill) for x, fill in zip(sums, nothing, strict=True)))
 
 
 def _spread(ends: Int[Array, " b"], counts: Int[Array, " b"], size: int) -> tuple[Array, Array, Array]:
@@ -172,10 +238,9 @@ def _attend(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-    sinks: Float[Array, " h"] | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
-) -> Float[Array, "n k r d"]:
-    """Attends with every tile over its context, a chunk of items at a time; 0 in unused tiles."""
+) -> Sums:
+    """Attends with every tile over its context, a chunk of items at a time."""
     num_pages, _, kv_heads, page_size, row_size = kv_pages.shape
     num_tiles, _, rows, head_dim = tiles.queries.shape
     dtype = jnp.promote_types(tiles.queries.dtype, kv_pages.dtype)
@@ -187,9 +252,7 @@ def _attend(
     tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % pages)))
     # A row of this view is the [S, D] tile of one page, one of keys and values, one head.
     page_tiles = kv_pages.reshape(num_pages * 2 * kv_heads, page_size * row_size)
-    first_token = jnp.zeros_like(tiles.context_lens)
-    if window is not None:
-        first_token = jnp.maximum(tiles.positions[:, 0] - window + 1, 0)
+    first_token = jnp.zeros_like(tiles.context_lens) if tiles.first is None else tiles.first
     item_counts = -(-tiles.context_lens // tokens)
     item_counts = jnp.maximum(item_counts - first_token // tokens, 0)
     item_ends = jnp.cumsum(item_counts)
@@ -209,10 +272,6 @@ def _attend(
     # The barriers here and below end fusions, which would compute all this again for each element.
     items = lax.optimization_barrier((segment, start, low, high, page))
 
-    def of_rows(of_heads: Array) -> Array:
-        of_heads = of_heads.astype(jnp.float32).reshape(kv_heads, -1, *of_heads.shape[1:])
-        return jnp.repeat(of_heads, rows // of_heads.shape[1], axis=1)
-
     def of_page_tiles(values: Array) -> Array:
         values = jnp.broadcast_to(values, (size, kv_heads, pages))
         return lax.optimization_barrier(values.reshape(-1))
@@ -230,9 +289,9 @@ def _attend(
         # LLVM unrolls such short loops before it looks for vectors.
         return lax.optimization_barrier(loaded).reshape(size, kv_heads, tokens, head_dim)
 
-    bias = None if distance_bias is None else of_rows(distance_bias)
+    bias = None if distance_bias is None else _of_rows(distance_bias, kv_heads, rows)
 
-    def attend_chunk(chunk: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def attend_chunk(chunk: Array, carry: Sums) -> Sums:
         acc, exponent, total = carry
         segment, start, low, high, page = (
             lax.dynamic_slice_in_dim(of_items, chunk * size, size) for of_items in items
@@ -244,6 +303,8 @@ def _attend(
             (low, high, position - start[:, None], page, queries.astype(dtype))
         )
         live = token < jnp.minimum(position + 1, high[:, None])[:, None, :, None]
+        if tiles.first is not None:
+            live &= token >= low[:, None, None, None]
         if window is not None:
             live &= token > position[:, None, :, None] - window
 
@@ -265,7 +326,7 @@ def _attend(
         # 0 * NaN is NaN: what a dead slot holds must not reach the product.
         slot = jnp.arange(page_size * head_dim) // head_dim
         is_there = slot < of_page_tiles(high[:, None, None] - page_start)[:, None]
-        if window is not None:
+        if tiles.first is not None:
             is_there &= slot >= of_page_tiles(low[:, None, None] - page_start)[:, None]
         values = as_tokens(jnp.where(is_there, load(page, 1), 0))
         weighted = jnp.einsum(
@@ -278,18 +339,36 @@ def _attend(
         decay, factor = lax.optimization_barrier((decay, factor))
         acc = (acc * decay[..., None]).at[segment].add(weighted * factor[..., None], mode="drop")
         total = (total * decay).at[segment].add(probs.sum(-1) * factor, mode="drop")
-        return acc, new_exponent, total
+        return Sums(acc, new_exponent, total)
 
     zero = jnp.zeros(tiles.queries.shape)
-    carry = (zero, jnp.full(zero.shape[:-1], MASKED_EXPONENT), zero[..., 0])
-    num_chunks = -(-item_ends[-1] // size)
-    acc, exponent, total = lax.fori_loop(0, num_chunks, attend_chunk, carry)
+    nothing = Sums(zero, jnp.full(zero.shape[:-1], MASKED_EXPONENT), zero[..., 0])
+    return lax.fori_loop(0, -(-item_ends[-1] // size), attend_chunk, nothing)
+
+
+def _of_rows(of_heads: Array, kv_heads: int, rows: int) -> Array:
+    """Returns what each query head has for each of its rows, [K, R, ...] in float32."""
+    of_heads = of_heads.astype(jnp.float32).reshape(kv_heads, -1, *of_heads.shape[1:])
+    return jnp.repeat(of_heads, rows // of_heads.shape[1], axis=1)
+
+
+def _joined(sums: Sums, others: Sums) -> Sums:
+    """Returns the sums over the tokens of both."""
+    exponents = jnp.maximum(sums.exponents, others.exponents)
+    factors = [_power_of_two(x.exponents - exponents) for x in (sums, others)]
+    values = sums.values * factors[0][..., None] + others.values * factors[1][..., None]
+    return Sums(values, exponents, sums.totals * factors[0] + others.totals * factors[1])
+
+
+def _finished(sums: Sums, sinks: Float[Array, " h"] | None) -> Float[Array, "n k r d"]:
+    """Divides by the denominators, which a sink joins; 0 in rows that have seen nothing."""
+    values, exponents, totals = sums
     if sinks is not None:
-        sink = of_rows(sinks) * LOG2_E
-        new_exponent = jnp.maximum(exponent, jnp.ceil(sink))
-        decay = _power_of_two(exponent - new_exponent)
-        acc, total = acc * decay[..., None], total * decay + jnp.exp2(sink - new_exponent)
-    return acc / jnp.where(total > 0, total, 1)[..., None]
+        sink = _of_rows(sinks, *totals.shape[1:]) * LOG2_E
+        new = jnp.maximum(exponents, jnp.ceil(sink))
+        decay = _power_of_two(exponents - new)
+        values, totals = values * decay[..., None], totals * decay + jnp.exp2(sink - new)
+    return values / jnp.where(totals > 0, totals, 1)[..., None]
 
 
 def _power_of_two(exponent: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -42,6 +42,8 @@ class ModelRunnerOutput:
             its tokens from the second on.
         captured: What hooks captured of the tokens that rows have computed, by the row's index and the hook's
             name: NumPy arrays.
+        num_shared_tokens: Tokens that were read once for several sequences, each of these after the first
+            counted.
     """
 
     step_id: int
@@ -50,3 +52,4 @@ class ModelRunnerOutput:
     is_finite: list[bool]
     prompt_logprobs: list[list[TokenLogprobs]]
     captured: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    num_shared_tokens: int = 0

@@ -97,6 +97,11 @@ class RequestEngine:
         """Decides what each step computes, and owns the blocks."""
         return self._loop.scheduler
 
+    @property
+    def num_shared_tokens(self) -> int:
+        """Tokens that steps have read once for several sequences, each of these after the first counted."""
+        return self._loop.num_shared_tokens
+
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """Makes an engine; the name that vLLM's scripts use."""

@@ -31,6 +31,7 @@ class StepLoop:
         requests: The unfinished requests, by id.
         observers: Called after each step, with the scheduler and the step that it has taken in.
         failure: What has stopped a step half-way; nothing may be stepped any more then.
+        num_shared_tokens: Those of all ModelRunnerOutputs.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class StepLoop:
         self.requests: dict[str, RequestState] = {}
         self.observers: list[Callable[[Scheduler, SchedulerOutput], None]] = []
         self.failure: BaseException | None = None
+        self.num_shared_tokens = 0
         self._in_flight: collections.deque[SchedulerOutput] = collections.deque()
         self._plan: StepPlan | None = None  # scheduled, and not dispatched
         # What has changed since advance() or run() last returned.
@@ -183,6 +185,7 @@ class StepLoop:
 
     def _take_in(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         now = time.monotonic()
+        self.num_shared_tokens += result.num_shared_tokens
         update = self.scheduler.update(output, result, now)
         for group, start, logprobs in update.prompt_logprobs:
             self.requests[group.request_id].add_prompt_logprobs(start, logprobs)

@@ -212,6 +212,8 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("jax_paged_programs", "Programs to compile.", value=num_programs)
         yield GaugeMetricFamily("jax_paged_programs_compiled", "Those that are.", value=num_compiled)
         yield CounterMetricFamily("jax_paged_steps", "Steps of the engine.", value=done.num_steps)
+        shared = "Tokens that steps read once for several sequences, each of these after the first counted."
+        yield CounterMetricFamily("jax_paged_shared_tokens", shared, value=engine.num_shared_tokens)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(name, text, labels=_LABELS)

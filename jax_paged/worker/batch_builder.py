@@ -14,6 +14,7 @@ from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.logits_rows import LogitsRows
 from jax_paged.worker.packed_batch import layout, neutral_sampling, views
+from jax_paged.worker.shared_prefixes import num_saved_tokens, shared_blocks
 
 
 class StepInputs(NamedTuple):
@@ -27,6 +28,7 @@ class StepInputs(NamedTuple):
         token_mask: int32 [B, ceil(V / 32)], see SamplingBatch; None if no row of the step has one.
         changes_ahead: int32 [2, n], changes of block tables to write ahead of the step: those for which its
             buffer has no room, when long tables take their seats.
+        num_shared_tokens: Tokens that are read once for several rows, each of these after the first counted.
     """
 
     packed: np.ndarray
@@ -34,6 +36,7 @@ class StepInputs(NamedTuple):
     bias_values: np.ndarray | None
     token_mask: np.ndarray | None
     changes_ahead: np.ndarray
+    num_shared_tokens: int = 0
 
 
 class BatchBuilder:
@@ -46,6 +49,7 @@ class BatchBuilder:
         groups: Cache groups, each with block tables of its own.
         vocab_size: Ids from here on pad biases.
         checks_inputs: Whether to assert all that the kernels take for granted.
+        shares_prefixes: Whether rows may attend to leading blocks together.
     """
 
     def __init__(
@@ -57,12 +61,16 @@ class BatchBuilder:
         groups: tuple[CacheGroup, ...],
         vocab_size: int,
         checks_inputs: bool = False,
+        shares_prefixes: bool = False,
     ) -> None:
         self._input_batch = input_batch
         self._block_size, self._num_blocks = block_size, num_blocks
         self._groups = groups
         self._vocab_size = vocab_size
         self._checks_inputs = checks_inputs
+        # Groups without a window share alike: what is cached or forked is so in all of them.
+        full = [g for g, group in enumerate(groups) if group.window is None and not group.is_cross]
+        self._shared_groups = full if shares_prefixes else []
         self._num_mask_words = -(-vocab_size // 32)
         self._neutral = neutral_sampling()
 
@@ -106,6 +114,7 @@ class BatchBuilder:
         num_ahead = max(0, changes.shape[1] - most)
         view["table_changes"][:] = pad_changes(changes[:, num_ahead:], most, batch.block_tables.size)
         self._fill_slots(view, seats, token_seats, positions, start + num_tokens)
+        num_shared = self._share_prefixes(view["shared_blocks"][:n], seats, start, num_tokens)
         if self._checks_inputs:
             self._check(view, output)
 
@@ -134,7 +143,7 @@ class BatchBuilder:
             self._fill_burst(view, seats, start, output.burst)
         bias = self._bias(sample_seats, sample_positions, bucket)
         mask = self._token_mask(sample_seats, bucket)
-        return StepInputs(packed, *bias, mask, changes[:, :num_ahead])
+        return StepInputs(packed, *bias, mask, changes[:, :num_ahead], num_shared)
 
     def _fill_slots(
         self,
@@ -157,6 +166,18 @@ class BatchBuilder:
                 assert blocks.min() > 0, "a token would be written to the null block"
                 view["slot_mapping"][g, :total] = blocks * size + places % size
                 view["context_lens"][g, :n] = stops - batch.num_dropped[seats]
+
+    def _share_prefixes(
+        self, shared: np.ndarray, seats: np.ndarray, start: np.ndarray, num_tokens: np.ndarray
+    ) -> int:
+        """Fills shared_blocks; returns how many tokens less the rows read."""
+        if not self._shared_groups:
+            return 0
+        batch = self._input_batch
+        most = np.where(num_tokens == 1, (start - batch.num_dropped[seats]) // self._block_size, 0)
+        tables = batch.block_tables[self._shared_groups[0]]
+        shared[:] = shared_blocks(tables, seats, most, self._block_size)
+        return num_saved_tokens(shared, tables, seats, self._block_size)
 
     def _fill_forced(self, forced: np.ndarray, seats: np.ndarray, positions: np.ndarray) -> None:
         forced[:] = -1

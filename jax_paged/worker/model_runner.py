@@ -127,6 +127,7 @@ class ModelRunner:
                 hooks=tuple(hooks),
                 hook_params=params_def,
                 captured=captured,
+                shares_prefixes=config.cascade_attention and attend is None,
             )
 
         memory = device_memory(device)
@@ -164,6 +165,7 @@ class ModelRunner:
             groups=layout.groups,
             vocab_size=self.config.vocab_size,
             checks_inputs=checks_inputs(),
+            shares_prefixes=self._context.shares_prefixes,
         )
         self._mover = BlockMover(
             layout=layout,
@@ -314,6 +316,7 @@ class ModelRunner:
             prompt_logprobs=self._begin_prompt_logprobs(output, targets, hidden) if targets else [],
             captured=captured,
             capturing=self._input_batch.capturing(output, self.config.capturing) if captured else {},
+            num_shared_tokens=inputs.num_shared_tokens,
         )
 
     def _bucket(self, output: SchedulerOutput, *, wants_hidden: bool) -> Bucket:

@@ -4,7 +4,7 @@ The fields lie one after the other (floats as their bits). T token rows, B rows 
 G cache groups, C changes of block tables:
 
     of the token rows:   tokens [T] | positions [T] | slot_mapping [G, T]
-    of the rows:         seats [B] | context_lens [G, B] | query_start_loc [B + 1]
+    of the rows:         seats [B] | context_lens [G, B] | query_start_loc [B + 1] | shared_blocks [B]
     of the block tables: table_changes [2, C]
     of the logits rows:  logits_rows [B] | sample_positions [B] | sample_seats [B] | count_seats [B]
                          | sampling [B, 12] | forced_tokens [B, K]
@@ -35,6 +35,7 @@ from jax_paged.models.attention import Attend, AttentionMetadata, Backend
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.sampler import SamplingBatch
+from jax_paged.worker.shared_prefixes import MIN_ROWS
 
 FLOATS = (
     "temperature",
@@ -75,6 +76,7 @@ def layout(bucket: Bucket, num_groups: int, num_hook_columns: int = 0) -> tuple[
         "seats": (b,),
         "context_lens": (g, b),
         "query_start_loc": (b + 1,),
+        "shared_blocks": (b,),
         "table_changes": (2, num_step_changes(bucket, g)),
         "logits_rows": (b,),
         "sample_positions": (b,),
@@ -145,6 +147,7 @@ def attention_metadata(
     places: tuple[tuple[int, int], ...],
     is_row_by_row: bool,
     attend: Attend | None,
+    shares_prefixes: bool,
 ) -> AttentionMetadata:
     """Returns what the model reads: part of an unpacked buffer, and the block tables of its rows."""
     names = ("positions", "slot_mapping", "context_lens", "query_start_loc")
@@ -156,6 +159,7 @@ def attention_metadata(
         places=places,
         is_row_by_row=is_row_by_row,
         attend=attend,
+        shared_blocks=fields["shared_blocks"] if shares_prefixes and bucket.num_seqs >= MIN_ROWS else None,
     )
 
 

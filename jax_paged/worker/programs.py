@@ -61,6 +61,7 @@ class TraceContext:
         hooks: Traced into the steps.
         hook_params: Structure of their parameters, which lie behind the weights.
         captured: What hooks capture of a row, by name: shapes.
+        shares_prefixes: Whether rows may attend to leading blocks together, see shared_prefixes.py.
     """
 
     model: FlatModel
@@ -83,6 +84,7 @@ class TraceContext:
     hooks: tuple[Hook, ...] = ()
     hook_params: Any = None
     captured: Mapping[str, tuple[int, ...]] = types.MappingProxyType({})
+    shares_prefixes: bool = False
 
     @property
     def max_blocks_per_seq(self) -> int:

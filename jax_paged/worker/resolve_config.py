@@ -86,6 +86,8 @@ def resolve_config(
         ok = on_cpu and backend in ("native", "xla")
         allowed = "False here: only attention on a CPU, by 'native' or 'xla', adds up every row by itself"
         check(ok, "batch_invariant", True, allowed)
+    has_full_attention = any(g.window is None and not g.is_cross for g in model.cache_groups)
+    can_share = on_cpu and backend in ("native", "xla") and has_full_attention and not args.batch_invariant
     # No more than what all running sequences can fill.
     max_swapped = max_num_seqs * -(-max_model_len // args.block_size) * len(model.cache_groups)
     max_logprobs = model.vocab_size if args.max_logprobs == -1 else min(args.max_logprobs, model.vocab_size)
@@ -115,6 +117,7 @@ def resolve_config(
         preemption_mode=args.preemption_mode,
         delay_factor=args.scheduler_delay_factor,
         batch_invariant=args.batch_invariant,
+        cascade_attention=can_share and not args.disable_cascade_attn,
         async_scheduling=args.async_scheduling,
         num_scheduler_steps=args.num_scheduler_steps,
         seed=args.seed,

@@ -28,6 +28,7 @@ class PendingStep:
         captured: What StepProgram returns of hooks.
         capturing: By the index of each row of which some capture, the first of its token rows, how many there
             are, and the names of these hooks.
+        num_shared_tokens: Of StepInputs.
     """
 
     step_id: int
@@ -40,6 +41,7 @@ class PendingStep:
     prompt_logprobs: list[PendingPromptLogprobs]
     captured: dict[str, Array] = dataclasses.field(default_factory=dict)
     capturing: dict[int, tuple[int, int, list[str]]] = dataclasses.field(default_factory=dict)
+    num_shared_tokens: int = 0
 
     def begin_transfer(self) -> None:
         """Lets the results travel to the host as soon as they are there."""
@@ -74,6 +76,7 @@ class PendingStep:
             is_finite=finite.tolist(),
             prompt_logprobs=prompt_logprobs,
             captured=self._read_captured(lambda x, i, first, n: x[first : first + n]),
+            num_shared_tokens=self.num_shared_tokens,
         )
 
     def _read_burst(self, results: np.ndarray) -> ModelRunnerOutput:
@@ -101,6 +104,7 @@ class PendingStep:
             is_finite=np.all((is_live == 0) | (is_finite != 0), axis=1).tolist(),
             prompt_logprobs=[[] for _ in range(self.num_rows)],
             captured=self._read_captured(lambda x, i, first, n: x[: np.sum(is_live[i]), i]),
+            num_shared_tokens=self.num_shared_tokens * int(is_live.any(axis=0).sum()),
         )
 
     def _read_captured(

@@ -73,6 +73,7 @@ class TracedStep:
         context, fields = self.context, self.fields | moved
         model = context.merge(self.weights)
         how = context.backend, context.layout.places, context.batch_invariant, context.attend
+        how = *how, context.shares_prefixes
         metadata = attention_metadata(fields, self.tables, self.bucket, *how)
         captured: dict[str, Array] = {}
         hooks = context.hooks_at(self.weights, self.hook_columns(), captured) if context.hooks else {}

@@ -131,7 +131,7 @@ ffi::Error CopyBlocks(ffi::AnyBuffer kv_pages, Indices src, Indices dst, ffi::Re
 
 ffi::Error Attend(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer kv_pages,
                   Tables block_tables, Indices context_lens, Indices query_start_loc,
-                  PerHead sinks, Bias distance_bias,
+                  PerHead sinks, Bias distance_bias, Indices shared_blocks,
                   ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, float soft_cap, int64_t max_width) {
   const auto rows = q.dimensions(), pool = kv_pages.dimensions(), tables = block_tables.dimensions();
   Attention a = {};
@@ -156,6 +156,7 @@ ffi::Error Attend(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer kv_p
   a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
   a.bias = distance_bias.element_count() ? distance_bias.typed_data() : nullptr;
   a.bias_len = distance_bias.dimensions()[1];
+  a.shared = shared_blocks.element_count() ? shared_blocks.typed_data() : nullptr;
 
   const int64_t num_threads = std::max<int64_t>(threads.num_threads(), 1);
   Plan plan(a, choose_kernels(max_width), num_threads);
@@ -193,6 +194,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_paged_attend, jax_paged::Attend,
                                   .Arg<jax_paged::Indices>()
                                   .Arg<jax_paged::PerHead>()
                                   .Arg<jax_paged::Bias>()
+                                  .Arg<jax_paged::Indices>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")

@@ -8,8 +8,16 @@
 //     b0    | 0-31 |                                   query rows 0-31 of b
 //     b1    | 0-39 |                                   query rows 32-39 of b
 //
+// Decodes that share leading pages attend to these together: their rows form tiles of several sequences, and each row
+// goes on with the rest of its own context. Here c0 to c3 share 512 tokens:
+//
+//     c0-c3 | tokens 0-511 |                           one item: its keys and values are read once for all
+//     c0    |              | 512-543 |                 an item each, whose softmaxes are joined with that one's
+//     ...
+//
 // Nothing of this depends on the number of threads, nor on the other sequences, and the softmax of a row goes over
-// blocks of BLOCK tokens that begin at fixed positions too. So a row's result is the same, to the bit, in every batch.
+// blocks of BLOCK tokens that begin at fixed positions too. So a row's result is the same, to the bit, in every batch;
+// but for what it shares, as in a tile of several sequences it may be added up in another way than alone.
 #pragma once
 
 #include <cstdint>
@@ -48,13 +56,24 @@ struct Attention {
   const float* sinks;   // [heads] or null
   const float* bias;    // [heads, bias_len] or null
   int64_t bias_len;
+  const int32_t* shared;  // [sequences] or null: leading pages that a decode may share
 
   int64_t group() const { return heads / kv_heads; }
   // Floats per row of keys, values and sums in the kernels: head_dim, padded to vectors.
   int64_t row() const { return (head_dim + LINE - 1) / LINE * LINE; }
 };
 
-// Some rows of a sequence, and a part of their context.
+// What waits for several items, see plan.h.
+struct Group;
+
+// A row that decodes, in a tile of several sequences.
+struct Member {
+  int64_t row, position;
+  float* partial;  // where the row's unfinished softmax goes
+  Group* group;
+};
+
+// Some rows of a sequence, or of sequences that share what they attend to here, and a part of their context.
 struct Item {
   int64_t seq;              // row of the block tables
   int64_t first_row, rows;  // query rows
@@ -62,7 +81,10 @@ struct Item {
   int64_t head, num_heads;  // kv heads
   int64_t begin, end;       // tokens
   float* partial;           // where an unfinished softmax goes, as partial_floats says; null if it is finished
+  const Member* members = nullptr;  // of several sequences: all rows, and `position` is the lowest of theirs
 
+  int64_t row_at(int64_t i) const { return members ? members[i].row : first_row + i; }
+  int64_t position_at(int64_t i) const { return members ? members[i].position : position + i; }
   int64_t lanes(const Attention& a) const { return rows * a.group(); }
 };
 

@@ -60,6 +60,7 @@ def ragged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " h"] | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
+    shared_blocks: Int[Array, " b"] | None = None,
     max_width: int = MAX_WIDTH,
 ) -> Float[Array, "t h d"]:
     """See ops.ragged_attention.
@@ -73,12 +74,14 @@ def ragged_attention(
     sinks = np.zeros(0, np.float32) if sinks is None else sinks.astype(jnp.float32)
     no_bias = np.zeros((q.shape[1], 0), np.float32)
     bias = no_bias if distance_bias is None else distance_bias.astype(jnp.float32)
+    shared = np.zeros(0, np.int32) if shared_blocks is None else shared_blocks
     arrays = (q, kv_pages, block_tables, context_lens, query_start_loc)
     return _call(
         "jax_paged_attend",
         *arrays,
         sinks,
         bias,
+        shared,
         scale=np.float32(scale),
         window=np.int64(NO_WINDOW if window is None else min(window, NO_WINDOW)),
         soft_cap=np.float32(0 if soft_cap is None else soft_cap),

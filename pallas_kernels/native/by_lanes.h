@@ -76,7 +76,7 @@ struct Lanes {
 static void begin_lanes(const Attention& a, const Item& item, int64_t head, const Lanes& state, int64_t lanes) {
   for (int64_t lane = 0; lane < lanes; lane++) {
     // Lanes behind the last one see nothing.
-    const int64_t position = lane < item.lanes(a) ? item.position + lane / a.group() : -1;
+    const int64_t position = lane < item.lanes(a) ? item.position_at(lane / a.group()) : -1;
     state.positions[lane] = bits_as<float>(int32_t(position));
     state.heads[lane] = bits_as<float>(int32_t(head * a.group() + lane % a.group()));
     state.largest[lane] = MASKED, state.total[lane] = 0;

@@ -20,7 +20,7 @@ constexpr int WIDE = WIDTH == 8 ? 2 : 4;
 INLINE int64_t padded(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 INLINE int64_t lanes_of(const Attention& a, const Item& item) { return padded(item.lanes(a), LINE); }
 INLINE bool is_by_rows(const Attention& a, const Item& item) {
-  return item.rows == 1 && a.group() < MANY_HEADS && a.head_dim % WIDTH == 0;
+  return item.rows == 1 && !item.members && a.group() < MANY_HEADS && a.head_dim % WIDTH == 0;
 }
 
 // A tile is laid out in two ways: by rows, where the lanes of a vector are elements of a head, for a single row of a
@@ -63,7 +63,7 @@ INLINE int64_t tokens_together(const Attention& a, int64_t token, int64_t end) {
 
 template <class E>
 INLINE const E* query_at(const Attention& a, const Item& item, int64_t head, int64_t lane) {
-  const int64_t group = a.group(), row = item.first_row + lane / group;
+  const int64_t group = a.group(), row = item.row_at(lane / group);
   return static_cast<const E*>(a.q) + (row * a.heads + head * group + lane % group) * a.head_dim;
 }
 
@@ -87,33 +87,43 @@ INLINE void finish(const Attention& a, const Item& item, int64_t head, int64_t l
 // Where the parts of an unfinished softmax are: see partial_floats.
 struct Partial {
   float *largest, *total, *sums;
-  Partial(const Attention& a, const Item& item, float* at)
-      : largest(at), total(at + item.lanes(a)), sums(at + 2 * item.lanes(a)) {}
+  Partial(int64_t lanes, float* at) : largest(at), total(at + lanes), sums(at + 2 * lanes) {}
+
+  // Copies the state of that many lanes.
+  void store_lanes(const Attention& a, int64_t lanes, const float* sums_from, const float* largest_from,
+                   const float* total_from) const {
+    __builtin_memcpy(largest, largest_from, lanes * sizeof(float));
+    __builtin_memcpy(total, total_from, lanes * sizeof(float));
+    __builtin_memcpy(sums, sums_from, lanes * a.row() * sizeof(float));
+  }
 };
 
 // Ends the softmax of `lanes` lanes, or leaves it for join.
 template <class E>
 static void write_out(const Attention& a, const Item& item, int64_t head, int64_t lanes, const float* sums,
                       const float* largest, const float* total) {
-  const int64_t row = a.row();
-  if (!item.partial) {
+  const int64_t row = a.row(), group = a.group();
+  if (item.members) {
+    for (int64_t i = 0; i < lanes; i += group) {
+      const Partial to(group, item.members[i / group].partial);
+      to.store_lanes(a, group, sums + i * row, largest + i, total + i);
+    }
+  } else if (item.partial) {
+    const Partial to(lanes, item.partial + (head - item.head) * partial_floats(a, item));
+    to.store_lanes(a, lanes, sums, largest, total);
+  } else {
     for (int64_t i = 0; i < lanes; i++) finish<E>(a, item, head, i, sums + i * row, largest[i], total[i]);
-    return;
   }
-  const Partial to(a, item, item.partial + (head - item.head) * partial_floats(a, item));
-  __builtin_memcpy(to.largest, largest, lanes * sizeof(float));
-  __builtin_memcpy(to.total, total, lanes * sizeof(float));
-  __builtin_memcpy(to.sums, sums, lanes * row * sizeof(float));
 }
 
 template <class E>
 static void join(const Attention& a, const Item& item, float* partials, int64_t splits, int64_t stride) {
   for (int64_t i = 0; i < item.num_heads; i++) {
-    const Partial first(a, item, partials + i * partial_floats(a, item));
+    const Partial first(item.lanes(a), partials + i * partial_floats(a, item));
     for (int64_t lane = 0; lane < item.lanes(a); lane++) {
       float* sums = first.sums + lane * a.row();
       for (int64_t split = 1; split < splits; split++) {
-        const Partial next(a, item, partials + split * stride + i * partial_floats(a, item));
+        const Partial next(item.lanes(a), partials + split * stride + i * partial_floats(a, item));
         const float old = first.largest[lane], other = next.largest[lane], now = other > old ? other : old;
         const float factor = exp(broadcast(old - now))[0], other_factor = exp(broadcast(other - now))[0];
         first.largest[lane] = now;

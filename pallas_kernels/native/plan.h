@@ -14,31 +14,44 @@
 
 namespace jax_paged {
 
+// Splits of one tile and some heads, its part of a shared prefix among them. The last one to be done joins them.
+struct Group {
+  Item item;  // any of them
+  std::unique_ptr<float[]> partials;
+  int64_t splits, stride;
+  std::atomic<int64_t> missing;  // items
+  Group(const Item& item, int64_t splits, int64_t stride, int64_t items)
+      : item(item), partials(new float[splits * stride]), splits(splits), stride(stride), missing(items) {}
+};
+
 class Plan {
  public:
   // Items of about as many tokens are made for `threads` threads. A message is left in error() if an index is out of
   // range; then nothing may run.
   Plan(const Attention& a, const Kernels& kernels, int64_t threads) : a_(a), kernels_(kernels) {
-    if (!check_rows()) return;
+    if (!check_rows() || !find_prefixes()) return;
     // Decodes are cut by heads too where they are few. No head knows of the others, so results stay the same.
     int64_t decode_splits = 0;
     for (int64_t b = 0; b < a_.seqs; b++) {
-      if (rows_of(b) == 1) decode_splits += num_splits(first_token(a_.lens[b] - 1), a_.lens[b], DECODE_SPLIT);
+      if (rows_of(b) == 1) decode_splits += num_splits(first_own(b), a_.lens[b], DECODE_SPLIT);
     }
     const int64_t parts = std::min(a_.kv_heads, (4 * threads + decode_splits) / std::max<int64_t>(decode_splits, 1));
+    const int64_t heads = (a_.kv_heads + parts - 1) / parts;
     for (int64_t b = 0; b < a_.seqs && error_.empty(); b++) {
       const int64_t rows = rows_of(b), len = a_.lens[b];
       if (rows == 0 || len == 0) continue;
       if (!check_pages(b, first_token(len - rows))) return;
       if (rows == 1) {
-        add_tile(b, row_of(b), 1, len - 1, DECODE_SPLIT, (a_.kv_heads + parts - 1) / parts);
+        add_tile(b, row_of(b), 1, len - 1, first_own(b), DECODE_SPLIT, heads, prefix_of(b));
         continue;
       }
-      const int64_t lanes = a_.dtype == DType::kBFloat16 ? kernels_.bfloat16_lanes : TILE_LANES;
-      const int64_t tile = std::max<int64_t>(1, lanes / a_.group());
-      for (int64_t first = 0; first < rows; first += tile) {
-        add_tile(b, row_of(b) + first, std::min(tile, rows - first), len - rows + first, PREFILL_SPLIT, 1);
+      for (int64_t first = 0; first < rows; first += tile_rows()) {
+        const int64_t position = len - rows + first;
+        add_tile(b, row_of(b) + first, std::min(tile_rows(), rows - first), position, first_token(position), PREFILL_SPLIT, 1);
       }
+    }
+    for (const Prefix& prefix : prefixes_) {
+      if (prefix.seqs.size() > 1) add_prefix(prefix, heads);
     }
     // The longest first, so that threads end at about the same time.
     std::stable_sort(items_.begin(), items_.end(), [this](const Job& x, const Job& y) { return cost(x) > cost(y); });
@@ -61,17 +74,16 @@ class Plan {
   // Work that takes less time than to wake a thread: bytes of the pool, read once.
   static constexpr int64_t SMALL = 64 * 1024;
 
-  // Splits of one tile and some heads. The last one to be done joins them.
-  struct Group {
-    std::unique_ptr<float[]> partials;
-    int64_t splits, stride;
-    std::atomic<int64_t> missing;
-    Group(int64_t splits, int64_t stride)
-        : partials(new float[splits * stride]), splits(splits), stride(stride), missing(splits) {}
-  };
   struct Job {
     Item item;
-    Group* group;
+    Group* group;  // null if the item is finished, or has members
+  };
+  // What some sequences that decode share.
+  struct Prefix {
+    int64_t tokens;
+    std::vector<int64_t> seqs;
+    std::vector<Group*> groups;  // of each sequence, one after the other
+    int64_t splits() const { return num_splits(0, tokens, DECODE_SPLIT); }
   };
 
   int64_t row_of(int64_t b) const { return a_.starts ? a_.starts[b] : b; }
@@ -80,6 +92,22 @@ class Plan {
   int64_t first_token(int64_t position) const { return std::max<int64_t>(0, position - a_.window + 1); }
   static int64_t num_splits(int64_t begin, int64_t end, int64_t split) {
     return end <= begin ? 0 : (end - 1) / split - begin / split + 1;
+  }
+  // The shared prefix that sequence b attends to with others; null for none.
+  Prefix* prefix_of(int64_t b) {
+    if (prefixes_.empty() || prefix_index_[b] < 0) return nullptr;
+    Prefix& prefix = prefixes_[prefix_index_[b]];
+    return prefix.seqs.size() > 1 ? &prefix : nullptr;
+  }
+  // The first token that a decode sees in items of its own.
+  int64_t first_own(int64_t b) {
+    const Prefix* prefix = prefix_of(b);
+    return prefix ? prefix->tokens : first_token(a_.lens[b] - 1);
+  }
+  // Rows of a tile of several rows.
+  int64_t tile_rows() const {
+    const int64_t lanes = a_.dtype == DType::kBFloat16 ? kernels_.bfloat16_lanes : TILE_LANES;
+    return std::max<int64_t>(1, lanes / a_.group());
   }
   // A lane costs a prefill as much as reading costs a decode.
   int64_t cost(const Job& job) const {
@@ -110,26 +138,77 @@ class Plan {
     return true;
   }
 
+  // Finds the decodes whose first pages are the same: a.shared says how many pages to compare.
+  bool find_prefixes() {
+    if (!a_.shared) return true;
+    prefix_index_.assign(a_.seqs, -1);
+    for (int64_t b = 0; b < a_.seqs; b++) {
+      const int64_t pages = a_.shared[b], tokens = pages * a_.page_size;
+      if (pages < 0) return fail("shared_blocks is negative at sequence " + std::to_string(b));
+      if (pages == 0 || a_.lens[b] == 0 || rows_of(b) != 1) continue;
+      if (tokens >= a_.lens[b]) return fail("shared_blocks leaves no token to sequence " + std::to_string(b));
+      const auto shares = [&](const Prefix& prefix) {
+        const int32_t *table = a_.tables + b * a_.columns, *other = a_.tables + prefix.seqs[0] * a_.columns;
+        return prefix.tokens == tokens && std::equal(table, table + pages, other);
+      };
+      const auto found = std::find_if(prefixes_.begin(), prefixes_.end(), shares);
+      prefix_index_[b] = found - prefixes_.begin();
+      if (found == prefixes_.end()) {
+        prefixes_.push_back({tokens, {b}, {}});
+      } else {
+        found->seqs.push_back(b);
+      }
+    }
+    return true;
+  }
+
   bool fail(std::string message) {
     error_ = std::move(message);
     return false;
   }
 
-  void add_tile(int64_t b, int64_t row, int64_t rows, int64_t position, int64_t split, int64_t heads) {
-    const int64_t begin = first_token(position), end = position + rows;
-    const int64_t splits = num_splits(begin, end, split);
+  // Adds the items of rows of a sequence that see tokens from `begin` on, a shared prefix apart.
+  void add_tile(int64_t b, int64_t row, int64_t rows, int64_t position, int64_t begin, int64_t split, int64_t heads,
+                Prefix* prefix = nullptr) {
+    const int64_t end = position + rows, splits = num_splits(begin, end, split), others = prefix ? prefix->splits() : 0;
     for (int64_t head = 0; head < a_.kv_heads; head += heads) {
       Item item = {b, row, rows, position, head, std::min(heads, a_.kv_heads - head), begin, end, nullptr};
       Group* group = nullptr;
-      if (splits > 1) {
-        groups_.emplace_back(splits, item.num_heads * partial_floats(a_, item));
+      if (splits + others > 1) {
+        // A shared split is an item for each head.
+        const int64_t items = splits + others * item.num_heads;
+        groups_.emplace_back(item, splits + others, item.num_heads * partial_floats(a_, item), items);
         group = &groups_.back();
+        if (prefix) prefix->groups.push_back(group);
       }
       for (int64_t i = 0; i < splits; i++) {
         item.begin = std::max(begin, (begin / split + i) * split);
         item.end = std::min(end, (begin / split + i + 1) * split);
-        item.partial = group ? group->partials.get() + i * group->stride : nullptr;
+        item.partial = group ? group->partials.get() + (others + i) * group->stride : nullptr;
         items_.push_back({item, group});
+      }
+    }
+  }
+
+  // Adds the items of a shared prefix; `heads` are those of the groups that its sequences have.
+  void add_prefix(const Prefix& prefix, int64_t heads) {
+    const int64_t n = int64_t(prefix.seqs.size()), ranges = int64_t(prefix.groups.size()) / n;
+    for (int64_t first = 0; first < n; first += tile_rows()) {
+      const int64_t rows = std::min(tile_rows(), n - first);
+      for (int64_t head = 0; head < a_.kv_heads; head++) {
+        for (int64_t i = 0; i < prefix.splits(); i++) {
+          members_.emplace_back();
+          int64_t lowest = INT64_MAX;
+          for (int64_t m = first; m < first + rows; m++) {
+            const int64_t b = prefix.seqs[m], position = a_.lens[b] - 1;
+            Group* const group = prefix.groups[m * ranges + head / heads];
+            float* const partial = group->partials.get() + i * group->stride + head % heads * a_.group() * (a_.row() + 2);
+            members_.back().push_back({row_of(b), position, partial, group});
+            lowest = std::min(lowest, position);
+          }
+          const int64_t begin = i * DECODE_SPLIT, end = std::min(prefix.tokens, begin + DECODE_SPLIT);
+          items_.push_back({{prefix.seqs[first], -1, rows, lowest, head, 1, begin, end, nullptr, members_.back().data()}, nullptr});
+        }
       }
     }
   }
@@ -154,9 +233,14 @@ class Plan {
     if (scratch.size() < needed) scratch.resize(needed);
     const auto misaligned = reinterpret_cast<uintptr_t>(scratch.data()) / sizeof(float) % LINE;
     kernels_.attend(a_, job.item, scratch.data() + (LINE - misaligned) % LINE);
-    Group* group = job.group;
-    if (group && group->missing.fetch_sub(1) == 1) {
-      kernels_.join(a_, job.item, group->partials.get(), group->splits, group->stride);
+    if (job.group) leave(*job.group);
+    for (int64_t i = 0; job.item.members && i < job.item.rows; i++) leave(*job.item.members[i].group);
+  }
+
+  // One item of a group is done.
+  void leave(Group& group) {
+    if (group.missing.fetch_sub(1) == 1) {
+      kernels_.join(a_, group.item, group.partials.get(), group.splits, group.stride);
     }
   }
 
@@ -165,6 +249,9 @@ class Plan {
   std::string error_;
   std::vector<Job> items_;
   std::deque<Group> groups_;
+  std::vector<Prefix> prefixes_;
+  std::vector<int64_t> prefix_index_;  // of each sequence, -1 for none; empty if nothing is shared
+  std::deque<std::vector<Member>> members_;
 };
 
 }  // namespace jax_paged

@@ -1,0 +1,80 @@
+"""Throughput of requests with a prefix in common, with cascade attention and without it.
+
+    python benchmarks/cascade.py [--dtype bfloat16] [--prefix 512] [--tail 32] [--rounds 3]
+
+64 greedy requests, submitted at once, whose prompts begin with the same random tokens and go on with tails
+of their own; each gets as many tokens, whatever they are. Two engines take turns within each round, and
+differ in `disable_cascade_attn` alone; a round before the first warms both up. Printed is a line of a
+table: tokens per second without and with it (medians), the median of the rounds' ratios, and how many
+answers are the same. The model is that of throughput.py: 40M parameters, 8 heads, 4 kv heads.
+"""
+
+import argparse
+import time
+
+import numpy as np
+from serving.checkpoint import HF_CONFIG
+
+from jax_paged import LLM, SamplingParams
+from jax_paged.models.weights import random_model
+from jax_paged.worker.executor import LocalExecutor
+
+NUM_REQUESTS = 64
+
+
+def make(args: argparse.Namespace, is_off: bool) -> LLM:
+    """Returns an engine that has compiled everything."""
+    llm = LLM(
+        model="random",
+        dtype=args.dtype,
+        skip_tokenizer_init=True,
+        max_model_len=min(2048, args.prefix + args.tail + args.tokens),
+        max_num_seqs=NUM_REQUESTS,
+        kv_cache_memory_bytes=2**30,
+        kv_cache_dtype=args.kv_cache_dtype,
+        attention_backend=args.backend,
+        disable_cascade_attn=is_off,
+        loaded=random_model(HF_CONFIG, args.dtype),
+    )
+    assert isinstance(llm.llm_engine.executor, LocalExecutor)
+    llm.llm_engine.executor.runner.wait_until_compiled()
+    return llm
+
+
+def main() -> None:
+    """Prints a line of the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--prefix", type=int, default=512, help="tokens in common")
+    parser.add_argument("--tail", type=int, default=32, help="tokens of each prompt behind them")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    rng = np.random.default_rng(0)
+    prefix = rng.integers(5, HF_CONFIG["vocab_size"], args.prefix).tolist()
+    tails = rng.integers(5, HF_CONFIG["vocab_size"], (NUM_REQUESTS, args.tail)).tolist()
+    prompts = [{"prompt_token_ids": prefix + tail} for tail in tails]
+    params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
+    engines, rates, answers = [make(args, is_off) for is_off in (False, True)], [], []
+    for _ in range(args.rounds + 1):
+        answers, seconds = [], []
+        for llm in engines:
+            begin = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            seconds.append(time.perf_counter() - begin)
+            answers.append([list(output.outputs[0].token_ids) for output in outputs])
+        rates.append(NUM_REQUESTS * args.tokens / np.array(seconds))
+    on, off = np.array(rates[1:]).T
+    same = sum(a == b for a, b in zip(*answers, strict=True))
+    backend = engines[0].llm_engine.config.backend
+    what = f"{args.dtype} | {args.kv_cache_dtype} | {backend} | {args.prefix} + {args.tail}"
+    found = f"{np.median(off):.0f} | {np.median(on):.0f} | {np.median(on / off):.2f}"
+    print(f"| {what} | {found} | {same} of {NUM_REQUESTS} |")
+
+
+if __name__ == "__main__":
+    main()
