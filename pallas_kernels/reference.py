@@ -25,6 +25,19 @@ def copy_blocks(kv_pages: Array, src: Array, dst: Array) -> Array:
     return kv_pages.at[dst].set(kv_pages.at[src].get(mode="clip"), mode="drop")
 
 
+def grouped_matmul(x: Array, kernels: Array, group_sizes: Array) -> Array:
+    """Multiplies all rows by the kernel of each group in turn, and keeps those of the group."""
+    group = jnp.sum(jnp.arange(len(x))[:, None] >= jnp.cumsum(group_sizes), axis=1)
+
+    def add(out: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
+        number, kernel = one
+        product = jnp.dot(x, kernel, preferred_element_type=jnp.float32)
+        return jnp.where((group == number)[:, None], product, out), None
+
+    out = jnp.zeros((len(x), kernels.shape[2]), jnp.float32)
+    return jax.lax.scan(add, out, (jnp.arange(len(kernels)), kernels))[0].astype(x.dtype)
+
+
 def paged_decode(
     q: Array, kv_pages: Array, block_tables: Array, context_lens: Array, **options: Any
 ) -> Array:
