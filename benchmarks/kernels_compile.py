@@ -16,6 +16,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import re
@@ -42,11 +43,14 @@ INSTRUCTIONS = {
     "TMA store": r"cp\.async\.bulk\S*\.global\.shared",
     "cp.async": r"cp\.async\.c[ag]\b",
 }
+BLACKWELL = ("b200", "rtx5090")
 EXPECTED = {
     ("paged_decode", "h100"): {"mma", "TMA"},
     ("paged_decode", "a100"): {"mma", "cp.async"},
     ("ragged_attention", "h100"): {"wgmma", "TMA"},
     ("ragged_attention", "a100"): {"mma", "cp.async"},
+    **{key: {"mma", "TMA"} for key in itertools.product(("paged_decode", "ragged_attention"), BLACKWELL)},
+    ("grouped_matmul", "h100"): {"wgmma", "TMA", "TMA store"},
 }
 
 
@@ -72,6 +76,26 @@ class KernelCheck:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertCheck:
+    """The products of a layer's experts, rows [rows, size] times one of `groups` kernels [size, width]."""
+
+    gpu: str
+    rows: int
+    groups: int
+    size: int
+    width: int
+    dtype: str = "bfloat16"
+    op: str = "grouped_matmul"
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.gpu} {self.rows} rows, {self.shape}, {self.dtype}"
+
+    @property
+    def shape(self) -> str:
+        return f"{self.groups} x {self.size} x {self.width}"
+
+
+@dataclasses.dataclass(frozen=True)
 class StepCheck:
     """A step of the engine with an 8B Llama, vocabulary and sampler included."""
 
@@ -87,7 +111,7 @@ class StepCheck:
         return f"step {self.gpu} {self.backend} {kind}" + ", one graph" * self.one_graph
 
 
-Check = KernelCheck | StepCheck
+Check = KernelCheck | ExpertCheck | StepCheck
 
 
 def all_checks() -> list[Check]:
@@ -104,6 +128,17 @@ def all_checks() -> list[Check]:
             everything: dict[str, Any] = {"window": 4096, "soft_cap": 50.0, "has_sinks": True}
             checks += [make(head_dim=d, **everything) for d in (64, 96, 128, 256)]
     checks += [KernelCheck(op, "h100", head_dim=80) for op in ("paged_decode", "ragged_attention")]
+    everything = {"window": 4096, "soft_cap": 50.0, "has_sinks": True}
+    for gpu in BLACKWELL:
+        for op in ("paged_decode", "ragged_attention"):
+            make = lambda op=op, gpu=gpu, **options: KernelCheck(op, gpu, **options)  # noqa: E731
+            checks += [make(head_dim=d) for d in (64, 80, 96, 128, 256)]
+            checks += [make(page_size=64), make(dtype="float16"), make(heads=28, kv_heads=4)]
+            checks += [make(head_dim=d, **everything) for d in (64, 128, 256)]
+    # Mixtral 8x7B and Qwen3 30B-A3B: 32 tokens, and a chunk of 2,048.
+    for per_token, groups, size, width in ((2, 8, 4096, 14336), (2, 8, 14336, 4096), (8, 128, 2048, 768)):
+        checks += [ExpertCheck("h100", n * per_token, groups, size, width) for n in (32, 2048)]
+    checks += [ExpertCheck("h100", 64, 8, 4096, 14336, "float16"), ExpertCheck("h100", 2, 8, 4096, 14336)]
     decode, mixed = (True, 32, 32), (False, 2048, 256)
     checks += [StepCheck("h100", "pallas", *decode, one_graph=graph) for graph in (False, True)]
     checks += [StepCheck("h100", "pallas", True, 256, 256, one_graph=True)]
@@ -129,7 +164,8 @@ def run_here(check: Check, dump: Path) -> dict[str, Any]:
     device = topology.devices[0]
     start = time.perf_counter()
     with jax.default_device(device):
-        lower, pool_shape = (lower_op if isinstance(check, KernelCheck) else lower_step)(check, device)
+        lower_check: Any = {KernelCheck: lower_op, ExpertCheck: lower_experts, StepCheck: lower_step}
+        lower, pool_shape = lower_check[type(check)](check, device)
         lowered = lower()
     lowered_at = time.perf_counter()
     from jax_paged.worker.compilation import ONE_GRAPH
@@ -148,7 +184,7 @@ def run_here(check: Check, dump: Path) -> dict[str, Any]:
         "temp_bytes": memory.temp_size_in_bytes,
         "kernels": read_kernels(dump),
     }
-    if isinstance(check, KernelCheck):
+    if not isinstance(check, StepCheck):
         found["loops"] = read_loops(dump)
     for file in dump.glob("*thunk_sequence_after_thunk_passes.txt"):
         top = [line for line in file.read_text().splitlines() if re.match(r"\d+: ", line)]
@@ -192,6 +228,19 @@ def lower_op(check: KernelCheck, device: Any) -> tuple[Callable[[], Any], tuple[
     in_place = (0,) if check.op in ("write_kv", "copy_blocks") else ()
     jitted = jax.jit(run, donate_argnums=in_place)
     return lambda: jitted.trace(*args).lower(), pool_shape
+
+
+def lower_experts(check: ExpertCheck, device: Any) -> tuple[Callable[[], Any], tuple[int, ...]]:
+    import jax
+
+    from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
+
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shapes = ((check.rows, check.size), (check.groups, check.size, check.width), (check.groups,))
+    dtypes = (check.dtype, check.dtype, "int32")
+    args = [jax.ShapeDtypeStruct(*x, sharding=sharding) for x in zip(shapes, dtypes, strict=True)]
+    jitted = jax.jit(lambda *args: grouped_matmul(*args, backend="pallas"))
+    return lambda: jitted.trace(*args).lower(), shapes[1]
 
 
 def lower_step(check: StepCheck, device: Any) -> tuple[Callable[[], Any], tuple[int, ...]]:
@@ -291,7 +340,7 @@ def problems(check: Check, found: dict[str, Any]) -> list[str]:
     out += [f"wgmma of {name} waits" for name, kernel in found["kernels"].items() if kernel["is_serialized"]]
     if found["pool_copies"]:
         out.append(f"{found['pool_copies']} copies of a pool")
-    if isinstance(check, KernelCheck):
+    if not isinstance(check, StepCheck):
         seen = {k for kernel in found["kernels"].values() for k in kernel["instructions"]}
         missing = EXPECTED.get((check.op, check.gpu), set()) - seen
         out += [f"no {name}" for name in sorted(missing)]
@@ -306,10 +355,13 @@ def table(results: list[tuple[Check, dict[str, Any]]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for check, found in results:
-        if not isinstance(check, KernelCheck):
+        if isinstance(check, StepCheck):
             continue
-        heads = f"{check.heads}/{check.kv_heads}"
-        row = [check.op, check.gpu, heads, check.head_dim, check.page_size, flags(check)]
+        if isinstance(check, ExpertCheck):
+            row = [check.op, check.gpu, f"{check.rows} rows, {check.shape}", "", "", flags(check)]
+        else:
+            heads = f"{check.heads}/{check.kv_heads}"
+            row = [check.op, check.gpu, heads, check.head_dim, check.page_size, flags(check)]
         for name, k in found.get("kernels", {}).items() or {"**failed**": None}.items():
             cells = ["", "", "", ""]
             if k is not None:
@@ -357,8 +409,11 @@ def loop_table(results: list[tuple[Check, dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def flags(check: KernelCheck) -> str:
-    names = [check.dtype] * (check.dtype != "bfloat16") + ["window"] * bool(check.window)
+def flags(check: KernelCheck | ExpertCheck) -> str:
+    names = [check.dtype] * (check.dtype != "bfloat16")
+    if isinstance(check, ExpertCheck):
+        return ", ".join(names)
+    names += ["window"] * bool(check.window)
     return ", ".join(names + ["soft cap"] * bool(check.soft_cap) + ["sinks"] * check.has_sinks)
 
 

@@ -9,7 +9,7 @@ tile, without a running sum:
 
 A tile walks the pages that its rows see, `block_tokens` at a time, with an online softmax. On sm_90 one
 warpgroup issues the TMA copies of pages into a ring of stages, and two others multiply by wgmma. On sm_80 one
-warpgroup copies by cp.async and multiplies by mma.sync.
+warpgroup copies by cp.async and multiplies by mma.sync; ragged_blackwell.py has the kernel for Blackwell.
 
 As rows do not fill whole tiles, XLA gathers the queries into an array of tiles, and the tokens' outputs from
 an array of tiles. TMA copies swizzled tiles only from rows that are multiples of 8, and clips only at the end
@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jax_paged.pallas_kernels import ragged_tile, tuning
+from jax_paged.pallas_kernels import ragged_blackwell, ragged_tile, tuning
 from jax_paged.pallas_kernels.paged_decode import paged_decode
 from jax_paged.pallas_kernels.ragged_tile import WGMMA_ROWS, Carry, Kernel, Tile
 from jax_paged.pallas_kernels.tuning import LOG2E, MASKED_SCORE, KernelConfig
@@ -65,11 +65,6 @@ def ragged_attention(
     """
     tuning.check_shape(q, kv_pages, interpret=interpret)
     gpu = tuning.target(interpret=interpret)
-    if gpu.capability[0] not in (8, 9):
-        raise ValueError(
-            f"the GPU has compute capability {gpu.capability[0]}.{gpu.capability[1]}, which has no wgmma; "
-            "allowed for ragged_attention with backend 'pallas': 8.0 to 9.0"
-        )
     (num_tokens, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
     num_seqs, group = context_lens.shape[0], num_heads // kv_heads
     is_masked_and_capped = window is not None and soft_cap is not None
@@ -132,7 +127,8 @@ def _attend(
         sinks = jnp.maximum((sinks.astype(jnp.float32) - (soft_cap or 0)) * LOG2E, MASKED_SCORE)
         rows = jnp.tile(sinks.reshape(kv_heads, group), (1, queries))
         operands.append(jnp.pad(rows, ((0, 0), (0, padding))))
-    out = (_wgmma_kernel if config.has_tma else _mma_kernel)(kernel)(*operands)
+    without_wgmma = ragged_blackwell.mma_kernel if config.has_tma else _mma_kernel
+    out = (_wgmma_kernel if config.has_wgmma else without_wgmma)(kernel)(*operands)
 
     # And back.
     token = jnp.arange(num_tokens)
@@ -153,14 +149,14 @@ def prefill_config(
 
     With three warpgroups a thread has 168 registers, with two all 255, which head_dim 256 needs. Moving
     registers between warpgroups does not help: nvJitLink, with which JAX links kernels, ignores setmaxnreg.
-    On sm_80 two stages let two blocks of threads share a multiprocessor.
+    Without wgmma two blocks of threads share a multiprocessor; on sm_80 they have two stages each.
     """
     is_wide = head_dim > 128
-    rows = (64 if is_wide else 128) if gpu.has_tma else (32 if is_wide else 64)
-    tokens = max(page_size, 64 if gpu.has_tma and is_masked_and_capped else rows)
-    rest = gpu.smem_bytes - 1024 - rows * head_dim * itemsize
+    rows = (64 if is_wide else 128) if gpu.has_wgmma else (32 if is_wide else 64)
+    tokens = max(page_size, 64 if gpu.has_wgmma and is_masked_and_capped else rows)
+    rest = gpu.smem_bytes // (1 if gpu.has_wgmma else 2) - 1024 - rows * max(head_dim, tokens) * itemsize
     num_stages = max(2, min(4, rest // (2 * tokens * head_dim * itemsize))) if gpu.has_tma else 2
-    return KernelConfig(rows, tokens, num_stages, num_parts=0, has_tma=gpu.has_tma)
+    return KernelConfig(rows, tokens, num_stages, 0, gpu.has_tma, gpu.has_wgmma)
 
 
 def plan_tiles(
@@ -182,37 +178,6 @@ def plan_tiles(
     return jnp.stack(Tile(seq, first, last, context_len), axis=1).astype(jnp.int32), row
 
 
-def _tile_of_block(kernel: Kernel, tiles_ref: Any) -> tuple[Array, Array, Tile]:
-    """Returns kv head, index and tile of this block of threads.
-
-    The last tiles of a prompt see most tokens, so they go first, those of all heads: the last name of a grid
-    changes fastest.
-    """
-    index = kernel.num_tiles - 1 - lax.axis_index("tile")
-    tile = Tile(*(tiles_ref[index, column] for column in range(len(Tile._fields))))
-    return lax.axis_index("head"), index, tile
-
-
-def _make(kernel: Kernel, body: Callable[..., None], scratch_types: list[Any], **threads: Any) -> Any:
-    shape = (kernel.num_tiles, kernel.kv_heads, kernel.config.block_rows, kernel.head_dim)
-
-    def call(tiles_ref, q_ref, kv_ref, tables_ref, *rest):
-        sinks_ref, out_ref, *scratch = rest if kernel.has_sinks else (None, *rest)
-        body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, out_ref, *scratch)
-
-    return plgpu.kernel(
-        call,
-        out_type=jax.ShapeDtypeStruct(shape, kernel.dtype),
-        scratch_types=scratch_types,
-        grid=(kernel.num_tiles, kernel.kv_heads),
-        grid_names=("tile", "head"),
-        kernel_name="ragged_attention",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        interpret=tuning.interpret_params(kernel.interpret),
-        **threads,
-    )
-
-
 def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
     """sm_90: one warpgroup that copies, and one or two that multiply and share its keys and values."""
     config, head_dim, page_size = kernel.config, kernel.head_dim, kernel.page_size
@@ -223,7 +188,7 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
         tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, out_ref,
         q_s, k_s, v_s, p_s, q_bar, k_bar, v_bar, k_free, v_free, is_clean,
     ):  # fmt: skip
-        head, index, tile = _tile_of_block(kernel, tiles_ref)
+        head, index, tile = ragged_tile.tile_of_block(kernel, tiles_ref)
         begin, *_middle, end = ragged_tile.spans(kernel, tile)
         warpgroup = lax.axis_index("warpgroup")
 
@@ -326,7 +291,9 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
         *(loaded, loaded, free, free),
         plgpu.Barrier(num_arrivals=num_computing) if num_computing > 1 else None,
     ]
-    return _make(kernel, body, scratch_types, num_threads=num_computing + 1, thread_name="warpgroup")
+    return ragged_tile.make(
+        kernel, body, scratch_types, num_threads=num_computing + 1, thread_name="warpgroup"
+    )
 
 
 def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
@@ -340,7 +307,7 @@ def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
     pages = tokens // page_size
 
     def body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, out_ref, k_s, v_s, p_s):
-        head, index, tile = _tile_of_block(kernel, tiles_ref)
+        head, index, tile = ragged_tile.tile_of_block(kernel, tiles_ref)
         begin, *_middle, end = ragged_tile.spans(kernel, tile)
 
         def copy(step: Array) -> None:
@@ -382,4 +349,4 @@ def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
     probs = plgpu.SMEM(
         (kernel.rows, tokens), kernel.dtype, transforms=tuning.smem_transforms(tokens, kernel.dtype)
     )
-    return _make(kernel, body, [stages, stages, probs])
+    return ragged_tile.make(kernel, body, [stages, stages, probs])

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -58,10 +59,10 @@ class Kernel(NamedTuple):
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of keys and values, and of queries (on sm_80 probabilities); without the barriers."""
+        """Shared memory of keys and values, and queries (probabilities without wgmma); no barriers."""
         config, itemsize = self.config, self.dtype.itemsize
         staged = config.num_stages * 2 * config.block_tokens * self.head_dim
-        beside = config.block_rows * (self.head_dim if config.has_tma else config.block_tokens)
+        beside = config.block_rows * (self.head_dim if config.has_wgmma else config.block_tokens)
         return (staged + beside) * itemsize
 
 
@@ -87,6 +88,38 @@ def walk(kernel: Kernel, tile: Tile, attend: Callable[..., Carry], carry: Carry)
     acc, _, total = lax.fori_loop(full_end, end, masked, carry)
     factor = lax.integer_pow(jnp.where(total > 0, total, 1.0), -1)
     return (acc * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(kernel.dtype)
+
+
+def tile_of_block(kernel: Kernel, tiles_ref: Any) -> tuple[Array, Array, Tile]:
+    """Returns kv head, index and tile of this block of threads.
+
+    The last tiles of a prompt see most tokens, so they go first, those of all heads: the last name of a grid
+    changes fastest.
+    """
+    index = kernel.num_tiles - 1 - lax.axis_index("tile")
+    tile = Tile(*(tiles_ref[index, column] for column in range(len(Tile._fields))))
+    return lax.axis_index("head"), index, tile
+
+
+def make(kernel: Kernel, body: Callable[..., None], scratch_types: list[Any], **threads: Any) -> Any:
+    """Returns the kernel with this body, for a grid of a block of threads per tile and kv head."""
+    shape = (kernel.num_tiles, kernel.kv_heads, kernel.config.block_rows, kernel.head_dim)
+
+    def call(tiles_ref, q_ref, kv_ref, tables_ref, *rest):
+        sinks_ref, out_ref, *scratch = rest if kernel.has_sinks else (None, *rest)
+        body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, out_ref, *scratch)
+
+    return plgpu.kernel(
+        call,
+        out_type=jax.ShapeDtypeStruct(shape, kernel.dtype),
+        scratch_types=scratch_types,
+        grid=(kernel.num_tiles, kernel.kv_heads),
+        grid_names=("tile", "head"),
+        kernel_name="ragged_attention",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=tuning.interpret_params(kernel.interpret),
+        **threads,
+    )
 
 
 def start(kernel: Kernel, layout: Any, sinks_ref: Any) -> Carry:

@@ -18,6 +18,8 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (16, 32, 64)
 MAX_GROUP_SIZE = 16
 INTERPRETED_SMS = 4
+# Major numbers of compute capability: Ampere and Ada, Hopper, Blackwell in data centres, and in other GPUs.
+GENERATIONS = (8, 9, 10, 12)
 # Of a warpgroup.
 WARPS = 4
 
@@ -41,6 +43,11 @@ class Target:
         """Whether tiles are copied by TMA, with a barrier; otherwise by cp.async."""
         return self.capability >= (9, 0)
 
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether warpgroups multiply from shared memory by wgmma, which only Hopper has."""
+        return self.capability[0] == 9
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
@@ -52,6 +59,7 @@ class KernelConfig:
         num_stages: Pipeline stages; all but one are in flight.
         num_parts: Blocks of threads per kv head (paged_decode).
         has_tma: Target.has_tma of the GPU that the sizes were chosen for.
+        has_wgmma: Target.has_wgmma of it (ragged_attention; paged_decode takes mma.sync everywhere).
     """
 
     block_rows: int
@@ -59,6 +67,7 @@ class KernelConfig:
     num_stages: int
     num_parts: int
     has_tma: bool
+    has_wgmma: bool = False
 
 
 def target(*, interpret: bool = False) -> Target:
@@ -82,12 +91,15 @@ def target(*, interpret: bool = False) -> Target:
     major, _, minor = name.partition(".")
     # An AMD GPU is called gfx942 or the like.
     capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
-    if not (8, 0) <= capability <= (9, 0):
+    if capability[0] not in GENERATIONS:
         raise ValueError(
             f"the device {device.device_kind} has compute capability {name}; allowed with backend 'pallas': "
-            "8.0 to 9.0"
+            f"{', '.join(f'{generation}.x' for generation in GENERATIONS)}"
         )
+    # Where the device does not say its number of multiprocessors.
     num_sms, smem_kib = {(8, 0): (108, 163), (8, 7): (16, 163), (9, 0): (132, 227)}.get(capability, (64, 99))
+    if capability[0] == 10:
+        num_sms, smem_kib = 148, 227
     num_sms = getattr(device, "core_count", None) or getattr(device, "num_cores", None) or num_sms
     return Target(capability, INTERPRETED_SMS if interpret else num_sms, smem_kib * 1024)
 

@@ -18,6 +18,7 @@ RTX_3090 = AbstractGpu("NVIDIA GeForce RTX 3090", 82, "gpu", "8.6")
 H100 = AbstractGpu("NVIDIA H100", 132, "gpu", "9.0")
 B200 = AbstractGpu("NVIDIA B200", 148, "gpu", "10.0")
 RTX_5090 = AbstractGpu("NVIDIA GeForce RTX 5090", 170, "gpu", "12.0")
+JETSON_THOR = AbstractGpu("NVIDIA Thor", 20, "gpu", "11.0")
 V100 = AbstractGpu("NVIDIA V100", 80, "gpu", "7.0")
 
 

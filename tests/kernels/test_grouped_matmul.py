@@ -1,6 +1,5 @@
 """The products of experts on every backend against float64, and the parts of the kernel for sm_90."""
 
-import dataclasses
 import functools
 
 import jax
@@ -152,13 +151,9 @@ def test_only_gpus_with_wgmma_have_the_kernel():
         text = lowered(gpu, functools.partial(grouped_matmul, backend="pallas"), *case)
         assert text.count("mosaic_gpu") > 0 if expected else "mosaic_gpu" not in text
     assert implementation_of("pallas_interpret") == "wgmma"
-    for backend, expected in (
-        ("auto", "loop"),
-        ("native", "loop"),
-        ("xla", "loop"),
-        ("reference", "reference"),
-    ):
-        assert implementation_of(backend) == expected
+    assert implementation_of("reference") == "reference"
+    for backend in ("auto", "native", "xla"):
+        assert implementation_of(backend) == "loop"
 
 
 def test_bad_input():
@@ -182,10 +177,9 @@ def test_bad_input():
         grouped_matmul(x, kernels, sizes, backend="pallas")
     wide = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (x, kernels)]
     wide.append(jax.ShapeDtypeStruct(sizes.shape, sizes.dtype))
-    with pytest.raises(ValueError, match="x has dtype float32; allowed .* bfloat16, float16. Backend 'xla'"):
+    with pytest.raises(
+        ValueError, match=r"x has dtype float32; allowed .* bfloat16, float16\. Backend 'xla'"
+    ):
         lowered(H100, functools.partial(grouped_matmul, backend="pallas"), *wide)
-    small = dataclasses.replace(LARGE, smem_bytes=99 * 1024)
     with pytest.raises(ValueError, match=r"grouped_matmul with Tiles.* bytes of shared memory; allowed"):
-        tuning.check_smem(
-            Tiles(128, 128, 64, 4).smem_bytes, small, f"grouped_matmul with {Tiles(1, 2, 3, 4)}"
-        )
+        grouped_wgmma.grouped_matmul(x, kernels, sizes, tiles=Tiles(128, 128, 64, 9), interpret=True)

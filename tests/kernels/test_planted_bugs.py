@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from helpers.oracle import TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas.ops.gpu import attention_mgpu
+from jax.experimental.pallas.ops.gpu import attention_mgpu, ragged_dot_mgpu
 
-from jax_paged.pallas_kernels import ops, tuning
+from jax_paged.pallas_kernels import grouped_wgmma, ops, tuning
 from jax_paged.pallas_kernels import paged_decode as decode_kernel
 
 pytestmark = [
@@ -26,6 +26,11 @@ pytestmark = [
 # Long enough for stages to come around again in two parts, one of which has both sequences; with dead slots.
 DECODE = make_case([900, 5], heads=2, kv_heads=1, head_dim=64, page_size=16, dtype="bfloat16")[:4]
 RAGGED = make_case([1000], heads=2, kv_heads=1, head_dim=64, page_size=16, dtype="bfloat16", query_lens=[70])
+# Rows of two groups in a tile of two warpgroups, and seven steps through three stages.
+SIZES, TILES = [10, 0, 130], grouped_wgmma.Tiles(128, 64, 64, 3)
+ROWS, KERNELS = (
+    np.random.default_rng(0).normal(size=shape).astype(jnp.bfloat16) for shape in ((140, 448), (3, 448, 64))
+)
 
 
 def is_wrong(gpu, op):
@@ -41,6 +46,11 @@ def is_wrong(gpu, op):
                 config = decode_kernel.decode_config(tuning.target(), DECODE[1].shape, DECODE[1].dtype)
                 config = dataclasses.replace(config, num_parts=2)
                 got = decode_kernel.paged_decode(*DECODE, config=config, **options)
+            elif op == "experts":
+                rows = np.split(ROWS.astype(np.float64), np.cumsum(SIZES)[:-1])
+                want = np.concatenate([x @ w for x, w in zip(rows, KERNELS.astype(np.float64), strict=True)])
+                args = map(jnp.asarray, (ROWS, KERNELS, np.array(SIZES, np.int32)))
+                got = grouped_wgmma.grouped_matmul(*args, tiles=TILES)
             else:
                 want = ragged_attention(*RAGGED, **options)
                 got = ops.ragged_attention(*RAGGED[:4], jnp.asarray(RAGGED[4]), backend="pallas", **options)
@@ -63,8 +73,10 @@ def leave_out(monkeypatch, owner, name, number):
     return calls
 
 
-@pytest.mark.parametrize("op", ["decode", "ragged"])
-@pytest.mark.parametrize("gpu", ["h100", "a100"])
+@pytest.mark.parametrize(
+    ("gpu", "op"),
+    [*((gpu, op) for gpu in ("h100", "a100", "b200") for op in ("decode", "ragged")), ("h100", "experts")],
+)
 def test_nothing_planted(gpu, op, monkeypatch):
     from ptx_emulator.gpu import emulated_gpu
 
@@ -89,6 +101,21 @@ def test_a_kernel_known_to_be_right(takes_turns):
     assert relative_error(got, want) < TOLERANCE["float16"]
 
 
+def test_why_the_grouped_matmul_of_jax_is_not_used():
+    """Its loop fills a stage that wgmma may still read; once this passes, it may do for ours."""
+    from ptx_emulator.gpu import emulated_gpu
+    from ptx_emulator.memory import KernelError
+
+    args = jnp.asarray(ROWS[:64]), jnp.asarray(KERNELS)
+    options = {"block_m": 64, "block_n": 64, "block_k": 64, "max_concurrent_steps": 2, "grid_block_n": 1}
+    sizes = jnp.array([10, 0, 54], jnp.int32)
+    with (
+        emulated_gpu("h100").installed(),
+        pytest.raises(KernelError, match="a TMA load writes what wgmma of warp"),
+    ):
+        ragged_dot_mgpu.ragged_dot(*args, group_sizes=sizes, **options)
+
+
 # In the order in which the kernels are traced: of the ragged one, those of the copies come first.
 RAGGED_WAITS = [
     *("free keys", "free values", "last free keys", "last free values"),
@@ -108,6 +135,50 @@ def test_a_missing_wait(op, number, monkeypatch):
     calls = leave_out(monkeypatch, plgpu, "barrier_wait", number)
     assert is_wrong("h100", op)
     assert len(calls) == (4 if op == "decode" else len(RAGGED_WAITS))
+
+
+# Keys and values, of full and of masked steps.
+@pytest.mark.parametrize("number", range(4))
+def test_a_missing_wait_on_blackwell(number, monkeypatch):
+    calls = leave_out(monkeypatch, plgpu, "barrier_wait", number)
+    assert is_wrong("b200", "ragged")
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("number", range(2))  # probabilities of full and of masked steps
+def test_a_missing_fence_on_blackwell(number, monkeypatch):
+    calls = leave_out(monkeypatch, plgpu, "commit_smem", number)
+    assert is_wrong("b200", "ragged")
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "num_calls"),
+    [
+        ("barrier_wait", 0, 3),  # for a free stage; 1 is the one at the end, which nobody needs
+        ("barrier_wait", 2, 3),  # for a stage that is loaded
+        ("wgmma_wait", 0, 1),
+        ("barrier_arrive", 0, 2),
+        ("barrier_arrive", 1, 2),
+        ("commit_smem", 0, 1),
+    ],
+)
+def test_what_experts_miss(name, number, num_calls, monkeypatch):
+    calls = leave_out(monkeypatch, plgpu, name, number)
+    assert is_wrong("h100", "experts")
+    assert len(calls) == num_calls
+
+
+@pytest.mark.parametrize("change", ["last row", "first row", "group"])
+def test_experts_with_a_wrong_work_list(change, monkeypatch):
+    right = grouped_wgmma.work_list
+
+    def work_list(*args):
+        column, step = {"last row": (3, 1), "first row": (2, 1), "group": (0, -1)}[change]
+        return right(*args).at[1, column].add(step)
+
+    monkeypatch.setattr(grouped_wgmma, "work_list", work_list)
+    assert is_wrong("h100", "experts")
 
 
 # In the order in which the kernels are traced.

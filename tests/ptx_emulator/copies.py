@@ -163,9 +163,8 @@ def _tile(
 
 
 def _chunks(tensor: TensorMap, address: int, num_bytes: int) -> np.ndarray:
-    # The pattern is one of addresses: a tile may begin within it, at any of its lines.
-    if address % max(128, tensor.swizzle):
-        raise KernelError(f"a tile at {address:#x} is not aligned to 128 bytes")
+    if address % (8 * max(16, tensor.swizzle)):
+        raise KernelError(f"a tile at {address:#x} is not aligned to its swizzle pattern of {tensor.swizzle}")
     return swizzled(np.arange(address, address + num_bytes, 16), tensor.swizzle)
 
 

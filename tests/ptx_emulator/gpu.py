@@ -32,7 +32,7 @@ class EmulatedGpu:
     """Compiles and runs kernels.
 
     Args:
-        name: "h100" or "a100".
+        name: Of a file in benchmarks/targets.
     """
 
     def __init__(self, name: str):

@@ -108,6 +108,8 @@ def _build(a: Assembler, instruction: Instruction) -> Run:
     opcode, operands = instruction.opcode, instruction.operands
     function = arithmetic.function(opcode)
     try:
+        if opcode[-1] == "f32x2":
+            return _alu_of_pairs(a, arithmetic.function((*opcode[:-1], "f32")), operands)
         if function is not None:
             return _alu(a, function, [opcode[-1]] * (len(operands) - 1), opcode[-1], operands)
         for table in (copies.BUILDERS, tensor_units.BUILDERS, BUILDERS):
@@ -135,6 +137,18 @@ def _alu(a: Assembler, function: Any, source_types: Any, target_type: str, opera
         warp.write(target, result if width is np.bool_ else result.view(width), mask)
 
     return run
+
+
+def _alu_of_pairs(a: Assembler, function: Any, operands: Any) -> Run:
+    """Blackwell's arithmetic on two floats per register of 64 bits."""
+    assert function is not None, "there is no such function of one float"
+
+    def of_pairs(*sources: np.ndarray) -> np.ndarray:
+        halves = [np.ascontiguousarray(x).view(np.float32).reshape(32, 2) for x in sources]
+        both = [np.asarray(function(*(x[:, i] for x in halves)), np.float32) for i in range(2)]
+        return np.stack(both, axis=1).view(np.uint64)[:, 0]
+
+    return _alu(a, of_pairs, ["b64"] * (len(operands) - 1), "b64", operands)
 
 
 def _mov(a: Assembler, opcode: Any, operands: Any) -> Run:
