@@ -47,6 +47,24 @@ def wrapped(values, dtype):
     return np.array([v % (1 << bits) for v in values], f"u{bits // 8}").view(dtype)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("add", lambda x, y, z: x + y),
+        ("sub", lambda x, y, z: x - y),
+        ("mul", lambda x, y, z: x * y),
+        ("fma", lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32)),
+    ],
+)
+def test_pairs_of_floats(name, expected):
+    """Blackwell's arithmetic on two floats per register; the halves do not mix."""
+    x, y, z = RNG.standard_normal((3, 64)).astype(np.float32)
+    inputs = [v.view(np.uint64) for v in (x, y, z)][: 3 if name == "fma" else 2]
+    operands = ", ".join(f"{{{i}}}" for i in range(len(inputs)))
+    got = compute(f"{name}.rn.f32x2 {{d}}, {operands};", np.uint64, *inputs)
+    np.testing.assert_array_equal(got.view(np.float32), expected(x, y, z))
+
+
 OF_INTEGERS = {
     "add.{t}": lambda x, y, bits: x + y,
     "sub.{t}": lambda x, y, bits: x - y,
