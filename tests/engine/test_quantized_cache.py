@@ -14,7 +14,7 @@ from helpers.real_model import DenseModel, Request, log_softmax, make_engine, re
 from jax_paged import LLM, EngineArgs, SamplingParams
 from jax_paged.config import EngineConfig
 from jax_paged.models import causal_lm
-from jax_paged.pallas_kernels.quantization import DTYPES, dequantize, quantize
+from jax_paged.pallas_kernels.quantization import DTYPES, dequantize, quantize, rows_of
 
 KINDS = sorted(DTYPES)
 ONE_QUICK = ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.slow)]
@@ -155,5 +155,5 @@ def test_unwritten_rows_may_be_anything(checkpoint: Path) -> None:
             expected = tokens_of(run(engine, [request]))
             engine.executor.runner.fill_kv_cache(jnp.nan)
             first = engine.executor.runner.arrays["kv_cache"][0]
-            assert np.isnan(np.asarray(dequantize(first, jnp.dtype("float32")))).all()
+            assert np.isnan(np.asarray(dequantize(rows_of(first), jnp.dtype("float32")))).all()
             assert tokens_of(run(reset(engine), [request])) == expected

@@ -18,6 +18,7 @@ from helpers.oracle import (
     quantized,
     ragged_attention,
     relative_error,
+    tiled,
 )
 
 from jax_paged import EngineArgs
@@ -91,6 +92,7 @@ def test_a_slot_depends_on_its_token_alone(backend, kind):
     for t, slot in enumerate(slots):
         if slot < 5 * 16:
             want[slot // 16, :, :, slot % 16] = quantized(np.stack([k[t], v[t]]), kind)[0]
+    want = tiled(want)
     write = jax.jit(functools.partial(ops.write_kv, backend=backend))
     empty = jnp.full(want.shape, 77, want.dtype)
     np.testing.assert_array_equal(np.asarray(write(empty, k, v, slots)), want)
@@ -124,7 +126,7 @@ def make_pools(kind, *, lens=LENS, query_lens=QUERIES, **shape):
     q, pool, *rest = make_case(lens, query_lens=query_lens, **shape)
     rows, numbers = quantized(pool, kind)
     rows = np.where(np.isnan(numbers).any(-1, keepdims=True), np.uint8(255).view(rows.dtype), rows)
-    return q, rows, numbers, *rest
+    return q, tiled(rows), numbers, *rest
 
 
 def arrays(options):
@@ -186,7 +188,8 @@ def test_one_sequence_with_nan_leaves_the_others_alone(backend, kind):
     q, rows, numbers, tables, lens, start = make_pools(kind, lens=[40, 50, 60], query_lens=[1, 20, 30])
     want = ragged_attention(q, numbers, tables, lens, start, scale=0.25)
     nan = quantize(jnp.full(64, jnp.nan), rows.dtype)
-    rows[tables[1, 0], :, :, 3] = nan
+    tiles = rows[int(tables[1, 0])].reshape(2, 2, -1)
+    tiles[:, :, 3 * 64 : 4 * 64], tiles[:, :, 16 * 64 + 3] = nan[:-1], nan[-1]
     got = jitted("ragged_attention", q, rows, tables, lens, jnp.asarray(start), scale=0.25, backend=backend)
     assert np.isnan(np.asarray(got)[1:21]).all()
     rest = np.r_[0:1, 21:51]
