@@ -32,6 +32,7 @@ NATIVE = pytest.param(
     "native", marks=pytest.mark.skipif(not native.is_built(), reason=f"native: {native.problem()}")
 )
 BACKENDS = ["reference", "xla", NATIVE]
+GPU = pytest.param("pallas", marks=pytest.mark.gpu)
 
 
 @functools.partial(jax.jit, static_argnames=("op", "scale", "window", "soft_cap", "backend"))
