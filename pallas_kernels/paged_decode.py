@@ -84,10 +84,9 @@ def decode_config(gpu: tuning.Target, pool_shape: tuple[int, ...], dtype: Any) -
         dtype: Dtype of the pool.
     """
     _, _, kv_heads, page_size, head_dim = pool_shape
-    itemsize = jnp.dtype(dtype).itemsize
-    if itemsize == 1:  # as numbers
-        head_dim, itemsize = head_dim - 1, 2
-    token_bytes = 2 * head_dim * itemsize
+    is_bytes = jnp.dtype(dtype).itemsize == 1
+    head_dim -= is_bytes
+    token_bytes = 2 * head_dim * (2 if is_bytes else jnp.dtype(dtype).itemsize)
     block_tokens = max(32, page_size, 1 << int(math.log2(32 * 1024 / token_bytes)))
     num_stages = min(
         4, max(2, (gpu.smem_bytes // 2 - 4096 - ROWS * head_dim * 4) // (block_tokens * token_bytes))
@@ -199,6 +198,7 @@ def _attend(
         acc_smems, bars = rest[: len(columns)], rest[len(columns) :]
         part, head = lax.axis_index("part"), lax.axis_index("head")
         first_seq, end_seq, part_begin, part_end = (parts_ref[part, column] for column in range(4))
+        bytes_of = quantized_tile.Pages(pool_ref, head, page_size, head_dim, interpret)
 
         def issue(block, page_ids):
             slot = lax.rem(block, jnp.int32(num_stages))
@@ -239,22 +239,11 @@ def _attend(
                     wanted = [jnp.maximum(page, first_page) for page in wanted]
                 return [tables_ref[seq, page] for page in wanted]
 
-            def load_tiles(which, page_ids):
-                """Loads keys (0) or values (1) of a quantised pool."""
-                tiles = [pool_ref.at[page, which, head] for page in page_ids]
-                return [quantized_tile.load(x, page_size, head_dim, interpret=interpret) for x in tiles]
-
             def unpack(block, ahead):
-                """Writes the numbers of a block to shared memory; loads what it can of the next ones.
-
-                Before, all warps have multiplied the keys of the block before; in between they meet, and have
-                multiplied its values.
-                """
+                """Writes a block's numbers to shared memory; the warps meet after the values of the last."""
                 page_ids, *tiles = ahead
                 for which, ref in enumerate((k_smem, v_smem)):
-                    for j, tile in enumerate(tiles[which]):
-                        quantized_tile.store(ref.at[0, pl.ds(j * page_size, page_size)], tile)
-                    tiles[which] = load_tiles(which, page_ids)
+                    tiles[which] = bytes_of.advance(ref.at[0], which, tiles[which], page_ids)
                     if which == 0:
                         tuning.meet(config.has_tma)
                 return load_page_ids(block + 2), *tiles
@@ -334,8 +323,7 @@ def _attend(
             largest = plgpu.layout_cast(jnp.full((ROWS,), tuning.MASKED_SCORE, jnp.float32), out.reduce(1))
             carry = ([zeros(width) for _, width in columns], largest, zeros(tokens))
             if is_bytes:
-                page_ids = load_page_ids(first)
-                carry += ((load_page_ids(first + 1), *(load_tiles(which, page_ids) for which in range(2))),)
+                carry += (bytes_of.begin(load_page_ids(first), load_page_ids(first + 1)),)
             queries = plgpu.load(q_ref.at[seq, head], layout=lhs, optimized=False)
             full = functools.partial(attend_block, queries, is_full=True)
             masked = functools.partial(attend_block, queries, is_full=False)

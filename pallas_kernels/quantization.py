@@ -5,8 +5,8 @@ A row, the key or the value of one token and kv head, is D numbers of a byte and
     int8         -128 ... 127 times the scale    the pool's dtype is int8
     fp8_e4m3     float8_e4m3fn times the scale   the pool's dtype is uint8, and holds the bits
 
-A tile of a page, its S keys or values of one kv head, has the numbers of all rows first, as GPUs load these in
-words, and all scales behind them:
+A tile of a page, its S keys or values of one kv head, has the numbers of all rows first, so that GPUs can
+load words of them, and all scales behind them:
 
     | row 0: D numbers | row 1: D numbers | ... | row S - 1: D numbers | S scales |
 

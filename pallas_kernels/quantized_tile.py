@@ -10,10 +10,11 @@ at once, a step ahead of the one that needs them, and written to shared memory i
 By way of shared memory, a copy more, TMA would have to take rows of S bytes, as a tile has D + 1 of these.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
@@ -26,6 +27,39 @@ Loaded = tuple[Array, Array]
 def flat(kv_pages: Array) -> Array:
     """Returns the pool with its tiles as [S * (D + 1)], for `load`."""
     return kv_pages.reshape(*kv_pages.shape[:3], -1)
+
+
+class Pages(NamedTuple):
+    """Where a kernel finds the pages of one kv head.
+
+    Args:
+        pool_ref: The pool, as `flat` returns it.
+        head: The kv head.
+        page_size: Tokens of a page.
+        head_dim: Numbers of a row.
+        interpret: Whether the kernel runs in the interpreter.
+    """
+
+    pool_ref: Any
+    head: Array
+    page_size: int
+    head_dim: int
+    interpret: bool
+
+    def load(self, which: int, pages: list[Array]) -> list[Loaded]:
+        """Loads the keys (0) or the values (1) of pages."""
+        tiles = [self.pool_ref.at[page, which, self.head] for page in pages]
+        return [load(x, self.page_size, self.head_dim, interpret=self.interpret) for x in tiles]
+
+    def begin(self, pages: list[Array], next_pages: list[Array]) -> tuple[Any, ...]:
+        """Returns what lies ahead of the first step: the next pages, and keys and values of its own."""
+        return next_pages, self.load(0, pages), self.load(1, pages)
+
+    def advance(self, target_ref: Any, which: int, loaded: list[Loaded], pages: list[Array]) -> list[Loaded]:
+        """Writes what was loaded to shared memory [tokens, D]; loads the same of the next pages."""
+        for i, tile in enumerate(loaded):
+            store(target_ref.at[pl.ds(i * self.page_size, self.page_size)], tile)
+        return self.load(which, pages)
 
 
 def load(tile_ref: Any, page_size: int, head_dim: int, *, interpret: bool) -> Loaded:

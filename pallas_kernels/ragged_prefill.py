@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged.pallas_kernels import quantized_tile, ragged_tile, tuning
 from jax_paged.pallas_kernels.paged_decode import paged_decode
 from jax_paged.pallas_kernels.quantization import is_quantized
-from jax_paged.pallas_kernels.ragged_tile import WGMMA_ROWS, Carry, Kernel, Tile
+from jax_paged.pallas_kernels.ragged_tile import WGMMA_ROWS, Carry, Kernel
 from jax_paged.pallas_kernels.tuning import LOG2E, MASKED_SCORE, KernelConfig
 
 ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
@@ -73,9 +73,9 @@ def ragged_attention(
             "allowed for ragged_attention with backend 'pallas': 8.0 to 9.0"
         )
     (num_tokens, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
-    num_seqs, group = context_lens.shape[0], num_heads // kv_heads
+    num_seqs, group, is_bytes = context_lens.shape[0], num_heads // kv_heads, is_quantized(kv_pages)
     is_heavy = (window is not None and soft_cap is not None) or distance_bias is not None
-    is_bytes = is_quantized(kv_pages)
+    is_heavy |= is_bytes and head_dim % 64 > 0
     config = config or ragged_tile.prefill_config(
         gpu, head_dim, page_size, q.dtype.itemsize, is_heavy=is_heavy, is_bytes=is_bytes
     )
@@ -156,17 +156,6 @@ def _attend(
     return jnp.where((is_padding | (context_lens[seq] == 0))[:, None, None], 0, out)
 
 
-def _tile_of_block(kernel: Kernel, tiles_ref: Any) -> tuple[Array, Array, Tile]:
-    """Returns kv head, index and tile of this block of threads.
-
-    The last tiles of a prompt see most tokens, so they go first, those of all heads: the last name of a grid
-    changes fastest.
-    """
-    index = kernel.num_tiles - 1 - lax.axis_index("tile")
-    tile = Tile(*(tiles_ref[index, column] for column in range(len(Tile._fields))))
-    return lax.axis_index("head"), index, tile
-
-
 def _make(kernel: Kernel, body: Callable[..., None], scratch_types: list[Any], **threads: Any) -> Any:
     shape = (kernel.num_tiles, kernel.kv_heads, kernel.config.block_rows, kernel.head_dim)
 
@@ -199,8 +188,11 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
         tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, bias_ref, out_ref,
         q_s, k_s, v_s, p_s, q_bar, k_bar, v_bar, k_free, v_free, is_clean,
     ):  # fmt: skip
-        head, index, tile = _tile_of_block(kernel, tiles_ref)
+        head, index, tile = ragged_tile.of_block(kernel, tiles_ref)
         begin, *_middle, end = ragged_tile.spans(kernel, tile)
+        bytes_of = quantized_tile.Pages(kv_ref, head, page_size, kernel.head_dim, kernel.interpret)
+        pages_of = functools.partial(ragged_tile.pages_of, kernel, tile, tables_ref)
+        second = jnp.minimum(begin + 1, end - 1)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when((warpgroup == num_computing) & (end > begin))
@@ -211,7 +203,7 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
 
             def copy(step):
                 slot = lax.rem(step, jnp.int32(num_stages))
-                pages = ragged_tile.pages_of(kernel, tile, step, tables_ref)
+                pages = pages_of(step)
                 for which, (ref, bar, free) in enumerate(((k_s, k_bar, k_free), (v_s, v_bar, v_free))):
                     pl.when(step - begin >= num_stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
                     for i, page in enumerate(pages):
@@ -223,17 +215,13 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                 slot, (pages, *tiles) = lax.rem(step, jnp.int32(num_stages)), ahead
                 for which, (ref, bar, free) in enumerate(((k_s, k_bar, k_free), (v_s, v_bar, v_free))):
                     pl.when(step - begin >= num_stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-                    for i, loaded in enumerate(tiles[which]):
-                        quantized_tile.store(ref.at[slot, pl.ds(i * page_size, page_size)], loaded)
+                    tiles[which] = bytes_of.advance(ref.at[slot], which, tiles[which], pages)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(bar.at[slot])
-                    tiles[which] = ragged_tile.load_bytes(kernel, kv_ref, pages, which, head)
-                pages = ragged_tile.pages_of(kernel, tile, jnp.minimum(step + 2, end - 1), tables_ref)
-                return pages, *tiles
+                return pages_of(jnp.minimum(step + 2, end - 1)), *tiles
 
             if kernel.is_bytes:
-                ahead = ragged_tile.begin_bytes(kernel, tile, begin, end, kv_ref, tables_ref, head)
-                lax.fori_loop(begin, end, unpack, ahead)
+                lax.fori_loop(begin, end, unpack, bytes_of.begin(pages_of(begin), pages_of(second)))
             else:
                 pl.loop(begin, end)(copy)
 
@@ -336,11 +324,14 @@ def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
     pages = tokens // page_size
 
     def body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, bias_ref, out_ref, k_s, v_s, p_s):
-        head, index, tile = _tile_of_block(kernel, tiles_ref)
+        head, index, tile = ragged_tile.of_block(kernel, tiles_ref)
         begin, *_middle, end = ragged_tile.spans(kernel, tile)
+        bytes_of = quantized_tile.Pages(kv_ref, head, page_size, kernel.head_dim, kernel.interpret)
+        pages_of = functools.partial(ragged_tile.pages_of, kernel, tile, tables_ref)
+        second = jnp.minimum(begin + 1, end - 1)
 
         def copy(step: Array) -> None:
-            page_ids = ragged_tile.pages_of(kernel, tile, step, tables_ref)
+            page_ids = pages_of(step)
             for which, ref in enumerate((k_s, v_s)):
                 for i, page in enumerate(page_ids):
                     target = ref.at[lax.rem(step, jnp.int32(2)), pl.ds(i * page_size, page_size)]
@@ -349,18 +340,14 @@ def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
         def unpack(step, ahead):
             """Writes the numbers of a step to shared memory; loads what it can of the next ones.
 
-            Before, all warps have multiplied the keys of the step before; in between they meet, and have
-            multiplied its values.
+            All warps have multiplied the keys of the step before; here they meet after its values.
             """
             page_ids, *tiles = ahead
             for which, ref in enumerate((k_s, v_s)):
-                for i, loaded in enumerate(tiles[which]):
-                    quantized_tile.store(ref.at[0, pl.ds(i * page_size, page_size)], loaded)
-                tiles[which] = ragged_tile.load_bytes(kernel, kv_ref, page_ids, which, head)
+                tiles[which] = bytes_of.advance(ref.at[0], which, tiles[which], page_ids)
                 if which == 0:
                     plgpu.wait_gmem_to_smem(0)
-            page_ids = ragged_tile.pages_of(kernel, tile, jnp.minimum(step + 2, end - 1), tables_ref)
-            return page_ids, *tiles
+            return pages_of(jnp.minimum(step + 2, end - 1)), *tiles
 
         def attend(step: Array, carry: Any, *, is_full: bool) -> Any:
             if kernel.is_bytes:
@@ -395,7 +382,7 @@ def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
         def _():
             carry: Any = ragged_tile.start(kernel, out, sinks_ref.at[head] if kernel.has_sinks else None)
             if kernel.is_bytes:
-                carry += (ragged_tile.begin_bytes(kernel, tile, begin, end, kv_ref, tables_ref, head),)
+                carry += (bytes_of.begin(pages_of(begin), pages_of(second)),)
             else:
                 copy(begin)
             tuning.store(out_ref.at[index, head], ragged_tile.walk(kernel, tile, attend, carry))

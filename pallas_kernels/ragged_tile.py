@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from jax_paged.pallas_kernels import quantized_tile, tuning
+from jax_paged.pallas_kernels import tuning
 from jax_paged.pallas_kernels.tuning import LOG2E, MASKED_SCORE, KernelConfig
 
 # Rows of one wgmma.
@@ -108,6 +108,17 @@ def plan_tiles(
     first = context_len - end + row
     last = jnp.where((count > 0) & (context_len > 0), first + count, 0)
     return jnp.stack(Tile(seq, first, last, context_len), axis=1).astype(jnp.int32), row
+
+
+def of_block(kernel: Kernel, tiles_ref: Any) -> tuple[Array, Array, Tile]:
+    """Returns kv head, index and tile of this block of threads.
+
+    The last tiles of a prompt see most tokens, so they go first, those of all heads: the last name of a grid
+    changes fastest.
+    """
+    index = kernel.num_tiles - 1 - lax.axis_index("tile")
+    tile = Tile(*(tiles_ref[index, column] for column in range(len(Tile._fields))))
+    return lax.axis_index("head"), index, tile
 
 
 def spans(kernel: Kernel, tile: Tile) -> tuple[Array, Array, Array, Array]:
@@ -214,23 +225,7 @@ def clear_dead(kernel: Kernel, tile: Tile, values: Array, first_token: Array, la
     return jnp.where(live, values, jnp.zeros_like(values))
 
 
-def pages_of(kernel: Kernel, tile: Tile, step: Array, tables_ref: Any) -> list[Array]:
+def pages_of(kernel: Kernel, tile: Tile, tables_ref: Any, step: Array) -> list[Array]:
     """Returns the pages of a step."""
     pages = kernel.config.block_tokens // kernel.page_size
     return [tables_ref[tile.seq, step * pages + i] for i in range(pages)]
-
-
-def load_bytes(kernel: Kernel, kv_ref: Any, pages: list[Array], which: int, head: Array) -> list[Any]:
-    """Loads the keys (0) or values (1) of pages of a quantised pool into registers."""
-    tiles = [kv_ref.at[page, which, head] for page in pages]
-    page_size, head_dim = kernel.page_size, kernel.head_dim
-    return [quantized_tile.load(x, page_size, head_dim, interpret=kernel.interpret) for x in tiles]
-
-
-def begin_bytes(
-    kernel: Kernel, tile: Tile, begin: Array, end: Array, kv_ref: Any, tables_ref: Any, head: Array
-) -> tuple[Any, ...]:
-    """Returns what lies ahead of the first step: the pages of the second, keys and values of the first."""
-    pages = pages_of(kernel, tile, begin, tables_ref)
-    tiles = [load_bytes(kernel, kv_ref, pages, which, head) for which in range(2)]
-    return pages_of(kernel, tile, jnp.minimum(begin + 1, end - 1), tables_ref), *tiles
