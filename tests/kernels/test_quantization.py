@@ -220,22 +220,16 @@ def test_the_path_of_sm_80(kind, monkeypatch):
     assert relative_error(got, paged_decode(q[:3], numbers, tables, lens, **options)) < TOLERANCE["bfloat16"]
 
 
-def wrong_scale_row(load, tile_ref, page_size, *rest, **options):
-    numbers, scales = load(tile_ref, page_size, *rest, **options)
-    return numbers, jnp.roll(scales, 1)
+def wrong_scale_row(load, *args):
+    return [(numbers, jnp.roll(scales, 1)) for numbers, scales in load(*args)]
 
 
-def wrong_sign(load, *args, **options):
-    numbers, scales = load(*args, **options)
-    return jnp.abs(numbers), scales
+def wrong_sign(load, *args):
+    return [(jnp.abs(numbers), scales) for numbers, scales in load(*args)]
 
 
-STALE = []
-
-
-def stale_page(load, *args, **options):
-    STALE.append(load(*args, **options))
-    return STALE[max(0, len(STALE) - 2)]
+def stale_page(load, pages, which, ids):
+    return load(pages, which, [ids[0], *ids[:-1]])
 
 
 @pytest.mark.parametrize("bug", [wrong_scale_row, wrong_sign, stale_page])
@@ -243,8 +237,8 @@ def test_planted_bugs_are_seen(bug, monkeypatch):
     """A test of the tests: the oracle's tolerance is narrow enough for what a load can get wrong."""
     case = make_pools("int8", dtype="bfloat16", lens=[140, 5], query_lens=[1, 1])
     q, rows, numbers, tables, lens, _ = case
-    STALE.clear()
-    monkeypatch.setattr(quantized_tile, "load", functools.partial(bug, quantized_tile.load))
+    load = quantized_tile.Pages.load
+    monkeypatch.setattr(quantized_tile.Pages, "load", lambda *args: bug(load, *args))
     decode_kernel._attend.clear_cache()
     try:
         args = q, rows, tables, lens
