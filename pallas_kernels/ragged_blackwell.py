@@ -32,13 +32,13 @@ def mma_kernel(kernel: Kernel) -> Callable[..., Array]:
     )
     mma = functools.partial(tuning.mma, interpret=kernel.interpret)
 
-    def body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, out_ref, k_s, v_s, p_s, k_bar, v_bar):
-        head, index, tile = ragged_tile.tile_of_block(kernel, tiles_ref)
+    def body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, bias_ref, out_ref, k_s, v_s, p_s, k_bar, v_bar):
+        head, index, tile = ragged_tile.of_block(kernel, tiles_ref)
         begin, *_middle, end = ragged_tile.spans(kernel, tile)
 
         def copy(step: Array) -> None:
             slot = lax.rem(step, jnp.int32(num_stages))
-            page_ids = ragged_tile.pages_of(kernel, tile, step, tables_ref)
+            page_ids = ragged_tile.pages_of(kernel, tile, tables_ref, step)
             for which, (ref, bar) in enumerate(((k_s, k_bar), (v_s, v_bar))):
                 for i, page in enumerate(page_ids):
                     target = ref.at[slot, pl.ds(i * page_size, page_size)]
@@ -52,8 +52,9 @@ def mma_kernel(kernel: Kernel) -> Callable[..., Array]:
             plgpu.barrier_wait(k_bar.at[slot])
             keys = plgpu.load(k_s.at[slot].T, layout=rhs, optimized=False)
             live = None if is_full else ragged_tile.live(kernel, tile, 0, step, out)
+            bias = ragged_tile.bias(kernel, tile, head, 0, step, out, bias_ref)
             probs, (acc, largest, total) = ragged_tile.softmax(
-                kernel, mma(scores, queries, keys), carry, live
+                kernel, mma(scores, queries, keys), carry, live, bias
             )
             p_s[...] = probs
             plgpu.commit_smem()

@@ -32,6 +32,7 @@ from jaxtyping import Array
 from jax_paged.pallas_kernels import expert_check, ops, reference
 from jax_paged.pallas_kernels.expert_check import Experts
 from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul, implementation_of
+from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
 
 OPS = ("write_kv", "copy_blocks", "paged_decode", "ragged_attention")
 # Long enough for an item of the work list to hold many blocks; a prompt that fills several tiles.
@@ -77,6 +78,7 @@ class Suite:
         page_size: Tokens per page.
         dtype: Of queries, keys and values.
         max_len: Tokens of the longest sequence; LONGEST stands for all longer ones.
+        kv_cache_dtype: What the pool holds: "auto" for the dtype above, or a name of quantization.DTYPES.
         experts: The products of layers with experts.
     """
 
@@ -86,6 +88,7 @@ class Suite:
     page_size: int
     dtype: str
     max_len: int
+    kv_cache_dtype: str = "auto"
     experts: tuple[Experts, ...] = ()
 
     @classmethod
@@ -93,6 +96,11 @@ class Suite:
         """Returns the suite that dataclasses.asdict made the values of."""
         kinds = {"variants": Variant, "experts": Experts}
         return cls(**values | {name: tuple(kind(**v) for v in values[name]) for name, kind in kinds.items()})
+
+    def stored(self, numbers: np.ndarray) -> Array:
+        """Returns the pool that holds these numbers."""
+        pool = jnp.asarray(numbers)
+        return tiles_of(quantize(pool, DTYPES.get(self.kv_cache_dtype, pool.dtype)))
 
     @property
     def bound(self) -> float:
@@ -173,7 +181,7 @@ def make_case(
     q = rng.standard_normal((start[-1] + padding, variant.heads, suite.head_dim), np.float32)
     q[start[-1] :] = np.nan
     integers = [tables, np.array([n for n, _ in pairs]), start][: 3 if op == "ragged_attention" else 2]
-    args = q.astype(suite.dtype), pool, *(x.astype(np.int32) for x in integers)
+    args = q.astype(suite.dtype), suite.stored(pool), *(x.astype(np.int32) for x in integers)
     options = {"scale": variant.scale, "window": window, "soft_cap": variant.soft_cap}
     if variant.has_bias:
         options["distance_bias"] = jnp.asarray(rng.standard_normal((variant.heads, 65), np.float32))
@@ -211,6 +219,7 @@ def move_cases(suite: Suite) -> Iterator[Case]:
     slots = rng.permutation(num_slots)[: num_slots // 2].astype(np.int32)
     slots[::7] = num_slots + np.arange(len(slots[::7]))
     k, v = rng.standard_normal((2, len(slots), *shape[2::2]), np.float32).astype(suite.dtype)
+    pool = suite.stored(pool)
     yield Case("write_kv", "write_kv", tuple(jax.device_put((pool, k, v, slots))))
     src, dst = rng.permutation(num_pages).reshape(2, -1).astype(np.int32)
     src[3], dst[5] = num_pages, num_pages + 7
@@ -220,6 +229,9 @@ def move_cases(suite: Suite) -> Iterator[Case]:
 def expected(case: Case) -> Array:
     """Returns what the reference says; of attention one head at a time, as it takes so much memory."""
     run, options = getattr(reference, case.op), case.options
+    if case.op == "write_kv":
+        pool, k, v, slots = case.args
+        return jax.jit(run)(pool, quantize(k, pool.dtype), quantize(v, pool.dtype), slots)
     if case.moves or case.op == "grouped_matmul":
         with jax.default_matmul_precision("highest"):  # a GPU would round float32 to 11 bits
             return jax.jit(run)(*case.args)

@@ -5,11 +5,20 @@ They need a compiler for GPUs (make kernels-emulate), and no GPU.
 
 import dataclasses
 import importlib.util
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.oracle import TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
+from helpers.oracle import (
+    TOLERANCE,
+    make_case,
+    paged_decode,
+    quantized,
+    ragged_attention,
+    relative_error,
+    tiled,
+)
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.ops.gpu import attention_mgpu, ragged_dot_mgpu
 
@@ -39,21 +48,27 @@ def is_wrong(gpu, op):
     from ptx_emulator.memory import KernelError
 
     options = {"scale": 0.1}
+    q, pool, *rest = DECODE if op.startswith("decode") else RAGGED
+    numbers = pool
+    if op.endswith("bytes"):
+        rows, numbers = quantized(pool, "int8")
+        pool = jnp.asarray(tiled(rows))
     try:
         with emulated_gpu(gpu).installed():
-            if op == "decode":
-                want = paged_decode(*DECODE, **options)
-                config = decode_kernel.decode_config(tuning.target(), DECODE[1].shape, DECODE[1].dtype)
+            if op.startswith("decode"):
+                want = paged_decode(q, numbers, *rest, **options)
+                config = decode_kernel.decode_config(tuning.target(), pool.shape, pool.dtype)
                 config = dataclasses.replace(config, num_parts=2)
-                got = decode_kernel.paged_decode(*DECODE, config=config, **options)
+                got = decode_kernel.paged_decode(q, pool, *rest, config=config, **options)
             elif op == "experts":
                 rows = np.split(ROWS.astype(np.float64), np.cumsum(SIZES)[:-1])
                 want = np.concatenate([x @ w for x, w in zip(rows, KERNELS.astype(np.float64), strict=True)])
                 args = map(jnp.asarray, (ROWS, KERNELS, np.array(SIZES, np.int32)))
                 got = grouped_wgmma.grouped_matmul(*args, tiles=TILES)
             else:
-                want = ragged_attention(*RAGGED, **options)
-                got = ops.ragged_attention(*RAGGED[:4], jnp.asarray(RAGGED[4]), backend="pallas", **options)
+                want = ragged_attention(q, numbers, *rest, **options)
+                rest[-1] = jnp.asarray(rest[-1])
+                got = ops.ragged_attention(q, pool, *rest, backend="pallas", **options)
     except KernelError as error:
         print(error)
         return True
@@ -73,9 +88,12 @@ def leave_out(monkeypatch, owner, name, number):
     return calls
 
 
+ATTENTION = [f"{op}{pool}" for op in ("decode", "ragged") for pool in ("", " bytes")]
+
+
 @pytest.mark.parametrize(
     ("gpu", "op"),
-    [*((gpu, op) for gpu in ("h100", "a100", "b200") for op in ("decode", "ragged")), ("h100", "experts")],
+    [*itertools.product(("h100", "a100", "b200"), ATTENTION), ("h100", "experts")],
 )
 def test_nothing_planted(gpu, op, monkeypatch):
     from ptx_emulator.gpu import emulated_gpu
@@ -184,7 +202,12 @@ def test_experts_with_a_wrong_work_list(change, monkeypatch):
 # In the order in which the kernels are traced.
 FENCES = {
     "decode": ("weights of full blocks", "weights of masked blocks", "result"),
+    "decode bytes": (
+        *("keys of full blocks", "weights of full blocks"),
+        *("keys of masked blocks", "weights of masked blocks", "result"),
+    ),
     "ragged": ("cleaned values", "queries", "result"),
+    "ragged bytes": ("keys", "values", "cleaned values", "queries", "result"),
 }
 
 
