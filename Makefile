@@ -109,6 +109,7 @@ SCHEDULES ?= 1
 kernels-emulate: $(KERNELS_READY)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate h100 --schedules $(SCHEDULES) $(ARGS)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate a100 --schedules $(SCHEDULES) $(ARGS)
+	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate b200 --schedules $(SCHEDULES) $(ARGS)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest -m slow tests/kernels/test_planted_bugs.py $(ARGS)
 
 # The native backend with sanitizers: address and undefined behaviour in Python, where LeakSanitizer would report what
