@@ -291,6 +291,26 @@ def test_tma_load(swizzle):
     np.testing.assert_array_equal(out, want)
 
 
+@pytest.mark.parametrize("swizzle", [16, 32, 64, 128])
+def test_a_tile_that_begins_within_a_pattern(swizzle):
+    """A store from the fourth line of 128 bytes: chunks are flipped by the lines of their addresses."""
+    columns, start = max(32, swizzle) // 2, 3 * 128
+    shared, out = RNG.integers(0, 256, 4096).astype(np.uint8), np.zeros((16, columns), np.uint16)
+    tensor = TensorMap(1, out.shape, (columns, 1), swizzle, out.shape)
+    body = copy(1, 4096, to_shared=True) + FENCE + "bar.sync 0;\n"
+    args = ((tensor,), 0)
+    run(body + STORE.replace("[%r1]", f"[%r1+{start}]"), shared, out, args=args)
+    want = np.zeros(out.nbytes, np.uint8)
+    for offset in range(0, out.nbytes, 16):
+        chunk, line = (start + offset) // 16 % 8, (SMEM_BASE + start + offset) // 128 % 8
+        chunk ^= {16: 0, 32: line & 1, 64: line & 3, 128: line}[swizzle]
+        there = (start + offset) // 128 * 128 + chunk * 16
+        want[offset : offset + 16] = shared[there : there + 16]
+    np.testing.assert_array_equal(out.reshape(-1).view(np.uint8), want)
+    misplaced = body + STORE.replace("[%r1]", f"[%r1+{start + 64}]")
+    fails("not aligned to 128 bytes", misplaced, shared, out, args=args)
+
+
 @pytest.mark.parametrize(("y", "x"), [(-3, 0), (5, 24), (30, 0), (5, -8), (5, 300), (-100, 5)])
 def test_tma_fills_with_zeros(y, x):
     array, out = np.ones((32, 32), np.uint16), np.full((16, 32), 7, np.uint16)
