@@ -204,7 +204,7 @@ def _multiply(x: Array, kernels: Array, group_sizes: Array, tiles: Tiles, interp
 
             acc = pl.run_scoped(multiply, ACC((WGMMA_ROWS, tiles.columns), jnp.float32))
             plgpu.barrier_arrive(free.at[slot_of(num_steps - 1)])
-            # JAX may swizzle this buffer. The pattern is one of addresses, so TMA stores rows from any of them.
+            # JAX may swizzle this buffer. The pattern is one of addresses, so TMA stores from any row on.
             tuning.store(y_smem.at[own], acc.astype(dtype))
             plgpu.commit_smem()
             row = jnp.clip(begin - first - warpgroup * WGMMA_ROWS, 0, WGMMA_ROWS)

@@ -114,11 +114,13 @@ EXPERTS = dataclasses.replace(SUITE, experts=(Experts(2, 6, 64, 64),))
 
 
 def test_experts_that_are_right(tmp_path):
-    verdict = check(EXPERTS, tmp_path, candidate="pallas_interpret", rival=STAND_IN + "slow_experts")
+    candidate, rival = STAND_IN + "interpreted_experts", STAND_IN + "slow_experts"
+    verdict = check(EXPERTS, tmp_path, candidate=candidate, rival=rival)
     rows = [row for row in verdict.rows if row["case"].startswith("grouped_matmul")]
-    assert [row["what"] for row in rows[:2]] == ["error", "error"]
+    names = [f"grouped_matmul, {n} rows, 6 x 64 x 64" for n in (66, 1026, 64, 1024)]
+    assert [row["case"] for row in rows] == names
+    assert [row["what"] for row in rows] == ["error", "error", "us", "us"]
     assert all(row["value"] <= row["limit"] for row in rows[:2])
-    assert [row["case"] for row in rows[:2]] == [f"grouped_matmul, {n} rows, 6 x 64 x 64" for n in (66, 1026)]
 
 
 def test_experts_that_are_wrong(tmp_path):
@@ -128,7 +130,7 @@ def test_experts_that_are_wrong(tmp_path):
 
 
 def test_experts_that_are_slow(tmp_path):
-    verdict = check(EXPERTS, tmp_path, candidate=STAND_IN + "slow_experts", rival=STAND_IN + "slow")
+    verdict = check(EXPERTS, tmp_path, candidate=STAND_IN + "slow_experts", rival="xla")
     assert verdict.outcome == "slower"
     assert "grouped_matmul, 64 rows, 6 x 64 x 64 (us " in verdict.reason
 
@@ -269,7 +271,7 @@ def on_gpu(monkeypatch):
     gpu = SimpleNamespace(platform="gpu", device_kind=device.device_kind, client=device.client)
     fake = SimpleNamespace(devices=lambda: [gpu], config=jax.config, eval_shape=jax.eval_shape)
     monkeypatch.setattr(kernel_check, "jax", fake)
-    monkeypatch.setattr(kernel_check, "resolve_backend", lambda backend, kv_cache_dtype, name: "xla")
+    monkeypatch.setattr(kernel_check, "resolve_backend", lambda backend, name: "xla")
 
 
 @pytest.mark.parametrize(("outcome", "verdict"), verdicts())
