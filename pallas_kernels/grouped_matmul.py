@@ -70,6 +70,6 @@ def implementation_of(backend: str) -> Literal["loop", "reference", "wgmma"]:
     if backend in ("pallas", "pallas_interpret"):
         from jax_paged.pallas_kernels import tuning
 
-        if tuning.target(interpret=backend == "pallas_interpret").capability[0] == 9:
+        if tuning.target(interpret=backend == "pallas_interpret").has_wgmma:
             return "wgmma"
     return "loop"
