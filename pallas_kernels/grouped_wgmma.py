@@ -97,14 +97,19 @@ def work_list(group_sizes: Int[Array, " g"], num_rows: int, rows: int) -> Int[Ar
     """
     most = min(group_sizes.shape[0], num_rows)
     items = jnp.arange(most + (num_rows + (ALIGNMENT - 2) * most) // rows)
-    ends = jnp.minimum(jnp.cumsum(group_sizes), num_rows)
-    begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    groups = jnp.arange(group_sizes.shape[0])
+
+    def running_sum(values: Array) -> Array:  # which XLA fuses, while a cumsum is a kernel of its own
+        return jnp.sum(jnp.where(groups <= groups[:, None], values, 0), axis=1)
+
+    ends = running_sum(group_sizes)
+    begins, ends = jnp.minimum(ends - group_sizes, num_rows), jnp.minimum(ends, num_rows)
     firsts = begins // ALIGNMENT * ALIGNMENT
-    last_items = jnp.cumsum(jnp.where(ends > begins, pl.cdiv(ends - firsts, rows), 0))
-    group = jnp.sum(items[:, None] >= last_items, axis=1)
-    is_used, group = group < len(ends), jnp.minimum(group, len(ends) - 1)
-    first_items = jnp.concatenate([jnp.zeros_like(last_items[:1]), last_items[:-1]])
-    first = firsts[group] + (items - first_items[group]) * rows
+    counts = jnp.where(ends > begins, pl.cdiv(ends - firsts, rows), 0)
+    end_items = running_sum(counts)
+    group = jnp.sum(items[:, None] >= end_items, axis=1)
+    is_used, group = group < len(groups), jnp.minimum(group, len(groups) - 1)
+    first = firsts[group] + (items - (end_items - counts)[group]) * rows
     begin = jnp.maximum(begins[group], first)
     end = jnp.where(is_used, jnp.minimum(ends[group], first + rows), begin)
     return jnp.stack([group, first, begin, end], axis=1).astype(jnp.int32)
