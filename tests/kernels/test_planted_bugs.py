@@ -193,7 +193,7 @@ def test_experts_with_a_wrong_work_list(change, monkeypatch):
     right = grouped_wgmma.work_list
 
     def work_list(*args):
-        column, step = {"last row": (3, 1), "first row": (2, 1), "group": (0, -1)}[change]
+        column, step = {"last row": (3, -1), "first row": (2, 1), "group": (0, -1)}[change]
         return right(*args).at[1, column].add(step)
 
     monkeypatch.setattr(grouped_wgmma, "work_list", work_list)
