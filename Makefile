@@ -111,6 +111,7 @@ kernels-emulate: $(KERNELS_READY)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate a100 --schedules $(SCHEDULES) $(ARGS)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate b200 --schedules $(SCHEDULES) $(ARGS)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest -m slow tests/kernels/test_planted_bugs.py $(ARGS)
+	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest -m slow tests/kernels/test_planted_bugs_on_blackwell.py $(ARGS)
 
 # The native backend with sanitizers: address and undefined behaviour in Python, where LeakSanitizer would report what
 # Python never frees; threads in a program of their own, as Python's and XLA's are not compiled for the sanitizer.

@@ -93,7 +93,7 @@ ATTENTION = [f"{op}{pool}" for op in ("decode", "ragged") for pool in ("", " byt
 
 @pytest.mark.parametrize(
     ("gpu", "op"),
-    [*itertools.product(("h100", "a100", "b200"), ATTENTION), ("h100", "experts")],
+    [*itertools.product(("h100", "a100"), ATTENTION), ("h100", "experts")],
 )
 def test_nothing_planted(gpu, op, monkeypatch):
     from ptx_emulator.gpu import emulated_gpu
@@ -154,21 +154,6 @@ def test_a_missing_wait(op, number, monkeypatch):
     calls = leave_out(monkeypatch, plgpu, "barrier_wait", number)
     assert is_wrong("h100", op)
     assert len(calls) == (4 if op == "decode" else len(RAGGED_WAITS))
-
-
-# Keys and values, of full and of masked steps.
-@pytest.mark.parametrize("number", range(4))
-def test_a_missing_wait_on_blackwell(number, monkeypatch):
-    calls = leave_out(monkeypatch, plgpu, "barrier_wait", number)
-    assert is_wrong("b200", "ragged")
-    assert len(calls) == 4
-
-
-@pytest.mark.parametrize("number", range(2))  # probabilities of full and of masked steps
-def test_a_missing_fence_on_blackwell(number, monkeypatch):
-    calls = leave_out(monkeypatch, plgpu, "commit_smem", number)
-    assert is_wrong("b200", "ragged")
-    assert len(calls) == 2
 
 
 @pytest.mark.parametrize(
