@@ -324,7 +324,7 @@ def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
             for which, ref in enumerate((k_s, v_s)):
                 tiles[which] = bytes_of.advance(ref.at[0], which, tiles[which], page_ids)
                 if which == 0:
-                    plgpu.wait_gmem_to_smem(0)
+                    tuning.meet(config.has_tma)
             return pages_of(jnp.minimum(step + 2, end - 1)), *tiles
 
         def attend(step: Array, carry: Any, *, is_full: bool) -> Any:
@@ -347,7 +347,7 @@ def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
             )
             p_s[...] = probs
             if kernel.is_bytes:
-                plgpu.wait_gmem_to_smem(0)
+                tuning.meet(config.has_tma)
             else:
                 tuning.wait_cp_async(step + 1 >= end, 0, 2 * pages)  # for the values, and for the others' p_s
             probs = plgpu.load(p_s, layout=lhs, optimized=False)
