@@ -301,10 +301,8 @@ def test_blackwell_has_to_pass_its_own_check(on_gpu, tmp_path, monkeypatch, outc
 
     monkeypatch.setattr(kernel_check, "_run", run)
     monkeypatch.setattr(kernel_check, "check", functools.partial(check, folder=tmp_path))
-    for device, backend in (
-        ("NVIDIA H100", "pallas"),
-        ("NVIDIA B200", "pallas" if outcome == "passed" else "xla"),
-    ):
+    expected = {"NVIDIA H100": "pallas", "NVIDIA B200": "pallas" if outcome == "passed" else "xla"}
+    for device, backend in expected.items():
         monkeypatch.setattr(kernel_check, "_machine", lambda device=device: machine | {"device": device})
         assert choose_backend(EngineArgs(), None, None)[0] == backend
     assert checked == list(expected)
