@@ -18,6 +18,7 @@ import dataclasses
 import datetime
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -190,7 +191,7 @@ def run_here(check: Check, dump: Path) -> dict[str, Any]:
     memory = compiled.memory_analysis()
     assert memory is not None
     # A quantised pool is reshaped on its way to a kernel.
-    shapes = [pool_shape, (*pool_shape[:3], pool_shape[3] * pool_shape[4])]
+    shapes = [pool_shape, (*pool_shape[:3], math.prod(pool_shape[3:]))]
     pool = "|".join(rf"\w+\[{','.join(map(str, shape))}\]" for shape in shapes)
     copies = re.findall(rf"= (?:{pool})\S* copy(?:-start)?\(", compiled.as_text())
     found: dict[str, Any] = {
