@@ -70,7 +70,7 @@ def ragged_attention(
     (num_tokens, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
     num_seqs, group, is_bytes = context_lens.shape[0], num_heads // kv_heads, is_quantized(kv_pages)
     is_heavy = (window is not None and soft_cap is not None) or distance_bias is not None
-    is_heavy |= is_bytes and head_dim % 64 > 0
+    is_heavy |= is_bytes and (head_dim % 64 > 0 or kv_pages.dtype == jnp.uint8)
     config = config or ragged_tile.prefill_config(
         gpu, head_dim, page_size, q.dtype.itemsize, is_heavy=is_heavy, is_bytes=is_bytes
     )
