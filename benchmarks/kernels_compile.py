@@ -16,7 +16,9 @@ import argparse
 import concurrent.futures
 import dataclasses
 import datetime
+import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -42,11 +44,14 @@ INSTRUCTIONS = {
     "TMA store": r"cp\.async\.bulk\S*\.global\.shared",
     "cp.async": r"cp\.async\.c[ag]\b",
 }
+BLACKWELL = ("b200", "rtx5090")
 EXPECTED = {
     ("paged_decode", "h100"): {"mma", "TMA"},
     ("paged_decode", "a100"): {"mma", "cp.async"},
     ("ragged_attention", "h100"): {"wgmma", "TMA"},
     ("ragged_attention", "a100"): {"mma", "cp.async"},
+    **{key: {"mma", "TMA"} for key in itertools.product(("paged_decode", "ragged_attention"), BLACKWELL)},
+    ("grouped_matmul", "h100"): {"wgmma", "TMA", "TMA store"},
 }
 
 
@@ -64,11 +69,39 @@ class KernelCheck:
     window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    kv_cache_dtype: str = "auto"
+    has_bias: bool = False
 
     def __str__(self) -> str:
         shape = f"{self.heads}/{self.kv_heads} x {self.head_dim}, page {self.page_size}, {self.dtype}"
         flags = {"window": self.window, "soft cap": self.soft_cap, "sinks": self.has_sinks}
+        flags |= {"bias": self.has_bias, f"{self.kv_cache_dtype} pool": self.is_bytes}
         return f"{self.op} {self.gpu} {shape}" + "".join(f", {k}" for k, v in flags.items() if v)
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether the pool is quantised; then no copies of pages are asynchronous."""
+        return self.kv_cache_dtype != "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertCheck:
+    """The products of a layer's experts, rows [rows, size] times one of `groups` kernels [size, width]."""
+
+    gpu: str
+    rows: int
+    groups: int
+    size: int
+    width: int
+    dtype: str = "bfloat16"
+    op: str = "grouped_matmul"
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.gpu} {self.rows} rows, {self.shape}, {self.dtype}"
+
+    @property
+    def shape(self) -> str:
+        return f"{self.groups} x {self.size} x {self.width}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +120,14 @@ class StepCheck:
         return f"step {self.gpu} {self.backend} {kind}" + ", one graph" * self.one_graph
 
 
-Check = KernelCheck | StepCheck
+Check = KernelCheck | ExpertCheck | StepCheck
 
 
 def all_checks() -> list[Check]:
     checks: list[Check] = []
     for gpu in ("h100", "a100"):
-        checks += [KernelCheck(op, gpu) for op in ("write_kv", "copy_blocks")]
+        for op in ("write_kv", "copy_blocks"):
+            checks += [KernelCheck(op, gpu, kv_cache_dtype=name) for name in ("auto", "int8")]
         for op in ("paged_decode", "ragged_attention"):
             make = lambda op=op, gpu=gpu, **options: KernelCheck(op, gpu, **options)  # noqa: E731
             checks += [make(head_dim=d) for d in (64, 96, 128, 256)]
@@ -103,7 +137,23 @@ def all_checks() -> list[Check]:
             checks += [make(window=4096), make(soft_cap=50.0), make(has_sinks=True)]
             everything: dict[str, Any] = {"window": 4096, "soft_cap": 50.0, "has_sinks": True}
             checks += [make(head_dim=d, **everything) for d in (64, 96, 128, 256)]
+            checks += [make(head_dim=d, has_bias=True) for d in (64, 128)]
+            checks += [make(head_dim=d, kv_cache_dtype="int8") for d in (64, 128, 256)]
+            checks += [make(head_dim=80, page_size=32, kv_cache_dtype="int8")]
+            checks += [make(page_size=64, kv_cache_dtype="int8"), make(kv_cache_dtype="fp8_e4m3")]
+            checks += [make(kv_cache_dtype="fp8_e4m3", **everything)]
     checks += [KernelCheck(op, "h100", head_dim=80) for op in ("paged_decode", "ragged_attention")]
+    everything = {"window": 4096, "soft_cap": 50.0, "has_sinks": True}
+    for gpu in BLACKWELL:
+        for op in ("paged_decode", "ragged_attention"):
+            make = lambda op=op, gpu=gpu, **options: KernelCheck(op, gpu, **options)  # noqa: E731
+            checks += [make(head_dim=d) for d in (64, 80, 96, 128, 256)]
+            checks += [make(page_size=64), make(dtype="float16"), make(heads=28, kv_heads=4)]
+            checks += [make(head_dim=d, **everything) for d in (64, 128, 256)]
+    # Mixtral 8x7B and Qwen3 30B-A3B: 32 tokens, and a chunk of 2,048.
+    for per_token, groups, size, width in ((2, 8, 4096, 14336), (2, 8, 14336, 4096), (8, 128, 2048, 768)):
+        checks += [ExpertCheck("h100", n * per_token, groups, size, width) for n in (32, 2048)]
+    checks += [ExpertCheck("h100", 64, 8, 4096, 14336, "float16"), ExpertCheck("h100", 2, 8, 4096, 14336)]
     decode, mixed = (True, 32, 32), (False, 2048, 256)
     checks += [StepCheck("h100", "pallas", *decode, one_graph=graph) for graph in (False, True)]
     checks += [StepCheck("h100", "pallas", True, 256, 256, one_graph=True)]
@@ -129,7 +179,8 @@ def run_here(check: Check, dump: Path) -> dict[str, Any]:
     device = topology.devices[0]
     start = time.perf_counter()
     with jax.default_device(device):
-        lower, pool_shape = (lower_op if isinstance(check, KernelCheck) else lower_step)(check, device)
+        lower_check: Any = {KernelCheck: lower_op, ExpertCheck: lower_experts, StepCheck: lower_step}
+        lower, pool_shape = lower_check[type(check)](check, device)
         lowered = lower()
     lowered_at = time.perf_counter()
     from jax_paged.worker.compilation import ONE_GRAPH
@@ -139,8 +190,10 @@ def run_here(check: Check, dump: Path) -> dict[str, Any]:
     compiled_at = time.perf_counter()
     memory = compiled.memory_analysis()
     assert memory is not None
-    pool = re.escape(f"bf16[{','.join(map(str, pool_shape))}]")
-    copies = re.findall(rf"= {pool}\S* copy(?:-start)?\(", compiled.as_text())
+    # A quantised pool is reshaped on its way to a kernel.
+    shapes = [pool_shape, (*pool_shape[:3], math.prod(pool_shape[3:]))]
+    pool = "|".join(rf"\w+\[{','.join(map(str, shape))}\]" for shape in shapes)
+    copies = re.findall(rf"= (?:{pool})\S* copy(?:-start)?\(", compiled.as_text())
     found: dict[str, Any] = {
         "lower_s": round(lowered_at - start, 1),
         "compile_s": round(compiled_at - lowered_at, 1),
@@ -148,7 +201,7 @@ def run_here(check: Check, dump: Path) -> dict[str, Any]:
         "temp_bytes": memory.temp_size_in_bytes,
         "kernels": read_kernels(dump),
     }
-    if isinstance(check, KernelCheck):
+    if not isinstance(check, StepCheck):
         found["loops"] = read_loops(dump)
     for file in dump.glob("*thunk_sequence_after_thunk_passes.txt"):
         top = [line for line in file.read_text().splitlines() if re.match(r"\d+: ", line)]
@@ -162,6 +215,7 @@ def lower_op(check: KernelCheck, device: Any) -> tuple[Callable[[], Any], tuple[
     import jax.numpy as jnp
 
     from jax_paged.pallas_kernels import ops
+    from jax_paged.pallas_kernels.quantization import DTYPES
 
     sharding, num_seqs, num_rows = jax.sharding.SingleDeviceSharding(device), 32, 512
 
@@ -169,8 +223,9 @@ def lower_op(check: KernelCheck, device: Any) -> tuple[Callable[[], Any], tuple[
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     dtype = jnp.dtype(check.dtype)
-    pool_shape = (NUM_BLOCKS, 2, check.kv_heads, check.page_size, check.head_dim)
-    pool, rows = spec(*pool_shape, dtype=dtype), spec(num_rows, check.kv_heads, check.head_dim, dtype=dtype)
+    pool_shape = (NUM_BLOCKS, 2, check.kv_heads, check.page_size, check.head_dim + check.is_bytes)
+    pool = spec(*pool_shape, dtype=DTYPES.get(check.kv_cache_dtype, dtype))
+    rows = spec(num_rows, check.kv_heads, check.head_dim, dtype=dtype)
     tables, lens = spec(num_seqs, 512), spec(num_seqs)
     options: dict[str, Any] = {"backend": "pallas"}
     args: tuple[Any, ...]
@@ -184,14 +239,30 @@ def lower_op(check: KernelCheck, device: Any) -> tuple[Callable[[], Any], tuple[
         args = (spec(num_rows, check.heads, check.head_dim, dtype=dtype), pool, tables, lens)
         args += () if check.op == "paged_decode" else (spec(num_seqs + 1),)
         args += (spec(check.heads, dtype=jnp.float32),) * check.has_sinks
+        args += (spec(check.heads, 128, dtype=jnp.float32),) * check.has_bias
 
     def run(*args: Any) -> Any:
-        sinks = {"sinks": args[-1]} if check.has_sinks else {}
-        return getattr(ops, check.op)(*args[: len(args) - len(sinks)], **options, **sinks)
+        assert not (check.has_sinks and check.has_bias)
+        name = "sinks" if check.has_sinks else "distance_bias" if check.has_bias else None
+        last = {} if name is None else {name: args[-1]}
+        return getattr(ops, check.op)(*args[: len(args) - len(last)], **options, **last)
 
     in_place = (0,) if check.op in ("write_kv", "copy_blocks") else ()
     jitted = jax.jit(run, donate_argnums=in_place)
     return lambda: jitted.trace(*args).lower(), pool_shape
+
+
+def lower_experts(check: ExpertCheck, device: Any) -> tuple[Callable[[], Any], tuple[int, ...]]:
+    import jax
+
+    from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
+
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shapes = ((check.rows, check.size), (check.groups, check.size, check.width), (check.groups,))
+    dtypes = (check.dtype, check.dtype, "int32")
+    args = [jax.ShapeDtypeStruct(*x, sharding=sharding) for x in zip(shapes, dtypes, strict=True)]
+    jitted = jax.jit(lambda *args: grouped_matmul(*args, backend="pallas"))
+    return lambda: jitted.trace(*args).lower(), shapes[1]
 
 
 def lower_step(check: StepCheck, device: Any) -> tuple[Callable[[], Any], tuple[int, ...]]:
@@ -291,9 +362,11 @@ def problems(check: Check, found: dict[str, Any]) -> list[str]:
     out += [f"wgmma of {name} waits" for name, kernel in found["kernels"].items() if kernel["is_serialized"]]
     if found["pool_copies"]:
         out.append(f"{found['pool_copies']} copies of a pool")
-    if isinstance(check, KernelCheck):
+    if not isinstance(check, StepCheck):
         seen = {k for kernel in found["kernels"].values() for k in kernel["instructions"]}
         missing = EXPECTED.get((check.op, check.gpu), set()) - seen
+        if isinstance(check, KernelCheck) and check.is_bytes:
+            missing -= {"TMA", "cp.async"}
         out += [f"no {name}" for name in sorted(missing)]
         out += ["no kernel"] * (not found["kernels"])
     return out
@@ -306,10 +379,13 @@ def table(results: list[tuple[Check, dict[str, Any]]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for check, found in results:
-        if not isinstance(check, KernelCheck):
+        if isinstance(check, StepCheck):
             continue
-        heads = f"{check.heads}/{check.kv_heads}"
-        row = [check.op, check.gpu, heads, check.head_dim, check.page_size, flags(check)]
+        if isinstance(check, ExpertCheck):
+            row = [check.op, check.gpu, f"{check.rows} rows, {check.shape}", "", "", flags(check)]
+        else:
+            heads = f"{check.heads}/{check.kv_heads}"
+            row = [check.op, check.gpu, heads, check.head_dim, check.page_size, flags(check)]
         for name, k in found.get("kernels", {}).items() or {"**failed**": None}.items():
             cells = ["", "", "", ""]
             if k is not None:
@@ -357,9 +433,13 @@ def loop_table(results: list[tuple[Check, dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def flags(check: KernelCheck) -> str:
-    names = [check.dtype] * (check.dtype != "bfloat16") + ["window"] * bool(check.window)
-    return ", ".join(names + ["soft cap"] * bool(check.soft_cap) + ["sinks"] * check.has_sinks)
+def flags(check: KernelCheck | ExpertCheck) -> str:
+    names = [check.dtype] * (check.dtype != "bfloat16")
+    if isinstance(check, ExpertCheck):
+        return ", ".join(names)
+    names += ["window"] * bool(check.window) + ["soft cap"] * bool(check.soft_cap)
+    names += ["sinks"] * check.has_sinks + ["bias"] * check.has_bias
+    return ", ".join(names + [f"{check.kv_cache_dtype} pool"] * check.is_bytes)
 
 
 def accept(results: list[tuple[Check, dict[str, Any]]]) -> None:

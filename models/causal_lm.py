@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from jax_paged.models.attention import (
 from jax_paged.models.forward_context import ForwardContext
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.layers import Embedding, Linear
+from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
 
 
 class LanguageModel(nnx.Module):
@@ -100,7 +102,8 @@ class LanguageModel(nnx.Module):
         def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
             return cross_attention(layer, q, kv_cache, metadata, scale=scale)
 
-        return ForwardContext(self, metadata.positions, attend, cross_attend)
+        multiply = functools.partial(grouped_matmul, backend=metadata.backend)
+        return ForwardContext(self, metadata.positions, attend, cross_attend, multiply)
 
 
 class CausalLM(LanguageModel):

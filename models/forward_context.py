@@ -27,6 +27,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from jax_paged.models.rope import Rope, Rotation
+from jax_paged.pallas_kernels import grouped_loop
 
 
 class Attend(Protocol):
@@ -47,6 +48,12 @@ class Attend(Protocol):
         soft_cap: float | None = None,
         distance_bias: Array | None = None,
     ) -> Array: ...
+
+
+class GroupedMatmul(Protocol):
+    """What multiplies the rows of experts: grouped_matmul, with a backend."""
+
+    def __call__(self, x: Array, kernels: Array, group_sizes: Array, /) -> Array: ...
 
 
 class CrossAttend(Protocol):
@@ -73,6 +80,7 @@ class ForwardContext:
             leading dimensions of what every module takes and returns.
         attend: How tokens attend to their sequence.
         cross_attend: How tokens attend to the encoder's output.
+        grouped_matmul: What multiplies the rows of experts; by default what can be differentiated.
         rotations: By how much the tokens are rotated, for each rope of the model.
         hooks: What happens to the output of some modules, by their paths; see hooks.py.
     """
@@ -81,6 +89,7 @@ class ForwardContext:
     positions: Int[Array, "*t"]
     attend: Attend
     cross_attend: CrossAttend = no_cross_attention
+    grouped_matmul: GroupedMatmul = grouped_loop.grouped_matmul
     rotations: Mapping[Rope, Rotation] = types.MappingProxyType({})
     hooks: Mapping[str, Callable[[Array], Array]] = types.MappingProxyType({})
 

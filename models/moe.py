@@ -1,7 +1,6 @@
 """Mixtures of experts: a router chooses a few MLPs for each token, and only those are computed.
 
-Source: Shazeer et al., Outrageously Large Neural Networks, 2017; Gale et al., MegaBlocks, 2022 (the blocks of
-rows in grouped_matmul).
+Source: Shazeer et al., Outrageously Large Neural Networks, 2017.
 """
 
 import dataclasses
@@ -47,58 +46,6 @@ class MoeConfig(LlamaConfig):
         return {"num_experts": num, "num_experts_per_tok": chosen}
 
 
-@jax.custom_vjp
-def grouped_matmul(
-    x: Float[Array, "n i"], kernels: Float[Array, "g i o"], group_sizes: Int[Array, " g"]
-) -> Float[Array, "n o"]:
-    """Multiplies the first group_sizes[0] rows by kernels[0], the next group_sizes[1] by kernels[1], ...
-
-    jax.lax.ragged_dot returns this too, but on a CPU it multiplies all rows by all kernels. This function
-    reads only the kernels of groups that are not empty, and a row's result does not depend on the other rows.
-    Not measured on a GPU.
-
-    Args:
-        x: Rows, sorted by group.
-        kernels: One per group.
-        group_sizes: int32, rows of each group; they sum to n.
-
-    Returns:
-        The products, in the order of x.
-    """
-    num_rows, num_groups = x.shape[0], kernels.shape[0]
-    per_group = -(-num_rows // num_groups)
-    block = min(max(1 << (per_group - 1).bit_length(), 8), 128)
-    num_blocks = -(-group_sizes // block)
-    ends = jnp.cumsum(num_blocks)
-    # The work list: blocks of rows. There can't be more of them than this.
-    items = jnp.arange(num_rows // block + min(num_groups, num_rows))
-    group = jnp.minimum(jnp.sum(items[:, None] >= ends, axis=1), num_groups - 1)
-    first = (jnp.cumsum(group_sizes) - group_sizes)[group] + (items - (ends - num_blocks)[group]) * block
-    x = jnp.pad(x, ((0, block), (0, 0)))
-
-    def multiply(i: Array, y: Array) -> Array:
-        rows = jax.lax.dynamic_slice_in_dim(x, first[i], block)
-        kernel = jax.lax.dynamic_index_in_dim(kernels, group[i], keepdims=False)
-        # Rows past the group's end belong to later groups, whose blocks overwrite them.
-        return jax.lax.dynamic_update_slice_in_dim(y, rows @ kernel, first[i], 0)
-
-    y = jnp.zeros((num_rows + block, kernels.shape[2]), x.dtype)
-    return jax.lax.fori_loop(0, ends[-1], multiply, y)[:num_rows]
-
-
-def _forward(x: Array, kernels: Array, group_sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return grouped_matmul(x, kernels, group_sizes), (x, kernels, group_sizes)
-
-
-def _backward(saved: tuple[Array, Array, Array], cotangent: Array) -> tuple[Array, Array, None]:
-    x, kernels, group_sizes = saved
-    _, pull = jax.vjp(lambda x, kernels: jax.lax.ragged_dot(x, kernels, group_sizes), x, kernels)
-    return *pull(cotangent), None
-
-
-grouped_matmul.defvjp(_forward, _backward)
-
-
 class RoutedTokens(NamedTuple):
     """The input of a layer's experts.
 
@@ -135,9 +82,9 @@ class Experts(Module):
         by_expert = jnp.argsort(x.chosen.reshape(-1), stable=True)
         sizes = jnp.bincount(x.chosen.reshape(-1), length=self.num_experts)
         rows = tokens[by_expert // top_k]
-        gate = self.activation(grouped_matmul(rows, self.gate_proj[...], sizes))
-        inner = gate * grouped_matmul(rows, self.up_proj[...], sizes)
-        out = grouped_matmul(inner, self.down_proj[...], sizes)[jnp.argsort(by_expert)]
+        gate = self.activation(context.grouped_matmul(rows, self.gate_proj[...], sizes))
+        inner = gate * context.grouped_matmul(rows, self.up_proj[...], sizes)
+        out = context.grouped_matmul(inner, self.down_proj[...], sizes)[jnp.argsort(by_expert)]
         out = out.reshape(*leading, top_k, features) * x.weights[..., None]
         return jnp.sum(out, axis=-2).astype(tokens.dtype)
 

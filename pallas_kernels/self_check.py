@@ -11,6 +11,7 @@ worker/kernel_check.py runs it, and draws the verdict from the events that it le
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 import math
 import os
@@ -28,7 +29,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jax_paged.pallas_kernels import ops, reference
+from jax_paged.pallas_kernels import expert_check, ops, reference
+from jax_paged.pallas_kernels.expert_check import Experts
+from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul, implementation_of
+from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
 
 OPS = ("write_kv", "copy_blocks", "paged_decode", "ragged_attention")
 # Long enough for an item of the work list to hold many blocks; a prompt that fills several tiles.
@@ -74,6 +78,8 @@ class Suite:
         page_size: Tokens per page.
         dtype: Of queries, keys and values.
         max_len: Tokens of the longest sequence; LONGEST stands for all longer ones.
+        kv_cache_dtype: What the pool holds: "auto" for the dtype above, or a name of quantization.DTYPES.
+        experts: The products of layers with experts.
     """
 
     variants: tuple[Variant, ...]
@@ -82,11 +88,19 @@ class Suite:
     page_size: int
     dtype: str
     max_len: int
+    kv_cache_dtype: str = "auto"
+    experts: tuple[Experts, ...] = ()
 
     @classmethod
     def of_values(cls, values: dict[str, Any]) -> "Suite":
         """Returns the suite that dataclasses.asdict made the values of."""
-        return cls(**values | {"variants": tuple(Variant(**v) for v in values["variants"])})
+        kinds = {"variants": Variant, "experts": Experts}
+        return cls(**values | {name: tuple(kind(**v) for v in values[name]) for name, kind in kinds.items()})
+
+    def stored(self, numbers: np.ndarray) -> Array:
+        """Returns the pool that holds these numbers."""
+        pool = jnp.asarray(numbers)
+        return tiles_of(quantize(pool, DTYPES.get(self.kv_cache_dtype, pool.dtype)))
 
     @property
     def bound(self) -> float:
@@ -124,14 +138,15 @@ class Case:
 
 
 def kernels_of(name: str) -> Any:
-    """Returns the four ops of a backend, or the module of that name, which has them.
+    """Returns the ops of a backend, or the module of that name, which has them.
 
     Raises:
         ValueError: If the backend can't be used here.
     """
     if name in get_args(ops.Implementation):
         ops.resolve_backend(name)
-        return SimpleNamespace(**{op: functools.partial(getattr(ops, op), backend=name) for op in OPS})
+        found = {op: functools.partial(getattr(ops, op), backend=name) for op in OPS}
+        return SimpleNamespace(**found, grouped_matmul=functools.partial(grouped_matmul, backend=name))
     return importlib.import_module(name)
 
 
@@ -166,7 +181,7 @@ def make_case(
     q = rng.standard_normal((start[-1] + padding, variant.heads, suite.head_dim), np.float32)
     q[start[-1] :] = np.nan
     integers = [tables, np.array([n for n, _ in pairs]), start][: 3 if op == "ragged_attention" else 2]
-    args = q.astype(suite.dtype), pool, *(x.astype(np.int32) for x in integers)
+    args = q.astype(suite.dtype), suite.stored(pool), *(x.astype(np.int32) for x in integers)
     options = {"scale": variant.scale, "window": window, "soft_cap": variant.soft_cap}
     if variant.has_bias:
         options["distance_bias"] = jnp.asarray(rng.standard_normal((variant.heads, 65), np.float32))
@@ -204,6 +219,7 @@ def move_cases(suite: Suite) -> Iterator[Case]:
     slots = rng.permutation(num_slots)[: num_slots // 2].astype(np.int32)
     slots[::7] = num_slots + np.arange(len(slots[::7]))
     k, v = rng.standard_normal((2, len(slots), *shape[2::2]), np.float32).astype(suite.dtype)
+    pool = suite.stored(pool)
     yield Case("write_kv", "write_kv", tuple(jax.device_put((pool, k, v, slots))))
     src, dst = rng.permutation(num_pages).reshape(2, -1).astype(np.int32)
     src[3], dst[5] = num_pages, num_pages + 7
@@ -213,8 +229,12 @@ def move_cases(suite: Suite) -> Iterator[Case]:
 def expected(case: Case) -> Array:
     """Returns what the reference says; of attention one head at a time, as it takes so much memory."""
     run, options = getattr(reference, case.op), case.options
-    if case.moves:
-        return jax.jit(run)(*case.args)
+    if case.op == "write_kv":
+        pool, k, v, slots = case.args
+        return jax.jit(run)(pool, quantize(k, pool.dtype), quantize(v, pool.dtype), slots)
+    if case.moves or case.op == "grouped_matmul":
+        with jax.default_matmul_precision("highest"):  # a GPU would round float32 to 11 bits
+            return jax.jit(run)(*case.args)
 
     def attend(q: Array, pool: Array, *rest: Array) -> Array:
         def one_head(head: Array) -> Array:
@@ -224,7 +244,7 @@ def expected(case: Case) -> Array:
 
         return lax.map(one_head, jnp.arange(q.shape[1])).swapaxes(0, 1)
 
-    with jax.default_matmul_precision("highest"):  # a GPU would round float32 to 11 bits
+    with jax.default_matmul_precision("highest"):
         return jax.jit(attend)(*case.args)
 
 
@@ -291,6 +311,9 @@ def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]
     """
     other = kernels_of(rival)
     cases = [*move_cases(suite), *attention_cases(suite, is_timed=False)]
+    # Where a backend has no kernel of its own for them there is nothing to check.
+    has_loop = candidate in get_args(ops.Implementation) and implementation_of(candidate) == "loop"
+    experts = () if has_loop else suite.experts
 
     def attempt[T](case: Case, call: Callable[..., T], *args: Any) -> T:
         note({"begin": case.name})
@@ -308,20 +331,34 @@ def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]
         calls = [jax.jit(functools.partial(getattr(ours, case.op), **case.options)) for case in cases]
         for call, case in zip(calls, cases, strict=True):
             call.eval_shape(*case.args)  # the ops refuse when they are traced, and nothing has run yet
+        for one in experts:
+            jax.eval_shape(ours.grouped_matmul, *one.shapes(1, suite.dtype))
     except ValueError as error:
         raise _Ended("unsupported", str(error)) from error
-    is_right = True
-    for call, case in zip(calls, cases, strict=True):
+
+    def products(*, is_timed: bool) -> Iterator[Case]:
+        for name, args in expert_check.batches(experts, suite.dtype, is_timed=is_timed):
+            yield Case(name, "grouped_matmul", args)
+
+    def is_right(case: Case, call: Callable[..., Array]) -> bool:
         want = np.asarray(expected(case))
         error = error_of(attempt(case, call, *case.args), want, is_move=case.moves)
         limit = 0.0 if case.moves else suite.bound
         note({"row": {"case": case.name, "what": "error", "value": error, "limit": limit}})
-        is_right &= error <= limit
-    for case in attention_cases(suite, is_timed=True) if is_right else ():
-        theirs, mine = Layer(other, case), attempt(case, Layer, ours, case)
+        return error <= limit
+
+    right = [is_right(case, call) for call, case in zip(calls, cases, strict=True)]
+    right += [is_right(case, jax.jit(ours.grouped_matmul)) for case in products(is_timed=False)]
+    if not all(right):
+        return
+    for case in itertools.chain(attention_cases(suite, is_timed=True), products(is_timed=True)):
+        name, timed = f"write_kv + {case.name}", Layer
+        if case.op == "grouped_matmul":
+            name, timed = case.name, expert_check.Products
+        theirs, mine = timed(other, case), attempt(case, timed, ours, case)
         times = [(attempt(case, mine.seconds), theirs.seconds()) for _ in range(_ROUNDS)]
         best, rivals = (min(column) * 1e6 for column in zip(*times, strict=True))
-        note({"row": {"case": f"write_kv + {case.name}", "what": "us", "value": best, "limit": rivals}})
+        note({"row": {"case": name, "what": "us", "value": best, "limit": rivals}})
 
 
 def main(task: dict[str, Any]) -> None:

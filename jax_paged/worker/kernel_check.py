@@ -34,6 +34,7 @@ from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.forward_context import ForwardContext
 from jax_paged.models.weights import LoadedModel, outline
 from jax_paged.pallas_kernels import native, ops, self_check
+from jax_paged.pallas_kernels.expert_check import Experts
 from jax_paged.pallas_kernels.ops import resolve_backend
 from jax_paged.pallas_kernels.self_check import Suite, Variant
 
@@ -96,7 +97,7 @@ def choose_backend(
     Raises:
         ValueError: If the backend can't be used here, or there is no such model.
     """
-    backend = resolve_backend(args.attention_backend, args.kv_cache_dtype, name="attention_backend")
+    backend = resolve_backend(args.attention_backend, name="attention_backend")
     if args.attention_backend != "auto":
         return backend, "asked for"
     device = jax.devices()[0]
@@ -106,10 +107,6 @@ def choose_backend(
         return backend, "auto, on a CPU"
     if device.platform != "gpu" or attend is not None:
         return backend, f"auto, {'with attention of your own' if attend else 'without an NVIDIA GPU'}"
-    if args.kv_cache_dtype != "auto":
-        why = f"the Pallas kernels take no quantised cache (kv_cache_dtype={args.kv_cache_dtype!r})"
-        _LOGGER.warning("attention runs in XLA: %s", why)
-        return backend, f"auto: {why}"
     verdict = check(suite_of(args, loaded))
     if verdict.outcome == "passed":
         _LOGGER.info("attention runs in the Pallas kernels: %s", verdict.reason)
@@ -146,9 +143,15 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
     def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
         return attend(layer, q, q, q, scale=scale)
 
+    products = dict[Experts, None]()
+
+    def multiply(x: Array, kernels: Array, group_sizes: Array) -> Array:
+        products[Experts(x.shape[0], *kernels.shape)] = None  # the rows of one token
+        return jnp.zeros((x.shape[0], kernels.shape[2]), x.dtype)
+
     def run(state: Any) -> Array:
         model, token = nnx.merge(graphdef, state), jnp.zeros(1, jnp.int32)
-        return model.hidden(token, ForwardContext(model, token, attend, cross_attend))
+        return model.hidden(token, ForwardContext(model, token, attend, cross_attend, multiply))
 
     hidden = jax.eval_shape(run, state)
     max_len = args.max_model_len or model.config.max_position_embeddings
@@ -159,6 +162,8 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
         page_size=args.block_size,
         dtype=str(hidden.dtype),
         max_len=min(max_len, self_check.LONGEST),
+        kv_cache_dtype=args.kv_cache_dtype,
+        experts=tuple(products),
     )
 
 

@@ -1,36 +1,20 @@
-"""Lowering for CUDA without a GPU: Mosaic's layouts, copies and shared memory on sm_80 and sm_90."""
+"""Lowering for CUDA without a GPU: Mosaic's layouts, copies and shared memory, from sm_80 to sm_120."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from helpers.gpus import A100, B200, H100, JETSON_THOR, RTX_3090, RTX_5090, V100, lowered
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from jax_paged.pallas_kernels import ops, tuning
+from jax_paged.pallas_kernels import ops, ragged_tile, tuning
 from jax_paged.pallas_kernels.paged_decode import decode_config
-
-
-@dataclasses.dataclass(frozen=True)
-class AbstractGpu(AbstractDevice):
-    """What JAX asks of a device that it lowers for; its own AbstractDevice does not say the capability."""
-
-    compute_capability: str
-
-
-A100 = AbstractGpu("NVIDIA A100", 108, "gpu", "8.0")
-RTX_3090 = AbstractGpu("NVIDIA GeForce RTX 3090", 82, "gpu", "8.6")
-H100 = AbstractGpu("NVIDIA H100", 132, "gpu", "9.0")
-B200 = AbstractGpu("NVIDIA B200", 148, "gpu", "10.0")
-V100 = AbstractGpu("NVIDIA V100", 80, "gpu", "7.0")
 
 
 def lower(gpu, f, *specs, **options):
     """Returns the text of f, called with backend "pallas", lowered for a GPU."""
-    f = functools.partial(f, backend="pallas", **options)
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
-        return jax.jit(f).trace(*specs).lower(lowering_platforms=("cuda",)).as_text()
+    return lowered(gpu, functools.partial(f, backend="pallas", **options), *specs)
 
 
 def specs(heads, kv_heads, head_dim, page_size, dtype, *, num_seqs=8, num_pages=512, columns=64):
@@ -50,6 +34,8 @@ def kernels(text):
 # A cp.async copy of a page of 16 x 80 has no swizzle that suits four warps: an error, tested below.
 SHAPES = [(d, s) for d in tuning.HEAD_DIMS for s in tuning.PAGE_SIZES]
 GPU_SHAPES = [(H100, *shape) for shape in SHAPES] + [(A100, *shape) for shape in SHAPES if shape != (80, 16)]
+GPU_SHAPES += [(B200, d, s) for d, s in zip(tuning.HEAD_DIMS, (16, 16, 32, 16, 64), strict=True)]
+GPU_SHAPES += [(RTX_5090, d, s) for d, s in ((80, 16), (128, 16), (256, 16))]
 
 
 @pytest.mark.parametrize(("gpu", "head_dim", "page_size"), GPU_SHAPES)
@@ -76,6 +62,19 @@ def test_ragged(gpu, head_dim, page_size):
 
 
 @pytest.mark.parametrize("gpu", [A100, H100])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (80, 16), (96, 64), (128, 32), (256, 16)])
+@pytest.mark.parametrize("kind", [jnp.int8, jnp.uint8])
+def test_quantised_pools_and_biases(gpu, head_dim, page_size, kind):
+    q, _, tables, lens = specs(16, 2, head_dim, page_size, jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((512, 2, 2, page_size, head_dim + 1), kind)
+    rows, start = jax.ShapeDtypeStruct((8, 2, head_dim), jnp.bfloat16), jax.ShapeDtypeStruct((9,), jnp.int32)
+    options = {"scale": 0.1, "distance_bias": jnp.zeros((16, 40))}
+    assert kernels(lower(gpu, ops.ragged_attention, q, pool, tables, lens, start, **options))
+    assert kernels(lower(gpu, ops.write_kv, pool, rows, rows, lens))
+    assert kernels(lower(gpu, ops.copy_blocks, pool, lens, lens))
+
+
+@pytest.mark.parametrize("gpu", [A100, H100])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 128), (1, 64), (3, 80)])
 def test_write_and_copy(gpu, dtype, kv_heads, head_dim):
@@ -96,9 +95,32 @@ def test_unsupported_shapes_are_errors():
         lower(A100, ops.paged_decode, *specs(8, 2, 80, 16, jnp.bfloat16), scale=1.0)
     with pytest.raises(ValueError, match=r"needs \d+ bytes of shared memory; allowed .* 8.6: 101376"):
         lower(RTX_3090, ops.paged_decode, *specs(8, 2, 256, 64, jnp.bfloat16), scale=1.0)
-    for gpu in (V100, B200):
-        with pytest.raises(ValueError, match=r"capability \d+.0; allowed with backend 'pallas': 8.0 to 9.0"):
+    for gpu in (V100, JETSON_THOR):
+        with pytest.raises(ValueError, match=r"capability \d+.0; allowed with .* 8\.x, 9\.x, 10\.x, 12\.x"):
             lower(gpu, ops.paged_decode, *specs(8, 2, 64, 16, jnp.bfloat16), scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "has_tma", "has_wgmma", "smem_kib"),
+    [
+        (RTX_3090, False, False, 99),
+        (A100, False, False, 163),
+        (H100, True, True, 227),
+        (B200, True, False, 227),
+        (RTX_5090, True, False, 99),
+    ],
+)
+def test_what_each_gpu_has(gpu, has_tma, has_wgmma, smem_kib):
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        target = tuning.target()
+    assert (target.has_tma, target.has_wgmma, target.smem_bytes) == (has_tma, has_wgmma, smem_kib * 1024)
+    assert target.num_sms == gpu.num_cores
+    config = ragged_tile.prefill_config(target, 128, 16, 2)
+    assert (config.has_tma, config.has_wgmma, config.block_rows) == (
+        has_tma,
+        has_wgmma,
+        128 if has_wgmma else 64,
+    )
 
 
 @pytest.mark.parametrize(("head_dim", "page_size"), SHAPES)

@@ -10,11 +10,12 @@ from helpers.oracle import OUT_OF_POOL, TOLERANCE, make_case, ragged_attention, 
 from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_paged.pallas_kernels import ragged_prefill, tuning
+from jax_paged.pallas_kernels import ragged_prefill, ragged_tile, tuning
 from jax_paged.pallas_kernels.paged_decode import paged_decode
 
 RACE = "RACE DETECTED"
 A100 = tuning.Target((8, 0), 108, 163 * 1024)
+B200 = tuning.Target((10, 0), 148, 227 * 1024)
 LENS, QUERIES = [70, 0, 200], [20, 0, 1]
 
 
@@ -24,7 +25,7 @@ def test_tiles_cover_every_query_once(queries, num_seqs):
     rng = np.random.default_rng(num_seqs)
     num_tokens = 800
     num_tiles = num_tokens // queries + num_seqs
-    plan = jax.jit(functools.partial(ragged_prefill.plan_tiles, num_tiles=num_tiles, queries=queries))
+    plan = jax.jit(functools.partial(ragged_tile.plan_tiles, num_tiles=num_tiles, queries=queries))
     for _ in range(20):
         lens = rng.zipf(1.4, size=num_seqs).clip(0, 800 // num_seqs) * (rng.random(num_seqs) < 0.9)
         contexts = lens + rng.integers(0, 100, num_seqs) * (lens > 0)
@@ -62,25 +63,25 @@ def run(q, pool, tables, lens, start, config=None, **options):
     return np.asarray(attend(q, pool, tables, lens, jnp.asarray(start)))
 
 
-@pytest.mark.parametrize("is_sm80", [False, True])
+@pytest.mark.parametrize("gpu", [None, A100, B200], ids=["sm_90", "sm_80", "sm_100"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size", "dtype"),
     [(3, 1, 64, 64, "float16"), (16, 1, 80, 32, "bfloat16"), (2, 1, 256, 16, "bfloat16")],
 )
-def test_groups_head_dims_and_pages(is_sm80, heads, kv_heads, head_dim, page_size, dtype, monkeypatch):
+def test_groups_head_dims_and_pages(gpu, heads, kv_heads, head_dim, page_size, dtype, monkeypatch):
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size}
     case = make_case(LENS, dtype=dtype, query_lens=QUERIES, **shape)
     config = None
-    if is_sm80:
+    if gpu is not None:
         use_cp_async(monkeypatch)
-        config = ragged_prefill.prefill_config(A100, head_dim, page_size, itemsize=2)
+        config = ragged_tile.prefill_config(gpu, head_dim, page_size, itemsize=2)
     got = run(*case, config, scale=head_dim**-0.5)
     assert relative_error(got, ragged_attention(*case, scale=head_dim**-0.5)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("is_sm80", [False, True])
+@pytest.mark.parametrize("gpu", [None, A100, B200], ids=["sm_90", "sm_80", "sm_100"])
 @pytest.mark.parametrize("flags", [{"window": 33}, {"window": 90, "soft_cap": 2.0}])
-def test_pages_before_the_window_may_be_gone(is_sm80, flags, monkeypatch):
+def test_pages_before_the_window_may_be_gone(gpu, flags, monkeypatch):
     shape = {"heads": 4, "kv_heads": 1, "head_dim": 64, "page_size": 16, "dtype": "bfloat16"}
     # A sink of -inf is none; the last rows of a tile see nothing of its first step.
     sinks = np.array([1.0, -2.0, 30.0, -np.inf], np.float32)
@@ -92,9 +93,9 @@ def test_pages_before_the_window_may_be_gone(is_sm80, flags, monkeypatch):
         pool = pool.at[tables[b, :gone]].set(jnp.nan)
         tables = tables.at[b, :gone].set(OUT_OF_POOL)
     config = None
-    if is_sm80:
+    if gpu is not None:
         use_cp_async(monkeypatch)
-        config = ragged_prefill.prefill_config(A100, 64, 16, itemsize=2)
+        config = ragged_tile.prefill_config(gpu, 64, 16, itemsize=2)
     got = run(q, pool, tables, lens, start, config, scale=0.2, sinks=jnp.asarray(sinks), **flags)
     assert relative_error(got, want) < TOLERANCE["bfloat16"]
 
@@ -121,7 +122,7 @@ WAITS = [*FREE, *FREE, "queries", "keys", "values", "values", "clean", "keys"]
 def test_a_missing_wait_is_caught(planted, monkeypatch, capsys):
     """A test of the tests: the interpreter must see each kind of wait that a change could lose."""
     case = make_case([700], heads=2, kv_heads=1, head_dim=64, page_size=16, dtype="bfloat16", query_lens=[2])
-    config = tuning.KernelConfig(128, 128, num_stages=2, num_parts=0, has_tma=True)
+    config = tuning.KernelConfig(128, 128, num_stages=2, num_parts=0, has_tma=True, has_wgmma=True)
     barrier_wait, calls = plgpu.barrier_wait, []
 
     def wait_but_for_one(barrier):
@@ -144,18 +145,9 @@ def test_a_missing_wait_is_caught(planted, monkeypatch, capsys):
     assert is_caught or RACE in out
 
 
-def test_gpus_without_wgmma_are_errors(monkeypatch):
-    monkeypatch.setattr(tuning, "target", lambda *, interpret: tuning.Target((10, 0), 148, 227 * 1024))
-    case = make_case([5], heads=2, kv_heads=1, head_dim=64, page_size=16, dtype="float16", query_lens=[5])
-    with pytest.raises(
-        ValueError, match=r"compute capability 10\.0, which has no wgmma; allowed .*8\.0 to 9\.0"
-    ):
-        run(*case, scale=1.0)
-
-
 def test_shapes_that_do_not_fit_are_errors():
     case = make_case([5], heads=2, kv_heads=1, head_dim=256, page_size=16, dtype="float16", query_lens=[5])
-    config = tuning.KernelConfig(128, 128, num_stages=4, num_parts=0, has_tma=True)
+    config = tuning.KernelConfig(128, 128, num_stages=4, num_parts=0, has_tma=True, has_wgmma=True)
     with pytest.raises(
         ValueError, match=r"ragged_attention with head_dim 256 .*needs 589824 bytes of shared"
     ):

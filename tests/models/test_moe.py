@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 
 from jax_paged.models.forward_context import ForwardContext
-from jax_paged.models.moe import MoeMLP, grouped_matmul
+from jax_paged.models.moe import MoeMLP
 from jax_paged.models.weights import load_model
+from jax_paged.pallas_kernels.grouped_loop import grouped_matmul
 
 FIXTURES = Path(__file__).parent / "fixtures"
 RNG = np.random.default_rng(0)

@@ -163,8 +163,9 @@ def _tile(
 
 
 def _chunks(tensor: TensorMap, address: int, num_bytes: int) -> np.ndarray:
-    if address % (8 * max(16, tensor.swizzle)):
-        raise KernelError(f"a tile at {address:#x} is not aligned to its swizzle pattern of {tensor.swizzle}")
+    # The pattern is one of addresses (CUDA Programming Guide, swizzle modes): a tile may begin within it.
+    if address % 128:
+        raise KernelError(f"a tile at {address:#x} is not aligned to 128 bytes")
     return swizzled(np.arange(address, address + num_bytes, 16), tensor.swizzle)
 
 

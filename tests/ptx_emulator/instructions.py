@@ -108,6 +108,8 @@ def _build(a: Assembler, instruction: Instruction) -> Run:
     opcode, operands = instruction.opcode, instruction.operands
     function = arithmetic.function(opcode)
     try:
+        if opcode[-1] == "f32x2":
+            return _alu_of_pairs(a, arithmetic.function((*opcode[:-1], "f32")), operands)
         if function is not None:
             return _alu(a, function, [opcode[-1]] * (len(operands) - 1), opcode[-1], operands)
         for table in (copies.BUILDERS, tensor_units.BUILDERS, BUILDERS):
@@ -135,6 +137,18 @@ def _alu(a: Assembler, function: Any, source_types: Any, target_type: str, opera
         warp.write(target, result if width is np.bool_ else result.view(width), mask)
 
     return run
+
+
+def _alu_of_pairs(a: Assembler, function: Any, operands: Any) -> Run:
+    """Blackwell's arithmetic on two floats per register of 64 bits."""
+    assert function is not None, "there is no such function of one float"
+
+    def of_pairs(*sources: np.ndarray) -> np.ndarray:
+        halves = [np.ascontiguousarray(x).view(np.float32).reshape(32, 2) for x in sources]
+        both = [np.asarray(function(*(x[:, i] for x in halves)), np.float32) for i in range(2)]
+        return np.stack(both, axis=1).view(np.uint64)[:, 0]
+
+    return _alu(a, of_pairs, ["b64"] * (len(operands) - 1), "b64", operands)
 
 
 def _mov(a: Assembler, opcode: Any, operands: Any) -> Run:
@@ -191,6 +205,20 @@ def _bfe(a: Assembler, opcode: Any, operands: Any) -> Run:
     return _alu(a, lambda x: x << bits - first - count >> bits - count, [kind], kind, operands[:2])
 
 
+def _prmt(a: Assembler, opcode: Any, operands: Any) -> Run:
+    """Picks bytes of two words; a selector's digit of 8 and more asks for a byte's sign in its place."""
+    assert opcode == ("prmt", "b32"), opcode
+    digits = [int(operands[3].rstrip("U"), 0) >> 4 * i & 15 for i in range(4)]
+
+    def permute(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        both = np.stack([low, high], axis=1).view(np.uint8)
+        signs = (both.view(np.int8) >> 7).view(np.uint8)
+        picked = [(signs if digit & 8 else both)[:, digit & 7] for digit in digits]
+        return np.ascontiguousarray(np.stack(picked, axis=1)).view(np.uint32)[:, 0]
+
+    return _alu(a, permute, ["b32", "b32"], "b32", operands[:3])
+
+
 def _cvt(a: Assembler, opcode: Any, operands: Any) -> Run:
     *modifiers, target, source = opcode[1:]
     if target in ("bf16x2", "f16x2"):
@@ -202,7 +230,10 @@ def _cvt(a: Assembler, opcode: Any, operands: Any) -> Run:
             return next(bits) << 16 | next(bits)
 
         return _alu(a, pack, [source, source], "b32", operands)
-    assert modifiers == ([] if target[0] in "su" and source[0] in "su" else ["rn"]), opcode
+    is_exact = (target[0] in "su" and source[0] in "su") or (source, target) == ("f16", "f32")
+    assert modifiers == ([] if is_exact else ["rn"]), opcode
+    if target == "s8":  # which no register is: it is extended
+        return _alu(a, lambda x: x.astype(np.int8).astype(np.int16), [source], "s16", operands)
     return _alu(a, lambda x: x.astype(TYPES[target]), [source], target, operands)
 
 
@@ -307,7 +338,7 @@ def _access(a: Assembler, opcode: Any, operands: Any) -> Run:
     count = next((int(part[1]) for part in opcode if re.fullmatch(r"v\d", part)), 1)
     element = np.dtype(TYPES[opcode[-1]]).itemsize
     address = a.address(operands[1 if is_load else 0])
-    dtype = {2: np.uint16, 4: np.uint32, 8: np.uint64}[element]
+    dtype = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[element]
     vector = [name.strip() for name in operands[0 if is_load else 1].strip("{} ").split(",")]
     targets = [a.register(name) for name in vector] if is_load else []
     sources = [] if is_load else [a.source(name, dtype) for name in vector]
@@ -342,7 +373,7 @@ def _access(a: Assembler, opcode: Any, operands: Any) -> Run:
 
 
 BUILDERS: dict[str, Callable[[Assembler, tuple[str, ...], tuple[str, ...]], Run]] = {
-    "mov": _mov, "shl": _shift, "shr": _shift, "mul": _mul, "mad": _mad, "bfe": _bfe, "cvt": _cvt,
-    "cvta": _cvta, "setp": _setp, "selp": _selp, "elect": _elect, "shfl": _shfl, "bra": _bra, "ret": _ret,
-    "prefetch": _nothing, "setmaxnreg": _nothing, "bar": _bar, "ld": _access, "st": _access,
+    "mov": _mov, "shl": _shift, "shr": _shift, "mul": _mul, "mad": _mad, "bfe": _bfe, "prmt": _prmt,
+    "cvt": _cvt, "cvta": _cvta, "setp": _setp, "selp": _selp, "elect": _elect, "shfl": _shfl, "bra": _bra,
+    "ret": _ret, "prefetch": _nothing, "setmaxnreg": _nothing, "bar": _bar, "ld": _access, "st": _access,
 }  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--emulate",
-        choices=["h100", "a100"],
+        choices=["h100", "a100", "b200", "rtx5090"],
         help="with -m gpu: run the PTX of the kernels in the emulator (needs jax[cuda13], but no GPU)",
     )
     parser.addoption(

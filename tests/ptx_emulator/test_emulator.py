@@ -47,6 +47,24 @@ def wrapped(values, dtype):
     return np.array([v % (1 << bits) for v in values], f"u{bits // 8}").view(dtype)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("add", lambda x, y, z: x + y),
+        ("sub", lambda x, y, z: x - y),
+        ("mul", lambda x, y, z: x * y),
+        ("fma", lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32)),
+    ],
+)
+def test_pairs_of_floats(name, expected):
+    """Blackwell's arithmetic on two floats per register; the halves do not mix."""
+    x, y, z = RNG.standard_normal((3, 64)).astype(np.float32)
+    inputs = [v.view(np.uint64) for v in (x, y, z)][: 3 if name == "fma" else 2]
+    operands = ", ".join(f"{{{i}}}" for i in range(len(inputs)))
+    got = compute(f"{name}.rn.f32x2 {{d}}, {operands};", np.uint64, *inputs)
+    np.testing.assert_array_equal(got.view(np.float32), expected(x, y, z))
+
+
 OF_INTEGERS = {
     "add.{t}": lambda x, y, bits: x + y,
     "sub.{t}": lambda x, y, bits: x - y,
@@ -123,6 +141,26 @@ def test_conversions():
         "mov.b64 {{%r10, %r20}}, {0};\nmov.b64 {d}, {{%r20, %r10}};", np.uint64, n.astype(np.uint64)
     )
     np.testing.assert_array_equal(halves, n.astype(np.uint64) >> 32 | n.astype(np.uint64) << 32)
+
+
+def test_bytes():
+    x, y = integers(np.uint32), integers(np.uint32)
+    both = [int(a) | int(b) << 32 for a, b in zip(x, y, strict=True)]
+    for selector in (0x7770, 0x9991, 0xF4C2):
+        want = []
+        for word in both:
+            picked = [word >> 8 * (digit & 7) & 255 for digit in (selector >> 4 * i & 15 for i in range(4))]
+            signs = [selector >> 4 * i & 8 for i in range(4)]
+            found = [(byte >> 7) * 255 if s else byte for byte, s in zip(picked, signs, strict=True)]
+            want.append(int.from_bytes(bytes(found), "little"))
+        got = compute(f"prmt.b32 {{d}}, {{0}}, {{1}}, {selector:#x}U;", np.uint32, x, y)
+        np.testing.assert_array_equal(got, want)
+    got = compute("cvt.s8.s32 {d}, {0};", np.int16, x.view(np.int32))
+    np.testing.assert_array_equal(got, x.astype(np.uint8).view(np.int8))
+    halves = RNG.normal(size=32).astype(np.float16)
+    halves[:3] = 6e-8, np.inf, -0.0
+    got = compute("cvt.f32.f16 {d}, {0};", np.float32, halves)
+    np.testing.assert_array_equal(got, halves.astype(np.float32))
 
 
 def test_comparisons_and_nan():
@@ -271,6 +309,26 @@ def test_tma_load(swizzle):
         there = offset // 128 * 128 + chunk * 16
         want[there : there + 16] = tile[offset : offset + 16]
     np.testing.assert_array_equal(out, want)
+
+
+@pytest.mark.parametrize("swizzle", [16, 32, 64, 128])
+def test_a_tile_that_begins_within_a_pattern(swizzle):
+    """A store from the fourth line of 128 bytes: chunks are flipped by the lines of their addresses."""
+    columns, start = max(32, swizzle) // 2, 3 * 128
+    shared, out = RNG.integers(0, 256, 4096).astype(np.uint8), np.zeros((16, columns), np.uint16)
+    tensor = TensorMap(1, out.shape, (columns, 1), swizzle, out.shape)
+    body = copy(1, 4096, to_shared=True) + FENCE + "bar.sync 0;\n"
+    args = ((tensor,), 0)
+    run(body + STORE.replace("[%r1]", f"[%r1+{start}]"), shared, out, args=args)
+    want = np.zeros(out.nbytes, np.uint8)
+    for offset in range(0, out.nbytes, 16):
+        chunk, line = (start + offset) // 16 % 8, (SMEM_BASE + start + offset) // 128 % 8
+        chunk ^= {16: 0, 32: line & 1, 64: line & 3, 128: line}[swizzle]
+        there = (start + offset) // 128 * 128 + chunk * 16
+        want[offset : offset + 16] = shared[there : there + 16]
+    np.testing.assert_array_equal(out.reshape(-1).view(np.uint8), want)
+    misplaced = body + STORE.replace("[%r1]", f"[%r1+{start + 64}]")
+    fails("not aligned to 128 bytes", misplaced, shared, out, args=args)
 
 
 @pytest.mark.parametrize(("y", "x"), [(-3, 0), (5, 24), (30, 0), (5, -8), (5, 300), (-100, 5)])

@@ -18,6 +18,7 @@ import pytest
 
 from jax_paged import LLM, EngineArgs, SamplingParams
 from jax_paged.pallas_kernels import native, self_check
+from jax_paged.pallas_kernels.expert_check import Experts
 from jax_paged.pallas_kernels.self_check import Suite, Variant
 from jax_paged.server.cli import main
 from jax_paged.worker import kernel_check
@@ -46,6 +47,15 @@ def test_right_and_faster(tmp_path):
     assert check(ALL, tmp_path, candidate="xla", rival=STAND_IN + "slow") == verdict
     assert time.perf_counter() - start < 2, "the kept verdict is read, and nothing is run"
     assert "passed: right on this device" in verdict.table()
+
+
+def test_quantised_pools_are_checked_too(tmp_path):
+    suite = suite_of(EngineArgs(kv_cache_dtype="fp8_e4m3", max_model_len=100))
+    assert suite.kv_cache_dtype == "fp8_e4m3"
+    suite = dataclasses.replace(SUITE, kv_cache_dtype=suite.kv_cache_dtype)
+    verdict = check(suite, tmp_path, candidate="xla", rival="xla")
+    assert verdict.outcome in ("passed", "slower"), verdict
+    assert [row["what"] for row in verdict.rows] == ["error"] * 4 + ["us"] * 2
 
 
 def test_one_element_that_is_wrong(tmp_path):
@@ -98,6 +108,58 @@ def test_right_but_slower(tmp_path):
     assert "paged_decode" in verdict.reason
     assert verdict.table().count("TOO LARGE") == 2
     assert check(SUITE, tmp_path, candidate=STAND_IN + "slow") == verdict
+
+
+EXPERTS = dataclasses.replace(SUITE, experts=(Experts(2, 6, 64, 64),))
+
+
+def test_experts_that_are_right(tmp_path):
+    candidate, rival = STAND_IN + "interpreted_experts", STAND_IN + "slow_experts"
+    verdict = check(EXPERTS, tmp_path, candidate=candidate, rival=rival)
+    rows = [row for row in verdict.rows if row["case"].startswith("grouped_matmul")]
+    names = [f"grouped_matmul, {n} rows, 6 x 64 x 64" for n in (66, 1026, 64, 1024)]
+    assert [row["case"] for row in rows] == names
+    assert [row["what"] for row in rows] == ["error", "error", "us", "us"]
+    assert all(row["value"] <= row["limit"] for row in rows[:2])
+
+
+def test_experts_that_are_wrong(tmp_path):
+    verdict = check(EXPERTS, tmp_path, candidate=STAND_IN + "wrong_experts")
+    assert verdict.outcome == "wrong"
+    assert verdict.reason.startswith("grouped_matmul, 66 rows, 6 x 64 x 64 (error ")
+
+
+def test_experts_that_are_slow(tmp_path):
+    verdict = check(EXPERTS, tmp_path, candidate=STAND_IN + "slow_experts", rival="xla")
+    assert verdict.outcome == "slower"
+    assert "grouped_matmul, 64 rows, 6 x 64 x 64 (us " in verdict.reason
+
+
+def test_experts_without_a_kernel_are_not_checked(tmp_path):
+    """On a GPU without wgmma they are the same loop in both backends, and either could be the slower one."""
+    verdict = check(EXPERTS, tmp_path, candidate="xla", rival=STAND_IN + "slow")
+    assert verdict.outcome == "passed"
+    assert not any("grouped_matmul" in row["case"] for row in verdict.rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [
+        ("mixtral", (Experts(2, 4, 32, 64), Experts(2, 4, 64, 32))),
+        ("qwen3_moe_and_mlps", (Experts(3, 6, 32, 24), Experts(3, 6, 24, 32))),
+        ("mistral_window", ()),
+    ],
+)
+def test_experts_of_a_model(name, experts):
+    model = Path(__file__).parents[1] / "models" / "fixtures" / name
+    assert suite_of(EngineArgs(str(model))).experts == experts
+
+
+def test_experts_that_the_kernels_refuse(tmp_path):
+    narrow = dataclasses.replace(SUITE, head_dim=64, experts=(Experts(2, 6, 64, 96),))
+    verdict = check(narrow, tmp_path, candidate="pallas_interpret")
+    assert verdict.outcome == "unsupported"
+    assert "kernels have 96 columns; allowed for grouped_matmul with backend 'pallas'" in verdict.reason
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="is about a machine without a GPU")
@@ -209,7 +271,7 @@ def on_gpu(monkeypatch):
     gpu = SimpleNamespace(platform="gpu", device_kind=device.device_kind, client=device.client)
     fake = SimpleNamespace(devices=lambda: [gpu], config=jax.config, eval_shape=jax.eval_shape)
     monkeypatch.setattr(kernel_check, "jax", fake)
-    monkeypatch.setattr(kernel_check, "resolve_backend", lambda backend, kv_cache_dtype, name: "xla")
+    monkeypatch.setattr(kernel_check, "resolve_backend", lambda backend, name: "xla")
 
 
 @pytest.mark.parametrize(("outcome", "verdict"), verdicts())
@@ -226,6 +288,24 @@ def test_auto_goes_by_the_verdict(on_gpu, monkeypatch, caplog, outcome, verdict)
     asks = "open an issue with what `jax-paged check-kernels --model pagelet` prints"
     assert (asks in record.message) == (outcome in ("slower", "wrong", "crashed", "hung"))
     assert ("shows more" in record.message) == (outcome in ("unsupported", "not run"))
+
+
+@pytest.mark.parametrize("outcome", ["passed", "wrong"])
+def test_blackwell_has_to_pass_its_own_check(on_gpu, tmp_path, monkeypatch, outcome):
+    """No GPU of that generation has run the kernels; what a Hopper has found says nothing of it."""
+    machine, checked = kernel_check._machine(), []
+
+    def run(task, limit_s):
+        checked.append(task["device_kind"])
+        return Verdict("passed" if task["device_kind"] == "NVIDIA H100" else outcome, "because", 1.0)
+
+    monkeypatch.setattr(kernel_check, "_run", run)
+    monkeypatch.setattr(kernel_check, "check", functools.partial(check, folder=tmp_path))
+    expected = {"NVIDIA H100": "pallas", "NVIDIA B200": "pallas" if outcome == "passed" else "xla"}
+    for device, backend in expected.items():
+        monkeypatch.setattr(kernel_check, "_machine", lambda device=device: machine | {"device": device})
+        assert choose_backend(EngineArgs(), None, None)[0] == backend
+    assert checked == list(expected)
 
 
 def test_what_is_not_checked(on_gpu, monkeypatch):

@@ -1,0 +1,75 @@
+"""The op of experts: it checks shapes, chooses a backend and calls its implementation, as ops.py does."""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+
+from jax_paged.pallas_kernels import grouped_loop, ops, reference
+
+
+def grouped_matmul(
+    x: Float[Array, "n i"],
+    kernels: Float[Array, "g i o"],
+    group_sizes: Int[Array, " g"],
+    *,
+    backend: ops.Backend = "auto",
+) -> Float[Array, "n o"]:
+    """Multiplies the first group_sizes[0] rows by kernels[0], the next group_sizes[1] by kernels[1], ...
+
+    Only kernels of groups that are not empty are read, but by the reference; a row's result does not depend
+    on the other rows. The backends "xla" and "reference" can be differentiated.
+
+    Args:
+        x: Rows, sorted by group.
+        kernels: One per group, in the dtype of x.
+        group_sizes: int32, rows of each group; they sum to n or less.
+        backend: The implementation, as for ops.resolve_backend; see implementation_of.
+
+    Returns:
+        The products, in the order of x; exactly 0 in rows behind the last group.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit, or the backend does not take them.
+    """
+    if x.ndim != 2 or not x.shape[0]:
+        raise ValueError(f"x has shape {x.shape}; allowed: [1 row or more, columns]")
+    if kernels.ndim != 3 or kernels.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"kernels has shape {kernels.shape}; allowed with x: [groups, {x.shape[1]}, columns]"
+        )
+    if kernels.dtype != x.dtype:
+        raise ValueError(f"kernels has dtype {kernels.dtype}; allowed with x: {x.dtype}")
+    if group_sizes.shape != kernels.shape[:1]:
+        raise ValueError(
+            f"group_sizes has shape {group_sizes.shape}; allowed with kernels: {kernels.shape[:1]}"
+        )
+    if group_sizes.dtype != jnp.int32:
+        raise ValueError(f"group_sizes has dtype {group_sizes.dtype}; allowed: int32")
+    if not isinstance(x, Tracer):  # a trace may be for another machine
+        ops.resolve_backend(backend)
+    match implementation_of(backend):
+        case "loop":
+            return grouped_loop.grouped_matmul(x, kernels, group_sizes)
+        case "reference":
+            return reference.grouped_matmul(x, kernels, group_sizes)
+    from jax_paged.pallas_kernels import grouped_wgmma
+
+    return grouped_wgmma.grouped_matmul(x, kernels, group_sizes, interpret=backend == "pallas_interpret")
+
+
+def implementation_of(backend: str) -> Literal["loop", "reference", "wgmma"]:
+    """Returns what multiplies the rows of experts with a backend on the device that a trace is for.
+
+    The kernel needs wgmma, which only GPUs of compute capability 9 have. On others, as with the backends
+    "xla" and "native", it is a loop in plain JAX.
+    """
+    if backend == "reference":
+        return "reference"
+    if backend in ("pallas", "pallas_interpret"):
+        from jax_paged.pallas_kernels import tuning
+
+        if tuning.target(interpret=backend == "pallas_interpret").has_wgmma:
+            return "wgmma"
+    return "loop"
