@@ -128,6 +128,10 @@ class Tokenizer:
             self._token_texts[token_id] = text
         return text
 
+    def control_token_id(self, text: str) -> int | None:
+        """Returns the id of a control token, such as "<|end|>"; None if a text is none."""
+        return self._control.id_of(text)
+
     def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
         """Returns the vocabulary's entries of token ids, before they become text; None for no entry."""
         return [self._backend.id_to_token(token_id) for token_id in token_ids]

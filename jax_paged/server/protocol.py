@@ -77,13 +77,23 @@ _TEXT_PART = {
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}
+_CALLED = {
+    "type": "object",
+    "required": ["name", "arguments"],
+    "properties": {"arguments": {"type": "string"}},
+}
+_CALL = {"type": "object", "required": ["function"], "properties": {"function": _CALLED}}
 _MESSAGE = {
     "type": "object",
-    "required": ["role", "content"],
+    "required": ["role"],
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+        "content": _CONTENT,
+        "tool_calls": {"type": "array", "items": _CALL},
+        "tool_call_id": {"type": "string"},
     },
+    "anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}],
 }
 _QUESTION = {"role": "user", "content": "What is a block table?"}
 Prompts = Annotated[Any, WithJsonSchema({"anyOf": _PROMPTS})]
@@ -318,6 +328,35 @@ class ResponseFormat(Part):
     type: Literal["text"]
 
 
+class Function(Part):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object.")
+    strict: bool | None = None
+
+
+class Tool(Part):
+    """A tool, which is a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Part):
+    """Names a function."""
+
+    name: str
+
+
+class NamedTool(Part):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(_Request):
     """Body of POST /v1/chat/completions."""
 
@@ -328,9 +367,9 @@ class ChatRequest(_Request):
     logprobs: bool | None = None
     top_logprobs: int | None = within(-1)
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = Field(None, max_length=0)
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Any = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: an output has one call at most.")
     add_generation_prompt: bool | None = Field(None, description="false is an error.")
     add_special_tokens: bool | None = Field(None, description="true is an error: the template adds them.")
 
