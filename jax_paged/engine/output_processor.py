@@ -8,6 +8,7 @@ import numpy as np
 
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.engine.detokenizer import Detokenizer
+from jax_paged.engine.grammars import Grammar, Matcher
 from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobDict, snapshot
@@ -25,10 +26,16 @@ class SampleState:
         group: Its request; only read.
         tokenizer: None leaves the text empty.
         stop: The request's stop strings; None for none.
+        grammar: The form of the output; None if it is open.
     """
 
     def __init__(
-        self, seq: Sequence, group: SequenceGroup, tokenizer: Tokenizer | None, stop: StopStrings | None
+        self,
+        seq: Sequence,
+        group: SequenceGroup,
+        tokenizer: Tokenizer | None,
+        stop: StopStrings | None,
+        grammar: Grammar | None,
     ) -> None:
         params = group.sampling_params
         self.seq = seq
@@ -46,13 +53,14 @@ class SampleState:
             include_stop=params.include_stop_str_in_output,
         )
         self._stop = stop
+        self._grammar = grammar
         self._shows_stop_token = params.include_stop_str_in_output
         self._num_tokens_taken = 0
         self._num_chars_taken = 0
 
     def restarted(self, seq: Sequence, group: SequenceGroup) -> "SampleState":
         """Returns the state of a sequence that goes on from this one's first tokens."""
-        state = SampleState(seq, group, self._tokenizer, self._stop)
+        state = SampleState(seq, group, self._tokenizer, self._stop, self._grammar)
         if self._logprobs is not None:
             state._logprobs = self._logprobs[: len(seq.output_token_ids)]
         if state._detokenizer is not None:
@@ -68,7 +76,17 @@ class SampleState:
         state._num_chars_taken = min(self._num_chars_taken, detokenizer.num_visible if detokenizer else 0)
         return state
 
-    def add_tokens(self, token_ids: list[int], logprobs: "list[TokenLogprobs]") -> tuple[str, int] | None:
+    @functools.cached_property
+    def matcher(self) -> Matcher | None:
+        """What its form allows; None if it is open. It has not followed the output yet."""
+        if self._grammar is None:
+            return None
+        ignores_eos = self._group.sampling_params.ignore_eos
+        return self._grammar.matcher(self.seq.prompt_token_ids, ignores_eos=ignores_eos)
+
+    def add_tokens(
+        self, token_ids: list[int], logprobs: "list[TokenLogprobs]"
+    ) -> tuple[str | None, int] | None:
         """Takes the tokens that the sequence has just got, as if they had come one at a time.
 
         Args:
@@ -76,21 +94,22 @@ class SampleState:
             logprobs: One per token.
 
         Returns:
-            The stop string that the text now holds, and how many output tokens there are up to its end; the
-            tokens after them were not taken. None if there is none.
+            The stop string that the text now holds, None if it is its form that is complete; and how many
+            output tokens there are up to there: the tokens after them were not taken. None if it goes on.
         """
-        if self._detokenizer is None and self._logprobs is None:
+        if self._detokenizer is None and self._logprobs is None and self._grammar is None:
             return None
+        complete = self.matcher and self.matcher.follow(self.seq.output_token_ids)
         hides_last = self.seq.status is SequenceStatus.FINISHED_STOPPED and not self._shows_stop_token
         num_before = len(self.seq.output_token_ids) - len(token_ids)
         for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
             if self._logprobs is not None:
                 entry = logprob_dict(token_id, logprob, self._num_logprobs, self._tokenizer)
                 self._logprobs.append(entry)
-            if self._detokenizer is None or (hides_last and i == len(token_ids)):
+            if hides_last and i == len(token_ids):
                 continue
-            stop = self._detokenizer.append(token_id)
-            if stop is not None:
+            stop = self._detokenizer.append(token_id) if self._detokenizer else None
+            if stop is not None or num_before + i == complete:
                 return stop, num_before + i
         return None
 
@@ -157,6 +176,7 @@ class RequestState:
         tokenizer: None leaves all texts empty.
         encoder_prompt: The text that an encoder reads; None if there is none.
         stop: The stop strings; None for none.
+        grammar: The form of the outputs; None if it is open.
     """
 
     def __init__(
@@ -166,6 +186,7 @@ class RequestState:
         tokenizer: Tokenizer | None,
         encoder_prompt: str | None = None,
         stop: StopStrings | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.group = group
         self.prompt = prompt
@@ -173,9 +194,10 @@ class RequestState:
         self.is_finished = False
         self._tokenizer = tokenizer
         self._stop = stop
+        self._grammar = grammar
         # By the sequence's index. The others are forked from the first when the prompt is computed; until
         # then its state stands for all.
-        self._samples = [SampleState(group.sequences[0], group, tokenizer, self._stop)]
+        self._samples = [SampleState(group.sequences[0], group, tokenizer, stop, grammar)]
         self._prompt_logprobs: list[TokenLogprobDict | None] | None = (
             None if group.sampling_params.prompt_logprobs is None else [None]
         )
@@ -194,26 +216,33 @@ class RequestState:
         }
 
     @classmethod
-    def of_values(cls, group: SequenceGroup, values: dict[str, Any], tokenizer: Tokenizer | None) -> Self:
+    def of_values(
+        cls,
+        group: SequenceGroup,
+        values: dict[str, Any],
+        tokenizer: Tokenizer | None,
+        grammar: Grammar | None,
+    ) -> Self:
         """Returns the state of which `values` were taken, for a group that was restored."""
         params = group.sampling_params
         stop = StopStrings(params.stop_strings) if params.stop_strings else None
         tokenizer = tokenizer if params.detokenize else None
-        state = cls(group, values["prompt"], tokenizer, values["encoder_prompt"], stop)
+        state = cls(group, values["prompt"], tokenizer, values["encoder_prompt"], stop, grammar)
         state.is_finished = values["is_finished"]
         if values["prompt_logprobs"] is not None:
             entries = values["prompt_logprobs"]
             state._prompt_logprobs = [entry and _logprob_of_values(entry) for entry in entries]
         samples = values["samples"]
         for seq in group.sequences[1 : len(samples)]:
-            state._samples.append(SampleState(seq, group, tokenizer, stop))
+            state._samples.append(SampleState(seq, group, tokenizer, stop, grammar))
         for sample, entry in zip(state._samples, samples, strict=True):
             sample.restore(entry)
         return state
 
     def forked(self, group: SequenceGroup) -> "RequestState":
         """Returns the state of a request that goes on from where this one is; of both, one sequence."""
-        state = RequestState(group, self.prompt, self._tokenizer, self._encoder_prompt, self._stop)
+        texts = self.prompt, self._tokenizer, self._encoder_prompt
+        state = RequestState(group, *texts, self._stop, self._grammar)
         state._samples = [self._samples[0].restarted(group.sequences[0], group)]
         if self._prompt_logprobs is not None:
             state._prompt_logprobs = list(self._prompt_logprobs)
@@ -223,6 +252,14 @@ class RequestState:
     def roll_back(self) -> None:
         """Follows its only sequence, which has lost its last tokens."""
         self._samples[0] = self._samples[0].rolled_back()
+
+    def matcher_of(self, seq: Sequence) -> Matcher | None:
+        """Returns what the form of one of its sequences allows; None if it is open.
+
+        Before the others have got a token, it is that of the first.
+        """
+        samples = self._samples
+        return samples[seq.index if seq.index < len(samples) else 0].matcher
 
     def add_prompt_logprobs(self, start: int, logprobs: "list[TokenLogprobs]") -> None:
         """Takes the log-probabilities of the prompt tokens at positions start + 1 and on.
@@ -246,11 +283,11 @@ class RequestState:
 
     def add_tokens(
         self, seq: Sequence, token_ids: list[int], logprobs: "list[TokenLogprobs]"
-    ) -> tuple[str, int] | None:
+    ) -> tuple[str | None, int] | None:
         """Takes the tokens that one of its sequences has just got; see SampleState.add_tokens."""
         samples = self._samples
         if seq.index == len(samples):  # samples come in the order of their index
-            samples.append(SampleState(seq, self.group, self._tokenizer, self._stop))
+            samples.append(SampleState(seq, self.group, self._tokenizer, self._stop, self._grammar))
         return samples[seq.index].add_tokens(token_ids, logprobs)
 
     def finish(self) -> list[tuple[Sequence, str]]:
