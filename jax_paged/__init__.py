@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jax_paged.models.paged_inputs import paged_inputs
     from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput
     from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from jax_paged.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -29,6 +30,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "paged_inputs",
@@ -49,6 +51,7 @@ _MODULES = {
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
     "TextPrompt": "inputs",
     "TokensPrompt": "inputs",
     "paged_inputs": "models.paged_inputs",

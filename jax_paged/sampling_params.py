@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from jax_paged.checks import Problems, check, check_choice, check_int, check_number
 from jax_paged.ignored_arguments import ANY, Ignored, ignores
+from jax_paged.structured_outputs import StructuredOutputsParams
 
 MAX_LOGIT_BIAS_ENTRIES = 300
 # Token ids per request that the device changes the logits of: those of logit_bias and, up to min_tokens, all
@@ -35,7 +36,6 @@ _IGNORED: Ignored = {
     "skip_clone": ANY,  # the engine always works on a copy
     "spaces_between_special_tokens": ANY,  # the tokenizers library never adds them
     "stream_interval": (None, 1),
-    "structured_outputs": (None,),
     "thinking_token_budget": (None, -1),
     "use_beam_search": (False,),
 }
@@ -109,6 +109,9 @@ class SamplingParams:
             are then those of a given text. Behind the last of them tokens are drawn again. None forces none.
         hook_args: The hooks of the engine that are on, by name, and the numbers that each is handed. Requests
             share cached prefixes only if these are equal; one that captures reads none.
+        structured_outputs: The form of the outputs: a JSON schema, a regular expression, a grammar, ... Needs
+            a tokenizer. An output ends as soon as nothing can follow, and before that only where it is whole,
+            or at max_tokens, a stop string or one of stop_token_ids. None leaves the form open.
 
     Raises:
         ValueError: If a value is out of range; the message names the argument, the value and the range, for
@@ -144,6 +147,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     forced_token_ids: list[int] | None = None
     hook_args: dict[str, float | list[float]] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -165,6 +169,11 @@ class SamplingParams:
             problems.note(check_choice, name, skip, (None, True, False))
         else:
             problems.note(check_choice, f"{name} (prompt_logprobs is not None)", skip, (None, True))
+        form, forced = self.structured_outputs, self.forced_token_ids
+        ok = form is None or isinstance(form, StructuredOutputsParams)
+        problems.note(check, ok, "structured_outputs", form, "None or StructuredOutputsParams")
+        if form is not None:
+            problems.note(check, not forced, "forced_token_ids (structured_outputs is given)", forced, "None")
         problems.note(check_choice, "output_kind", self.output_kind, tuple(RequestOutputKind))
         problems.raise_if_any()
 
@@ -172,7 +181,9 @@ class SamplingParams:
         """Returns a deep copy."""
         own = copy.copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, list | tuple | dict):  # a call per field would take most of the time
+            if isinstance(
+                value, list | tuple | dict | StructuredOutputsParams
+            ):  # a call per field would take most of the time
                 setattr(own, name, copy.deepcopy(value))
         return own
 

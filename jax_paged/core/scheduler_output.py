@@ -93,6 +93,19 @@ class Sample(NamedTuple):
     num_logits: int = 1
 
 
+class TokenMasks(NamedTuple):
+    """What may be drawn from some rows of logits.
+
+    Args:
+        rows: Which ones, of those that something is drawn from, in the order of SchedulerOutput.samples.
+        words: For each, as many int32 words, little-endian: bit i % 32 of word i // 32 is 1 if token i may be
+            drawn. There may be more words than the vocabulary has tokens for.
+    """
+
+    rows: tuple[int, ...]
+    words: bytes
+
+
 class EncoderInput(NamedTuple):
     """A text for the encoder, and where its output goes.
 
@@ -156,6 +169,8 @@ class SchedulerOutput:
         burst: Of a burst, how many tokens each sample gets at most: each token is computed before the next
             is drawn, until one ends the sequence. Row i is then that of sample i, has one token, and its
             table has blocks for all of them. Empty for all other steps.
+        token_masks: Of rows whose request has a form (structured_outputs); put in when the step is
+            dispatched, as it takes the tokens before. None if there are none.
     """
 
     step_id: int
@@ -172,3 +187,4 @@ class SchedulerOutput:
     num_batched_tokens: int
     num_logits_rows: int
     burst: tuple[int, ...] = ()
+    token_masks: TokenMasks | None = None

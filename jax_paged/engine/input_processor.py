@@ -6,6 +6,7 @@ from typing import Any
 
 from jax_paged.checks import Problems, TooLongError, check, check_int, check_number
 from jax_paged.config import EngineConfig
+from jax_paged.engine.grammars import Grammar, Grammars
 from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_list
@@ -29,6 +30,7 @@ class CheckedRequest:
         cache_salt: Only requests of equal salt share cached prefixes.
         priority: Requests of a lower value are served earlier.
         stop: The stop strings of params, prepared; None if there are none.
+        grammar: Their structured_outputs, compiled; None if there are none.
     """
 
     prompt: str | None
@@ -40,6 +42,7 @@ class CheckedRequest:
     cache_salt: str = ""
     priority: int = 0
     stop: StopStrings | None = dataclasses.field(default=None, compare=False)
+    grammar: Grammar | None = dataclasses.field(default=None, compare=False)
 
     @property
     def num_seqs(self) -> int:
@@ -70,6 +73,7 @@ class InputProcessor:
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._grammars = tokenizer and Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
         try:
             self._default_params = SamplingParams(**config.sampling_defaults)
         except (TypeError, ValueError) as error:
@@ -117,9 +121,23 @@ class InputProcessor:
             priority,
             # Made here and not by the engine, whose thread must not wait for it.
             StopStrings(own.stop_strings) if own.stop_strings else None,
+            self.grammar_of(own),
         )
         self._check_length(request)
         return request
+
+    def grammar_of(self, params: SamplingParams) -> Grammar | None:
+        """Returns the structured_outputs of a request, compiled; None if there are none.
+
+        Raises:
+            ValueError: If they can't be used.
+        """
+        form = params.structured_outputs
+        if form is None:
+            return None
+        check(self._grammars is not None, "structured_outputs", form, "None, as the engine has no tokenizer")
+        assert self._grammars is not None, "just checked"
+        return self._grammars.compile(form)
 
     def _check_priority(self, priority: int) -> None:
         check_int("priority", priority, -(2**63), 2**63 - 1)

@@ -143,7 +143,11 @@ def load(engine: "LLMEngine", loop: "StepLoop", state: EngineState) -> None:
     blocks = kept_blocks(scheduler)
     engine.executor.write_memory(*blocks, state.arrays, with_weights=values["weights"]["by_value"])
     texts = zip(groups, values["requests"], strict=True)
-    states = [RequestState.of_values(group, entry["text"], engine.tokenizer) for group, entry in texts]
+    grammar_of = engine.input_processor.grammar_of
+    states = [
+        RequestState.of_values(group, entry["text"], engine.tokenizer, grammar_of(group.sampling_params))
+        for group, entry in texts
+    ]
     version, internal, gauss = values["seeds"]
     engine.seeds.setstate((version, tuple(internal), gauss))
     engine.num_names = values["num_names"]

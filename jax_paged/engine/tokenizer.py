@@ -104,6 +104,14 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    def to_json(self) -> str:
+        """Returns it in the form of tokenizer.json."""
+        return self._backend.to_str()
+
+    def token_id(self, text: str) -> int | None:
+        """Returns the token that is a text as the vocabulary has it; None if there is none."""
+        return self._backend.token_to_id(text)
+
     def max_characters(self, num_tokens: int) -> int:
         """Returns how many characters so many tokens hold at most: a longer text need not be tokenized."""
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))

@@ -230,26 +230,21 @@ def calls_grammar(
     literal: Callable[[str], str],
     *,
     parallel: bool,
-    reasoning: ReasoningFormat | None,
-    is_thinking: bool,
+    behind_thoughts: bool,
 ) -> str:
-    """Returns a Lark grammar of outputs that are calls of functions, from the end of the thoughts on.
+    """Returns a Lark grammar of outputs that are calls of functions.
 
     Args:
         text: How calls are written.
         functions: Names, and schemas of arguments.
         literal: Makes a text the sequence of Lark's strings and control tokens that it is written with.
         parallel: Whether there may be several calls.
-        reasoning: How the model thinks; None if it does not.
-        is_thinking: Whether an output begins amid thoughts; else it may begin with some.
+        behind_thoughts: Whether what it describes follows thoughts, often in a line of its own.
     """
     more = f" ({literal(text.between)} call)*" if parallel else ""
-    start = "calls"
-    if reasoning is not None:
-        start = "space calls" if is_thinking else "(thoughts space)? calls"
+    space = r"/\n{0,2}/" if behind_thoughts else ""
     lines = [
-        f"start: {start}",
-        f"calls: {literal(text.begin)} call{more} {literal(text.end)}",
+        f"start: {space} {literal(text.begin)} call{more} {literal(text.end)}",
         f"call: {' | '.join(f'call{i}' for i in range(len(functions)))}",
     ]
     for i, (name, schema) in enumerate(functions):
@@ -257,12 +252,4 @@ def calls_grammar(
         compact = {**schema, "x-guidance": {"whitespace_flexible": False}}
         lines.append(f"call{i}: {head} arguments{i} {literal(text.tail)}")
         lines.append(f"arguments{i}: %json {json.dumps(compact)}")
-    if reasoning is not None:
-        lines.append(r"space: /\n{0,2}/")
-    if reasoning is not None and not is_thinking:
-        begin, end = literal(reasoning.begin), literal(reasoning.end)
-        if end.startswith("<"):  # a control token, which is no text
-            lines.append(rf"thoughts: {begin} /(.|\n)*/ {end}")
-        else:
-            lines += [f"thoughts: {begin} thought", rf"thought[suffix={end}]: /(.|\n)*/"]
     return "\n".join(lines)

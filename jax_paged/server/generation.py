@@ -35,7 +35,7 @@ from jax_paged.server.responses import (
 )
 from jax_paged.server.streaming import Call, RequestRunner
 from jax_paged.server.text_reader import TextReader
-from jax_paged.server.tools import ChatForm, ChatForms
+from jax_paged.server.tools import ChatReader, ChatReaders
 
 
 class TextRoutes:
@@ -63,7 +63,7 @@ class TextRoutes:
         self._texts = texts
         self._model_name = model_name
         self._options = options
-        self._forms = ChatForms(options)
+        self._readers = ChatReaders(options)
 
 
 class GenerationRoutes(TextRoutes):
@@ -103,16 +103,16 @@ class GenerationRoutes(TextRoutes):
             tokenizer = tokenizer_of(self._engine)
             check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
-            form = self._forms.form_of(body)
-            texts = [body.messages, form and form.tools]
+            reader = self._readers.reader_of(body)
+            texts = [body.messages, reader and reader.tools]
             checked = await self._texts.read(
-                "messages", texts, self._check_chat, tokenizer, params, body, form
+                "messages", texts, self._check_chat, tokenizer, params, body, reader
             )
         n, num_top, stream = body.num_outputs, body.top_logprobs or 0, bool(body.stream)
         choice = chat_deltas(num_top) if stream else chat_messages(num_top)
-        if form is not None:
+        if reader is not None:
             prompt = checked[0].prompt_token_ids
-            choice = form.choices(choice, n, tokenizer, prompt, stream=stream)
+            choice = reader.choices(choice, n, tokenizer, prompt, stream=stream)
         if stream:
             head = self._head("chatcmpl", "chat.completion.chunk")
             call = Call(checked, n, head, choice, request.state.record, client_of(request))
@@ -154,12 +154,12 @@ class GenerationRoutes(TextRoutes):
         tokenizer: Tokenizer,
         params: SamplingParams | BeamSearchParams,
         body: ChatRequest,
-        form: ChatForm | None,
+        reader: ChatReader | None,
     ) -> list[CheckedRequest]:
         messages = messages_for(tokenizer, body.messages)
-        prompt = tokenizer.encode_chat(messages, tools=form.tools if form else None)
-        if form is not None:
-            params = form.params(params, tokenizer, prompt)
+        prompt = tokenizer.encode_chat(messages, tools=reader.tools if reader else None)
+        if reader is not None:
+            params = reader.params(params, tokenizer, prompt)
         return check_all(self._engine, [prompt], params, body)
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from jax_paged.checks import check_int
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.server.forms import ResponseFormat, form_of
 from jax_paged.server.responses import shortened
 
 _SAMPLING_FIELDS = (
@@ -49,16 +50,11 @@ _NOT_BUILT = (
     "echo",
     "function_call",
     "functions",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
     "kv_transfer_params",
     "logits_processors",
     "prompt_embeds",
     "return_token_ids",
     "return_tokens_as_token_ids",
-    "structured_outputs",
 )
 
 
@@ -115,7 +111,7 @@ class Body(BaseModel):
         """Returns the names of the fields that the server does not know."""
         names = [name for name in self.model_extra or () if name not in _NOT_BUILT]
         for name, value in self:
-            if isinstance(value, Part):
+            if isinstance(value, Part | ResponseFormat):
                 names += [f"{name}.{inner}" for inner in value.model_extra or ()]
         return names
 
@@ -173,6 +169,11 @@ class Generation(Body, abc.ABC):
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # Accepted because clients send them; they change no output.
     user: Any = None
     store: Any = None
@@ -195,6 +196,11 @@ class Generation(Body, abc.ABC):
     def continuous_usage(self) -> bool:
         """Whether every chunk of a streamed answer has token counts, too."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def _format(self) -> ResponseFormat | None:
+        """The form of the output, where OpenAI's API has it."""
+        return None
 
     @abc.abstractmethod
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
@@ -220,6 +226,8 @@ class Generation(Body, abc.ABC):
             raise ValueError("stream_options.include_obfuscation is True; allowed: False")
         values = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
         values |= {"logit_bias": _int_keys(self.logit_bias), "logprobs": logprobs}
+        guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+        values["structured_outputs"] = form_of(self._format, self.structured_outputs, guided)
         return {k: v for k, v in values.items() if v is not None}
 
 
@@ -229,9 +237,14 @@ class _Request(Generation):
     max_tokens: int | None = within(0)
     n: int | None = within(1)
     prompt_logprobs: int | None = within(-1)
+    response_format: ResponseFormat | None = None
     use_beam_search: bool | None = None
     beam_width: int | None = within(1)
     length_penalty: float | None = within(-10, 10)
+
+    @property
+    def _format(self) -> ResponseFormat | None:
+        return self.response_format
 
     def _params(
         self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None
@@ -322,12 +335,6 @@ class CompletionRequest(_Request):
         return given
 
 
-class ResponseFormat(Part):
-    """The form of the output; plain text is the only one."""
-
-    type: Literal["text"]
-
-
 class Function(Part):
     """A function that the model may call."""
 
@@ -366,7 +373,6 @@ class ChatRequest(_Request):
     max_completion_tokens: int | None = within(1)
     logprobs: bool | None = None
     top_logprobs: int | None = within(-1)
-    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: an output has one call at most.")

@@ -19,10 +19,11 @@ from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.server.conversation import messages_for, messages_of_input
 from jax_paged.server.event_stream import EventStream, unless_gone
+from jax_paged.server.forms import TextFormat
 from jax_paged.server.generation import TextRoutes, bad_input, check_all, check_model, client_of, tokenizer_of
 from jax_paged.server.limits import check_sizes
 from jax_paged.server.logprobs import chat_logprobs
-from jax_paged.server.protocol import Generation, Part, ResponseFormat, within
+from jax_paged.server.protocol import Generation, Part, within
 from jax_paged.server.responses import ApiError, json_response, usage
 from jax_paged.server.streaming import Call
 
@@ -40,7 +41,7 @@ _Stored = Annotated[None, BeforeValidator(_refuse_stored)]
 class TextOptions(Part):
     """How the text of a response is made."""
 
-    format: ResponseFormat | None = None
+    format: TextFormat | None = None
 
 
 class ResponsesRequest(Generation):
@@ -70,6 +71,10 @@ class ResponsesRequest(Generation):
     def with_logprobs(self) -> bool:
         """Whether the tokens come with log-probabilities."""
         return _LOGPROBS in (self.include or ())
+
+    @property
+    def _format(self) -> TextFormat | None:
+        return self.text and self.text.format
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         if self.max_output_tokens is not None:

@@ -20,6 +20,7 @@ from jax_paged.server.options import ServerOptions
 from jax_paged.server.parsed_chat import OutputParser, parsed_choices
 from jax_paged.server.protocol import ChatRequest, NamedTool, Tool
 from jax_paged.server.responses import MakeChoice
+from jax_paged.structured_outputs import StructuredOutputsParams
 
 # Tokens at the end of a prompt that tell whether the model is thinking.
 _NUM_LAST_TOKENS = 32
@@ -31,7 +32,7 @@ _OBJECTS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "pr
 
 
 @dataclasses.dataclass(frozen=True)
-class ChatForm:
+class ChatReader:
     """How the outputs of a chat are written and taken apart.
 
     Args:
@@ -70,17 +71,27 @@ class ChatForm:
         ids = {tag: tokenizer.control_token_id(tag) for tag in tags}
         if any(token_id is not None for token_id in ids.values()):
             params = dataclasses.replace(params, skip_special_tokens=False)
-        if not self.forced:
-            return params
+        after = self.reasoning.end if self.reasoning else None
+        form = params.structured_outputs
+        if self.forced:
+            check(form is None, "tool_choice", "a forced call", "'none' or 'auto', as the output has a form")
+            form = StructuredOutputsParams(grammar=self._grammar(ids))
+        if form is not None and form.starts_after is None:
+            params = dataclasses.replace(
+                params, structured_outputs=dataclasses.replace(form, starts_after=after)
+            )
+        return params
+
+    def _grammar(self, ids: dict[str, int | None]) -> str:
+        """Returns a grammar of calls of the functions that are forced."""
         assert self.format is not None, "calls that are forced are looked for"
-        is_thinking = self._is_thinking(tokenizer, prompt)
+        tags = "|".join(map(re.escape, ids)) or "$^"
 
         def literal(text: str) -> str:
-            parts = re.split(f"({'|'.join(map(re.escape, tags)) or '$^'})", text)
-            found = [(part, ids.get(part)) for part in parts if part]
-            return " ".join(f"<[{i}]>" if i is not None else _quoted(part) for part, i in found)
+            parts = [(part, ids.get(part)) for part in re.split(f"({tags})", text) if part]
+            return " ".join(f"<[{i}]>" if i is not None else _quoted(part) for part, i in parts)
 
-        grammar = calls_grammar(
+        return calls_grammar(
             next(text for text in self.format.texts if not text.needs or ids[text.needs] is not None),
             [
                 (function["name"], function.get("parameters") or {"type": "object"})
@@ -88,14 +99,8 @@ class ChatForm:
             ],
             literal,
             parallel=self.parallel,
-            reasoning=self.reasoning,
-            is_thinking=is_thinking,
+            behind_thoughts=self.reasoning is not None,
         )
-        from jax_paged.structured_outputs import StructuredOutputsParams
-
-        after = self.reasoning.end if self.reasoning and is_thinking else None
-        form = StructuredOutputsParams(grammar=grammar, starts_after=after)
-        return dataclasses.replace(params, structured_outputs=form)
 
     def choices(
         self,
@@ -126,7 +131,7 @@ class ChatForm:
         return self.reasoning.is_thinking(end)
 
 
-class ChatForms:
+class ChatReaders:
     """Tells how a server's chats are taken apart.
 
     Args:
@@ -142,7 +147,7 @@ class ChatForms:
                 if format or self._reasoning:
                     response_template(format, self._reasoning, is_thinking)
 
-    def form_of(self, body: ChatRequest) -> ChatForm | None:
+    def reader_of(self, body: ChatRequest) -> ChatReader | None:
         """Returns how the outputs of a request are taken apart; None if they are not.
 
         Raises:
@@ -154,14 +159,14 @@ class ChatForms:
             check(choice in (None, "none"), "tool_choice", shown, "nothing or 'none', as there are no tools")
             if self._reasoning is None:
                 return None
-            return ChatForm(None, None, (), True, self._reasoning)
+            return ChatReader(None, None, (), True, self._reasoning)
         forced = tuple(_function(tool) for tool in _chosen(body.tools, choice))
         if choice in (None, "auto") and self._tools is None:
             raise ValueError(
                 "tool_choice is 'auto'; allowed: 'none', 'required' or a function, as the server runs without "
                 "--tool-call-parser"
             )
-        return ChatForm(
+        return ChatReader(
             [tool.model_dump(exclude_unset=True) for tool in body.tools],
             # Where no format is known, plain JSON is what a grammar demands.
             None if choice == "none" else self._tools or TOOL_FORMATS["llama3"],

@@ -6,14 +6,14 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.scheduler_output import SchedulerOutput, TokenMasks
 from jax_paged.pallas_kernels import ops
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker.block_tables import pad_changes
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.logits_rows import LogitsRows
-from jax_paged.worker.packed_batch import layout, neutral_sampling, views
+from jax_paged.worker.packed_batch import MASK_COLUMN, layout, neutral_sampling, views
 
 
 class StepInputs(NamedTuple):
@@ -133,7 +133,7 @@ class BatchBuilder:
         if bucket.num_steps > 1:
             self._fill_burst(view, seats, start, output.burst)
         bias = self._bias(sample_seats, sample_positions, bucket)
-        mask = self._token_mask(sample_seats, bucket)
+        mask = self._token_mask(sample_seats, output.token_masks, view["sampling"][:, MASK_COLUMN])
         return StepInputs(packed, *bias, mask, changes[:, :num_ahead])
 
     def _fill_slots(
@@ -212,14 +212,21 @@ class BatchBuilder:
             values[j, : len(bias)] = list(bias.values())
         return ids, values
 
-    def _token_mask(self, seats: np.ndarray, bucket: Bucket) -> np.ndarray | None:
+    def _token_mask(
+        self, seats: np.ndarray, given: TokenMasks | None, is_masked: np.ndarray
+    ) -> np.ndarray | None:
+        """Returns the masks of a step, if there are any; notes which rows of logits have one."""
         masks = self._input_batch.token_masks
         masked = [(j, masks[seat]) for j, seat in enumerate(seats.tolist()) if seat in masks] if masks else []
-        if not masked:
+        if not masked and given is None:
             return None
-        out = np.full((bucket.num_seqs, self._num_mask_words), -1, np.int32)
+        out = np.full((len(is_masked), self._num_mask_words), -1, np.int32)
         for j, mask in masked:
-            out[j] = mask
+            out[j], is_masked[j] = mask, 1
+        if given is not None:
+            rows, words = list(given.rows), np.frombuffer(given.words, "<i4")
+            out[rows] &= words.reshape(len(rows), -1)[:, : self._num_mask_words]
+            is_masked[rows] = 1
         return out
 
 

@@ -181,7 +181,6 @@ class InputBatch:
             seed=new.seed,
             wants_logprobs=new.num_top_logprobs is not None,
             logprob_temperature=new.logprob_temperature,
-            has_token_mask=params.allowed_token_ids is not None,
         )
         end_token_ids = sorted(new.end_token_ids)[:MAX_END_TOKENS]
         self.end_tokens[seat] = end_token_ids + [-1] * (MAX_END_TOKENS - len(end_token_ids))

@@ -47,6 +47,7 @@ FLOATS = (
 )
 INTS = ("top_k", "seed_low", "seed_high", "wants_logprobs", "has_token_mask")
 NUM_SAMPLING_COLUMNS = len(FLOATS) + len(INTS)
+MASK_COLUMN = len(FLOATS) + INTS.index("has_token_mask")
 
 
 def num_step_changes(bucket: Bucket, num_groups: int) -> int:
@@ -116,13 +117,12 @@ def pack_sampling(
     seed: int,
     wants_logprobs: bool,
     logprob_temperature: float,
-    has_token_mask: bool,
 ) -> np.ndarray:
-    """Returns a row of the field `sampling`, int32 [12]; it never changes while a sequence lives."""
+    """Returns a row of the field `sampling`, int32 [12]; all but MASK_COLUMN stays while a sequence lives."""
     floats = [getattr(params, name) for name in FLOATS[:-1]]
     floats = np.array([*floats, logprob_temperature], np.float32).view(np.int32)
     seed_words = np.array([seed], np.uint64).view(np.int32)
-    ints = [max(params.top_k, 0), *seed_words, wants_logprobs, has_token_mask]
+    ints = [max(params.top_k, 0), *seed_words, wants_logprobs, False]
     return np.concatenate([floats, np.array(ints, np.int32)])
 
 
@@ -133,7 +133,6 @@ def neutral_sampling() -> np.ndarray:
         seed=0,
         wants_logprobs=False,
         logprob_temperature=1.0,
-        has_token_mask=False,
     )
 
 
