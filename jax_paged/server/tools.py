@@ -93,10 +93,7 @@ class ChatReader:
 
         return calls_grammar(
             next(text for text in self.format.texts if not text.needs or ids[text.needs] is not None),
-            [
-                (function["name"], function.get("parameters") or {"type": "object"})
-                for function in self.forced
-            ],
+            [(function["name"], _parameters(function)) for function in self.forced],
             literal,
             parallel=self.parallel,
             behind_thoughts=self.reasoning is not None,
@@ -163,8 +160,8 @@ class ChatReaders:
         forced = tuple(_function(tool) for tool in _chosen(body.tools, choice))
         if choice in (None, "auto") and self._tools is None:
             raise ValueError(
-                "tool_choice is 'auto'; allowed: 'none', 'required' or a function, as the server runs without "
-                "--tool-call-parser"
+                "tool_choice is 'auto'; allowed: 'none', 'required' or a function, as the server runs "
+                "without --tool-call-parser"
             )
         return ChatReader(
             [tool.model_dump(exclude_unset=True) for tool in body.tools],
@@ -220,6 +217,11 @@ def _check_schema(name: str, schema: Any) -> None:
         check(isinstance(items, dict), f"{name}.{key}", items, "an object of JSON schemas")
         for inner, item in items.items():
             _check_schema(f"{name}.{key}.{inner}", item)
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema of a function's arguments; a function that names no parameters takes none."""
+    return {"type": "object", **(function.get("parameters") or {"additionalProperties": False})}
 
 
 def _function(tool: Tool) -> dict[str, Any]:

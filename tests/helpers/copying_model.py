@@ -1,9 +1,9 @@
-"""A model that answers with the text that a test has put into its prompt: a Llama whose weights are made by hand.
+"""A model that answers with the text that a test asks for: a Llama whose weights are made by hand.
 
-The chat template writes the last message at the end of the prompt, padded with end tokens to a fixed length. Both
-heads' queries are rotated back by that length (rotary positions make a score a function of the distance alone), so
-every token attends to the one so far before it, and the head makes it the likeliest by far. Where a grammar or a
-ban excludes the wanted token, others follow.
+The chat template writes the last message at the end of the prompt, padded with end tokens to a fixed length.
+Queries are rotated back by that length (rotary positions make a score a function of the distance alone), so
+every token attends to the one so far before it, which the head makes the likeliest next token by far. Where a
+grammar or a ban excludes it, another follows.
 """
 
 import json
@@ -16,16 +16,18 @@ from tokenizers import decoders, models, pre_tokenizers
 
 END = "</s>"
 # Tokens between a token and its copy.
-DISTANCE = 700
+DISTANCE = 500
 # Control tokens; a message writes one as @name@, as what people write becomes none.
-CONTROL = {"TOOL_CALLS": "[TOOL_CALLS]", "ARGS": "[ARGS]", "python_tag": "<|python_tag|>", "think": "<think>"}
+CONTROL = {"TOOL_CALLS": "[TOOL_CALLS]", "ARGS": "[ARGS]", "python_tag": "<|python_tag|>"}
 _HEAD_DIM = 64
 _GAP = 60.0  # by how much the score of the wanted token leads
 TEMPLATE = """
 {%- for t in tools or [] %}{{ t | tojson }}
 {% endfor %}
 {%- for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %} {{ c.function.name }}(
-{%- for k, v in (c.function.arguments if c.function.arguments is mapping else {}).items() %}{{ k }}={{ v }} {% endfor %})
+{%- if c.function.arguments is mapping %}
+{%- for k, v in c.function.arguments.items() %}{{ k }}={{ v }} {% endfor %}
+{%- else %}{{ c.function.arguments }}{% endif %})
 {%- endfor %}
 {% endfor %}
 {%- set text = namespace(written=messages[-1].content, bare=messages[-1].content) %}
