@@ -12,6 +12,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+# How the JSON of a grammar is spaced: as chat templates write it.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
 REASONING, CONTENT, NAME, ARGUMENTS, CALL, TAG = "reasoning", "content", "name", "arguments", "call", "tag"
 
 # White space, bounded: a model that writes nothing else must not make the search for a tag slow.
@@ -249,7 +252,7 @@ def calls_grammar(
     ]
     for i, (name, schema) in enumerate(functions):
         head = literal(text.head.replace("{name}", name))
-        compact = {**schema, "x-guidance": {"whitespace_flexible": False}}
+        written = {**schema, "x-guidance": _SPACING}
         lines.append(f"call{i}: {head} arguments{i} {literal(text.tail)}")
-        lines.append(f"arguments{i}: %json {json.dumps(compact)}")
+        lines.append(f"arguments{i}: %json {json.dumps(written)}")
     return "\n".join(lines)

@@ -35,7 +35,7 @@ from jax_paged.server.responses import (
 )
 from jax_paged.server.streaming import Call, RequestRunner
 from jax_paged.server.text_reader import TextReader
-from jax_paged.server.tools import ChatReader, ChatReaders
+from jax_paged.server.tools import ChatReader, ChatReaders, blaming_tools
 
 
 class TextRoutes:
@@ -158,9 +158,10 @@ class GenerationRoutes(TextRoutes):
     ) -> list[CheckedRequest]:
         messages = messages_for(tokenizer, body.messages)
         prompt = tokenizer.encode_chat(messages, tools=reader.tools if reader else None)
-        if reader is not None:
-            params = reader.params(params, tokenizer, prompt)
-        return check_all(self._engine, [prompt], params, body)
+        with blaming_tools(reader):
+            if reader is not None:
+                params = reader.params(params, tokenizer)
+            return check_all(self._engine, [prompt], params, body)
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
         return {

@@ -26,6 +26,7 @@ from jax_paged.server.logprobs import chat_logprobs
 from jax_paged.server.protocol import Generation, Part, within
 from jax_paged.server.responses import ApiError, json_response, usage
 from jax_paged.server.streaming import Call
+from jax_paged.server.tools import behind_thoughts
 
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 
@@ -33,6 +34,12 @@ _LOGPROBS = "message.output_text.logprobs"  # in `include`
 def _refuse_stored(value: Any) -> None:
     if value is not None:
         raise PydanticCustomError("not_stored", "allowed: null, as this server stores no responses")
+
+
+def _refuse_tools(value: Any) -> Any:
+    if value not in (None, []):
+        raise PydanticCustomError("no_tools", "allowed: none, as calls of tools are in /v1/chat/completions")
+    return value
 
 
 _Stored = Annotated[None, BeforeValidator(_refuse_stored)]
@@ -57,7 +64,7 @@ class ResponsesRequest(Generation):
     include: list[str] | None = Field(None, description=f"{_LOGPROBS} is known.")
     top_logprobs: int | None = within(0)
     text: TextOptions | None = None
-    tools: list[Any] | None = Field(None, max_length=0)
+    tools: Annotated[list[Any] | None, BeforeValidator(_refuse_tools)] = Field(None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
     truncation: Literal["disabled"] | None = None
     previous_response_id: _Stored = None
@@ -110,6 +117,7 @@ class ResponsesRoute(TextRoutes):
     ) -> list[CheckedRequest]:
         messages = messages_of_input(body.input, body.instructions)
         prompt = tokenizer.encode_chat(messages_for(tokenizer, messages))
+        params = behind_thoughts(params, self._readers.reasoning)
         return check_all(self._engine, [prompt], params, body)
 
     async def _whole(self, answer: "_Answer", call: Call) -> Response:

@@ -1,8 +1,9 @@
 """What a chat asks for beside text: calls of tools, and thoughts apart from the answer."""
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_paged.checks import check
@@ -50,14 +51,13 @@ class ChatReader:
     reasoning: ReasoningFormat | None
 
     def params(
-        self, params: SamplingParams | BeamSearchParams, tokenizer: Tokenizer, prompt: Sequence[int]
+        self, params: SamplingParams | BeamSearchParams, tokenizer: Tokenizer
     ) -> SamplingParams | BeamSearchParams:
         """Returns the parameters by which outputs can be taken apart, and call what they have to call.
 
         Args:
             params: What the client asks for.
             tokenizer: Of the model.
-            prompt: The conversation's token ids.
 
         Raises:
             ValueError: If calls can't be forced.
@@ -71,16 +71,12 @@ class ChatReader:
         ids = {tag: tokenizer.control_token_id(tag) for tag in tags}
         if any(token_id is not None for token_id in ids.values()):
             params = dataclasses.replace(params, skip_special_tokens=False)
-        after = self.reasoning.end if self.reasoning else None
         form = params.structured_outputs
         if self.forced:
             check(form is None, "tool_choice", "a forced call", "'none' or 'auto', as the output has a form")
             form = StructuredOutputsParams(grammar=self._grammar(ids))
-        if form is not None and form.starts_after is None:
-            params = dataclasses.replace(
-                params, structured_outputs=dataclasses.replace(form, starts_after=after)
-            )
-        return params
+            params = dataclasses.replace(params, structured_outputs=form)
+        return behind_thoughts(params, self.reasoning)
 
     def _grammar(self, ids: dict[str, int | None]) -> str:
         """Returns a grammar of calls of the functions that are forced."""
@@ -128,21 +124,45 @@ class ChatReader:
         return self.reasoning.is_thinking(end)
 
 
+@contextlib.contextmanager
+def blaming_tools(reader: ChatReader | None) -> Iterator[None]:
+    """Turns a ValueError about a grammar that is made of tools into one about the tools."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        if reader is None or not reader.forced or "grammar" not in message:
+            raise
+        raise ValueError(f"tools can't be used: {message.splitlines()[0]}") from error
+
+
+def behind_thoughts(params: SamplingParams, reasoning: ReasoningFormat | None) -> SamplingParams:
+    """Returns parameters whose form of the output, if they have one, begins where a model's thoughts end."""
+    form = params.structured_outputs
+    if form is None or form.starts_after is not None or reasoning is None:
+        return params
+    form = dataclasses.replace(form, starts_after=reasoning.end)
+    return dataclasses.replace(params, structured_outputs=form)
+
+
 class ChatReaders:
     """Tells how a server's chats are taken apart.
 
     Args:
         options: Name the formats of the model.
+
+    Attributes:
+        reasoning: How the model thinks; None if it does not.
     """
 
     def __init__(self, options: ServerOptions) -> None:
         tools, reasoning = options.tool_call_parser, options.reasoning_parser
         self._tools = None if tools is None else TOOL_FORMATS[tools]
-        self._reasoning = None if reasoning is None else REASONING_FORMATS[reasoning]
+        self.reasoning = None if reasoning is None else REASONING_FORMATS[reasoning]
         for format in {self._tools, None}:  # now, not by the first request
             for is_thinking in (False, True):
-                if format or self._reasoning:
-                    response_template(format, self._reasoning, is_thinking)
+                if format or self.reasoning:
+                    response_template(format, self.reasoning, is_thinking)
 
     def reader_of(self, body: ChatRequest) -> ChatReader | None:
         """Returns how the outputs of a request are taken apart; None if they are not.
@@ -154,9 +174,9 @@ class ChatReaders:
         if not body.tools:
             shown = choice if isinstance(choice, str) else "a function"
             check(choice in (None, "none"), "tool_choice", shown, "nothing or 'none', as there are no tools")
-            if self._reasoning is None:
+            if self.reasoning is None:
                 return None
-            return ChatReader(None, None, (), True, self._reasoning)
+            return ChatReader(None, None, (), True, self.reasoning)
         forced = tuple(_function(tool) for tool in _chosen(body.tools, choice))
         if choice in (None, "auto") and self._tools is None:
             raise ValueError(
@@ -169,7 +189,7 @@ class ChatReaders:
             None if choice == "none" else self._tools or TOOL_FORMATS["llama3"],
             forced,
             body.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
-            self._reasoning,
+            self.reasoning,
         )
 
 

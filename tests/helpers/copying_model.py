@@ -21,31 +21,25 @@ DISTANCE = 500
 CONTROL = {"TOOL_CALLS": "[TOOL_CALLS]", "ARGS": "[ARGS]", "python_tag": "<|python_tag|>"}
 _HEAD_DIM = 64
 _GAP = 60.0  # by how much the score of the wanted token leads
-TEMPLATE = """
+TEMPLATE = r"""
 {%- for t in tools or [] %}{{ t | tojson }}
 {% endfor %}
 {%- for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %} {{ c.function.name }}(
 {%- if c.function.arguments is mapping %}
 {%- for k, v in c.function.arguments.items() %}{{ k }}={{ v }} {% endfor %}
 {%- else %}{{ c.function.arguments }}{% endif %})
+{%- endfor %}{{ "\n" }}
 {%- endfor %}
-{% endfor %}
 {%- set text = namespace(written=messages[-1].content, bare=messages[-1].content) %}
 {%- for name, token in CONTROL %}
 {%- set text.written = text.written.replace('@' ~ name ~ '@', token) %}
 {%- set text.bare = text.bare.replace('@' ~ name ~ '@', '!') %}
 {%- endfor %}
-{{- text.written }}{{ 'END' * (DISTANCE + 1 - PREFIX - text.bare.encode() | length) }}PREFILL"""
+{{- text.written }}{{ 'END' * (DISTANCE + 1 - text.bare.encode() | length) }}"""
 
 
-def write_copying_model(folder: Path, prefill: str = "") -> Path:
-    """Writes the model, a tokenizer of bytes, and the template; returns the folder.
-
-    Args:
-        folder: Made if it is not there.
-        prefill: What the template lets answers begin behind, such as "<think>"; no control token.
-    """
-    folder.mkdir(exist_ok=True)
+def write_copying_model(folder: Path) -> Path:
+    """Writes the model, a tokenizer of bytes, and the template into a folder, which it returns."""
     pieces = [END, *CONTROL.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
     num_tokens, num_heads = len(pieces), 5
     hidden = num_heads * _HEAD_DIM
@@ -105,7 +99,6 @@ def write_copying_model(folder: Path, prefill: str = "") -> Path:
     backend.add_special_tokens([END, *CONTROL.values()])
     backend.save(str(folder / "tokenizer.json"))
     values = {"CONTROL": repr(list(CONTROL.items())), "END": END, "DISTANCE": str(DISTANCE)}
-    values |= {"PREFIX": str(len(prefill.encode())), "PREFILL": prefill}
     template = TEMPLATE
     for name, value in values.items():
         template = template.replace(name, value)

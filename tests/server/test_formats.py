@@ -167,6 +167,22 @@ def test_an_output_that_is_cut_off_anywhere_is_still_taken_apart(written):
         assert [name for name, _ in calls] == [name for name, _ in written.calls][: len(calls)]
 
 
+@pytest.mark.parametrize(
+    ("reasoning", "prompt", "is_thinking"),
+    [
+        ("qwen3", "<|im_start|>assistant\n", False),
+        ("qwen3", "<|im_start|>assistant\n<think>\n", True),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("deepseek_r1", "<｜Assistant｜>", True),
+        ("deepseek_r1", "<｜Assistant｜><think>\n", True),
+        ("deepseek_r1", "<｜Assistant｜></think>", False),
+        ("mistral", "[/INST]", False),
+    ],
+)
+def test_prompts_tell_whether_a_model_is_thinking(reasoning, prompt, is_thinking):
+    assert REASONING_FORMATS[reasoning].is_thinking(prompt) == is_thinking
+
+
 def test_arguments_come_while_they_are_written():
     parser = OutputParser(response_template(TOOL_FORMATS["hermes"], None, False), parallel=True)
     new = [parser.feed(character, is_last=False) for character in hermes("f", '{"city": "Paris"}')]
