@@ -31,7 +31,9 @@ def _with_objects(name: str, message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message whose calls have objects as arguments."""
     if "tool_calls" not in message:
         return message
-    calls, rest = message["tool_calls"] or [], {k: v for k, v in message.items() if k != "tool_calls"}
+    calls, rest = message["tool_calls"], {k: v for k, v in message.items() if k != "tool_calls"}
+    if calls is None:
+        return rest
     check(isinstance(calls, list), f"{name}.tool_calls", calls, "a list")
     new = []
     for i, call in enumerate(calls):
@@ -40,7 +42,8 @@ def _with_objects(name: str, message: dict[str, Any]) -> dict[str, Any]:
         function = call.get("function")
         ok = isinstance(function, dict) and isinstance(function.get("name"), str)
         check(ok, f"{own}.function", function, "an object with a name")
-        arguments = function.get("arguments") or {}
+        arguments = function.get("arguments")
+        arguments = {} if arguments is None else arguments
         check(isinstance(arguments, str | dict), f"{own}.function.arguments", arguments, "JSON as text")
         new.append({**call, "function": {**function, "arguments": _object(arguments)}})
     return {**rest, "tool_calls": new} if new else rest

@@ -104,7 +104,7 @@ class GenerationRoutes(TextRoutes):
             check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
             reader = self._readers.reader_of(body)
-            texts = [body.messages, reader and reader.tools]
+            texts = [body.messages, reader and reader.tools, body.chat_template_kwargs]
             checked = await self._texts.read(
                 "messages", texts, self._check_chat, tokenizer, params, body, reader
             )
@@ -157,7 +157,8 @@ class GenerationRoutes(TextRoutes):
         reader: ChatReader | None,
     ) -> list[CheckedRequest]:
         messages = messages_for(tokenizer, body.messages)
-        prompt = tokenizer.encode_chat(messages, tools=reader.tools if reader else None)
+        tools, variables = reader.tools if reader else None, body.chat_template_kwargs
+        prompt = tokenizer.encode_chat(messages, tools=tools, template_kwargs=variables)
         with blaming_tools(reader):
             if reader is not None:
                 params = reader.params(params, tokenizer)

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from jax_paged.checks import check_int
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.server.forms import ResponseFormat, form_of
+from jax_paged.server.parts import NamedTool, Part, StreamOptions, Tool
 from jax_paged.server.responses import shortened
 
 _SAMPLING_FIELDS = (
@@ -44,7 +45,6 @@ _NOT_BUILT = (
     "background",
     "best_of",
     "chat_template",
-    "chat_template_kwargs",
     "continue_final_message",
     "documents",
     "echo",
@@ -57,6 +57,11 @@ _NOT_BUILT = (
     "return_tokens_as_token_ids",
 )
 
+
+# What a chat template gets of a request's other fields, and the template itself, which is the server's.
+_TEMPLATE_ARGUMENTS = frozenset(
+    ("add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "tools")
+)
 
 # The forms of fields that the engine checks, in words of its own.
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -73,11 +78,11 @@ _TEXT_PART = {
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
-_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}
+_CONTENT = {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": _TEXT_PART}]}
 _CALLED = {
     "type": "object",
-    "required": ["name", "arguments"],
-    "properties": {"arguments": {"type": "string"}},
+    "required": ["name"],
+    "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object", "null"]}},
 }
 _CALL = {"type": "object", "required": ["function"], "properties": {"function": _CALLED}}
 _MESSAGE = {
@@ -86,8 +91,7 @@ _MESSAGE = {
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
         "content": _CONTENT,
-        "tool_calls": {"type": "array", "items": _CALL},
-        "tool_call_id": {"type": "string"},
+        "tool_calls": {"type": ["array", "null"], "items": _CALL},
     },
     "anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}],
 }
@@ -127,20 +131,6 @@ def within(minimum: float, maximum: float | None = None, **more: float) -> Any:
     """
     bounds = {"minimum": minimum, "maximum": maximum, **more}
     return Field(None, json_schema_extra={k: v for k, v in bounds.items() if v is not None})
-
-
-class Part(BaseModel):
-    """An object within a body."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-
-class StreamOptions(Part):
-    """What a streamed answer holds in addition to its choices."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = Field(None, description="true is an error.")
 
 
 class Generation(Body, abc.ABC):
@@ -335,35 +325,6 @@ class CompletionRequest(_Request):
         return given
 
 
-class Function(Part):
-    """A function that the model may call."""
-
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of an object.")
-    strict: bool | None = None
-
-
-class Tool(Part):
-    """A tool, which is a function."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(Part):
-    """Names a function."""
-
-    name: str
-
-
-class NamedTool(Part):
-    """The tool that has to be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
 class ChatRequest(_Request):
     """Body of POST /v1/chat/completions."""
 
@@ -376,6 +337,9 @@ class ChatRequest(_Request):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: an output has one call at most.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the chat template, such as enable_thinking."
+    )
     add_generation_prompt: bool | None = Field(None, description="false is an error.")
     add_special_tokens: bool | None = Field(None, description="true is an error: the template adds them.")
 
@@ -388,6 +352,8 @@ class ChatRequest(_Request):
             raise ValueError("add_generation_prompt is False; allowed: True")
         if self.add_special_tokens:
             raise ValueError("add_special_tokens is True; allowed: False, as the chat template adds them")
+        for name in _TEMPLATE_ARGUMENTS & (self.chat_template_kwargs or {}).keys():
+            raise ValueError(f"chat_template_kwargs has {name!r}; allowed: variables of templates alone")
         limits = [x for x in (self.max_tokens, self.max_completion_tokens) if x is not None]
         max_tokens = min(limits, default=None)
         if self.use_beam_search and max_tokens is None:

@@ -23,7 +23,8 @@ from jax_paged.server.forms import TextFormat
 from jax_paged.server.generation import TextRoutes, bad_input, check_all, check_model, client_of, tokenizer_of
 from jax_paged.server.limits import check_sizes
 from jax_paged.server.logprobs import chat_logprobs
-from jax_paged.server.protocol import Generation, Part, within
+from jax_paged.server.parts import Part
+from jax_paged.server.protocol import Generation, within
 from jax_paged.server.responses import ApiError, json_response, usage
 from jax_paged.server.streaming import Call
 from jax_paged.server.tools import behind_thoughts

@@ -19,7 +19,8 @@ from jax_paged.server.formats import (
 )
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.parsed_chat import OutputParser, parsed_choices
-from jax_paged.server.protocol import ChatRequest, NamedTool, Tool
+from jax_paged.server.parts import NamedTool, Tool
+from jax_paged.server.protocol import ChatRequest
 from jax_paged.server.responses import MakeChoice
 from jax_paged.structured_outputs import StructuredOutputsParams
 

@@ -21,7 +21,7 @@ DISTANCE = 500
 CONTROL = {"TOOL_CALLS": "[TOOL_CALLS]", "ARGS": "[ARGS]", "python_tag": "<|python_tag|>"}
 _HEAD_DIM = 64
 _GAP = 60.0  # by how much the score of the wanted token leads
-TEMPLATE = r"""
+TEMPLATE = r"""{{ note }}
 {%- for t in tools or [] %}{{ t | tojson }}
 {% endfor %}
 {%- for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %} {{ c.function.name }}(

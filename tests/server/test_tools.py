@@ -174,7 +174,7 @@ def test_calls_that_are_up_to_the_model(chats_of, tools):
 def test_calls_that_are_forced(chats_of, tools, choice):
     chats = chats_of(tools)
     for wanted in (CALLS[tools or "llama3"], "I won't do this.", '{"city": 5, "days": "7"'):
-        message, finish_reason = chats.both(wanted, tools=TOOLS, tool_choice=choice, max_tokens=200)
+        message, finish_reason = chats.both(wanted, tools=TOOLS, tool_choice=choice, max_tokens=400)
         assert finish_reason == "tool_calls", message
         for name, arguments in calls_of(message):
             validate(json.loads(arguments), SCHEMAS[name])
@@ -279,6 +279,17 @@ def test_conversations_with_calls_go_through_the_template(chats_of, folder):
     assert answer.json()["choices"][0]["message"]["content"] == "Rain."
 
 
+def test_variables_of_the_template(chats_of):
+    chats = chats_of()
+    plain = chats.whole("Hello")["usage"]["prompt_tokens"]
+    answer = chats.whole("Hello", chat_template_kwargs={"note": "12345"})
+    assert answer["usage"]["prompt_tokens"] == plain + 5
+    assert answer["choices"][0]["message"]["content"] == "Hello"
+    for name in ("chat_template", "tools", "messages", "add_generation_prompt", "tokenize"):
+        error = chats.post("Hello", chat_template_kwargs={name: "x"})
+        assert (error.status_code, error.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
 def tool(**function):
     return {"type": "function", "function": {"name": "f", **function}}
 
@@ -316,7 +327,7 @@ BAD = [
 
 @pytest.mark.parametrize(("fields", "param"), BAD)
 def test_bad_input(chats_of, fields, param):
-    for stream in (False, True):
+    for stream in (False, "use_beam_search" not in fields):
         answer = chats_of("hermes").post("a", **fields, stream=stream)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param, answer.text
