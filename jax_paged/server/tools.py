@@ -30,6 +30,10 @@ _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 # Keywords of JSON schemas whose values are schemas, lists of them, or objects of them.
 _SCHEMAS = ("additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+# What the schema of an object may have for it to name all of its properties.
+_PLAIN = frozenset(
+    ("$defs", "$schema", "definitions", "description", "properties", "required", "title", "type")
+)
 _OBJECTS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 
 
@@ -241,8 +245,10 @@ def _check_schema(name: str, schema: Any) -> None:
 
 
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema of a function's arguments; a function that names no parameters takes none."""
-    return {"type": "object", **(function.get("parameters") or {"additionalProperties": False})}
+    """Returns the schema of a function's arguments: no others than it names, where it names them plainly."""
+    parameters = function.get("parameters") or {}
+    is_closed = parameters.keys() <= _PLAIN
+    return {"type": "object", **({"additionalProperties": False} if is_closed else {}), **parameters}
 
 
 def _function(tool: Tool) -> dict[str, Any]:

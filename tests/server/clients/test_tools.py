@@ -26,6 +26,8 @@ OBJECTS = [json.dumps({"name": "Weather", "arguments": x}, ensure_ascii=False) f
 CALLS = "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in OBJECTS)
 # The model answers with what it is asked.
 TEXT = f"<think>\nRain?\n</think>\n\nLet's see.\n{CALLS}"
+# Where a call is forced, it comes right behind the thoughts.
+FORCED = f"<think>\nRain?\n</think>\n\n{CALLS}"
 MESSAGES = [{"role": "user", "content": TEXT}]
 FUNCTION = {"name": "Weather", "parameters": Weather.model_json_schema()}
 TOOLS = [{"type": "function", "function": FUNCTION}]
@@ -76,7 +78,7 @@ def test_openai(client):
 
 
 @pytest.mark.parametrize("tool_choice", ["required", NAMED])
-@pytest.mark.parametrize("text", [TEXT, "<think>Rain?</think>I don't want to."])
+@pytest.mark.parametrize("text", [FORCED, "<think>Rain?</think>I don't want to."])
 def test_openai_forced(client, tool_choice, text):
     body = {
         "model": "copying",
@@ -125,7 +127,7 @@ def test_langchain_tools(chat):
     assert [call["args"] for call in whole.tool_calls] == WANTED
     tool = ToolMessage("It rains.", tool_call_id=answer.tool_calls[0]["id"])
     assert bound.invoke([HumanMessage(TEXT), answer, tool]).content == "It rains."
-    forced = chat.bind_tools([Weather], tool_choice="any", parallel_tool_calls=False).invoke(TEXT)
+    forced = chat.bind_tools([Weather], tool_choice="any", parallel_tool_calls=False).invoke(FORCED)
     assert [call["args"] for call in forced.tool_calls] == WANTED[:1]
     broken = bound.invoke('<tool_call>{"name": "Weather", "arguments": {"city": }}</tool_call>')
     assert [call["name"] for call in broken.invalid_tool_calls] == ["Weather"]
@@ -140,20 +142,24 @@ def test_langchain_structured_output(chat, method):
     assert list(structured.stream(text))[-1] == Weather(**PARIS)
 
 
-def test_litellm(base_url):
+@pytest.mark.parametrize(
+    ("fields", "text", "expected"),
+    [
+        ({}, TEXT, WANTED),
+        ({"tool_choice": "required"}, FORCED, WANTED),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, FORCED, WANTED[:1]),
+        ({"tool_choice": NAMED}, FORCED, WANTED[:1]),
+    ],
+)
+def test_litellm(base_url, fields, text, expected):
     server = {"api_base": base_url, "api_key": "none", "model": "openai/copying", "max_retries": 0}
-    for fields, expected in (
-        ({}, WANTED),
-        ({"tool_choice": "required", "parallel_tool_calls": False}, WANTED[:1]),
-    ):
-        body = {**server, "messages": MESSAGES, "tools": TOOLS, "temperature": 0, **fields}
-        (choice,) = litellm.completion(**body).choices
-        assert arguments_of(choice.message.tool_calls) == expected
-        assert choice.message.reasoning_content == "Rain?"
-        assert choice.finish_reason == "tool_calls"
-        chunks = list(litellm.completion(**body, stream=True))
-        (built,) = litellm.stream_chunk_builder(chunks, messages=MESSAGES).choices
-        assert arguments_of(built.message.tool_calls) == expected
-        assert built.finish_reason == "tool_calls"
-    choice = litellm.completion(**body | {"tool_choice": NAMED}).choices[0]
-    assert arguments_of(choice.message.tool_calls) == WANTED[:1]
+    messages = [{"role": "user", "content": text}]
+    body = {**server, "messages": messages, "tools": TOOLS, "temperature": 0, **fields}
+    (choice,) = litellm.completion(**body).choices
+    assert arguments_of(choice.message.tool_calls) == expected
+    assert choice.message.reasoning_content == "Rain?"
+    assert choice.finish_reason == "tool_calls"
+    chunks = list(litellm.completion(**body, stream=True))
+    (built,) = litellm.stream_chunk_builder(chunks, messages=messages).choices
+    assert arguments_of(built.message.tool_calls) == expected
+    assert built.finish_reason == "tool_calls"
