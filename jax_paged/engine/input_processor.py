@@ -10,7 +10,7 @@ from jax_paged.engine.grammars import Grammar, Grammars
 from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_list
-from jax_paged.sampling_params import MAX_BAD_WORDS, MAX_BIAS_IDS, BeamSearchParams, SamplingParams
+from jax_paged.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
@@ -318,12 +318,6 @@ class InputProcessor:
             problems.note(self._resolve_logprobs, params, name)
         num_words = len(params.bad_words_token_ids or ())
         problems.note(check_int, "the number of bad words", num_words, 0, MAX_BAD_WORDS)
-        if params.min_tokens:
-            num_bias = (
-                len(params.logit_bias or ()) + len(config.eos_token_ids) + min(num_words, MAX_BAD_WORDS)
-            )
-            num_stop = len(params.stop_token_ids or ())
-            problems.note(check_int, "the length of stop_token_ids", num_stop, 0, MAX_BIAS_IDS - num_bias)
         if params.stop_strings and self._tokenizer is None:
             ok, allowed = False, "None, as the engine has no tokenizer"
             problems.note(check, ok, "stop", params.stop, allowed)

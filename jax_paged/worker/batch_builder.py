@@ -132,8 +132,9 @@ class BatchBuilder:
             )
         if bucket.num_steps > 1:
             self._fill_burst(view, seats, start, output.burst)
-        bias = self._bias(sample_seats, sample_positions, bucket)
-        mask = self._token_mask(sample_seats, output.token_masks, view["sampling"][:, MASK_COLUMN])
+        bias = self._bias(sample_seats, bucket)
+        is_masked = view["sampling"][:, MASK_COLUMN]
+        mask = self._token_mask(sample_seats, sample_positions, output.token_masks, is_masked)
         return StepInputs(packed, *bias, mask, changes[:, :num_ahead])
 
     def _fill_slots(
@@ -191,17 +192,12 @@ class BatchBuilder:
             tables[:n] = self._input_batch.block_tables[g, view["seats"][:n]]
             ops.check_inputs(self._num_blocks, self._block_size, tables, lens, starts, slots, *copies.T)
 
-    def _bias(
-        self, seats: np.ndarray, positions: np.ndarray, bucket: Bucket
-    ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        by_seat = self._input_batch.biases
+    def _bias(self, seats: np.ndarray, bucket: Bucket) -> tuple[np.ndarray | None, np.ndarray | None]:
+        by_seat = self._input_batch.token_rules
         if not by_seat:
             return None, None
-        biases = {
-            j: bias
-            for j, (seat, position) in enumerate(zip(seats.tolist(), positions.tolist(), strict=True))
-            if seat in by_seat and (bias := by_seat[seat].at(position))
-        }
+        rules = ((j, by_seat[seat]) for j, seat in enumerate(seats.tolist()) if seat in by_seat)
+        biases = {j: rule.bias for j, rule in rules if rule.bias}
         if not biases:
             return None, None
         ids = np.full((bucket.num_seqs, MAX_BIAS_IDS), self._vocab_size, np.int32)
@@ -213,11 +209,13 @@ class BatchBuilder:
         return ids, values
 
     def _token_mask(
-        self, seats: np.ndarray, given: TokenMasks | None, is_masked: np.ndarray
+        self, seats: np.ndarray, positions: np.ndarray, given: TokenMasks | None, is_masked: np.ndarray
     ) -> np.ndarray | None:
         """Returns the masks of a step, if there are any; notes which rows of logits have one."""
-        masks = self._input_batch.token_masks
-        masked = [(j, masks[seat]) for j, seat in enumerate(seats.tolist()) if seat in masks] if masks else []
+        by_seat = self._input_batch.token_rules
+        drawn = enumerate(zip(seats.tolist(), positions.tolist(), strict=True)) if by_seat else ()
+        own = ((j, by_seat[seat].mask_at(position)) for j, (seat, position) in drawn if seat in by_seat)
+        masked = [(j, mask) for j, mask in own if mask is not None]
         if not masked and given is None:
             return None
         out = np.full((len(is_masked), self._num_mask_words), -1, np.int32)

@@ -14,7 +14,6 @@ import pytest
 from scipy import stats
 
 from jax_paged.sampling_params import SamplingParams
-from jax_paged.worker.input_batch import pack_token_mask
 from jax_paged.worker.sampler import (
     IN_PROMPT,
     SampledTokens,
@@ -25,6 +24,7 @@ from jax_paged.worker.sampler import (
     sample,
     token_logprobs,
 )
+from jax_paged.worker.token_rules import pack_token_mask
 
 V = 50
 DRAWS = 20_000
