@@ -24,7 +24,6 @@ MAX_BAD_WORDS = 128
 # Arguments of vLLM's SamplingParams for features that are not built, with the values that leave them off.
 _IGNORED: Ignored = {
     "early_stopping": (False,),
-    "extra_args": (None, {}),
     "flat_logprobs": (False,),
     "guided_decoding": (None,),
     "length_penalty": (1.0, 1),
@@ -110,6 +109,8 @@ class SamplingParams:
             are then those of a given text. Behind the last of them tokens are drawn again. None forces none.
         hook_args: The hooks of the engine that are on, by name, and the numbers that each is handed. Requests
             share cached prefixes only if these are equal; one that captures reads none.
+        extra_args: The logits processors of the engine that are on, by name, and the numbers that each is
+            handed.
         structured_outputs: The form of the outputs: a JSON schema, a regular expression, a grammar, ... Needs
             a tokenizer. An output ends as soon as nothing can follow, and before that only where it is whole,
             or at max_tokens, a stop string or one of stop_token_ids. None leaves the form open.
@@ -148,6 +149,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     forced_token_ids: list[int] | None = None
     hook_args: dict[str, float | list[float]] | None = None
+    extra_args: dict[str, float | list[float]] | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
@@ -292,8 +294,10 @@ class SamplingParams:
         note(check, ok, "bad_words_token_ids", bad, "None or a list of non-empty lists of token ids")
         for token_ids in bad or () if ok else ():
             note(_check_token_ids, "bad_words_token_ids", token_ids)
-        ok = self.hook_args is None or isinstance(self.hook_args, dict)
-        note(check, ok, "hook_args", self.hook_args, "None or a dict of a hook's name to its numbers")
+        for name in ("hook_args", "extra_args"):
+            args = getattr(self, name)
+            ok = args is None or isinstance(args, dict)
+            note(check, ok, name, args, "None or a dict of names to numbers")
         bias = self.logit_bias
         ok = bias is None or isinstance(bias, dict)
         note(check, ok, "logit_bias", bias, "None or a dict of token id to number")

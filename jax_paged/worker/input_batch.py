@@ -34,6 +34,7 @@ class InputBatch:
         num_blocks: Blocks of the pool.
         vocab_size: Tokens of a mask.
         hooks: How many numbers each hook of the model takes, by name.
+        processors: How many numbers each logits processor takes, by name.
 
     Attributes (indexed by seat; not to be changed from outside):
         block_tables: int32 [G, S, M], padded with the null block.
@@ -47,6 +48,8 @@ class InputBatch:
         token_rules: The sequences of which some tokens get a bias, or are forbidden.
         forced_tokens: Of sequences whose output is given, the length of the prompt, and the output.
         hook_args: float32 [S, A], whether each hook is on, and its arguments.
+        processor_args: float32 [S, P], whether each logits processor is on, and its arguments.
+        new_seats: Seats of sequences with logits processors that nothing was drawn for yet.
         prompts: Of the sequences whose prompt gets log-probabilities, the prompt and how many most likely
             tokens to report.
     """
@@ -60,8 +63,9 @@ class InputBatch:
         num_blocks: int,
         vocab_size: int,
         hooks: Mapping[str, int] = MappingProxyType({}),
+        processors: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self._hooks = hooks
+        self._hooks, self.processors = hooks, processors
         self._hooks_on: dict[int, frozenset[str]] = {}
         self._num_blocks, self._vocab_size = num_blocks, vocab_size
         self._seats: dict[int, int] = {}
@@ -79,6 +83,8 @@ class InputBatch:
         self.token_rules: dict[int, TokenRules] = {}
         self.forced_tokens: dict[int, tuple[int, list[int]]] = {}
         self.hook_args = np.zeros((max_num_seqs, sum(1 + n for n in hooks.values())), np.float32)
+        self.processor_args = np.zeros((max_num_seqs, sum(1 + n for n in processors.values())), np.float32)
+        self.new_seats: set[int] = set()
         self.prompts: dict[int, tuple[list[int], int]] = {}
 
     @property
@@ -185,7 +191,11 @@ class InputBatch:
         if TokenRules.are_needed(new):
             self.token_rules[seat] = TokenRules(new, self._vocab_size)
         self._hooks_on[new.seq_id] = frozenset(params.hook_args or ())
-        self.hook_args[seat] = self._hook_row(params.hook_args or {})
+        self.hook_args[seat] = _row(self._hooks, params.hook_args or {})
+        self.processor_args[seat] = _row(self.processors, params.extra_args or {})
+        self.new_seats.discard(seat)
+        if params.extra_args and not new.output_token_ids:
+            self.new_seats.add(seat)
         if params.forced_token_ids is not None:
             self.forced_tokens[seat] = len(new.prompt_token_ids), params.forced_token_ids
         if params.prompt_logprobs is not None:
@@ -194,12 +204,6 @@ class InputBatch:
             return None
         self.count_seats[seat] = seat
         return TokenCountReset(seat, new.prompt_token_ids, new.output_token_ids)
-
-    def _hook_row(self, hook_args: dict[str, Any]) -> list[float]:
-        row: list[float] = []
-        for name, num_args in self._hooks.items():
-            row += [1.0, *hook_args[name]] if name in hook_args else [0.0] * (1 + num_args)
-        return row
 
     def _change_tables(self, row: ScheduledSequence) -> None:
         seat = self._seats[row.seq_id]
@@ -229,6 +233,14 @@ class InputBatch:
         place = self._place(g, seat, first)
         self._changed_places.extend(range(place, place + len(blocks)))
         self.num_table_blocks[g, seat] = stop
+
+
+def _row(functions: Mapping[str, int], args: dict[str, Any]) -> list[float]:
+    """Returns which functions a request asks for, and with which numbers."""
+    row: list[float] = []
+    for name, num_args in functions.items():
+        row += [1.0, *args[name]] if name in args else [0.0] * (1 + num_args)
+    return row
 
 
 def has_penalty(params: SamplingParams) -> bool:

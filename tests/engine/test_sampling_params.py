@@ -93,6 +93,7 @@ BAD: dict[str, list[Any]] = {
         dict.fromkeys(range(513), 1.0),
     ],
     "skip_special_tokens": [0, 1, None, "yes"],
+    "extra_args": [5, "a", ["a"], [1.0], True],
     "structured_outputs": [{"json": {}}, {}, "a+", True],
 }
 
