@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput
     from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from jax_paged.structured_outputs import StructuredOutputsParams
+    from jax_paged.worker.logits_processors import ExtraArgs, LogitsProcessor
 
 __all__ = [
     "LLM",
@@ -23,8 +24,10 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "ExplicitEncoderDecoderPrompt",
+    "ExtraArgs",
     "Hook",
     "LLMEngine",
+    "LogitsProcessor",
     "Logprob",
     "PromptType",
     "RequestOutput",
@@ -44,9 +47,11 @@ _MODULES = {
     "CompletionOutput": "outputs",
     "EngineArgs": "config",
     "ExplicitEncoderDecoderPrompt": "inputs",
+    "ExtraArgs": "worker.logits_processors",
     "Hook": "models.hooks",
     "LLMEngine": "engine.llm_engine",
     "Logprob": "outputs",
+    "LogitsProcessor": "worker.logits_processors",
     "PromptType": "inputs",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",

@@ -102,6 +102,9 @@ def take(engine: "LLMEngine", loop: "StepLoop", *, with_weights: bool) -> Engine
     check(
         not captured, "the hooks of running requests", captured, "none that capture, as a state has no room"
     )
+    asked = [name for state in states for name in state.group.sampling_params.extra_args or ()]
+    stateful, allowed = sorted(engine.config.stateful & set(asked)), "none that keep a state of their own"
+    check(not stateful, "the logits processors of running requests", stateful, allowed)
     requests = [values_of_group(scheduler, s.group) | {"text": s.values()} for s in states]
     weights, packing = engine.executor.fingerprint()
     values = {

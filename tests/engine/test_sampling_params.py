@@ -90,9 +90,10 @@ BAD: dict[str, list[Any]] = {
         {1: math.nan},
         {1: -math.inf},
         {1: None},
-        dict.fromkeys(range(301), 1.0),
+        dict.fromkeys(range(513), 1.0),
     ],
     "skip_special_tokens": [0, 1, None, "yes"],
+    "extra_args": [5, "a", ["a"], [1.0], True],
     "structured_outputs": [{"json": {}}, {}, "a+", True],
 }
 
@@ -125,8 +126,8 @@ def test_messages() -> None:
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9; allowed: an integer in [0, 8]"),
         ({"logit_bias": {7: 200}}, "logit_bias[7] is 200; allowed: a finite number in [-100, 100]"),
         (
-            {"logit_bias": dict.fromkeys(range(301), 0)},
-            "the length of logit_bias is 301; allowed: at most 300 entries",
+            {"logit_bias": dict.fromkeys(range(900), -100) | dict.fromkeys(range(513), 0)},
+            "the length of logit_bias without entries of -100 is 513; allowed: at most 512 entries",
         ),
     ]
     for values, message in cases:
