@@ -23,7 +23,7 @@ WEATHER = {
     },
     "required": ["city", "days"],
     "additionalProperties": False,
-    "$defs": {"city": {"type": "string", "maxLength": 12}},
+    "$defs": {"city": {"type": "string", "maxLength": 12, "description": 'A "place" // or %json { # \n'}},
 }
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": WEATHER}},
