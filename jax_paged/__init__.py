@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from jax_paged.models.paged_inputs import paged_inputs
     from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput
     from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from jax_paged.structured_outputs import StructuredOutputsParams
+    from jax_paged.worker.logits_processors import ExtraArgs, LogitsProcessor
 
 __all__ = [
     "LLM",
@@ -22,13 +24,16 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "ExplicitEncoderDecoderPrompt",
+    "ExtraArgs",
     "Hook",
     "LLMEngine",
+    "LogitsProcessor",
     "Logprob",
     "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "paged_inputs",
@@ -42,13 +47,16 @@ _MODULES = {
     "CompletionOutput": "outputs",
     "EngineArgs": "config",
     "ExplicitEncoderDecoderPrompt": "inputs",
+    "ExtraArgs": "worker.logits_processors",
     "Hook": "models.hooks",
     "LLMEngine": "engine.llm_engine",
     "Logprob": "outputs",
+    "LogitsProcessor": "worker.logits_processors",
     "PromptType": "inputs",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
     "TextPrompt": "inputs",
     "TokensPrompt": "inputs",
     "paged_inputs": "models.paged_inputs",

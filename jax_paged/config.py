@@ -281,6 +281,8 @@ class EngineConfig:
         kv_cache_dtype: As EngineArgs.kv_cache_dtype.
         hooks: How many numbers each hook takes, by name.
         capturing: Names of the hooks that capture something.
+        logits_processors: How many numbers each logits processor takes, by name.
+        stateful: Names of those that keep something from token to token.
     """
 
     model_name: str
@@ -316,6 +318,8 @@ class EngineConfig:
     kv_cache_dtype: KVCacheDTypeName = "auto"
     hooks: Mapping[str, int] = dataclasses.field(default_factory=dict)
     capturing: frozenset[str] = frozenset()
+    logits_processors: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    stateful: frozenset[str] = frozenset()
 
 
 def cache_dir(name: str) -> str:

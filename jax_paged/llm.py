@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jax_paged.models.hooks import Hook
     from jax_paged.models.weights import LoadedModel
     from jax_paged.worker.executor import Executor
+    from jax_paged.worker.logits_processors import LogitsProcessor
     from jax_paged.worker.sampler import Sampler
 
 # Whether to show a progress bar, or what makes one in tqdm's place.
@@ -48,11 +49,12 @@ class LLM:
         tokenizer: Folder or hub id of the tokenizer; None takes the model's own.
         loaded: A model in memory to serve in place of the weights of `model`, such as one in training. They
             stay the caller's; see from_module.
-        executor: As LLMEngine takes it; only without `loaded`, `hooks`, `attend` and `sampler`.
+        executor: As LLMEngine takes it; only without `loaded` and those of the next ones that change steps.
         hooks: What requests may ask for by name, with SamplingParams.hook_args.
         scheduler: One of your own, as LLMEngine takes it.
         attend: Attention of your own, in JAX, in place of attention_backend: see models/attention.Attend.
         sampler: A choice of tokens of your own, in JAX: see worker/sampler.Sampler.
+        logits_processors: What requests may ask for by name, with SamplingParams.extra_args.
         **engine_args: The other fields of EngineArgs; num_scheduler_steps is 8 unless it is given, or
             batch_invariant is True.
 
@@ -71,21 +73,18 @@ class LLM:
         scheduler: OwnScheduler | None = None,
         attend: "Attend | None" = None,
         sampler: "Sampler | None" = None,
+        logits_processors: "Sequence[LogitsProcessor]" = (),
         **engine_args: Any,
     ) -> None:
         num_steps = 1 if engine_args.get("batch_invariant") else NUM_SCHEDULER_STEPS
         engine_args = {"num_scheduler_steps": num_steps, **engine_args}
         args = EngineArgs(model=model, tokenizer=tokenizer, **engine_args)
-        if loaded is not None or hooks or attend is not None or sampler is not None:
+        if loaded is not None or hooks or attend is not None or sampler is not None or logits_processors:
             from jax_paged.worker.executor import LocalExecutor  # imports JAX
 
-            check(
-                executor is None,
-                "executor",
-                executor,
-                "None beside `loaded`, `hooks`, `attend` and `sampler`",
-            )
-            executor = LocalExecutor(args, loaded, hooks, attend, sampler)
+            own = "`loaded`, `hooks`, `attend`, `sampler` and `logits_processors`"
+            check(executor is None, "executor", executor, f"None beside {own}")
+            executor = LocalExecutor(args, loaded, hooks, attend, sampler, logits_processors)
         self.llm_engine = LLMEngine(args, executor, scheduler=scheduler)
         self._request_ids = itertools.count()
 

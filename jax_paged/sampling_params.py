@@ -8,11 +8,12 @@ from typing import Any, Self
 
 from jax_paged.checks import Problems, check, check_choice, check_int, check_number
 from jax_paged.ignored_arguments import ANY, Ignored, ignores
+from jax_paged.structured_outputs import StructuredOutputsParams
 
-MAX_LOGIT_BIAS_ENTRIES = 300
-# Token ids per request that the device changes the logits of: those of logit_bias and, up to min_tokens, all
-# that end the output.
+# Token ids per request that something is added to the logits of; any number may be forbidden.
 MAX_BIAS_IDS = 512
+# A factor of e**-100. In a longer logit_bias, tokens of this bias are forbidden instead.
+_FORBIDDING_BIAS = -100
 # Per request. The time and memory that stop strings take grow with their characters.
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 256
@@ -23,7 +24,6 @@ MAX_BAD_WORDS = 128
 # Arguments of vLLM's SamplingParams for features that are not built, with the values that leave them off.
 _IGNORED: Ignored = {
     "early_stopping": (False,),
-    "extra_args": (None, {}),
     "flat_logprobs": (False,),
     "guided_decoding": (None,),
     "length_penalty": (1.0, 1),
@@ -35,7 +35,6 @@ _IGNORED: Ignored = {
     "skip_clone": ANY,  # the engine always works on a copy
     "spaces_between_special_tokens": ANY,  # the tokenizers library never adds them
     "stream_interval": (None, 1),
-    "structured_outputs": (None,),
     "thinking_token_budget": (None, -1),
     "use_beam_search": (False,),
 }
@@ -95,7 +94,8 @@ class SamplingParams:
         prompt_logprobs: Number of most likely tokens to report at each prompt token, with the values of
             logprobs.
         detokenize: Whether outputs have text; False leaves it empty.
-        logit_bias: Added to the logits, by token id, each in [-100, 100]; at most 300 entries.
+        logit_bias: Added to the logits, by token id, each in [-100, 100]; at most 512 entries, and any number
+            more whose value is -100: with these, all of -100 are forbidden.
         allowed_token_ids: The tokens that can be generated; None allows all.
         skip_special_tokens: Whether to leave special tokens out of the text.
         output_kind: What each output of AsyncLLMEngine.generate and LLMEngine.step holds. LLM.generate always
@@ -109,6 +109,11 @@ class SamplingParams:
             are then those of a given text. Behind the last of them tokens are drawn again. None forces none.
         hook_args: The hooks of the engine that are on, by name, and the numbers that each is handed. Requests
             share cached prefixes only if these are equal; one that captures reads none.
+        extra_args: The logits processors of the engine that are on, by name, and the numbers that each is
+            handed.
+        structured_outputs: The form of the outputs: a JSON schema, a regular expression, a grammar, ... Needs
+            a tokenizer. An output ends as soon as nothing can follow, and before that only where it is whole,
+            or at max_tokens, a stop string or one of stop_token_ids. None leaves the form open.
 
     Raises:
         ValueError: If a value is out of range; the message names the argument, the value and the range, for
@@ -144,6 +149,8 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     forced_token_ids: list[int] | None = None
     hook_args: dict[str, float | list[float]] | None = None
+    extra_args: dict[str, float | list[float]] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -165,6 +172,11 @@ class SamplingParams:
             problems.note(check_choice, name, skip, (None, True, False))
         else:
             problems.note(check_choice, f"{name} (prompt_logprobs is not None)", skip, (None, True))
+        form, forced = self.structured_outputs, self.forced_token_ids
+        ok = form is None or isinstance(form, StructuredOutputsParams)
+        problems.note(check, ok, "structured_outputs", form, "None or StructuredOutputsParams")
+        if form is not None:
+            problems.note(check, not forced, "forced_token_ids (structured_outputs is given)", forced, "None")
         problems.note(check_choice, "output_kind", self.output_kind, tuple(RequestOutputKind))
         problems.raise_if_any()
 
@@ -172,9 +184,19 @@ class SamplingParams:
         """Returns a deep copy."""
         own = copy.copy(self)
         for name, value in vars(self).items():
-            if isinstance(value, list | tuple | dict):  # a call per field would take most of the time
+            if isinstance(
+                value, list | tuple | dict | StructuredOutputsParams
+            ):  # a call per field would take most of the time
                 setattr(own, name, copy.deepcopy(value))
         return own
+
+    def split_bias(self) -> tuple[dict[int, float], list[int]]:
+        """Returns what logit_bias adds to at most MAX_BIAS_IDS logits, and the tokens that it forbids."""
+        bias = self.logit_bias or {}
+        if len(bias) <= MAX_BIAS_IDS:
+            return bias, []
+        added = {token_id: value for token_id, value in bias.items() if value != _FORBIDDING_BIAS}
+        return added, [token_id for token_id in bias if token_id not in added]
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -272,15 +294,14 @@ class SamplingParams:
         note(check, ok, "bad_words_token_ids", bad, "None or a list of non-empty lists of token ids")
         for token_ids in bad or () if ok else ():
             note(_check_token_ids, "bad_words_token_ids", token_ids)
-        ok = self.hook_args is None or isinstance(self.hook_args, dict)
-        note(check, ok, "hook_args", self.hook_args, "None or a dict of a hook's name to its numbers")
+        for name in ("hook_args", "extra_args"):
+            args = getattr(self, name)
+            ok = args is None or isinstance(args, dict)
+            note(check, ok, name, args, "None or a dict of names to numbers")
         bias = self.logit_bias
         ok = bias is None or isinstance(bias, dict)
         note(check, ok, "logit_bias", bias, "None or a dict of token id to number")
         if bias and ok:
-            limit = f"at most {MAX_LOGIT_BIAS_ENTRIES} entries"
-            ok = len(bias) <= MAX_LOGIT_BIAS_ENTRIES
-            note(check, ok, "the length of logit_bias", len(bias), limit)
             note(_check_token_ids, "logit_bias", bias)
             note(_check_bias, bias)
 
@@ -348,3 +369,6 @@ def _check_token_ids(name: str, token_ids: Any, vocab_size: int | None = None) -
 def _check_bias(bias: dict[int, float]) -> None:
     for token_id, value in bias.items():
         check_number(f"logit_bias[{token_id}]", value, -100, 100)
+    num_others = sum(value != _FORBIDDING_BIAS for value in bias.values())
+    name = f"the length of logit_bias without entries of {_FORBIDDING_BIAS}"
+    check(num_others <= MAX_BIAS_IDS, name, num_others, f"at most {MAX_BIAS_IDS} entries")

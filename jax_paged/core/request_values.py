@@ -5,6 +5,7 @@ from typing import Any
 
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jax_paged.structured_outputs import StructuredOutputsParams
 
 
 def values_of_request(group: SequenceGroup) -> dict[str, Any]:
@@ -28,10 +29,11 @@ def values_of_request(group: SequenceGroup) -> dict[str, Any]:
 def request_of_values(values: dict[str, Any]) -> SequenceGroup:
     """Returns a new request of what values_of_request returned, perhaps by way of JSON."""
     given, beams = values["sampling_params"], values["beam_params"]
-    bias = given["logit_bias"]
+    bias, form = given["logit_bias"], given["structured_outputs"]
     changes = {
         "logit_bias": None if bias is None else dict(bias),
         "output_kind": RequestOutputKind[given["output_kind"]],
+        "structured_outputs": form and StructuredOutputsParams(**form),
     }
     params = SamplingParams(**(given | changes))
     return SequenceGroup(

@@ -37,6 +37,7 @@ class NewSequence(NamedTuple):
         block_tables: All of its blocks, at the time that this step computes. Read-only.
         num_dropped_tokens: By how much the slots of its tokens stand before their positions in the tables:
             tokens whose blocks a user has dropped.
+        former_id: Its id in the seat that it had before; 0 if it had none.
     """
 
     seq_id: int
@@ -51,6 +52,7 @@ class NewSequence(NamedTuple):
     num_encoder_tokens: int
     block_tables: BlockTables
     num_dropped_tokens: int = 0
+    former_id: int = 0
 
 
 class ScheduledSequence(NamedTuple):
@@ -91,6 +93,19 @@ class Sample(NamedTuple):
     row: int
     seq_id: int
     num_logits: int = 1
+
+
+class TokenMasks(NamedTuple):
+    """What may be drawn from some rows of logits.
+
+    Args:
+        rows: Which ones, of those that something is drawn from, in the order of SchedulerOutput.samples.
+        words: For each, as many int32 words, little-endian: bit i % 32 of word i // 32 is 1 if token i may be
+            drawn. There may be more words than the vocabulary has tokens for.
+    """
+
+    rows: tuple[int, ...]
+    words: bytes
 
 
 class EncoderInput(NamedTuple):
@@ -156,6 +171,9 @@ class SchedulerOutput:
         burst: Of a burst, how many tokens each sample gets at most: each token is computed before the next
             is drawn, until one ends the sequence. Row i is then that of sample i, has one token, and its
             table has blocks for all of them. Empty for all other steps.
+        ended_seq_ids: Sequences that have ended since the step before, by the id that they had last.
+        token_masks: Of rows whose request has a form (structured_outputs); put in when the step is
+            dispatched, as it takes the tokens before. None if there are none.
     """
 
     step_id: int
@@ -172,3 +190,5 @@ class SchedulerOutput:
     num_batched_tokens: int
     num_logits_rows: int
     burst: tuple[int, ...] = ()
+    ended_seq_ids: tuple[int, ...] = ()
+    token_masks: TokenMasks | None = None

@@ -56,6 +56,7 @@ class Seats:
         self._nothing_new: BlockTables = [[] for _ in block_manager.groups]
         self._nothing_replaced: list[tuple[int, int, int]] = []
         self._pending_token = [NO_TOKEN]
+        self._ended: list[int] = []
 
     def find(self, seq_id: int) -> tuple[SequenceGroup, Sequence] | None:
         """Returns the sequence of an id, with its request; None if it has left its seat."""
@@ -70,6 +71,17 @@ class Seats:
         for seat in left:
             del self.by_id[seat.seq.seq_id]
         return tuple([seat.seq.seq_id for seat in left])
+
+    def note_end(self, seq: Sequence) -> None:
+        """Notes that a sequence has ended; it may have had a seat."""
+        if seq.seq_id:
+            self._ended.append(seq.seq_id)
+
+    def take_ended(self) -> tuple[int, ...]:
+        """Returns the ids of the sequences that have ended since the last call."""
+        ended = tuple(self._ended)
+        self._ended.clear()
+        return ended
 
     def rows(
         self, rows: Iterable[Row], *, is_burst: bool, drafts: Mapping[Sequence, list[int]]
@@ -122,7 +134,7 @@ class Seats:
         """Gives a sequence a seat; appends to `new` what the executor has to know of it."""
         tables, params, beams = self._manager.block_tables[seq], group.sampling_params, group.beam_params
         self._manager.changed.pop(seq, None)
-        seq.seq_id = next(self._ids)
+        former_id, seq.seq_id = seq.seq_id, next(self._ids)
         seat = Seat(group, seq, tables, list(map(len, tables)))
         self._seats[seq] = self.by_id[seq.seq_id] = seat
         entry = NewSequence(
@@ -138,6 +150,7 @@ class Seats:
             num_encoder_tokens=len(group.encoder_token_ids),
             block_tables=[list(table) for table in tables],
             num_dropped_tokens=seq.num_dropped_tokens,
+            former_id=former_id,
         )
         new.append(entry)
         return seat

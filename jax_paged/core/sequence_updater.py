@@ -254,6 +254,7 @@ class SequenceUpdater:
         manager = self.block_manager
         if seq in manager.block_tables or seq in manager.swapped_tables:
             manager.free(seq)
+        self.seats.note_end(seq)
         seq.status, seq.stop_reason = status, stop_reason
         if group.is_finished:
             self.queues.remove(group)

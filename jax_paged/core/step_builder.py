@@ -62,5 +62,6 @@ class StepBuilder:
             num_logits_rows=len(samples)
             + sum(map(len, self.drafts.values()))
             + sum([not sampling for _, _, _, sampling in rows]),
+            ended_seq_ids=seats.take_ended(),
             burst=tuple([num_tokens for _, _, num_tokens, _ in rows]) if self.is_burst else (),
         )

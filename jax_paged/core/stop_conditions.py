@@ -60,9 +60,11 @@ class StopConditions:
         """Returns whether a sequence may compute tokens that are not known yet.
 
         Not if it ends with them for certain, nor if the choice of the next token has to know them on the
-        host: beams are chosen there, and so are the tokens that would complete a bad word.
+        host: beams are chosen there, and so are the tokens that a form allows or that would complete a bad
+        word.
         """
-        if group.beam_params is not None or group.sampling_params.bad_words_token_ids:
+        params = group.sampling_params
+        if group.beam_params is not None or params.bad_words_token_ids or params.structured_outputs:
             return False
         return self.num_left(group, seq) > 0
 

@@ -43,6 +43,10 @@ class ControlTokens:
         backend.encode_special_tokens = True
         return backend
 
+    def id_of(self, text: str) -> int | None:
+        """Returns the id of a control token; None if a text is none."""
+        return next((i for i, own in self._texts.items() if own == text), None)
+
     def marked[T](self, value: T) -> tuple[T, str]:
         """Marks every control token in a text, and a beginning of one at its end.
 

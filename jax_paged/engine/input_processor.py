@@ -2,14 +2,16 @@
 
 import dataclasses
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 from jax_paged.checks import Problems, TooLongError, check, check_int, check_number
 from jax_paged.config import EngineConfig
+from jax_paged.engine.grammars import Grammar, Grammars
 from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_list
-from jax_paged.sampling_params import MAX_BAD_WORDS, MAX_BIAS_IDS, BeamSearchParams, SamplingParams
+from jax_paged.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
@@ -29,6 +31,7 @@ class CheckedRequest:
         cache_salt: Only requests of equal salt share cached prefixes.
         priority: Requests of a lower value are served earlier.
         stop: The stop strings of params, prepared; None if there are none.
+        grammar: Their structured_outputs, compiled; None if there are none.
     """
 
     prompt: str | None
@@ -40,6 +43,7 @@ class CheckedRequest:
     cache_salt: str = ""
     priority: int = 0
     stop: StopStrings | None = dataclasses.field(default=None, compare=False)
+    grammar: Grammar | None = dataclasses.field(default=None, compare=False)
 
     @property
     def num_seqs(self) -> int:
@@ -70,6 +74,7 @@ class InputProcessor:
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._grammars = tokenizer and Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
         try:
             self._default_params = SamplingParams(**config.sampling_defaults)
         except (TypeError, ValueError) as error:
@@ -117,9 +122,23 @@ class InputProcessor:
             priority,
             # Made here and not by the engine, whose thread must not wait for it.
             StopStrings(own.stop_strings) if own.stop_strings else None,
+            self.grammar_of(own),
         )
         self._check_length(request)
         return request
+
+    def grammar_of(self, params: SamplingParams) -> Grammar | None:
+        """Returns the structured_outputs of a request, compiled; None if there are none.
+
+        Raises:
+            ValueError: If they can't be used.
+        """
+        form = params.structured_outputs
+        if form is None:
+            return None
+        check(self._grammars is not None, "structured_outputs", form, "None, as the engine has no tokenizer")
+        assert self._grammars is not None, "just checked"
+        return self._grammars.compile(form)
 
     def _check_priority(self, priority: int) -> None:
         check_int("priority", priority, -(2**63), 2**63 - 1)
@@ -245,7 +264,9 @@ class InputProcessor:
 
     def _resolve(self, params: SamplingParams) -> None:
         """Replaces what stands for something else; -1 of logprobs is replaced where it is checked."""
-        self._resolve_hook_args(params)
+        config = self._config
+        for field, known in (("hook_args", config.hooks), ("extra_args", config.logits_processors)):
+            setattr(params, field, _resolved_args(field, getattr(params, field), known))
         captures = not self._config.capturing.isdisjoint(params.hook_args or ())
         params.skip_reading_prefix_cache = captures or not params.reads_prefix_cache
         if params.bad_words:
@@ -254,19 +275,6 @@ class InputProcessor:
                 raise ValueError(f"{given}; allowed: None, as the engine has no tokenizer")
             words = [ids for word in params.bad_words for ids in self._tokens_of_word(word, self._tokenizer)]
             params.bad_words_token_ids = [*(params.bad_words_token_ids or ()), *words]
-
-    def _resolve_hook_args(self, params: SamplingParams) -> None:
-        """Checks hook_args, and makes lists of floats of its numbers."""
-        hooks = self._config.hooks
-        for name, value in (params.hook_args or {}).items():
-            check(name in hooks, "hook_args names", name, f"the hooks of this engine: {list(hooks)}")
-            numbers = as_list(value)
-            numbers = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
-            check(len(numbers) == hooks[name], f"hook_args[{name!r}]", value, f"{hooks[name]} numbers")
-            for number in numbers:
-                check_number(f"hook_args[{name!r}]", number, -FLOAT32_MAX, FLOAT32_MAX)
-            assert params.hook_args is not None, "it has a name"
-            params.hook_args[name] = [float(number) for number in numbers]
 
     def _resolve_logprobs(self, params: SamplingParams, name: str) -> None:
         """Checks logprobs or prompt_logprobs, and replaces -1: nothing after this knows of it."""
@@ -300,12 +308,6 @@ class InputProcessor:
             problems.note(self._resolve_logprobs, params, name)
         num_words = len(params.bad_words_token_ids or ())
         problems.note(check_int, "the number of bad words", num_words, 0, MAX_BAD_WORDS)
-        if params.min_tokens:
-            num_bias = (
-                len(params.logit_bias or ()) + len(config.eos_token_ids) + min(num_words, MAX_BAD_WORDS)
-            )
-            num_stop = len(params.stop_token_ids or ())
-            problems.note(check_int, "the length of stop_token_ids", num_stop, 0, MAX_BIAS_IDS - num_bias)
         if params.stop_strings and self._tokenizer is None:
             ok, allowed = False, "None, as the engine has no tokenizer"
             problems.note(check, ok, "stop", params.stop, allowed)
@@ -350,6 +352,22 @@ class InputProcessor:
                 f"the prompt has {n} tokens and needs {needed} blocks of {size}{several}; allowed: the "
                 f"{usable} blocks of the pool"
             )
+
+
+def _resolved_args(
+    field: str, given: dict[str, Any] | None, known: Mapping[str, int]
+) -> dict[str, list[float]] | None:
+    """Checks hook_args or extra_args, and makes lists of floats of its numbers."""
+    resolved: dict[str, list[float]] = {}
+    for name, value in (given or {}).items():
+        check(name in known, f"{field} names", name, f"what this engine has: {list(known)}")
+        numbers = as_list(value)
+        numbers = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
+        check(len(numbers) == known[name], f"{field}[{name!r}]", value, f"{known[name]} numbers")
+        for number in numbers:
+            check_number(f"{field}[{name!r}]", number, -FLOAT32_MAX, FLOAT32_MAX)
+        resolved[name] = [float(number) for number in numbers]
+    return resolved or None
 
 
 def _one_salt(argument: str, encoder: _Tokenized | None, decoder: _Tokenized) -> str:

@@ -109,7 +109,7 @@ def positions(seq: Sequence, manager: "BlockManager") -> np.ndarray:
 def drop(loop: StepLoop, request_id: str, keep: Iterable[int]) -> None:
     """See LLMEngine.drop_kv."""
     state = settled(loop, request_id)
-    seq, manager = decoding_sequence(state), loop.scheduler.block_manager
+    seq, manager = decoding_sequence(loop, state), loop.scheduler.block_manager
     is_plain = (
         len(manager.groups) == 1 and manager.groups[0].window is None and not manager.groups[0].is_cross
     )

@@ -1,4 +1,4 @@
-"""The texts and log-probabilities of a running request, and the outputs that are made of them."""
+"""A running request: its outputs as they grow, and the RequestOutputs that are made of them."""
 
 import dataclasses
 import functools
@@ -6,146 +6,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from jax_paged.engine.detokenizer import Detokenizer
+from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.engine.grammars import Grammar, Matcher
+from jax_paged.engine.sample_state import SampleState, logprob_dict, logprob_of_values, logprob_values
 from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobDict, snapshot
+from jax_paged.outputs import CompletionOutput, RequestOutput, TokenLogprobDict, snapshot
 from jax_paged.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
     from jax_paged.core.runner_output import TokenLogprobs
-
-
-class SampleState:
-    """Text and log-probabilities of one output of a request; the cost of a token does not grow.
-
-    Args:
-        seq: Its tokens, and why it ended; only read.
-        group: Its request; only read.
-        tokenizer: None leaves the text empty.
-        stop: The request's stop strings; None for none.
-    """
-
-    def __init__(
-        self, seq: Sequence, group: SequenceGroup, tokenizer: Tokenizer | None, stop: StopStrings | None
-    ) -> None:
-        params = group.sampling_params
-        self.seq = seq
-        self.is_finished = False
-        self._group = group
-        self._logprobs: list[TokenLogprobDict] | None = None if params.logprobs is None else []
-        self._num_logprobs = params.logprobs or 0
-        self._tokenizer = tokenizer
-        self._detokenizer = tokenizer and Detokenizer(
-            tokenizer,
-            seq.prompt_token_ids,
-            stop=stop,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-            include_stop=params.include_stop_str_in_output,
-        )
-        self._stop = stop
-        self._shows_stop_token = params.include_stop_str_in_output
-        self._num_tokens_taken = 0
-        self._num_chars_taken = 0
-
-    def restarted(self, seq: Sequence, group: SequenceGroup) -> "SampleState":
-        """Returns the state of a sequence that goes on from this one's first tokens."""
-        state = SampleState(seq, group, self._tokenizer, self._stop)
-        if self._logprobs is not None:
-            state._logprobs = self._logprobs[: len(seq.output_token_ids)]
-        if state._detokenizer is not None:
-            for token_id in seq.output_token_ids:
-                state._detokenizer.append(token_id)
-        return state
-
-    def rolled_back(self) -> "SampleState":
-        """Returns the state of the same sequence after it has lost tokens; what was taken stays taken."""
-        state = self.restarted(self.seq, self._group)
-        detokenizer = state._detokenizer
-        state._num_tokens_taken = min(self._num_tokens_taken, len(self.seq.output_token_ids))
-        state._num_chars_taken = min(self._num_chars_taken, detokenizer.num_visible if detokenizer else 0)
-        return state
-
-    def add_tokens(self, token_ids: list[int], logprobs: "list[TokenLogprobs]") -> tuple[str, int] | None:
-        """Takes the tokens that the sequence has just got, as if they had come one at a time.
-
-        Args:
-            token_ids: The last tokens of the sequence. One that ended it adds nothing to the text.
-            logprobs: One per token.
-
-        Returns:
-            The stop string that the text now holds, and how many output tokens there are up to its end; the
-            tokens after them were not taken. None if there is none.
-        """
-        if self._detokenizer is None and self._logprobs is None:
-            return None
-        hides_last = self.seq.status is SequenceStatus.FINISHED_STOPPED and not self._shows_stop_token
-        num_before = len(self.seq.output_token_ids) - len(token_ids)
-        for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
-            if self._logprobs is not None:
-                entry = logprob_dict(token_id, logprob, self._num_logprobs, self._tokenizer)
-                self._logprobs.append(entry)
-            if self._detokenizer is None or (hides_last and i == len(token_ids)):
-                continue
-            stop = self._detokenizer.append(token_id)
-            if stop is not None:
-                return stop, num_before + i
-        return None
-
-    def finish(self) -> str | None:
-        """Adds the text that was held back; returns the stop string that it holds, or None."""
-        self.is_finished = True
-        return self._detokenizer.finish() if self._detokenizer else None
-
-    def values(self) -> dict[str, Any]:
-        """Returns its state as values that JSON can hold."""
-        return {
-            "is_finished": self.is_finished,
-            "logprobs": self._logprobs and [_logprob_values(entry) for entry in self._logprobs],
-            "num_taken": [self._num_tokens_taken, self._num_chars_taken],
-            "detokenizer": self._detokenizer and self._detokenizer.values(),
-        }
-
-    def restore(self, values: dict[str, Any]) -> None:
-        """Takes over the state of another one of the same request."""
-        self.is_finished = values["is_finished"]
-        if self._logprobs is not None:
-            self._logprobs = [_logprob_of_values(entry) for entry in values["logprobs"] or ()]
-        self._num_tokens_taken, self._num_chars_taken = values["num_taken"]
-        if self._detokenizer is not None:
-            self._detokenizer.restore(values["detokenizer"])
-
-    def output(self, index: int, *, is_last: bool) -> CompletionOutput:
-        """Returns all of it as it stands, in lists if it `is_last`, else in snapshots."""
-        detokenizer, logprobs = self._detokenizer, self._logprobs
-        return CompletionOutput(
-            index=index,
-            text=detokenizer.text[: detokenizer.num_visible] if detokenizer else "",
-            token_ids=snapshot(self.seq.output_token_ids, is_last=is_last),
-            cumulative_logprob=self.seq.cumulative_logprob,
-            logprobs=None if logprobs is None else snapshot(logprobs, is_last=is_last),
-            finish_reason=self.seq.status.finish_reason,
-            stop_reason=self.seq.stop_reason,
-        )
-
-    def take_delta(self, index: int) -> CompletionOutput:
-        """Returns what has come since this was last called."""
-        first_token, first_char = self._num_tokens_taken, self._num_chars_taken
-        detokenizer, logprobs = self._detokenizer, self._logprobs
-        delta = CompletionOutput(
-            index=index,
-            text=detokenizer.text[first_char : detokenizer.num_visible] if detokenizer else "",
-            token_ids=self.seq.output_token_ids[first_token:],
-            cumulative_logprob=self.seq.cumulative_logprob,
-            logprobs=None if logprobs is None else logprobs[first_token:],
-            finish_reason=self.seq.status.finish_reason,
-            stop_reason=self.seq.stop_reason,
-        )
-        self._num_tokens_taken += len(delta.token_ids)
-        self._num_chars_taken += len(delta.text)
-        return delta
 
 
 class RequestState:
@@ -157,6 +27,7 @@ class RequestState:
         tokenizer: None leaves all texts empty.
         encoder_prompt: The text that an encoder reads; None if there is none.
         stop: The stop strings; None for none.
+        grammar: The form of the outputs; None if it is open.
     """
 
     def __init__(
@@ -166,6 +37,7 @@ class RequestState:
         tokenizer: Tokenizer | None,
         encoder_prompt: str | None = None,
         stop: StopStrings | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.group = group
         self.prompt = prompt
@@ -173,9 +45,10 @@ class RequestState:
         self.is_finished = False
         self._tokenizer = tokenizer
         self._stop = stop
+        self._grammar = grammar
         # By the sequence's index. The others are forked from the first when the prompt is computed; until
         # then its state stands for all.
-        self._samples = [SampleState(group.sequences[0], group, tokenizer, self._stop)]
+        self._samples = [SampleState(group.sequences[0], group, tokenizer, stop, grammar)]
         self._prompt_logprobs: list[TokenLogprobDict | None] | None = (
             None if group.sampling_params.prompt_logprobs is None else [None]
         )
@@ -189,31 +62,38 @@ class RequestState:
             "prompt": self.prompt,
             "encoder_prompt": self._encoder_prompt,
             "is_finished": self.is_finished,
-            "prompt_logprobs": logprobs and [entry and _logprob_values(entry) for entry in logprobs],
+            "prompt_logprobs": logprobs and [entry and logprob_values(entry) for entry in logprobs],
             "samples": [sample.values() for sample in self._samples],
         }
 
     @classmethod
-    def of_values(cls, group: SequenceGroup, values: dict[str, Any], tokenizer: Tokenizer | None) -> Self:
+    def of_values(
+        cls,
+        group: SequenceGroup,
+        values: dict[str, Any],
+        tokenizer: Tokenizer | None,
+        grammar: Grammar | None,
+    ) -> Self:
         """Returns the state of which `values` were taken, for a group that was restored."""
         params = group.sampling_params
         stop = StopStrings(params.stop_strings) if params.stop_strings else None
         tokenizer = tokenizer if params.detokenize else None
-        state = cls(group, values["prompt"], tokenizer, values["encoder_prompt"], stop)
+        state = cls(group, values["prompt"], tokenizer, values["encoder_prompt"], stop, grammar)
         state.is_finished = values["is_finished"]
         if values["prompt_logprobs"] is not None:
             entries = values["prompt_logprobs"]
-            state._prompt_logprobs = [entry and _logprob_of_values(entry) for entry in entries]
+            state._prompt_logprobs = [entry and logprob_of_values(entry) for entry in entries]
         samples = values["samples"]
         for seq in group.sequences[1 : len(samples)]:
-            state._samples.append(SampleState(seq, group, tokenizer, stop))
+            state._samples.append(SampleState(seq, group, tokenizer, stop, grammar))
         for sample, entry in zip(state._samples, samples, strict=True):
             sample.restore(entry)
         return state
 
     def forked(self, group: SequenceGroup) -> "RequestState":
         """Returns the state of a request that goes on from where this one is; of both, one sequence."""
-        state = RequestState(group, self.prompt, self._tokenizer, self._encoder_prompt, self._stop)
+        texts = self.prompt, self._tokenizer, self._encoder_prompt
+        state = RequestState(group, *texts, self._stop, self._grammar)
         state._samples = [self._samples[0].restarted(group.sequences[0], group)]
         if self._prompt_logprobs is not None:
             state._prompt_logprobs = list(self._prompt_logprobs)
@@ -223,6 +103,14 @@ class RequestState:
     def roll_back(self) -> None:
         """Follows its only sequence, which has lost its last tokens."""
         self._samples[0] = self._samples[0].rolled_back()
+
+    def matcher_of(self, seq: Sequence) -> Matcher | None:
+        """Returns what the form of one of its sequences allows; None if it is open.
+
+        Before the others have got a token, it is that of the first.
+        """
+        samples = self._samples
+        return samples[seq.index if seq.index < len(samples) else 0].matcher
 
     def add_prompt_logprobs(self, start: int, logprobs: "list[TokenLogprobs]") -> None:
         """Takes the log-probabilities of the prompt tokens at positions start + 1 and on.
@@ -246,11 +134,11 @@ class RequestState:
 
     def add_tokens(
         self, seq: Sequence, token_ids: list[int], logprobs: "list[TokenLogprobs]"
-    ) -> tuple[str, int] | None:
+    ) -> tuple[str | None, int] | None:
         """Takes the tokens that one of its sequences has just got; see SampleState.add_tokens."""
         samples = self._samples
         if seq.index == len(samples):  # samples come in the order of their index
-            samples.append(SampleState(seq, self.group, self._tokenizer, self._stop))
+            samples.append(SampleState(seq, self.group, self._tokenizer, self._stop, self._grammar))
         return samples[seq.index].add_tokens(token_ids, logprobs)
 
     def finish(self) -> list[tuple[Sequence, str]]:
@@ -353,26 +241,6 @@ class RequestState:
             finish_reason=seq.status.finish_reason,
             stop_reason=seq.stop_reason,
         )
-
-
-def logprob_dict(
-    token_id: int, entry: "TokenLogprobs", k: int, tokenizer: Tokenizer | None
-) -> TokenLogprobDict:
-    """Returns a token's Logprob and those of the k most likely ones, by token id."""
-    text = tokenizer.token_text if tokenizer else lambda _: None
-    result = {token_id: Logprob(entry.logprob, entry.rank, text(token_id))}
-    top = zip(entry.top_token_ids[:k], entry.top_logprobs[:k], strict=True)
-    for rank, (top_id, top_logprob) in enumerate(top, 1):
-        result.setdefault(top_id, Logprob(top_logprob, rank, text(top_id)))
-    return result
-
-
-def _logprob_values(entry: TokenLogprobDict) -> list[list[Any]]:
-    return [[token_id, x.logprob, x.rank, x.decoded_token] for token_id, x in entry.items()]
-
-
-def _logprob_of_values(values: list[list[Any]]) -> TokenLogprobDict:
-    return {token_id: Logprob(*rest) for token_id, *rest in values}
 
 
 def _empty_like(output: CompletionOutput, index: int) -> CompletionOutput:

@@ -43,18 +43,21 @@ def settled(loop: StepLoop, request_id: str) -> RequestState:
     return state
 
 
-def only_sequence(state: RequestState) -> Sequence:
+def only_sequence(loop: StepLoop, state: RequestState) -> Sequence:
     """Returns the sequence of a request that has one and will have no other."""
     group = state.group
+    stateful = loop.executor.config.stateful.intersection(group.sampling_params.extra_args or ())
+    allowed = f"one without {', '.join(sorted(stateful))}, whose state goes on with every token"
+    check(not stateful, "request_id", group.request_id, allowed)
     check(not group.beam_params, "request_id", group.request_id, "a request that is no beam search")
     ok, allowed = group.max_num_seqs == 1, "a request with one sequence, of n and best_of 1"
     check(ok, "request_id", group.request_id, allowed)
     return group.sequences[0]
 
 
-def decoding_sequence(state: RequestState) -> Sequence:
+def decoding_sequence(loop: StepLoop, state: RequestState) -> Sequence:
     """Returns the sequence of a request whose next step computes the last of its tokens, and no other."""
-    seq = only_sequence(state)
+    seq = only_sequence(loop, state)
     decodes = seq.status is SequenceStatus.RUNNING and seq.num_new_tokens == 1
     what = f"this one is {seq.status.name.lower()}, and has {seq.num_new_tokens}"
     allowed = f"a request that runs and has one token to compute; {what}"
@@ -68,7 +71,7 @@ def fork(loop: StepLoop, request_id: str, new_id: str, seed: int) -> None:
     check(ok, "new_id", new_id, "a string that is not taken")
     SamplingParams(seed=seed)  # checks it
     state = settled(loop, request_id)
-    only_sequence(state)
+    only_sequence(loop, state)
     editor = loop.scheduler.editor
     allowed = (
         "one that runs while max_num_seqs leaves a seat: blocks of it were dropped, so the fork can't wait"
@@ -81,7 +84,7 @@ def fork(loop: StepLoop, request_id: str, new_id: str, seed: int) -> None:
 def roll_back(loop: StepLoop, request_id: str, num_tokens: int) -> None:
     """See LLMEngine.rollback."""
     state = settled(loop, request_id)
-    most = most_taken_back(only_sequence(state), loop.scheduler.block_manager.block_size)
+    most = most_taken_back(only_sequence(loop, state), loop.scheduler.block_manager.block_size)
     check_int("num_tokens", num_tokens, 0, most)
     if num_tokens:
         loop.scheduler.edit_request(Rollback(request_id, num_tokens))
@@ -92,7 +95,7 @@ def roll_back(loop: StepLoop, request_id: str, num_tokens: int) -> None:
 def verify(loop: StepLoop, request_id: str, draft: Items[int], vocab_size: int) -> Verification:
     """See LLMEngine.verify."""
     state = settled(loop, request_id)
-    seq, params, scheduler = decoding_sequence(state), state.group.sampling_params, loop.scheduler
+    seq, params, scheduler = decoding_sequence(loop, state), state.group.sampling_params, loop.scheduler
     room = scheduler.max_model_len - len(seq)
     most = min(scheduler.max_num_seqs - 1, scheduler.max_num_batched_tokens - 1, room)
     allowed = (

@@ -189,7 +189,9 @@ class RequestEngine:
             request_id, prompt, now if arrival_time is None else arrival_time, self._new_seed
         )
         tokenizer = self.tokenizer if group.sampling_params.detokenize else None
-        state = RequestState(group, prompt.prompt, tokenizer, prompt.encoder_prompt, prompt.stop)
+        state = RequestState(
+            group, prompt.prompt, tokenizer, prompt.encoder_prompt, prompt.stop, prompt.grammar
+        )
         self._loop.add(state)
 
     def abort_request(self, request_id: str | Iterable[str]) -> RequestState | None:

@@ -102,6 +102,9 @@ def take(engine: "LLMEngine", loop: "StepLoop", *, with_weights: bool) -> Engine
     check(
         not captured, "the hooks of running requests", captured, "none that capture, as a state has no room"
     )
+    asked = [name for state in states for name in state.group.sampling_params.extra_args or ()]
+    stateful, allowed = sorted(engine.config.stateful & set(asked)), "none that keep a state of their own"
+    check(not stateful, "the logits processors of running requests", stateful, allowed)
     requests = [values_of_group(scheduler, s.group) | {"text": s.values()} for s in states]
     weights, packing = engine.executor.fingerprint()
     values = {
@@ -143,7 +146,11 @@ def load(engine: "LLMEngine", loop: "StepLoop", state: EngineState) -> None:
     blocks = kept_blocks(scheduler)
     engine.executor.write_memory(*blocks, state.arrays, with_weights=values["weights"]["by_value"])
     texts = zip(groups, values["requests"], strict=True)
-    states = [RequestState.of_values(group, entry["text"], engine.tokenizer) for group, entry in texts]
+    grammar_of = engine.input_processor.grammar_of
+    states = [
+        RequestState.of_values(group, entry["text"], engine.tokenizer, grammar_of(group.sampling_params))
+        for group, entry in texts
+    ]
     version, internal, gauss = values["seeds"]
     engine.seeds.setstate((version, tuple(internal), gauss))
     engine.num_names = values["num_names"]

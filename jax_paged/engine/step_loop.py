@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceStatus
+from jax_paged.engine.grammars import Matcher, token_masks
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.step_plan import StepPlan
@@ -136,7 +138,7 @@ class StepLoop:
             output = self.scheduler.schedule_draft(request_id, token_ids)
             if output is None:
                 return None
-            self.executor.dispatch(output)
+            self.executor.dispatch(self._with_masks(output))
             result = self.executor.result()
             self._take_in(output, result)
             return result
@@ -168,7 +170,19 @@ class StepLoop:
     def _dispatch(self, output: SchedulerOutput) -> None:
         self._plan = None
         self._in_flight.append(output)
-        self.executor.dispatch(output)
+        self.executor.dispatch(self._with_masks(output))
+
+    def _with_masks(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Returns a step with what the forms of its requests allow."""
+        matchers: dict[int, tuple[Matcher, list[int]]] = {}
+        for i, sample in enumerate(output.samples):
+            found = self.scheduler.find(sample.seq_id)
+            if found is not None and found[0].sampling_params.structured_outputs is not None:
+                group, seq = found
+                matcher = self.requests[group.request_id].matcher_of(seq)
+                assert matcher is not None, "it was made when the request was checked"
+                matchers[i] = matcher, seq.output_token_ids
+        return dataclasses.replace(output, token_masks=token_masks(output, matchers)) if matchers else output
 
     def _run(self, plan: StepPlan) -> None:
         assert self._plan is not None, "only what is planned runs"

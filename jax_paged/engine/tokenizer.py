@@ -104,6 +104,14 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    def to_json(self) -> str:
+        """Returns it in the form of tokenizer.json."""
+        return self._backend.to_str()
+
+    def token_id(self, text: str) -> int | None:
+        """Returns the token that is a text as the vocabulary has it; None if there is none."""
+        return self._backend.token_to_id(text)
+
     def max_characters(self, num_tokens: int) -> int:
         """Returns how many characters so many tokens hold at most: a longer text need not be tokenized."""
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
@@ -127,6 +135,10 @@ class Tokenizer:
             text = self.decode([*anchor, token_id], skip_special_tokens=False)[start:]
             self._token_texts[token_id] = text
         return text
+
+    def control_token_id(self, text: str) -> int | None:
+        """Returns the id of a control token, such as "<|end|>"; None if a text is none."""
+        return self._control.id_of(text)
 
     def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
         """Returns the vocabulary's entries of token ids, before they become text; None for no entry."""

@@ -3,6 +3,7 @@
 from typing import Any, Literal, NotRequired, TypedDict
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorInfo(TypedDict):
@@ -72,16 +73,30 @@ class ChatLogprobs(TypedDict):
     content: list[TokenLogprob]
 
 
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(TypedDict):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: int | str | None
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 

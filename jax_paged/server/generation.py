@@ -35,6 +35,7 @@ from jax_paged.server.responses import (
 )
 from jax_paged.server.streaming import Call, RequestRunner
 from jax_paged.server.text_reader import TextReader
+from jax_paged.server.tools import ChatReader, ChatReaders, blaming_tools
 
 
 class TextRoutes:
@@ -62,6 +63,7 @@ class TextRoutes:
         self._texts = texts
         self._model_name = model_name
         self._options = options
+        self._readers = ChatReaders(options)
 
 
 class GenerationRoutes(TextRoutes):
@@ -101,19 +103,25 @@ class GenerationRoutes(TextRoutes):
             tokenizer = tokenizer_of(self._engine)
             check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
+            reader = self._readers.reader_of(body)
+            texts = [body.messages, reader and reader.tools, body.chat_template_kwargs]
             checked = await self._texts.read(
-                "messages", [body.messages], self._check_chat, tokenizer, params, body
+                "messages", texts, self._check_chat, tokenizer, params, body, reader
             )
-        n, num_top = body.num_outputs, body.top_logprobs or 0
-        if body.stream:
+        n, num_top, stream = body.num_outputs, body.top_logprobs or 0, bool(body.stream)
+        choice = chat_deltas(num_top) if stream else chat_messages(num_top)
+        if reader is not None:
+            prompt = checked[0].prompt_token_ids
+            choice = reader.choices(choice, n, tokenizer, prompt, stream=stream)
+        if stream:
             head = self._head("chatcmpl", "chat.completion.chunk")
-            call = Call(checked, n, head, chat_deltas(num_top), request.state.record, client_of(request))
+            call = Call(checked, n, head, choice, request.state.record, client_of(request))
             return await unless_gone(request, self._stream(call, body, chat_roles(n)))
         call = Call(
             checked,
             n,
             self._head("chatcmpl", "chat.completion"),
-            chat_messages(num_top),
+            choice,
             request.state.record,
             client_of(request),
             with_prompt_logprobs=body.prompt_logprobs is not None,
@@ -142,10 +150,19 @@ class GenerationRoutes(TextRoutes):
         return Echo(tokenizer_of(self._engine), body.only_prompt, body.truncate_prompt_tokens is not None)
 
     def _check_chat(
-        self, tokenizer: Tokenizer, params: SamplingParams | BeamSearchParams, body: ChatRequest
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams | BeamSearchParams,
+        body: ChatRequest,
+        reader: ChatReader | None,
     ) -> list[CheckedRequest]:
-        prompt = tokenizer.encode_chat(messages_for(tokenizer, body.messages))
-        return check_all(self._engine, [prompt], params, body)
+        messages = messages_for(tokenizer, body.messages)
+        tools, variables = reader.tools if reader else None, body.chat_template_kwargs
+        prompt = tokenizer.encode_chat(messages, tools=tools, template_kwargs=variables)
+        with blaming_tools(reader):
+            if reader is not None:
+                params = reader.params(params, tokenizer)
+            return check_all(self._engine, [prompt], params, body)
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
         return {

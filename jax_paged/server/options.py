@@ -31,8 +31,16 @@ _HIGHEST = {
     "max_stop_characters": MAX_STOP_CHARACTERS,
 }
 
+ToolCallParser = Literal["hermes", "qwen3", "llama3", "llama3_json", "mistral", "deepseek_r1", "deepseek_v3"]
+ReasoningParser = Literal["deepseek_r1", "qwen3", "mistral"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
+
+
+def check_parsers(options: "ServerOptions | BatchOptions") -> None:
+    """Raises ValueError if options name a format that is not known."""
+    for name, choices in (("tool_call_parser", ToolCallParser), ("reasoning_parser", ReasoningParser)):
+        check_choice(name, getattr(options, name), (None, *get_args(choices)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +52,8 @@ class ServerOptions:
         port: Port to listen on; 0 takes a free one.
         served_model_name: The model's name for clients; None takes the value of --model.
         chat_template: A Jinja template in place of the tokenizer's own, or the file that holds it.
+        tool_call_parser: How the model writes calls of tools, which answers then have as tool_calls.
+        reasoning_parser: How the model thinks; answers then have its thoughts apart, as reasoning.
         strict: Whether fields that the server does not know are errors; else they are ignored, and the header
             X-Ignored-Fields of the answer names them.
         max_num_waiting: Requests that may wait for the engine; more are answered with status 429.
@@ -93,6 +103,8 @@ class ServerOptions:
     port: int = 8000
     served_model_name: str | None = None
     chat_template: str | None = None
+    tool_call_parser: ToolCallParser | None = None
+    reasoning_parser: ReasoningParser | None = None
     strict: bool = False
     max_num_waiting: int = 512
     shutdown_timeout: float = 30
@@ -130,6 +142,7 @@ class ServerOptions:
         check_int("max_num_waiting", self.max_num_waiting, 0)
         check_number("shutdown_timeout", self.shutdown_timeout, 0, math.inf)
         check_number("step_timeout", self.step_timeout, 0, math.inf, low_open=True)
+        check_parsers(self)
         check_choice("log_level", self.log_level, get_args(LogLevel))
         check_choice("log_format", self.log_format, get_args(LogFormat))
         for name, low in _LOWEST.items():
@@ -176,6 +189,8 @@ class BatchOptions:
         input_file: Requests, one per line, in the format of OpenAI's Batch API.
         output_file: Takes the answers, one per line; what it names already is not run again.
         served_model_name: The model's name in the requests; None takes the value of --model.
+        tool_call_parser: As for the server, as is reasoning_parser.
+        reasoning_parser: How the model thinks.
         log_level: The least severe level that is logged.
         log_format: "text", or "json" for an object per line.
 
@@ -186,10 +201,13 @@ class BatchOptions:
     input_file: Path
     output_file: Path
     served_model_name: str | None = None
+    tool_call_parser: ToolCallParser | None = None
+    reasoning_parser: ReasoningParser | None = None
     log_level: LogLevel = "warning"
     log_format: LogFormat = "text"
 
     def __post_init__(self) -> None:
+        check_parsers(self)
         is_other = self.input_file.resolve() != self.output_file.resolve()
         check(is_other, "output_file", str(self.output_file), "another file than input_file")
 

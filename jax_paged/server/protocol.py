@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from jax_paged.checks import check_int
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.server.forms import ResponseFormat, form_of
+from jax_paged.server.parts import NamedTool, Part, StreamOptions, Tool
 from jax_paged.server.responses import shortened
 
 _SAMPLING_FIELDS = (
@@ -43,24 +45,23 @@ _NOT_BUILT = (
     "background",
     "best_of",
     "chat_template",
-    "chat_template_kwargs",
     "continue_final_message",
     "documents",
     "echo",
     "function_call",
     "functions",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
     "kv_transfer_params",
     "logits_processors",
     "prompt_embeds",
     "return_token_ids",
     "return_tokens_as_token_ids",
-    "structured_outputs",
 )
 
+
+# What a chat template gets of a request's other fields, and the template itself, which is the server's.
+_TEMPLATE_ARGUMENTS = frozenset(
+    ("add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "tools")
+)
 
 # The forms of fields that the engine checks, in words of its own.
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -77,13 +78,22 @@ _TEXT_PART = {
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
+_CONTENT = {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": _TEXT_PART}]}
+_CALLED = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object", "null"]}},
+}
+_CALL = {"type": "object", "required": ["function"], "properties": {"function": _CALLED}}
 _MESSAGE = {
     "type": "object",
-    "required": ["role", "content"],
+    "required": ["role"],
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+        "content": _CONTENT,
+        "tool_calls": {"type": ["array", "null"], "items": _CALL},
     },
+    "anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}],
 }
 _QUESTION = {"role": "user", "content": "What is a block table?"}
 Prompts = Annotated[Any, WithJsonSchema({"anyOf": _PROMPTS})]
@@ -105,7 +115,7 @@ class Body(BaseModel):
         """Returns the names of the fields that the server does not know."""
         names = [name for name in self.model_extra or () if name not in _NOT_BUILT]
         for name, value in self:
-            if isinstance(value, Part):
+            if isinstance(value, Part | ResponseFormat):
                 names += [f"{name}.{inner}" for inner in value.model_extra or ()]
         return names
 
@@ -121,20 +131,6 @@ def within(minimum: float, maximum: float | None = None, **more: float) -> Any:
     """
     bounds = {"minimum": minimum, "maximum": maximum, **more}
     return Field(None, json_schema_extra={k: v for k, v in bounds.items() if v is not None})
-
-
-class Part(BaseModel):
-    """An object within a body."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-
-class StreamOptions(Part):
-    """What a streamed answer holds in addition to its choices."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = Field(None, description="true is an error.")
 
 
 class Generation(Body, abc.ABC):
@@ -163,6 +159,11 @@ class Generation(Body, abc.ABC):
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # Accepted because clients send them; they change no output.
     user: Any = None
     store: Any = None
@@ -185,6 +186,11 @@ class Generation(Body, abc.ABC):
     def continuous_usage(self) -> bool:
         """Whether every chunk of a streamed answer has token counts, too."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def _format(self) -> ResponseFormat | None:
+        """The form of the output, where OpenAI's API has it."""
+        return None
 
     @abc.abstractmethod
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
@@ -210,6 +216,8 @@ class Generation(Body, abc.ABC):
             raise ValueError("stream_options.include_obfuscation is True; allowed: False")
         values = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
         values |= {"logit_bias": _int_keys(self.logit_bias), "logprobs": logprobs}
+        guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+        values["structured_outputs"] = form_of(self._format, self.structured_outputs, guided)
         return {k: v for k, v in values.items() if v is not None}
 
 
@@ -219,9 +227,14 @@ class _Request(Generation):
     max_tokens: int | None = within(0)
     n: int | None = within(1)
     prompt_logprobs: int | None = within(-1)
+    response_format: ResponseFormat | None = None
     use_beam_search: bool | None = None
     beam_width: int | None = within(1)
     length_penalty: float | None = within(-10, 10)
+
+    @property
+    def _format(self) -> ResponseFormat | None:
+        return self.response_format
 
     def _params(
         self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None
@@ -312,12 +325,6 @@ class CompletionRequest(_Request):
         return given
 
 
-class ResponseFormat(Part):
-    """The form of the output; plain text is the only one."""
-
-    type: Literal["text"]
-
-
 class ChatRequest(_Request):
     """Body of POST /v1/chat/completions."""
 
@@ -327,10 +334,12 @@ class ChatRequest(_Request):
     max_completion_tokens: int | None = within(1)
     logprobs: bool | None = None
     top_logprobs: int | None = within(-1)
-    response_format: ResponseFormat | None = None
-    tools: list[Any] | None = Field(None, max_length=0)
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Any = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: an output has one call at most.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the chat template, such as enable_thinking."
+    )
     add_generation_prompt: bool | None = Field(None, description="false is an error.")
     add_special_tokens: bool | None = Field(None, description="true is an error: the template adds them.")
 
@@ -343,6 +352,8 @@ class ChatRequest(_Request):
             raise ValueError("add_generation_prompt is False; allowed: True")
         if self.add_special_tokens:
             raise ValueError("add_special_tokens is True; allowed: False, as the chat template adds them")
+        for name in _TEMPLATE_ARGUMENTS & (self.chat_template_kwargs or {}).keys():
+            raise ValueError(f"chat_template_kwargs has {name!r}; allowed: variables of templates alone")
         limits = [x for x in (self.max_tokens, self.max_completion_tokens) if x is not None]
         max_tokens = min(limits, default=None)
         if self.use_beam_search and max_tokens is None:

@@ -117,7 +117,8 @@ def request_error(output: RequestOutput) -> ApiError | None:
         reason = completion.stop_reason
         if reason == NO_TOKEN_ALLOWED and completion.finish_reason == "abort":
             return ApiError(
-                "the request leaves no token: allowed_token_ids, bad_words and min_tokens exclude all"
+                "the request leaves no token: allowed_token_ids, bad_words, min_tokens and the form of the "
+                "output exclude all"
             )
         if completion.finish_reason == "abort":
             return ApiError(f"the request was aborted: {reason or 'by the server'}", status=500)

@@ -19,12 +19,15 @@ from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.server.conversation import messages_for, messages_of_input
 from jax_paged.server.event_stream import EventStream, unless_gone
+from jax_paged.server.forms import TextFormat
 from jax_paged.server.generation import TextRoutes, bad_input, check_all, check_model, client_of, tokenizer_of
 from jax_paged.server.limits import check_sizes
 from jax_paged.server.logprobs import chat_logprobs
-from jax_paged.server.protocol import Generation, Part, ResponseFormat, within
+from jax_paged.server.parts import Part
+from jax_paged.server.protocol import Generation, within
 from jax_paged.server.responses import ApiError, json_response, usage
 from jax_paged.server.streaming import Call
+from jax_paged.server.tools import behind_thoughts
 
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 
@@ -34,13 +37,19 @@ def _refuse_stored(value: Any) -> None:
         raise PydanticCustomError("not_stored", "allowed: null, as this server stores no responses")
 
 
+def _refuse_tools(value: Any) -> Any:
+    if value not in (None, []):
+        raise PydanticCustomError("no_tools", "allowed: none, as calls of tools are in /v1/chat/completions")
+    return value
+
+
 _Stored = Annotated[None, BeforeValidator(_refuse_stored)]
 
 
 class TextOptions(Part):
     """How the text of a response is made."""
 
-    format: ResponseFormat | None = None
+    format: TextFormat | None = None
 
 
 class ResponsesRequest(Generation):
@@ -56,7 +65,7 @@ class ResponsesRequest(Generation):
     include: list[str] | None = Field(None, description=f"{_LOGPROBS} is known.")
     top_logprobs: int | None = within(0)
     text: TextOptions | None = None
-    tools: list[Any] | None = Field(None, max_length=0)
+    tools: Annotated[list[Any] | None, BeforeValidator(_refuse_tools)] = Field(None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
     truncation: Literal["disabled"] | None = None
     previous_response_id: _Stored = None
@@ -70,6 +79,10 @@ class ResponsesRequest(Generation):
     def with_logprobs(self) -> bool:
         """Whether the tokens come with log-probabilities."""
         return _LOGPROBS in (self.include or ())
+
+    @property
+    def _format(self) -> TextFormat | None:
+        return self.text and self.text.format
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         if self.max_output_tokens is not None:
@@ -105,6 +118,7 @@ class ResponsesRoute(TextRoutes):
     ) -> list[CheckedRequest]:
         messages = messages_of_input(body.input, body.instructions)
         prompt = tokenizer.encode_chat(messages_for(tokenizer, messages))
+        params = behind_thoughts(params, self._readers.reasoning)
         return check_all(self._engine, [prompt], params, body)
 
     async def _whole(self, answer: "_Answer", call: Call) -> Response:

@@ -25,7 +25,7 @@ from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.logs import configure
-from jax_paged.server.options import BatchOptions, ServerOptions
+from jax_paged.server.options import BatchOptions, ReasoningParser, ServerOptions, ToolCallParser
 
 _URLS = ("/v1/completions", "/v1/chat/completions")
 _FAILED, _INTERRUPTED = 1, 130
@@ -76,7 +76,8 @@ def run_batch(args: EngineArgs, options: BatchOptions) -> NoReturn:
         except (OSError, ValueError) as error:
             sys.exit(f"jax-paged: {error}")
         bar = stack.enter_context(tqdm(total=num_lines, unit="request", dynamic_ncols=True))
-        batch = Batch(engine, options.served_model_name or args.model, done, summary, output, bar)
+        parsers = options.tool_call_parser, options.reasoning_parser
+        batch = Batch(engine, options.served_model_name or args.model, done, summary, output, bar, parsers)
         try:
             asyncio.run(batch.run(options.input_file))
             status = _FAILED if summary.num_failed or summary.num_skipped_failed else 0
@@ -157,6 +158,7 @@ class Batch:
         summary: Filled in.
         output: Takes the answers.
         bar: Shows how far it is.
+        parsers: Names of the formats in which the model calls tools and thinks, as in ServerOptions.
     """
 
     def __init__(
@@ -167,6 +169,7 @@ class Batch:
         summary: Summary,
         output: BinaryIO,
         bar: "tqdm[Any]",
+        parsers: tuple[ToolCallParser | None, ReasoningParser | None] = (None, None),
     ) -> None:
         self._engine = engine
         self._done = done
@@ -175,7 +178,12 @@ class Batch:
         self._bar = bar
         # Enough that the engine never lacks any, while the next ones are tokenized.
         self._num_at_a_time = 2 * engine.engine.config.max_num_seqs + 16
-        options = ServerOptions(ui=False, max_num_waiting=self._num_at_a_time)
+        options = ServerOptions(
+            ui=False,
+            max_num_waiting=self._num_at_a_time,
+            tool_call_parser=parsers[0],
+            reasoning_parser=parsers[1],
+        )
         self._app: ASGIApp = OpenAIServer(engine, model_name, options).app()
 
     async def run(self, file: Path) -> None:

@@ -6,14 +6,14 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.scheduler_output import SchedulerOutput, TokenMasks
 from jax_paged.pallas_kernels import ops
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker.block_tables import pad_changes
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.logits_rows import LogitsRows
-from jax_paged.worker.packed_batch import layout, neutral_sampling, views
+from jax_paged.worker.packed_batch import KEEPS_DRAW, MASK_COLUMN, layout, neutral_sampling, views
 from jax_paged.worker.shared_prefixes import num_saved_tokens, shared_blocks
 
 
@@ -87,7 +87,8 @@ class BatchBuilder:
         n, total = len(rows), output.num_batched_tokens
         assert max(n, len(logits_rows.rows)) <= bucket.num_seqs, (n, len(logits_rows.rows), bucket)
         assert total <= bucket.num_tokens, (total, bucket)
-        fields, size = layout(bucket, len(self._groups), batch.hook_args.shape[1])
+        columns = batch.hook_args.shape[1], batch.processor_args.shape[1]
+        fields, size = layout(bucket, len(self._groups), *columns)
         packed = np.zeros(size, np.int32)
         view = views(packed, fields)
 
@@ -132,6 +133,7 @@ class BatchBuilder:
         view["sampling"][:num_drawn] = batch.sampling[sample_seats]
         view["sampling"][num_drawn:] = self._neutral
         view["hook_args"][:n] = batch.hook_args[seats].view(np.int32)
+        view["processor_args"][:num_drawn] = self._processor_args(sample_seats).view(np.int32)
         self._fill_forced(view["forced_tokens"], sample_seats, sample_positions)
         if num_drawn != len(output.samples):
             counted = count_seats[count_seats < batch.num_seats]
@@ -141,8 +143,9 @@ class BatchBuilder:
             )
         if bucket.num_steps > 1:
             self._fill_burst(view, seats, start, output.burst)
-        bias = self._bias(sample_seats, sample_positions, bucket)
-        mask = self._token_mask(sample_seats, bucket)
+        bias = self._bias(sample_seats, bucket)
+        is_masked = view["sampling"][:, MASK_COLUMN]
+        mask = self._token_mask(sample_seats, sample_positions, output.token_masks, is_masked)
         return StepInputs(packed, *bias, mask, changes[:, :num_ahead], num_shared)
 
     def _fill_slots(
@@ -179,6 +182,17 @@ class BatchBuilder:
         shared[:] = shared_blocks(tables, seats, most, self._block_size)
         return num_saved_tokens(shared, tables, seats, self._block_size)
 
+    def _processor_args(self, seats: np.ndarray) -> np.ndarray:
+        """Returns what the logits processors of drawn rows are told; those of new seats begin."""
+        batch = self._input_batch
+        args = batch.processor_args[seats]
+        if batch.new_seats:
+            is_new = np.array([seat in batch.new_seats for seat in seats.tolist()])
+            modes = np.cumsum([0, *(1 + n for n in batch.processors.values())])[:-1]
+            args[np.ix_(is_new, modes)] *= 2
+            batch.new_seats.difference_update(seats.tolist())
+        return args
+
     def _fill_forced(self, forced: np.ndarray, seats: np.ndarray, positions: np.ndarray) -> None:
         forced[:] = -1
         given = self._input_batch.forced_tokens
@@ -212,17 +226,12 @@ class BatchBuilder:
             tables[:n] = self._input_batch.block_tables[g, view["seats"][:n]]
             ops.check_inputs(self._num_blocks, self._block_size, tables, lens, starts, slots, *copies.T)
 
-    def _bias(
-        self, seats: np.ndarray, positions: np.ndarray, bucket: Bucket
-    ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        by_seat = self._input_batch.biases
+    def _bias(self, seats: np.ndarray, bucket: Bucket) -> tuple[np.ndarray | None, np.ndarray | None]:
+        by_seat = self._input_batch.token_rules
         if not by_seat:
             return None, None
-        biases = {
-            j: bias
-            for j, (seat, position) in enumerate(zip(seats.tolist(), positions.tolist(), strict=True))
-            if seat in by_seat and (bias := by_seat[seat].at(position))
-        }
+        rules = ((j, by_seat[seat]) for j, seat in enumerate(seats.tolist()) if seat in by_seat)
+        biases = {j: rule.bias for j, rule in rules if rule.bias}
         if not biases:
             return None, None
         ids = np.full((bucket.num_seqs, MAX_BIAS_IDS), self._vocab_size, np.int32)
@@ -233,14 +242,23 @@ class BatchBuilder:
             values[j, : len(bias)] = list(bias.values())
         return ids, values
 
-    def _token_mask(self, seats: np.ndarray, bucket: Bucket) -> np.ndarray | None:
-        masks = self._input_batch.token_masks
-        masked = [(j, masks[seat]) for j, seat in enumerate(seats.tolist()) if seat in masks] if masks else []
-        if not masked:
+    def _token_mask(
+        self, seats: np.ndarray, positions: np.ndarray, given: TokenMasks | None, is_masked: np.ndarray
+    ) -> np.ndarray | None:
+        """Returns the masks of a step, if there are any; notes the rows of logits that have one."""
+        by_seat = self._input_batch.token_rules
+        drawn = enumerate(zip(seats.tolist(), positions.tolist(), strict=True)) if by_seat else ()
+        own = ((j, by_seat[seat].mask_at(position)) for j, (seat, position) in drawn if seat in by_seat)
+        masked = [(j, mask) for j, mask in own if mask is not None]
+        if not masked and given is None:
             return None
-        out = np.full((bucket.num_seqs, self._num_mask_words), -1, np.int32)
+        out = np.full((len(is_masked), self._num_mask_words), -1, np.int32)
         for j, mask in masked:
-            out[j] = mask
+            out[j], is_masked[j] = mask, 1
+        if given is not None:
+            rows, words = list(given.rows), np.frombuffer(given.words, "<i4")
+            out[rows] &= words.reshape(len(rows), -1)[:, : self._num_mask_words]
+            is_masked[rows] = KEEPS_DRAW
         return out
 
 

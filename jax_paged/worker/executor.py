@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jax_paged.models.hooks import Hook
     from jax_paged.models.weights import LoadedModel
     from jax_paged.worker.compilation import CompileRecord
+    from jax_paged.worker.logits_processors import LogitsProcessor
     from jax_paged.worker.sampler import Sampler
 
 
@@ -122,6 +123,7 @@ class LocalExecutor:
         hooks: What requests may ask for by name.
         attend: Attends in place of args.attention_backend.
         sampler: Chooses tokens in place of the sampler.
+        logits_processors: What requests may ask for by name, ahead of the sampler.
 
     Attributes:
         runner: Does the work.
@@ -137,12 +139,13 @@ class LocalExecutor:
         hooks: "Sequence[Hook]" = (),
         attend: "Attend | None" = None,
         sampler: "Sampler | None" = None,
+        logits_processors: "Sequence[LogitsProcessor]" = (),
     ) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
         from jax_paged.worker.inspection import Inspector
         from jax_paged.worker.model_runner import ModelRunner
 
-        self.runner = ModelRunner(args, loaded, hooks, attend, sampler)
+        self.runner = ModelRunner(args, loaded, hooks, attend, sampler, logits_processors)
         self._inspector = Inspector(self.runner)
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 from jax_paged.core.scheduler_output import MAX_END_TOKENS, NewSequence, ScheduledSequence, SchedulerOutput
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.packed_batch import NUM_SAMPLING_COLUMNS, pack_sampling
-from jax_paged.worker.token_bias import TokenBias
+from jax_paged.worker.token_rules import TokenRules
 
 
 class TokenCountReset(NamedTuple):
@@ -34,6 +34,7 @@ class InputBatch:
         num_blocks: Blocks of the pool.
         vocab_size: Tokens of a mask.
         hooks: How many numbers each hook of the model takes, by name.
+        processors: How many numbers each logits processor takes, by name.
 
     Attributes (indexed by seat; not to be changed from outside):
         block_tables: int32 [G, S, M], padded with the null block.
@@ -44,10 +45,11 @@ class InputBatch:
         end_tokens: int32 [S, MAX_END_TOKENS], padded with -1; of sequences with more of them, not all.
         count_seats: int32 [S], the seat itself where a sequence has penalties, S elsewhere.
         num_top_logprobs: int32 [S], how many most likely tokens to report; -1 for no log-probabilities.
-        biases: The sequences whose logits may get a bias.
+        token_rules: The sequences of which some tokens get a bias, or are forbidden.
         forced_tokens: Of sequences whose output is given, the length of the prompt, and the output.
         hook_args: float32 [S, A], whether each hook is on, and its arguments.
-        token_masks: int32 [ceil(V / 32)] of the sequences that may only choose some tokens.
+        processor_args: float32 [S, P], whether each logits processor is on, and its arguments.
+        new_seats: Seats of sequences with logits processors that nothing was drawn for yet.
         prompts: Of the sequences whose prompt gets log-probabilities, the prompt and how many most likely
             tokens to report.
     """
@@ -61,8 +63,9 @@ class InputBatch:
         num_blocks: int,
         vocab_size: int,
         hooks: Mapping[str, int] = MappingProxyType({}),
+        processors: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self._hooks = hooks
+        self._hooks, self.processors = hooks, processors
         self._hooks_on: dict[int, frozenset[str]] = {}
         self._num_blocks, self._vocab_size = num_blocks, vocab_size
         self._seats: dict[int, int] = {}
@@ -77,10 +80,11 @@ class InputBatch:
         self.end_tokens = np.full((max_num_seqs, MAX_END_TOKENS), -1, np.int32)
         self.count_seats = np.full(max_num_seqs, max_num_seqs, np.int32)
         self.num_top_logprobs = np.full(max_num_seqs, -1, np.int32)
-        self.biases: dict[int, TokenBias] = {}
+        self.token_rules: dict[int, TokenRules] = {}
         self.forced_tokens: dict[int, tuple[int, list[int]]] = {}
         self.hook_args = np.zeros((max_num_seqs, sum(1 + n for n in hooks.values())), np.float32)
-        self.token_masks: dict[int, np.ndarray] = {}
+        self.processor_args = np.zeros((max_num_seqs, sum(1 + n for n in processors.values())), np.float32)
+        self.new_seats: set[int] = set()
         self.prompts: dict[int, tuple[list[int], int]] = {}
 
     @property
@@ -122,11 +126,11 @@ class InputBatch:
         for row in output.scheduled:
             if any(row.new_blocks) or row.replaced_blocks:
                 self._change_tables(row)
-        if any(bias.reads_tokens for bias in self.biases.values()):
+        if any(rules.read_tokens for rules in self.token_rules.values()):
             for row in output.scheduled:
-                bias = self.biases.get(self._seats[row.seq_id])
-                if bias is not None and bias.reads_tokens:
-                    bias.record(row.start, row.token_ids)
+                rules = self.token_rules.get(self._seats[row.seq_id])
+                if rules is not None and rules.read_tokens:
+                    rules.record(row.start, row.token_ids)
         return resets
 
     def take_table_changes(self) -> np.ndarray:
@@ -151,7 +155,7 @@ class InputBatch:
         assert not self.block_tables[is_padding].any(), "a block stands behind the end of a table"
         assert (self.block_tables >= 0).all(), "a block id is negative"
         assert (self.block_tables < self._num_blocks).all(), "a block id is out of the pool"
-        for seats in (self.biases, self.token_masks, self.prompts, self.forced_tokens):
+        for seats in (self.token_rules, self.prompts, self.forced_tokens):
             assert seats.keys() <= set(taken), "a free seat has something"
 
     def _release(self, seq_id: int) -> None:
@@ -162,7 +166,7 @@ class InputBatch:
             self.block_tables[g, seat, :n] = 0
         self.num_table_blocks[:, seat] = 0
         self.count_seats[seat] = self.num_seats
-        for seats in (self.biases, self.token_masks, self.prompts, self.forced_tokens):
+        for seats in (self.token_rules, self.prompts, self.forced_tokens):
             seats.pop(seat, None)
         self._free.append(seat)
 
@@ -181,30 +185,25 @@ class InputBatch:
             seed=new.seed,
             wants_logprobs=new.num_top_logprobs is not None,
             logprob_temperature=new.logprob_temperature,
-            has_token_mask=params.allowed_token_ids is not None,
         )
         end_token_ids = sorted(new.end_token_ids)[:MAX_END_TOKENS]
         self.end_tokens[seat] = end_token_ids + [-1] * (MAX_END_TOKENS - len(end_token_ids))
-        if TokenBias.is_needed(new):
-            self.biases[seat] = TokenBias(new)
+        if TokenRules.are_needed(new):
+            self.token_rules[seat] = TokenRules(new, self._vocab_size)
         self._hooks_on[new.seq_id] = frozenset(params.hook_args or ())
-        self.hook_args[seat] = self._hook_row(params.hook_args or {})
+        self.hook_args[seat] = _row(self._hooks, params.hook_args or {})
+        self.processor_args[seat] = _row(self.processors, params.extra_args or {})
+        self.new_seats.discard(seat)
+        if params.extra_args and not new.output_token_ids:
+            self.new_seats.add(seat)
         if params.forced_token_ids is not None:
             self.forced_tokens[seat] = len(new.prompt_token_ids), params.forced_token_ids
-        if params.allowed_token_ids is not None:
-            self.token_masks[seat] = pack_token_mask(params.allowed_token_ids, self._vocab_size)
         if params.prompt_logprobs is not None:
             self.prompts[seat] = new.prompt_token_ids, params.prompt_logprobs
         if not has_penalty(params):
             return None
         self.count_seats[seat] = seat
         return TokenCountReset(seat, new.prompt_token_ids, new.output_token_ids)
-
-    def _hook_row(self, hook_args: dict[str, Any]) -> list[float]:
-        row: list[float] = []
-        for name, num_args in self._hooks.items():
-            row += [1.0, *hook_args[name]] if name in hook_args else [0.0] * (1 + num_args)
-        return row
 
     def _change_tables(self, row: ScheduledSequence) -> None:
         seat = self._seats[row.seq_id]
@@ -236,13 +235,14 @@ class InputBatch:
         self.num_table_blocks[g, seat] = stop
 
 
+def _row(functions: Mapping[str, int], args: dict[str, Any]) -> list[float]:
+    """Returns which functions a request asks for, and with which numbers."""
+    row: list[float] = []
+    for name, num_args in functions.items():
+        row += [1.0, *args[name]] if name in args else [0.0] * (1 + num_args)
+    return row
+
+
 def has_penalty(params: SamplingParams) -> bool:
     """Returns whether the choice of a token depends on how often it was chosen before."""
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
-
-
-def pack_token_mask(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Returns a mask that allows only these tokens, int32 [ceil(V / 32)]; the lowest bit is token 0."""
-    allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
-    allowed[list(token_ids)] = True
-    return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)

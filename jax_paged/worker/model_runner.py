@@ -32,8 +32,10 @@ from jax_paged.worker.buckets import Bucket, plan_buckets, plan_bursts, plan_inv
 from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
 from jax_paged.worker.encoder import build_encoder_inputs, plan_encoders
 from jax_paged.worker.input_batch import InputBatch
+from jax_paged.worker.kept_states import KeptStates
 from jax_paged.worker.kernel_check import choose_backend
 from jax_paged.worker.kv_cache import allocate_kv_cache, device_memory, free_kv_cache_bytes, plan_layout
+from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
 from jax_paged.worker.programs import Program, SeatArrays, TraceContext
 from jax_paged.worker.prompt_logprobs import PendingPromptLogprobs, PromptLogprobsProgram
@@ -56,6 +58,7 @@ class ModelRunner:
         hooks: What requests may ask for by name.
         attend: Attends in place of args.attention_backend.
         sampler: Chooses tokens in place of the sampler.
+        logits_processors: What requests may ask for by name, ahead of the sampler.
 
     Attributes:
         config: What the settings have come to.
@@ -73,6 +76,7 @@ class ModelRunner:
         hooks: Sequence[Hook] = (),
         attend: Attend | None = None,
         sampler: Sampler | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         # Before the weights take the GPU's memory.
         backend, backend_reason = choose_backend(args, loaded, attend)
@@ -88,6 +92,7 @@ class ModelRunner:
         layout = plan_layout(loaded.model.kv_cache_specs(), DTYPES.get(args.kv_cache_dtype, loaded.dtype))
         packs = matmul_backend == "onednn"
         captured = check_hooks(loaded.model, hooks)
+        check_processors(logits_processors, loaded.vocab_size)
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
         self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=hook_params)
         self._weights = self.served.arrays
@@ -124,6 +129,7 @@ class ModelRunner:
                 is_processed=args.logprobs_mode == "processed_logprobs",
                 attend=attend,
                 sampler=sampler,
+                processors=tuple(logits_processors),
                 hooks=tuple(hooks),
                 hook_params=params_def,
                 captured=captured,
@@ -145,8 +151,14 @@ class ModelRunner:
             matmul_backend=matmul_backend,
             free_bytes=free_bytes,
         )
-        own: dict[str, Any] = {"hooks": {h.name: h.num_args for h in hooks}, "capturing": frozenset(captured)}
-        self.config = dataclasses.replace(self.config, backend_reason=backend_reason, **own)
+        self.config = dataclasses.replace(
+            self.config,
+            backend_reason=backend_reason,
+            hooks={hook.name: hook.num_args for hook in hooks},
+            capturing=frozenset(captured),
+            logits_processors={p.name: p.num_args for p in logits_processors},
+            stateful=frozenset(p.name for p in logits_processors if p.has_state),
+        )
         self._context = context_of(self.config, self.config.num_blocks)
         self._encoders = plan_encoders(self.config.max_model_len) if self._encodes else []
         self._prompt_logprobs = PromptLogprobsProgram(loaded.config.hidden_size)
@@ -157,6 +169,7 @@ class ModelRunner:
             num_blocks=self.config.num_blocks,
             vocab_size=self.config.vocab_size,
             hooks=self.config.hooks,
+            processors=self.config.logits_processors,
         )
         self.builder = BatchBuilder(
             self._input_batch,
@@ -176,9 +189,10 @@ class ModelRunner:
             mesh=mesh,
         )
         self._kv_cache = allocate_kv_cache(layout, self.config.num_blocks, self.config.block_size, mesh)
-        self._seat_arrays: SeatArrays[Array] = SeatArrays(
-            *(jnp.zeros(x.shape, x.dtype, device=self._replicated) for x in self._context.seat_arrays())
+        self._seat_arrays: SeatArrays[Array] = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype, device=self._replicated), self._context.seat_arrays()
         )
+        self._kept_states = KeptStates()
         self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
         self._pending: collections.deque[PendingStep] = collections.deque()
         context, on_cpu = self._context, memory.platform == "cpu"
@@ -232,7 +246,7 @@ class ModelRunner:
         return {
             "weights": self._weights,
             "kv_cache": self._kv_cache,
-            **{name: [array] for name, array in self._seat_arrays._asdict().items()},
+            **{name: jax.tree.leaves(kept) for name, kept in self._seat_arrays._asdict().items()},
         }
 
     @property
@@ -249,11 +263,14 @@ class ModelRunner:
 
         Only swapping out waits for the device, which runs the steps that are dispatched in order.
         """
-        resets = self._input_batch.update(output)
+        states, batch = self._seat_arrays.processor_states, self._input_batch
+        self._kept_states.keep(output, batch, states)
+        resets = batch.update(output)
+        states = self._kept_states.bring_back(output, batch, states, self._place)
         self._move_blocks(output)
         self._encode(output)
         counts = reset_token_counts(self._run, self._seat_arrays.token_counts, resets, self._place)
-        self._seat_arrays = self._seat_arrays._replace(token_counts=counts)
+        self._seat_arrays = self._seat_arrays._replace(token_counts=counts, processor_states=states)
         logits_rows = plan_logits_rows(output)
         if output.scheduled:
             pending = self._step(output, logits_rows)
@@ -281,9 +298,7 @@ class ModelRunner:
     def close(self) -> None:
         """Frees pool and weights (not those of a model that the caller brought); the runner is done."""
         self._compiled.stop()
-        arrays = [*self._kv_cache, *self._seat_arrays]
-        arrays += [x for inputs in self._empty_inputs.values() for x in inputs]
-        for array in arrays:
+        for array in jax.tree.leaves([self._kv_cache, self._seat_arrays, self._empty_inputs]):
             array.delete()
         self.served.close()
         self._kv_cache, self._weights, self._empty_inputs = [], [], {}
@@ -291,7 +306,7 @@ class ModelRunner:
         del self._compiled, self._context, self._seat_arrays
 
     def _step(self, output: SchedulerOutput, logits_rows: LogitsRows) -> PendingStep:
-        targets = self._prompt_targets(output, logits_rows)
+        targets = prompt_logprobs.row_targets(output, logits_rows, self._input_batch)
         bucket = self._bucket(output, wants_hidden=bool(targets))
         inputs = self.builder.build(output, logits_rows, bucket)
         tables = self._seat_arrays.block_tables
@@ -333,24 +348,6 @@ class ModelRunner:
             num_seqs=output.num_logits_rows,
             num_steps=self.config.num_scheduler_steps if output.burst else 1,
         )
-
-    def _prompt_targets(
-        self, output: SchedulerOutput, logits_rows: LogitsRows
-    ) -> dict[int, tuple[list[int], int]]:
-        """Returns rows whose prompt or drafts get log-probabilities: the tokens, and how many likely ones."""
-        prompts, rows, targets = self._input_batch.prompts, output.scheduled, {}
-        if logits_rows.num_drawn > len(output.samples):
-            targets = {s.row: (rows[s.row].token_ids[1:], 0) for s in output.samples if s.num_logits > 1}
-        if not prompts:
-            return targets
-        seats = self._input_batch.seats_of([row.seq_id for row in output.scheduled]).tolist()
-        for i, (row, seat) in enumerate(zip(output.scheduled, seats, strict=True)):
-            if seat in prompts:
-                prompt, num_top = prompts[seat]
-                tokens = prompt_logprobs.targets_of(row, prompt)
-                if tokens:
-                    targets[i] = tokens, num_top
-        return targets
 
     def _begin_prompt_logprobs(
         self, output: SchedulerOutput, targets: dict[int, tuple[list[int], int]], hidden: Array

@@ -8,7 +8,7 @@ G cache groups, C changes of block tables:
     of the block tables: table_changes [2, C]
     of the logits rows:  logits_rows [B] | sample_positions [B] | sample_seats [B] | count_seats [B]
                          | sampling [B, 12] | forced_tokens [B, K]
-    of hooks:            hook_args [B, A]
+    of hooks:            hook_args [B, A] | processor_args [B, P]
     of bursts:           max_draws [B] | end_tokens [B, E]
 
 The block tables themselves lie on the device, by seat (block_tables.py); a row that is not used has a seat
@@ -18,7 +18,8 @@ token that is drawn from it, and sample_seats the seat that gets it. count_seats
 counts its penalties read; a row of logits without penalties has a seat that does not exist. The columns of
 `sampling` are FLOATS, then INTS. forced_tokens holds what is chosen whatever is drawn, in each of a burst's K
 steps (K is 1 elsewhere), -1 for what is drawn. hook_args holds, for each row and each hook, whether it is on,
-and its arguments: A columns in all. A row of a burst draws at most max_draws tokens, and none after one of
+and its arguments: A columns in all; processor_args the same for each row of logits and each logits processor,
+where 2 stands for one that begins. A row of a burst draws at most max_draws tokens, and none after one of
 its E = MAX_END_TOKENS end tokens, which are padded with -1.
 """
 
@@ -48,6 +49,9 @@ FLOATS = (
 )
 INTS = ("top_k", "seed_low", "seed_high", "wants_logprobs", "has_token_mask")
 NUM_SAMPLING_COLUMNS = len(FLOATS) + len(INTS)
+MASK_COLUMN = len(FLOATS) + INTS.index("has_token_mask")
+# In that column: of the mask of a form; 1 is another mask.
+KEEPS_DRAW = 2
 
 
 def num_step_changes(bucket: Bucket, num_groups: int) -> int:
@@ -66,7 +70,9 @@ class Field(NamedTuple):
     shape: tuple[int, ...]
 
 
-def layout(bucket: Bucket, num_groups: int, num_hook_columns: int = 0) -> tuple[dict[str, Field], int]:
+def layout(
+    bucket: Bucket, num_groups: int, num_hook_columns: int = 0, num_processor_columns: int = 0
+) -> tuple[dict[str, Field], int]:
     """Returns the fields of a bucket's buffer, and the buffer's length."""
     t, b, g = bucket.num_tokens, bucket.num_seqs, num_groups
     shapes: dict[str, tuple[int, ...]] = {
@@ -85,6 +91,7 @@ def layout(bucket: Bucket, num_groups: int, num_hook_columns: int = 0) -> tuple[
         "sampling": (b, NUM_SAMPLING_COLUMNS),
         "forced_tokens": (b, bucket.num_steps),
         "hook_args": (b, num_hook_columns),
+        "processor_args": (b, num_processor_columns),
     }
     if bucket.num_steps > 1:
         shapes |= {"max_draws": (b,), "end_tokens": (b, MAX_END_TOKENS)}
@@ -103,9 +110,11 @@ def views(packed: np.ndarray, fields: dict[str, Field]) -> dict[str, np.ndarray]
     }
 
 
-def unpack(packed: Array, bucket: Bucket, num_groups: int, num_hook_columns: int = 0) -> dict[str, Array]:
+def unpack(
+    packed: Array, bucket: Bucket, num_groups: int, num_hook_columns: int = 0, num_processor_columns: int = 0
+) -> dict[str, Array]:
     """Returns the fields of a bucket's buffer, on the device; `sampling` stays packed."""
-    fields, _ = layout(bucket, num_groups, num_hook_columns)
+    fields, _ = layout(bucket, num_groups, num_hook_columns, num_processor_columns)
     return {
         name: lax.slice_in_dim(packed, start, start + math.prod(shape)).reshape(shape)
         for name, (start, shape) in fields.items()
@@ -118,13 +127,12 @@ def pack_sampling(
     seed: int,
     wants_logprobs: bool,
     logprob_temperature: float,
-    has_token_mask: bool,
 ) -> np.ndarray:
-    """Returns a row of the field `sampling`, int32 [12]; it never changes while a sequence lives."""
+    """Returns a row of the field `sampling`, int32 [12]; all but MASK_COLUMN stays while a sequence lives."""
     floats = [getattr(params, name) for name in FLOATS[:-1]]
     floats = np.array([*floats, logprob_temperature], np.float32).view(np.int32)
     seed_words = np.array([seed], np.uint64).view(np.int32)
-    ints = [max(params.top_k, 0), *seed_words, wants_logprobs, has_token_mask]
+    ints = [max(params.top_k, 0), *seed_words, wants_logprobs, False]
     return np.concatenate([floats, np.array(ints, np.int32)])
 
 
@@ -135,7 +143,6 @@ def neutral_sampling() -> np.ndarray:
         seed=0,
         wants_logprobs=False,
         logprob_temperature=1.0,
-        has_token_mask=False,
     )
 
 
@@ -180,6 +187,7 @@ def sampling_batch(
         count_seats=fields["count_seats"],
         token_counts=token_counts,
         has_token_mask=ints["has_token_mask"] != 0,
+        keeps_draw=ints["has_token_mask"] == KEEPS_DRAW,
         token_mask=token_mask,
         bias_ids=bias_ids,
         bias_values=bias_values,

@@ -17,6 +17,7 @@ from jax_paged.models.attention import Attend, Backend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.hooks import Hook, at_paths
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
+from jax_paged.worker.logits_processors import LogitsProcessor, state_shapes
 from jax_paged.worker.sampler import Sampler
 from jax_paged.worker.weights import FlatModel
 
@@ -29,11 +30,13 @@ class SeatArrays[T](NamedTuple):
         block_tables: int32 [G, S, M], see block_tables.py.
         last_tokens: int32 [S], the token that was drawn last for each sequence; a step that begins before the
             host knows it reads it here.
+        processor_states: Of logits processors, [S, ...] each; see logits_processors.py.
     """
 
     token_counts: T
     block_tables: T
     last_tokens: T
+    processor_states: list[T]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,6 +61,7 @@ class TraceContext:
         is_processed: Whether log-probabilities are those of the processed logits.
         attend: Attends in the backend's place; None for the backend.
         sampler: Chooses tokens in the sampler's place; None for the sampler.
+        processors: Change logits ahead of the sampler.
         hooks: Traced into the steps.
         hook_params: Structure of their parameters, which lie behind the weights.
         captured: What hooks capture of a row, by name: shapes.
@@ -81,6 +85,7 @@ class TraceContext:
     is_processed: bool = False
     attend: Attend | None = None
     sampler: Sampler | None = None
+    processors: tuple[LogitsProcessor, ...] = ()
     hooks: tuple[Hook, ...] = ()
     hook_params: Any = None
     captured: Mapping[str, tuple[int, ...]] = types.MappingProxyType({})
@@ -128,6 +133,7 @@ class TraceContext:
             token_counts=self.shape((s, self.vocab_size), jnp.int32),
             block_tables=self.shape((num_groups, s, self.max_blocks_per_seq), jnp.int32),
             last_tokens=self.shape((s,), jnp.int32),
+            processor_states=[self.shape(x.shape, x.dtype) for x in state_shapes(self.processors, s)],
         )
 
     def merge(self, weights: list[Array]) -> LanguageModel:

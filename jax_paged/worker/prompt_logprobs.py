@@ -10,7 +10,9 @@ import numpy as np
 from jaxtyping import Array
 
 from jax_paged.core.runner_output import TokenLogprobs
-from jax_paged.core.scheduler_output import ScheduledSequence
+from jax_paged.core.scheduler_output import ScheduledSequence, SchedulerOutput
+from jax_paged.worker.input_batch import InputBatch
+from jax_paged.worker.logits_rows import LogitsRows
 from jax_paged.worker.programs import Program, TraceContext, bits
 from jax_paged.worker.sampler import token_logprobs
 
@@ -77,6 +79,23 @@ class PendingPromptLogprobs:
         top = np.ascontiguousarray(table[:, 2 + max_logprobs :]).view(np.float32)[:, : self.num_top].tolist()
         columns = zip(logprobs, table[:, 1].tolist(), ids, top, strict=True)
         return [TokenLogprobs(*values) for values in columns]
+
+
+def row_targets(
+    output: SchedulerOutput, logits_rows: LogitsRows, batch: InputBatch
+) -> dict[int, tuple[list[int], int]]:
+    """Returns rows whose prompt or drafts get log-probabilities: the tokens, and how many likely ones."""
+    rows, targets = output.scheduled, {}
+    if logits_rows.num_drawn > len(output.samples):
+        targets = {s.row: (rows[s.row].token_ids[1:], 0) for s in output.samples if s.num_logits > 1}
+    if not batch.prompts:
+        return targets
+    for i, seat in enumerate(batch.seats_of([row.seq_id for row in rows]).tolist()):
+        if seat in batch.prompts:
+            prompt, num_top = batch.prompts[seat]
+            if tokens := targets_of(rows[i], prompt):
+                targets[i] = tokens, num_top
+    return targets
 
 
 def targets_of(row: ScheduledSequence, prompt_token_ids: list[int]) -> list[int]:

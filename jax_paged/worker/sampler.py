@@ -42,6 +42,7 @@ class SamplingBatch:
         has_token_mask: [B] bool, whether token_mask restricts the row.
         token_mask: [B, ceil(V / 32)] int32, bit i % 32 of word i // 32 is 1 if token i may be chosen; read
             where has_token_mask is True.
+        keeps_draw: [B] bool, whether a token that is drawn without the mask, and that it allows, stays.
         bias_ids: [B, N] int32, the tokens of bias_values, padded with vocab_size.
         bias_values: [B, N] float32, finite or -inf.
     """
@@ -61,6 +62,7 @@ class SamplingBatch:
     token_counts: Int[Array, "s v"]
     has_token_mask: Bool[Array, " b"]
     token_mask: Int[Array, "b w"]
+    keeps_draw: Bool[Array, " b"]
     bias_ids: Int[Array, "b n"]
     bias_values: Float[Array, "b n"]
 
@@ -109,10 +111,14 @@ def sample(
     *,
     max_logprobs: int,
     forced: Int[Array, " b"] | None = None,
+    processed: Float[Array, "b v"] | None = None,
     is_processed: bool = False,
     own: Sampler | None = None,
 ) -> SampledTokens:
-    """Chooses one token per row: mask, bias, penalties, temperature, min_p, top_k, top_p, then the draw.
+    """Chooses one token per row: bias, penalties, mask, temperature, min_p, top_k, top_p, then the draw.
+
+    A random row that keeps_draw gets what it would get without its mask, where that is allowed; if not, it is
+    drawn again. Without filters, each allowed token has its share of the probability of all of them then.
 
     A row's result depends on its own logits and parameters only, and the draw on (seed, position): not on
     the row's index, its neighbours or B. What no row asks for is not computed.
@@ -121,6 +127,8 @@ def sample(
         logits: [B, V] float32; -inf is a token that can't be.
         batch: The rows' parameters.
         max_logprobs: Most likely tokens to report; static, at most V.
+        processed: float32, the logits to choose from, if others have changed them; they count as `logits` do,
+            which stay those whose log-probabilities are reported.
         forced: int32, the token to choose whatever is drawn, -1 for none. Nothing else changes.
         is_processed: Whether log-probabilities are those of the distribution that is drawn from; static. Of
             greedy rows, that is the one before temperature, min_p, top_k and top_p.
@@ -138,7 +146,11 @@ def sample(
         lambda: logits,
     )
     is_finite = jnp.isfinite(jax.nn.logsumexp(logits, axis=-1))
-    adjusted = _adjust(logits, batch)
+    if processed is None:
+        processed = logits
+    else:
+        is_finite &= ~jnp.any(jnp.isnan(processed) | (processed == jnp.inf), axis=-1)
+    adjusted = _adjust(processed, batch, keeps_draws=own is None)
     greedy = _argmax(adjusted)
     # One logit per row tells: the largest is -inf only where all are.
     largest = jnp.take_along_axis(adjusted, greedy[:, None], axis=-1)[:, 0]
@@ -147,7 +159,7 @@ def sample(
     if own is None:
         token_ids = lax.cond(
             jnp.any(is_random),
-            lambda: jnp.where(is_random, _draw(adjusted, batch, is_random), greedy),
+            lambda: jnp.where(is_random, _draw(adjusted, batch, is_random, _keys(batch)), greedy),
             lambda: greedy,
         )
     else:
@@ -158,6 +170,7 @@ def sample(
         token_ids = jnp.where(forced >= 0, forced, token_ids)
         has_choice |= forced >= 0
     if is_processed:
+        adjusted = _adjust(processed, batch, keeps_draws=False)
         logits = lax.cond(jnp.any(is_random), _drawn_from, lambda x, *_: x, adjusted, batch, is_random)
     logprobs = token_logprobs(logits, token_ids, batch.wants_logprobs, max_logprobs=max_logprobs)
     return SampledTokens(token_ids, *logprobs, is_finite, has_choice)
@@ -199,14 +212,14 @@ def token_logprobs(
     return chosen[:, 0] - log_total, *lax.cond(jnp.any(wanted), details, nothing)
 
 
-def _adjust(logits: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "b v"]:
-    """Applies mask, bias and penalties: what changes the choice of greedy rows too."""
+def _adjust(logits: Float[Array, "b v"], batch: SamplingBatch, *, keeps_draws: bool) -> Float[Array, "b v"]:
+    """Applies bias, penalties and mask; with keeps_draws (static), a row that keeps its draw has no other."""
     has_count_penalty = (batch.frequency_penalty != 0) | (batch.presence_penalty != 0)
     steps = (
-        (_mask_tokens, jnp.any(batch.has_token_mask)),
         (_add_bias, jnp.any(batch.bias_ids < logits.shape[1])),
         (_penalise_repetition, jnp.any(batch.repetition_penalty != 1)),
         (_penalise_counts, jnp.any(has_count_penalty)),
+        (_keep_draws if keeps_draws else _mask_tokens, jnp.any(batch.has_token_mask)),
     )
 
     def apply(x: Array) -> Array:
@@ -221,6 +234,16 @@ def _mask_tokens(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "
     bits = (batch.token_mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
     is_allowed = bits.reshape(len(x), -1)[:, : x.shape[1]] != 0
     return jnp.where(is_allowed | ~batch.has_token_mask[:, None], x, -jnp.inf)
+
+
+def _keep_draws(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "b v"]:
+    """Masks tokens; leaves rows that keep their draw only that, if it is allowed."""
+    is_random = batch.temperature >= GREEDY_BELOW
+    drawn = _draw(x, batch, is_random, _keys(batch, again=False))[:, None]
+    masked = _mask_tokens(x, batch)
+    is_kept = (is_random & batch.keeps_draw)[:, None]
+    is_kept &= jnp.take_along_axis(masked, drawn, axis=-1) != -jnp.inf
+    return jnp.where(is_kept & (jnp.arange(x.shape[1]) != drawn), -jnp.inf, masked)
 
 
 def _add_bias(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Array, "b v"]:
@@ -251,13 +274,21 @@ def _argmax(x: Float[Array, "b v"]) -> Int[Array, " b"]:
 
 
 def _draw(
-    logits: Float[Array, "b v"], batch: SamplingBatch, is_random: Bool[Array, " b"]
+    logits: Float[Array, "b v"], batch: SamplingBatch, is_random: Bool[Array, " b"], keys: Array
 ) -> Int[Array, " b"]:
     """Draws a token per row after temperature, min_p, top_k and top_p; greedy rows get any token."""
     gap, limit = _kept(logits, batch, is_random)
+    return _inverse_cdf(_weights(gap, limit), keys)
+
+
+def _keys(batch: SamplingBatch, *, again: bool = True) -> Array:
+    """Returns a key per row, of (seed, position); another one if a row that keeps_draw is drawn `again`."""
     keys = jax.random.wrap_key_data(batch.seed, impl="threefry2x32")
     keys = jax.vmap(jax.random.fold_in)(keys, batch.position)
-    return _inverse_cdf(_weights(gap, limit), keys)
+    if not again:
+        return keys
+    # What was refused says where the first number lay: it is not random any more.
+    return jnp.where(batch.keeps_draw, jax.vmap(jax.random.fold_in, (0, None))(keys, 1), keys)
 
 
 def _drawn_from(

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged.core.runner_output import NO_TOKEN
 from jax_paged.models.hooks import num_columns
 from jax_paged.sampling_params import MAX_BIAS_IDS
+from jax_paged.worker import logits_processors
 from jax_paged.worker.block_tables import tables_of, write_changes
 from jax_paged.worker.buckets import Bucket, plan_buckets
 from jax_paged.worker.packed_batch import attention_metadata, layout, sampling_batch, unpack
@@ -56,19 +57,21 @@ class TracedStep:
         tokens: Int[Array, " t"],
         kv_cache: list[Array],
         token_counts: Int[Array, "s v"],
+        states: list[Array],
         **moved: Array,
-    ) -> tuple[SampledTokens, Array, dict[str, Array], list[Array], Array]:
+    ) -> tuple[SampledTokens, Array, dict[str, Array], list[Array], Array, list[Array]]:
         """Computes tokens and draws from every row of logits.
 
         Args:
             tokens: Of all token rows.
             kv_cache: The pool.
             token_counts: Of all seats.
+            states: Of logits processors, of all seats.
             **moved: Fields in place of the buffer's.
 
         Returns:
-            What is drawn, the hidden states of all token rows, what hooks capture of these, the pool and the
-            token counts.
+            What is drawn, the hidden states of all token rows, what hooks capture of these, the pool, the
+            token counts and the states.
         """
         context, fields = self.context, self.fields | moved
         model = context.merge(self.weights)
@@ -80,16 +83,24 @@ class TracedStep:
         hidden, kv_cache = model.paged(tokens, kv_cache, metadata, hooks)
         logits = model.logits(hidden[fields["logits_rows"]])
         batch = sampling_batch(fields, token_counts, self.bias_ids, self.bias_values, self.token_mask)
+        processed = None
+        if context.processors:
+            columns = lax.bitcast_convert_type(fields["processor_args"], jnp.float32)
+            last, seats = tokens[fields["logits_rows"]], fields["sample_seats"]
+            processed, states = logits_processors.process(
+                context.processors, logits, states, columns, seats, last, batch.position
+            )
         drawn = sample(
             logits,
             batch,
+            processed=processed,
             max_logprobs=context.max_logprobs,
             forced=fields["forced_tokens"][:, 0],
             is_processed=context.is_processed,
             own=context.sampler,
         )
         token_counts = add_tokens(token_counts, batch.count_seats, drawn.token_ids)
-        return drawn, hidden, captured, kv_cache, token_counts
+        return drawn, hidden, captured, kv_cache, token_counts, states
 
     def hook_columns(self) -> Float[Array, "t columns"]:
         """Returns which hooks are on for each token row, and with which arguments; in padding none is."""
@@ -101,8 +112,12 @@ class TracedStep:
         return columns.at[row].get(mode="fill", fill_value=0)
 
     def burst(
-        self, tokens: Int[Array, " b"], kv_cache: list[Array], token_counts: Int[Array, "s v"]
-    ) -> tuple[Array, Array, Array, dict[str, Array], list[Array], Array]:
+        self,
+        tokens: Int[Array, " b"],
+        kv_cache: list[Array],
+        token_counts: Int[Array, "s v"],
+        states: list[Array],
+    ) -> tuple[Array, Array, Array, dict[str, Array], list[Array], Array, list[Array]]:
         """Does decode steps until every row has drawn its end token, or as many tokens as it may.
 
         A row that is done writes nothing, attends to nothing and counts nothing. One whose token ends its
@@ -111,7 +126,7 @@ class TracedStep:
         Returns:
             The results and details of all steps (int32 [K, 5, B] and [K, B, 1 + 2N], the fifth row of
             results says whether a row was not done), the last token of each row, what hooks have captured
-            ([K, B, ...]), pool and token counts.
+            ([K, B, ...]), pool, token counts and states of logits processors.
         """
         fields, k = self.fields, self.bucket.num_steps
         groups, num_seats = self.context.layout.groups, len(token_counts)
@@ -122,16 +137,17 @@ class TracedStep:
             return jnp.any(tokens[:, None] == fields["end_tokens"], axis=1)
 
         def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
-            i, is_live, tokens, kv_cache, token_counts, results, details, captured = state
+            i, is_live, tokens, kv_cache, token_counts, states, results, details, captured = state
             positions = fields["positions"] + i
             lens = fields["context_lens"] + jnp.where(is_cross, 0, i)
             places = jnp.maximum(lens - 1, 0)
             blocks = jnp.take_along_axis(self.tables, (places // size)[:, :, None], axis=2)[:, :, 0]
             slots = jnp.where(is_live & ~is_cross, blocks * size + places % size, no_slot)
-            drawn, _, new_captured, kv_cache, token_counts = self.run(
+            drawn, _, new_captured, kv_cache, token_counts, states = self.run(
                 tokens,
                 kv_cache,
                 token_counts,
+                states,
                 positions=jnp.where(is_live, positions, 0),
                 slot_mapping=slots,
                 context_lens=jnp.where(is_live, lens, 0),
@@ -145,16 +161,17 @@ class TracedStep:
             goes_on = (i + 1 < fields["max_draws"]) & ~ends(tokens) & drawn.is_finite & drawn.has_choice
             results, details = results.at[i].set(new_results), details.at[i].set(new_details)
             captured = {name: captured[name].at[i].set(new) for name, new in new_captured.items()}
-            return i + 1, is_live & goes_on, tokens, kv_cache, token_counts, results, details, captured
+            is_live &= goes_on
+            return i + 1, is_live, tokens, kv_cache, token_counts, states, results, details, captured
 
         b, columns = self.bucket.num_seqs, 1 + 2 * self.context.max_logprobs
         results, details = jnp.zeros((k, 5, b), jnp.int32), jnp.zeros((k, b, columns), jnp.int32)
         is_live = (fields["max_draws"] > 0) & ~ends(tokens)
         captured = {name: jnp.zeros((k, b, *shape)) for name, shape in self.context.captured.items()}
-        state = (jnp.int32(0), is_live, tokens, kv_cache, token_counts, results, details, captured)
+        state = (jnp.int32(0), is_live, tokens, kv_cache, token_counts, states, results, details, captured)
         state = lax.while_loop(lambda state: (state[0] < k) & jnp.any(state[1]), step, state)
-        _, _, tokens, kv_cache, token_counts, results, details, captured = state
-        return results, details, tokens, captured, kv_cache, token_counts
+        _, _, tokens, kv_cache, token_counts, states, results, details, captured = state
+        return results, details, tokens, captured, kv_cache, token_counts, states
 
 
 def packed_results(drawn: SampledTokens) -> tuple[Int[Array, "4 b"], Int[Array, "b n"]]:
@@ -187,6 +204,7 @@ class StepProgram(Program):
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         bucket, num_groups = self.bucket, len(context.layout.groups)
+        columns = num_columns(context.hooks), logits_processors.num_columns(context.processors)
 
         def step(
             weights: list[Array],
@@ -197,28 +215,29 @@ class StepProgram(Program):
             bias_values: Array,
             token_mask: Array,
         ) -> tuple[Array, Array, Array | None, list[Array], SeatArrays[Array], dict[str, Array]]:
-            fields = unpack(packed, bucket, num_groups, num_columns(context.hooks))
-            token_counts, block_tables, last_tokens = seat_arrays
+            fields = unpack(packed, bucket, num_groups, *columns)
+            token_counts, block_tables, last_tokens, states = seat_arrays
             block_tables = write_changes(block_tables, fields["table_changes"])
             tables = tables_of(block_tables, fields["seats"])
             traced = TracedStep(context, bucket, weights, fields, tables, bias_ids, bias_values, token_mask)
             tokens = known_tokens(fields, last_tokens)
             if bucket.num_steps > 1:
-                burst = traced.burst(tokens, kv_cache, token_counts)
-                results, details, last, captured, kv_cache, token_counts = burst
+                burst = traced.burst(tokens, kv_cache, token_counts, states)
+                results, details, last, captured, kv_cache, token_counts, states = burst
                 hidden = None
             else:
-                drawn, hidden, captured, kv_cache, token_counts = traced.run(tokens, kv_cache, token_counts)
+                run = traced.run(tokens, kv_cache, token_counts, states)
+                drawn, hidden, captured, kv_cache, token_counts, states = run
                 results, details = packed_results(drawn)
                 last = drawn.token_ids
                 padding = 0 if bucket.is_decode else context.max_num_batched_tokens - bucket.num_tokens
                 hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
             last_tokens = last_tokens.at[fields["sample_seats"]].set(last, mode="drop")
-            seat_arrays = SeatArrays(token_counts, block_tables, last_tokens)
+            seat_arrays = SeatArrays(token_counts, block_tables, last_tokens, states)
             return results, details, hidden, kv_cache, seat_arrays, captured
 
         pool, b = context.pool(), bucket.num_seqs
-        _, size = layout(bucket, num_groups, num_columns(context.hooks))
+        _, size = layout(bucket, num_groups, *columns)
         inputs = [
             context.shape((size,), jnp.int32),
             context.shape((b, MAX_BIAS_IDS), jnp.int32),
@@ -246,7 +265,8 @@ def step_bytes(context: TraceContext, burst_size: int) -> int:
     row_bytes = 4 * (2 * MAX_BIAS_IDS + context.num_mask_words)
     # What steps without biases and masks read, of every size; and what a step with them brings along.
     sampling_inputs = row_bytes * (sum({b.num_seqs for b in buckets}) + context.max_num_seqs)
-    seat_arrays = sum(math.prod(x.shape) * x.dtype.itemsize for x in context.seat_arrays())
+    kept = jax.tree.leaves(context.seat_arrays())
+    seat_arrays = sum(math.prod(x.shape) * x.dtype.itemsize for x in kept)
     step = memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes
     burst_rows = burst_size * context.max_num_seqs if burst_size > 1 else 0
     return step + sampling_inputs + seat_arrays + 4 * burst_rows * (6 + 2 * context.max_logprobs)

@@ -208,14 +208,6 @@ def test_bad_words_become_token_ids(processor: InputProcessor, tokenizer: Tokeni
         ids("a", " ")
 
 
-def test_what_one_row_of_biases_must_hold(processor: InputProcessor) -> None:
-    # 512 entries: here 300 biases, 128 bad words, the end token, and 83 stop tokens held back by min_tokens.
-    most = {"logit_bias": dict.fromkeys(range(300), 1.0), "bad_words_token_ids": [[5]] * 128, "min_tokens": 1}
-    processor.check("abc", SamplingParams(stop_token_ids=[5] * 83, **most))
-    with pytest.raises(ValueError, match="the length of stop_token_ids is 84"):
-        processor.check("abc", SamplingParams(stop_token_ids=[5] * 84, **most))
-
-
 def test_bad_words_of_a_tokenizer_with_spaces_in_its_tokens() -> None:
     tokenizer = Tokenizer("jax_paged/models/pagelet")
     config = dataclasses.replace(CONFIG, vocab_size=2048)

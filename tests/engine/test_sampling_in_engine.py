@@ -99,6 +99,7 @@ def test_tokens_are_those_of_the_dense_logits(alone: list[RequestOutput], dense:
             count_seats=jnp.arange(rows, dtype=jnp.int32),
             token_counts=jnp.asarray(counts, jnp.int32),
             has_token_mask=column(False, np.bool_),
+            keeps_draw=column(False, np.bool_),
             token_mask=jnp.zeros((rows, -(-VOCAB_SIZE // 32)), jnp.int32),
             bias_ids=jnp.asarray(ids, jnp.int32),
             bias_values=jnp.asarray(values, jnp.float32),

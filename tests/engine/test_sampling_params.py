@@ -90,9 +90,11 @@ BAD: dict[str, list[Any]] = {
         {1: math.nan},
         {1: -math.inf},
         {1: None},
-        dict.fromkeys(range(301), 1.0),
+        dict.fromkeys(range(513), 1.0),
     ],
     "skip_special_tokens": [0, 1, None, "yes"],
+    "extra_args": [5, "a", ["a"], [1.0], True],
+    "structured_outputs": [{"json": {}}, {}, "a+", True],
 }
 
 
@@ -124,8 +126,8 @@ def test_messages() -> None:
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9; allowed: an integer in [0, 8]"),
         ({"logit_bias": {7: 200}}, "logit_bias[7] is 200; allowed: a finite number in [-100, 100]"),
         (
-            {"logit_bias": dict.fromkeys(range(301), 0)},
-            "the length of logit_bias is 301; allowed: at most 300 entries",
+            {"logit_bias": dict.fromkeys(range(900), -100) | dict.fromkeys(range(513), 0)},
+            "the length of logit_bias without entries of -100 is 513; allowed: at most 512 entries",
         ),
     ]
     for values, message in cases:
@@ -192,7 +194,7 @@ def test_an_attribute_that_is_no_field_is_an_error(params: Any) -> None:
 
 def test_attributes_that_are_not_built_are_as_in_the_constructor() -> None:
     params: Any = SamplingParams()
-    for name in ("structured_outputs", "logits_processors", "guided_decoding"):
+    for name in ("logits_processors", "guided_decoding"):
         with pytest.raises(ValueError, match=rf"{name} is \['x'\]; allowed: None"):
             setattr(params, name, ["x"])
         with pytest.warns(UserWarning, match=f"ignores {name}, which has no meaning") as caught:
@@ -255,7 +257,7 @@ def test_names_of_what_is_not_built() -> None:
         UserWarning, match="SamplingParams ignores guided_decoding, spaces_between_special_tokens"
     ):
         SamplingParams(guided_decoding=None, spaces_between_special_tokens=True, n=2)  # pyright: ignore
-    for name in ("structured_outputs", "guided_decoding", "logits_processors"):
+    for name in ("guided_decoding", "logits_processors"):
         with pytest.raises(ValueError, match=f"{name} is .*; allowed: None"):
             SamplingParams(**{name: ["x"]})
     with pytest.raises(TypeError, match="nonsense"):

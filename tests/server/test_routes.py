@@ -282,7 +282,7 @@ def test_unknown_fields_of_parts_are_named(served):
 
 def test_fields_that_would_change_the_answer_are_no_unknown_ones(served):
     body = {"prompt": "a", "max_tokens": 1}
-    assert error_of(post(served, "/completions", **body, guided_regex="a+")) == (400, None, "guided_regex")
+    assert error_of(post(served, "/completions", **body, documents=["a"])) == (400, None, "documents")
     neutral = post(served, "/completions", **body, guided_regex=None, structured_outputs={})
     assert neutral.status_code == 200
     assert "x-ignored-fields" not in neutral.headers

@@ -160,7 +160,10 @@ def test_sixteen_at_once_answer_as_alone(served):
 BEAM = {"prompt": "a", "use_beam_search": True, "beam_width": 4}
 BAD = [
     ("/completions", {}, "prompt is missing", "prompt"),
-    ("/completions", {"prompt": "a", "guided_json": {"a": 1}}, "guided_json is {'a': 1}", "guided_json"),
+    ("/completions", {"prompt": "a", "guided_json": {"not": {}}}, '["not"]', "structured_outputs"),
+    ("/completions", {"prompt": "a", "guided_regex": "a("}, "unclosed group", "structured_outputs"),
+    ("/completions", {"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]}, "one of these", None),
+    ("/completions", {"prompt": "a", "structured_outputs": {"jsn": {}}}, "jsn", "structured_outputs"),
     (
         "/completions",
         {"prompt": "a", "prompt_embeds": "x"},
@@ -282,8 +285,14 @@ BAD = [
     ("/chat/completions", {"messages": CHAT, "tools": [{}]}, "tools", "tools"),
     (
         "/chat/completions",
-        {"messages": CHAT, "response_format": {"type": "json_object"}},
+        {"messages": CHAT, "response_format": {"type": "xml"}},
         "'text'",
+        "response_format",
+    ),
+    (
+        "/chat/completions",
+        {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        "schema",
         "response_format",
     ),
     ("/chat/completions", {"messages": CHAT, "top_logprobs": 2}, "unless logprobs is true", "top_logprobs"),

@@ -23,9 +23,10 @@ from jax_paged.worker.batch_builder import BatchBuilder, StepInputs, empty_sampl
 from jax_paged.worker.block_tables import tables_of, write_changes
 from jax_paged.worker.buckets import Bucket, plan_buckets, plan_bursts
 from jax_paged.worker.encoder import build_encoder_inputs
-from jax_paged.worker.input_batch import InputBatch, pack_token_mask
+from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.logits_rows import plan_logits_rows
 from jax_paged.worker.packed_batch import layout, sampling_batch, unpack
+from jax_paged.worker.token_rules import pack_token_mask
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, VOCAB_SIZE, EOS = 4, 50, 30, 100, 9
 MAX_BLOCKS_PER_SEQ, NUM_SEATS, NUM_WORDS = 8, 10, 4
@@ -346,7 +347,8 @@ def test_min_tokens(
     )
     row = make_row(1, num_output, [2 if num_output else 1])
     inputs = worker.build(make_output([row], [Sample(0, 1)], new=[new]), Bucket(True, 1, 1))
-    assert bias_of(inputs, 0) == {EOS: 50.0, 7: 1.0} | dict.fromkeys(held_back, -math.inf)
+    assert bias_of(inputs, 0) == {EOS: 50.0, 7: 1.0}
+    assert forbidden(inputs, 0) == held_back
 
 
 def test_min_tokens_count_from_each_row_of_logits(worker: Worker) -> None:
@@ -356,7 +358,15 @@ def test_min_tokens_count_from_each_row_of_logits(worker: Worker) -> None:
     # The second to fifth token of the output: only the second is one of the first two.
     step = make_output([make_row(1, 2, [5, 6, 7, 8])], [Sample(0, 1, 4)])
     inputs = worker.build(step, Bucket(False, 4, 4))
-    assert [bias_of(inputs, j) for j in range(4)] == [{EOS: -math.inf}, {}, {}, {}]
+    assert [forbidden(inputs, j) for j in range(4)] == [{EOS}, set(), set(), set()]
+
+
+def forbidden(inputs: StepInputs, row: int) -> set[int]:
+    """The tokens that the mask of a row of logits leaves out."""
+    if inputs.token_mask is None:
+        return set()
+    bits = np.unpackbits(inputs.token_mask[row].view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits[:VOCAB_SIZE] == 0).tolist())
 
 
 def banned(words: list[list[int]], text: list[int]) -> set[int]:
@@ -391,7 +401,7 @@ def test_bad_words(seed: int) -> None:
         for j in range(1 + len(given)):
             expected = banned(words, text + given[:j])
             num_banned += bool(expected)
-            assert bias_of(inputs, j) == {50: 1.0} | dict.fromkeys(expected, -math.inf)
+            assert (bias_of(inputs, j), forbidden(inputs, j)) == ({50: 1.0}, expected)
         start = len(text) + int(rng.integers(0, len(given) + 1))
         text = [*(text + given)[:start], int(rng.integers(0, 3))]
         if rng.random() < 0.2:  # preempted, or a fork that goes on in its place
@@ -460,9 +470,10 @@ def test_samples_differ_in_their_seeds_alone(worker: Worker) -> None:
     assert seeds == [0, *(params.seed_of(i) for i in range(3)), 0, 0]
     assert batch["temperature"].tolist() == [0, 0.5, 0.5, 0.5, 0, 0]
     assert batch["position"].tolist() == [1, 3, 3, 3, 0, 0]
-    assert (batch["bias_ids"][1:4, 0] == EOS).all()  # min_tokens holds it back from each
-    assert (batch["bias_ids"][0] == VOCAB_SIZE).all()
-    assert (batch["bias_ids"][4:] == VOCAB_SIZE).all()
+    assert batch["has_token_mask"].tolist() == [False, True, True, True, False, False]
+    word, bit = EOS // 32, EOS % 32
+    is_allowed = batch["token_mask"][:, word] >> bit & 1
+    assert is_allowed.tolist() == [1, 0, 0, 0, 1, 1]  # min_tokens holds it back from each
 
 
 def test_penalties_see_each_samples_own_counts(worker: Worker) -> None:

@@ -8,7 +8,8 @@ import pytest
 from helpers.steps import make_output, make_row, new_sequence
 
 from jax_paged.core.scheduler_output import BlockTables, NewSequence, ScheduledSequence
-from jax_paged.worker.input_batch import InputBatch, TokenCountReset, pack_token_mask
+from jax_paged.worker.input_batch import InputBatch, TokenCountReset
+from jax_paged.worker.token_rules import TokenRules, pack_token_mask
 
 NUM_SEATS, NUM_GROUPS, MAX_BLOCKS, NUM_BLOCKS, VOCAB_SIZE = 6, 3, 12, 1000, 70
 
@@ -113,7 +114,7 @@ def test_deltas_add_up_to_the_true_tables(seed: int) -> None:
                 assert batch.block_tables[g, seat].tolist() == table + [0] * (MAX_BLOCKS - len(table))
                 assert batch.num_table_blocks[g, seat] == len(table)
             assert batch.count_seats[seat] == (seat if mirror.has_penalty else NUM_SEATS)
-            assert (seat in batch.token_masks) == mirror.has_mask
+            assert (seat in batch.token_rules) == mirror.has_mask
             assert batch.prompts.get(seat) == ((mirror.prompt, 3) if mirror.has_penalty else None)
             if seq_id not in old and mirror.has_penalty:
                 wanted.append(TokenCountReset(seat, mirror.prompt, []))
@@ -192,7 +193,7 @@ def test_integrity_is_checked() -> None:
     with pytest.raises(AssertionError, match="behind the end"):
         batch.check_integrity()
     batch.block_tables[0, seat, 2] = 0
-    batch.token_masks[(seat + 1) % NUM_SEATS] = np.zeros(3, np.int32)
+    batch.token_rules[(seat + 1) % NUM_SEATS] = TokenRules(new_sequence(2, [1], tables=[[3]]), 8)
     with pytest.raises(AssertionError, match="free seat"):
         batch.check_integrity()
 

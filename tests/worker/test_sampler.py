@@ -14,7 +14,6 @@ import pytest
 from scipy import stats
 
 from jax_paged.sampling_params import SamplingParams
-from jax_paged.worker.input_batch import pack_token_mask
 from jax_paged.worker.sampler import (
     IN_PROMPT,
     SampledTokens,
@@ -25,6 +24,7 @@ from jax_paged.worker.sampler import (
     sample,
     token_logprobs,
 )
+from jax_paged.worker.token_rules import pack_token_mask
 
 V = 50
 DRAWS = 20_000
@@ -48,6 +48,7 @@ class Row:
     position: int = 0
     logprob_temperature: float = 1.0
     allowed: tuple[int, ...] | None = None
+    keeps_draw: bool = False
 
     @property
     def bias(self) -> list[tuple[int, float]]:
@@ -92,6 +93,7 @@ def make_batch(rows: Sequence[Row], vocab_size: int, num_seats: int | None = Non
         "count_seats": count_seats,
         "token_counts": token_counts,
         "has_token_mask": column(lambda r: r.allowed is not None, bool),
+        "keeps_draw": column(lambda r: r.keeps_draw, bool),
         "token_mask": token_mask,
         "bias_ids": bias_ids,
         "bias_values": bias_values,
@@ -399,6 +401,20 @@ def test_distribution_of_allowed_tokens() -> None:
     tokens = run(LOGITS, draws(row)).token_ids
     assert chi_square(tokens, reference(LOGITS, row)) > 1e-4
     assert chi_square(tokens, reference(LOGITS, dataclasses.replace(row, allowed=None))) < 1e-6
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 6, "temperature": 0.7}])
+def test_draws_that_the_mask_allows_are_kept(filters: dict[str, Any]) -> None:
+    free = Row(SamplingParams(**filters), PROMPT, OUTPUT)
+    masked = dataclasses.replace(free, allowed=LIKELY[1:20:2], keeps_draw=True)
+    without, tokens = (run(LOGITS, draws(row)).token_ids for row in (free, masked))
+    is_allowed = np.isin(without, masked.allowed)
+    assert (tokens[is_allowed] == without[is_allowed]).all()
+    # What is drawn again is drawn as if it were for the first time.
+    again = reference(LOGITS, dataclasses.replace(masked, keeps_draw=False))
+    assert chi_square(tokens[~is_allowed], again) > 1e-4
+    if not filters:
+        assert chi_square(tokens, again) > 1e-4
 
 
 def test_greedy_rows_of_a_mixed_batch() -> None:

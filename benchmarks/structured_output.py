@@ -1,0 +1,100 @@
+"""Time that the host spends on the forms of a step: 64 rows, a vocabulary of 131,072.
+
+    python benchmarks/structured_output.py
+
+The tokenizer is made up: all bytes, and random words of two to nine characters. Each row follows a schema
+of its own, along tokens drawn from its masks. Reported are, per step, the time to take in the tokens and to
+write the masks, and the time in which they become an input of the step.
+"""
+
+import json
+import random
+import string
+import time
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jax_paged.core.scheduler_output import Sample, ScheduledSequence, SchedulerOutput
+from jax_paged.engine.grammars import Grammars, token_masks
+from jax_paged.structured_outputs import StructuredOutputsParams
+
+NUM_ROWS, VOCAB_SIZE, NUM_STEPS = 64, 131_072, 200
+EOS = 0
+
+
+class MadeUpTokenizer:
+    """As much of a tokenizer as Grammars uses."""
+
+    def __init__(self) -> None:
+        rng = random.Random(0)
+        letters = string.ascii_letters + string.digits + "_-.:,{}[]\"' "
+        words = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+        while len(words) < VOCAB_SIZE - 1:
+            word = "".join(rng.choices(letters, k=rng.randint(2, 9)))
+            words[word.replace(" ", "Ġ")] = None
+        vocab = {"<eos>": EOS} | {word: i for i, word in enumerate(words, 1)}
+        self._backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+        self._backend.add_special_tokens(["<eos>"])
+        self._backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._backend.decoder = decoders.ByteLevel()
+
+    def to_json(self) -> str:
+        return self._backend.to_str()
+
+    def token_id(self, text: str) -> int | None:
+        return self._backend.token_to_id(text)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def schema(i: int) -> dict:
+    """Returns a schema of a record, with names of its own."""
+    kinds = [
+        {"type": "string", "maxLength": 40},
+        {"type": "integer", "minimum": 0, "maximum": 10**i % 9973 + 10},
+        {"type": "array", "items": {"type": "number"}, "maxItems": 8},
+        {"enum": [f"value {j}" for j in range(i % 7 + 2)]},
+        {"type": "string", "format": "date-time"},
+    ]
+    properties = {f"field_{i}_{j}": kinds[(i + j) % len(kinds)] for j in range(5)}
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def main() -> None:
+    grammars = Grammars(MadeUpTokenizer(), VOCAB_SIZE, frozenset({EOS}))  # pyright: ignore[reportArgumentType]
+    start = time.perf_counter()
+    forms = [grammars.compile(StructuredOutputsParams(json=json.dumps(schema(i)))) for i in range(NUM_ROWS)]
+    print(f"compiling the tokenizer and {NUM_ROWS} schemas: {time.perf_counter() - start:.2f} s")
+    rng = np.random.default_rng(0)
+    matchers = [form.matcher([], ignores_eos=False) for form in forms]
+    outputs: list[list[int]] = [[] for _ in matchers]
+    rows = tuple(ScheduledSequence(i, 0, [1], [], []) for i in range(NUM_ROWS))
+    samples = tuple(Sample(i, i) for i in range(NUM_ROWS))
+    step = SchedulerOutput(0, rows, samples, (), (), (), (), (), (), (), (), NUM_ROWS, NUM_ROWS)
+    times, input_times = [], []
+    for _ in range(NUM_STEPS):
+        start = time.perf_counter()
+        for matcher, output in zip(matchers, outputs, strict=True):
+            matcher.follow(output)
+        masks = token_masks(step, dict(enumerate(zip(matchers, outputs, strict=True))))
+        times.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        out = np.full((NUM_ROWS, VOCAB_SIZE // 32), -1, np.int32)
+        out[list(masks.rows)] &= np.frombuffer(masks.words, "<i4").reshape(NUM_ROWS, -1)
+        input_times.append(time.perf_counter() - start)
+        allowed = np.unpackbits(out.view(np.uint8), axis=1, bitorder="little")
+        for i, bits in enumerate(allowed):
+            outputs[i].append(int(rng.choice(np.flatnonzero(bits))))
+            if matchers[i].copy().follow(outputs[i]) is not None or outputs[i][-1] == EOS:  # begins again
+                matchers[i], outputs[i] = forms[i].matcher([], ignores_eos=False), []
+    for name, values in (("matchers", times), ("input", input_times)):
+        ms = np.array(values) * 1e3
+        median, most = np.median(ms), np.quantile(ms, 0.95)
+        print(f"{name}: median {median:.2f} ms, 95% {most:.2f} ms, slowest {ms.max():.2f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""What a request's form allows after each token: grammars compiled by llguidance, and masks of tokens.
+
+llguidance is imported when a request first asks for a form.
+"""
+
+import collections
+import concurrent.futures
+import functools
+import itertools
+import json
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jax_paged.checks import check
+from jax_paged.core.scheduler_output import SchedulerOutput, TokenMasks
+from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# Seconds. Schemas of the largest size that is allowed take a tenth.
+MAX_COMPILE_S = 5.0
+MAX_CACHED = 64
+_NUM_THREADS = 2
+# Tokens that a chat template may put behind what closes the thinking that it has left out.
+_MAX_BEHIND = 2
+
+
+class Grammar:
+    """A form, compiled; shared by the requests that ask for it.
+
+    Args:
+        root: Before the first token; only copied.
+        end_token_ids: Tokens that end an output.
+        num_words: Of a mask, each of 32 tokens; those behind the model's vocabulary mean nothing.
+        starts_after: Tokens behind which the form begins; empty if it begins with the output.
+    """
+
+    def __init__(
+        self, root: "LLMatcher", end_token_ids: frozenset[int], num_words: int, starts_after: tuple[int, ...]
+    ) -> None:
+        self._root = root
+        self.end_token_ids = end_token_ids
+        self.num_words = num_words
+        self.starts_after = starts_after
+
+    def matcher(self, prompt_token_ids: list[int], *, ignores_eos: bool) -> "Matcher":
+        """Returns what follows one output of the form, from its first token on.
+
+        Args:
+            prompt_token_ids: May already hold what the form begins behind, at its end.
+            ignores_eos: Whether the request goes on after an end token: then none is allowed.
+        """
+        n = len(self.starts_after)
+        tail = prompt_token_ids[-n - _MAX_BEHIND :] if n else []
+        waits = n > 0 and not any(_ends_with(tail[: i + 1], self.starts_after) for i in range(len(tail)))
+        return Matcher(self, self._root.deep_copy(), waits=waits, ignores_eos=ignores_eos)
+
+
+class Matcher:
+    """Follows the tokens of one output.
+
+    Attributes:
+        grammar: What it follows.
+    """
+
+    def __init__(self, grammar: Grammar, state: "LLMatcher", *, waits: bool, ignores_eos: bool) -> None:
+        self.grammar = grammar
+        self._state = state
+        self._waits = waits  # for the end of the text that nothing constrains
+        self._ignores_eos = ignores_eos
+        self._num_tokens = 0  # followed
+        self._num_when_complete: int | None = None
+
+    def copy(self) -> "Matcher":
+        """Returns one that goes on from here by itself."""
+        copy = Matcher(
+            self.grammar, self._state.deep_copy(), waits=self._waits, ignores_eos=self._ignores_eos
+        )
+        copy._num_tokens, copy._num_when_complete = self._num_tokens, self._num_when_complete
+        return copy
+
+    def follow(self, token_ids: list[int]) -> int | None:
+        """Takes in what an output has got since the last call.
+
+        Args:
+            token_ids: The whole output; it begins with what was given before.
+
+        Returns:
+            After how many tokens it was complete, so that nothing can follow; None if it is not.
+        """
+        for n in range(self._num_tokens, len(token_ids)):
+            if self._waits:
+                self._waits = not _ends_with(token_ids[: n + 1], self.grammar.starts_after)
+            elif self._num_when_complete is None and self._state.consume_token(token_ids[n]):
+                self._num_when_complete = n + 1 if self._state.is_stopped() else None
+        self._num_tokens = len(token_ids)
+        return self._num_when_complete
+
+    def fill(self, row: np.ndarray) -> None:
+        """Writes the mask of the next token: none is allowed where the form has a dead end.
+
+        Args:
+            row: int32 [num_words]; bit j % 32 of word j // 32 is token j.
+        """
+        state = self._state
+        if self._num_when_complete is not None:
+            row[:] = -1
+            return
+        if self._waits:
+            row[:] = -1
+        else:
+            state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            # In both of these llguidance would allow an end token.
+            if state.is_error() or (state.is_stopped() and not state.is_accepting()):
+                row[:] = 0
+        if self._waits or self._ignores_eos or not state.is_accepting():  # it may be a piece of text, too
+            bits = row.view(np.uint32)
+            for token_id in self.grammar.end_token_ids:
+                bits[token_id // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token_id % 32))
+
+
+class Grammars:
+    """Compiles forms, in threads of its own; may be called from any thread.
+
+    Args:
+        tokenizer: Of the model.
+        vocab_size: Of the model.
+        end_token_ids: That end an output.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: frozenset[int]) -> None:
+        self._tokenizer, self._vocab_size, self._end_token_ids = tokenizer, vocab_size, end_token_ids
+        self._compiled: collections.OrderedDict[str, Grammar] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "grammar")
+
+    def compile(self, params: StructuredOutputsParams) -> Grammar:
+        """Returns a form, compiled or found.
+
+        Raises:
+            ValueError: If it is not valid, can't be met, has a keyword that is not supported, or takes too
+                long; the message names the argument and what is wrong.
+        """
+        value = getattr(params, params.kind)
+        key = json.dumps([params.kind, value, params.starts_after])
+        with self._lock:
+            found = self._compiled.get(key)
+            if found is not None:
+                self._compiled.move_to_end(key)
+                return found
+        _ = self._ll_tokenizer  # takes a second with a large vocabulary, once
+        try:
+            root = self._threads.submit(self._root, params.kind, value).result(MAX_COMPILE_S)
+        except TimeoutError:
+            name = f"structured_outputs.{params.kind}"
+            raise ValueError(
+                f"{name} takes more than {MAX_COMPILE_S:g} s to compile; allowed: less"
+            ) from None
+        after = self._tokenizer.encode(params.starts_after or "", add_special_tokens=False)
+        num_words = -(-self._ll_tokenizer.vocab_size // 32)
+        grammar = Grammar(root, self._end_token_ids, num_words, tuple(after))
+        with self._lock:
+            self._compiled[key] = grammar
+            if len(self._compiled) > MAX_CACHED:
+                self._compiled.popitem(last=False)
+        return grammar
+
+    @functools.cached_property
+    def _ll_tokenizer(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
+        check(bool(self._end_token_ids), "structured_outputs", "given", "None, as the model has no end token")
+        source = self._tokenizer.to_json()
+        own = LLTokenizer(source)
+        size = max(own.vocab_size, self._vocab_size)
+        return LLTokenizer(source, n_vocab=size, eos_token=sorted(self._end_token_ids))
+
+    def _root(self, kind: str, value: Any) -> "LLMatcher":
+        from llguidance import LLMatcher, LLParserLimits
+
+        name = f"structured_outputs.{kind}"
+        limits = LLParserLimits(verbose_errors=False)
+        try:
+            source = self._source(kind, value)
+            root = LLMatcher(self._ll_tokenizer, source, log_level=0, limits=limits)
+            if not root.is_error():
+                root.compute_bitmask()  # what copies then know already; and what can't be met is found
+        except ValueError as error:
+            raise ValueError(f"{name} can't be used: {error}") from error
+        if root.is_error():
+            problem = " ".join(root.get_error().removesuffix("<non-verbose/>").split())
+            raise ValueError(f"{name} can't be used: {problem}")
+        return root
+
+    def _source(self, kind: str, value: Any) -> str:
+        """Returns a form in llguidance's terms."""
+        from llguidance import LLMatcher
+
+        match kind:
+            case "json":
+                return _json(value)
+            case "json_object":
+                return _json({"type": "object"})
+            case "regex":
+                return LLMatcher.grammar_from_regex(value)
+            case "grammar":
+                return LLMatcher.grammar_from_lark(value)
+            case "choice":
+                texts = [json.dumps(text, ensure_ascii=False) for text in value]
+                return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+            case _:
+                return _tags(value, self._is_special)
+
+    def _is_special(self, text: str) -> bool:
+        token_id = self._tokenizer.token_id(text)
+        return token_id is not None and self._ll_tokenizer.is_special_token(token_id)
+
+
+def token_masks(output: SchedulerOutput, matchers: dict[int, tuple[Matcher, list[int]]]) -> TokenMasks:
+    """Returns the masks of a step.
+
+    Args:
+        output: The step.
+        matchers: Of samples with a form, by index in output.samples; and the output tokens of each.
+    """
+    firsts = [0, *itertools.accumulate(sample.num_logits for sample in output.samples)]
+    rows = [row for i in matchers for row in range(firsts[i], firsts[i + 1])]
+    num_words = next(matcher for matcher, _ in matchers.values()).grammar.num_words
+    words = np.full((len(rows), num_words), -1, np.int32)
+    j = 0
+    for i, (matcher, token_ids) in matchers.items():
+        matcher.follow(token_ids)
+        matcher.fill(words[j])
+        sample = output.samples[i]
+        if sample.num_logits > 1:  # each of the others comes behind one draft more
+            ahead, text = matcher.copy(), list(token_ids)
+            for k, token_id in enumerate(output.scheduled[sample.row].token_ids[1 - sample.num_logits :], 1):
+                text.append(token_id)
+                ahead.follow(text)
+                ahead.fill(words[j + k])
+        j += sample.num_logits
+    return TokenMasks(tuple(rows), words.tobytes())
+
+
+def _ends_with(token_ids: list[int], end: tuple[int, ...]) -> bool:
+    return tuple(token_ids[-len(end) :]) == end
+
+
+def _json(value: Any) -> str:
+    from llguidance import LLMatcher
+
+    # Between its tokens a model that is unsure would write whitespace forever.
+    own = {"whitespace_flexible": False, "lenient": False}
+    return LLMatcher.grammar_from_json_schema(value, overrides=own)
+
+
+def _tags(value: Any, is_special: Callable[[str], bool]) -> str:
+    """Returns the grammar of a structural tag."""
+    from llguidance import LLMatcher, StructTag
+
+    given = json.loads(value) if isinstance(value, str) else value
+    triggers, structures = given.get("triggers"), given.get("structures")
+    ok = isinstance(triggers, list) and all(isinstance(text, str) and text for text in triggers)
+    check(ok and bool(triggers), "triggers", triggers, "a list of texts that are not empty")
+    check(isinstance(structures, list) and bool(structures), "structures", structures, "a list of objects")
+    tags = []
+    for item in structures:
+        ok = isinstance(item, dict) and {"begin", "schema", "end"} <= item.keys()
+        ok = ok and isinstance(item["begin"], str) and isinstance(item["end"], str)
+        ok = ok and isinstance(item["schema"], dict)
+        check(ok, "structures", item, 'objects with the texts "begin" and "end" and the JSON schema "schema"')
+        trigger = next((text for text in triggers if item["begin"].startswith(text)), None)
+        check(trigger is not None, "begin", item["begin"], f"text that starts with one of {triggers}")
+        assert trigger is not None, "just checked"
+        schema = item["schema"] | {"x-guidance": {"whitespace_flexible": False}}
+        tags.append(StructTag(trigger=trigger, begin=item["begin"], grammar=schema, end=item["end"]))
+    # llguidance takes a trigger in angle brackets for a token of its own.
+    bracketed = {tag.trigger for tag in tags if tag.trigger[0] == "<" and tag.trigger[-1] == ">"}
+    special = {text for text in bracketed if is_special(text)}
+    if special and special != bracketed:
+        raise ValueError(
+            f"triggers {sorted(special)} are tokens of their own, {sorted(bracketed - special)} not"
+        )
+    return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=bool(special)))

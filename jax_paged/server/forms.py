@@ -1,0 +1,78 @@
+"""The form that a client asks its outputs to have, in the engine's terms."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from jax_paged.checks import check
+from jax_paged.structured_outputs import StructuredOutputsParams
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: dict[str, Any] | None = Field(
+        None, description='With the type "json_schema": {"name": ..., "schema": {...}}.'
+    )
+
+    def form(self) -> dict[str, Any]:
+        """Returns it as arguments of StructuredOutputsParams; none for plain text."""
+        match self.type:
+            case "text":
+                return {}
+            case "json_object":
+                return {"json_object": True}
+            case "json_schema":
+                given = self.json_schema
+                ok = given is not None and isinstance(given.get("schema"), dict)
+                check(ok, "response_format.json_schema", given, 'an object with a "schema"')
+                return {"json": (given or {})["schema"]}
+            case "structural_tag":
+                return {"structural_tag": self.model_extra or {}}
+
+
+class TextFormat(ResponseFormat):
+    """The `text.format` of OpenAI's Responses API, which has the schema in itself."""
+
+    type: Literal["text", "json_object", "json_schema"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    name: str | None = None
+    strict: bool | None = None
+
+    def form(self) -> dict[str, Any]:
+        if self.type == "json_schema":
+            check(self.schema_ is not None, "text.format.schema", None, "a JSON schema")
+            return {"json": self.schema_}
+        return super().form()
+
+
+def form_of(
+    response_format: ResponseFormat | None, structured_outputs: dict[str, Any] | None, guided: dict[str, Any]
+) -> StructuredOutputsParams | None:
+    """Returns the form that a request asks for; None if it leaves it open.
+
+    Args:
+        response_format: OpenAI's field.
+        structured_outputs: vLLM's field, with arguments of StructuredOutputsParams.
+        guided: vLLM's older fields, by what follows "guided_".
+
+    Raises:
+        ValueError: If it asks for several, or for one that can't be used.
+    """
+    fields = {
+        "response_format": response_format.form() if response_format else {},
+        "structured_outputs": {k: v for k, v in (structured_outputs or {}).items() if v is not None},
+    }
+    fields |= {f"guided_{name}": {name: value} for name, value in guided.items() if value is not None}
+    given = {name: form for name, form in fields.items() if form}
+    check(len(given) <= 1, "the form of the output", list(given), "one of these fields")
+    if not given:
+        return None
+    ((name, form),) = given.items()
+    try:
+        return StructuredOutputsParams(**form)
+    except TypeError as error:
+        raise ValueError(f"{name} is {form!r}; allowed: the fields of StructuredOutputsParams") from error

@@ -1,0 +1,166 @@
+"""Choices of a chat whose outputs are taken apart: thoughts, content, and calls of tools."""
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from jax_paged.outputs import CompletionOutput, RequestOutput
+from jax_paged.server.formats import ARGUMENTS, CALL, CONTENT, NAME, REASONING
+from jax_paged.server.responses import MakeChoice
+
+# What may stand behind arguments and close what they stand in.
+_CLOSING = "}] \t\r\n"
+_MAX_CLOSING = 2
+
+
+class OutputParser:
+    """Takes one output apart while it comes in.
+
+    Args:
+        template: As `formats.response_template` returns it.
+        parallel: Whether calls behind the first count; else they are dropped.
+    """
+
+    def __init__(self, template: Any, *, parallel: bool) -> None:
+        from transformers.utils.chat_parsing import ResponseParser  # takes a second, once
+
+        self._parser = ResponseParser(template, prefix="")
+        self._parallel = parallel
+        self._calls: list[_Call] = []
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call has begun."""
+        return bool(self._calls)
+
+    def feed(self, text: str, *, is_last: bool) -> dict[str, Any]:
+        """Returns what is new, as a chunk has it.
+
+        Args:
+            text: What has come since the last call.
+            is_last: Whether nothing follows.
+        """
+        events = self._parser.feed(text)
+        if is_last:
+            events += self._parser.finalize()[1]
+        new: dict[str, Any] = {}
+        for event in events:
+            field, kind = event["field"].rstrip("0123456789"), event["type"]
+            if field in (CONTENT, REASONING):
+                if kind == "region_chunk":
+                    new[field] = new.get(field, "") + event["text"]
+                continue
+            if field in (NAME, CALL) and kind == "region_open":
+                self._calls.append(_Call(len(self._calls)))
+            if self._parallel or len(self._calls) == 1:
+                self._take(new, field, event)
+        if REASONING in new:
+            new["reasoning_content"] = new[REASONING]  # its older name
+        if "tool_calls" in new:
+            new["tool_calls"] = list(new["tool_calls"].values())
+        return new
+
+    def _take(self, new: dict[str, Any], field: str, event: dict[str, Any]) -> None:
+        """Adds what an event tells of the newest call."""
+        call = self._calls[-1]
+        match field, event["type"]:
+            case "name", "region_chunk":
+                call.name += event["text"]
+            case "name", "region_close":
+                call.begin(new)
+            case "arguments", "region_chunk":
+                call.add(new, event["text"])
+            case "arguments", "region_close":
+                call.end(new)
+            case "call", "region_close":
+                call.name = event["value"][NAME]
+                call.begin(new)
+                call.add(new, event["value"][ARGUMENTS])
+                call.end(new)
+            case _:
+                pass
+
+
+class _Call:
+    """One call while it comes in.
+
+    Args:
+        index: Its number among the calls of its output.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.name = ""
+        self._index = index
+        self._parts: list[str] = []  # of the arguments
+        self._held = ""  # what may not belong to them
+
+    def begin(self, new: dict[str, Any]) -> None:
+        """Adds the call, whose name is known, to what is new."""
+        function = {"name": self.name, "arguments": ""}
+        # Templates of Mistral's want ids of nine characters.
+        call = {
+            "index": self._index,
+            "id": secrets.token_hex(5)[:9],
+            "type": "function",
+            "function": function,
+        }
+        new.setdefault("tool_calls", {})[self._index] = call
+
+    def add(self, new: dict[str, Any], text: str) -> None:
+        """Adds text of the arguments."""
+        text = self._held + text
+        certain = text.rstrip(_CLOSING)
+        self._held = text[len(certain) :]
+        self._write(new, certain)
+
+    def end(self, new: dict[str, Any]) -> None:
+        """Adds the rest of the arguments: without what closes the object that they stand in.
+
+        Arguments that are no JSON stay as the model has written them.
+        """
+        front, rest = "".join(self._parts), self._held.rstrip()
+        for _ in range(_MAX_CLOSING + 1):
+            if _is_json(front + rest):
+                return self._write(new, rest)
+            rest = rest[:-1].rstrip()
+        self._write(new, self._held)
+
+    def _write(self, new: dict[str, Any], text: str) -> None:
+        if text:
+            self._parts.append(text)
+            empty = {"index": self._index, "function": {"arguments": ""}}
+            call = new.setdefault("tool_calls", {}).setdefault(self._index, empty)
+            call["function"]["arguments"] += text
+
+
+def parsed_choices(choice: MakeChoice, parsers: Sequence[OutputParser], *, stream: bool) -> MakeChoice:
+    """Returns a function that makes the choices of a chat answer from outputs that are taken apart.
+
+    Args:
+        choice: Makes them from outputs as they are.
+        parsers: One per choice.
+        stream: Whether the choices are parts.
+    """
+
+    def parsed(index: int, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+        parser = parsers[index]
+        made = choice(index, completion, output)
+        new = parser.feed(completion.text, is_last=completion.finish_reason is not None)
+        if parser.has_calls and made["finish_reason"] == "stop":
+            made["finish_reason"] = "tool_calls"
+        if stream:
+            return {**made, "delta": new}
+        calls = [{k: v for k, v in call.items() if k != "index"} for call in new.pop("tool_calls", ())]
+        message = {"role": "assistant", "content": None if calls else "", **new}
+        return {**made, "message": message | ({"tool_calls": calls} if calls else {})}
+
+    return parsed
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,209 @@
+"""Outputs have the form that their requests ask for, and nobody else notices."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from helpers.real_model import reschedule, reset
+from helpers.schemas import SchemaMaker
+
+from jax_paged import LLM, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "count": {"type": "integer", "minimum": 3, "maximum": 20},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "count", "tags"],
+    "additionalProperties": False,
+}
+TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "a keyword that is not supported": ({"json": {"not": {"type": "string"}}}, 'json .*"not"'),
+    "a contradiction": ({"json": {"type": "integer", "minimum": 3, "maximum": 2}}, "json .*minimum"),
+    "an unknown type": ({"json": {"type": "text"}}, "json .*Invalid type: text"),
+    "a reference to nowhere": ({"json": {"$ref": "#/nobody"}}, "json .*nobody"),
+    "a regular expression": ({"regex": "a(b"}, "regex .*unclosed group"),
+    "a grammar": ({"grammar": "start: nobody"}, "grammar .*nobody"),
+    "a grammar without words": ({"grammar": "start: a\na: a"}, "grammar can't be used"),
+    "a tag without a trigger": ({"structural_tag": TAG | {"triggers": ["<g"]}}, "structural_tag .*begin"),
+    "tags that are none": ({"structural_tag": {}}, "structural_tag .*triggers"),
+}
+
+
+FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "attention_backend": "xla",
+    "matmul_backend": "xla",
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 400,
+}
+
+
+@pytest.fixture(scope="module")
+def session_llm() -> Iterator[LLM]:
+    with LLM("pagelet", **SETTINGS) as llm:
+        llm.llm_engine.executor.wait_until_compiled()
+        yield llm
+
+
+@pytest.fixture
+def llm(session_llm: LLM) -> LLM:
+    reset(session_llm.llm_engine)
+    return session_llm
+
+
+@pytest.fixture
+def random_llm(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(str(checkpoint), **SETTINGS) as llm:
+        llm.llm_engine.executor.wait_until_compiled()
+        yield llm
+
+
+def with_pool_of(llm: LLM, num_blocks: int) -> None:
+    """Lets the pool look so small."""
+    reschedule(llm.llm_engine, num_blocks=num_blocks)
+
+
+def params(seed: int, form: dict[str, Any], **kwargs: Any) -> SamplingParams:
+    settings = {"temperature": 1.0, "max_tokens": 200, "seed": seed} | kwargs
+    return SamplingParams(structured_outputs=StructuredOutputsParams(**form), **settings)
+
+
+def generate(llm: LLM, each: list[SamplingParams]) -> list[Any]:
+    return llm.generate(["What is a block table?"] * len(each), each, use_tqdm=False)
+
+
+def test_json(llm: LLM) -> None:
+    outputs = generate(llm, [params(seed, {"json": SCHEMA}, n=4) for seed in range(6)])
+    completions = [completion for output in outputs for completion in output.outputs]
+    for completion in completions:
+        assert completion.finish_reason == "stop"
+        jsonschema.validate(json.loads(completion.text), SCHEMA)
+    assert len({completion.text for completion in completions}) > 12
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": r"[0-9]{3}-[a-z]{1,5}"}, r"[0-9]{3}-[a-z]{1,5}"),
+        ({"choice": ["yes", "no", 'may"be\n', "yesterday"]}, 'yes|no|may"be\n|yesterday'),
+        ({"grammar": 'start: "x" /[0-9]/ ("," /[0-9]/){0,5}'}, r"x[0-9](,[0-9]){0,5}"),
+    ],
+)
+def test_patterns(llm: LLM, form: dict[str, Any], pattern: str) -> None:
+    for output in generate(llm, [params(seed, form) for seed in range(8)]):
+        (completion,) = output.outputs
+        assert re.fullmatch(pattern, completion.text), completion.text
+        assert completion.finish_reason == "stop"
+
+
+def test_structural_tag(llm: LLM) -> None:
+    """Text is free until a trigger; bias makes the model write one."""
+    ids = llm.get_tokenizer().encode("<f", add_special_tokens=False)
+    bias, texts = dict.fromkeys(ids, 6.0), []
+    each = [params(seed, {"structural_tag": TAG}, logit_bias=bias) for seed in range(8)]
+    for output in generate(llm, each):
+        (completion,) = output.outputs
+        for found in re.findall(r"<f(.*?)</f>", completion.text, re.DOTALL):
+            jsonschema.validate(json.loads(found.removeprefix(">")), SCHEMA)
+            texts.append(found)
+    assert texts
+
+
+def test_dead_end_is_an_error(llm: LLM) -> None:
+    form = {"grammar": 'start: "a" b\nb: b "c"'}
+    for output in generate(llm, [params(0, form), params(1, form, n=2)]):
+        for completion in output.outputs:
+            assert (completion.finish_reason, completion.stop_reason) == ("abort", NO_TOKEN_ALLOWED)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_bad_forms_are_named(llm: LLM, name: str) -> None:
+    form, message = BROKEN[name]
+    with pytest.raises(ValueError, match=f"structured_outputs.{message}"):
+        generate(llm, [params(0, form)])
+
+
+def test_a_form_begins_behind_the_end_of_thinking(llm: LLM) -> None:
+    """Until then everything may be drawn but the end of the output."""
+    form = {"regex": "[0-9]{4}", "starts_after": "the"}
+    bias = dict.fromkeys(llm.get_tokenizer().encode("the", add_special_tokens=False), 5.0)
+    for output in generate(llm, [params(seed, form, logit_bias=bias) for seed in range(6)]):
+        (completion,) = output.outputs
+        assert re.fullmatch(r".*?the[0-9]{4}", completion.text, re.DOTALL), completion.text
+    tokenizer = llm.get_tokenizer()
+    prompt = {"prompt_token_ids": tokenizer.encode("Think: the", add_special_tokens=False)}
+    (output,) = llm.generate([prompt], params(0, form), use_tqdm=False)
+    assert re.fullmatch("[0-9]{4}", output.outputs[0].text)
+
+
+def test_end_tokens_that_are_ignored_do_not_end_a_form(llm: LLM) -> None:
+    for form in ({"regex": "a{1,5}"}, {"json": SCHEMA}):
+        (output,) = generate(llm, [params(1, form, ignore_eos=True)])
+        assert output.outputs[0].finish_reason == "stop"
+        if "regex" in form:
+            assert output.outputs[0].text == "aaaaa"
+
+
+def test_what_the_form_allows_is_drawn_as_without_it(llm: LLM) -> None:
+    """Neither a form that allows everything changes a token, nor one that allows what is drawn."""
+    plain = SamplingParams(temperature=1.0, seed=5, max_tokens=30)
+    (free,) = generate(llm, [plain])
+    text = free.outputs[0].text
+    for form in ({"regex": "(?s:.*)"}, {"choice": [text, "x" + text, text + "."]}):
+        (output,) = generate(llm, [params(5, form, max_tokens=30)])
+        assert (output.outputs[0].text, output.outputs[0].token_ids) == (text, free.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(60, 620), marks=pytest.mark.slow)], ids=["60", "560"]
+)
+@pytest.mark.parametrize("model", ["pagelet", "random"])
+def test_schemas(request: pytest.FixtureRequest, model: str, seeds: range) -> None:
+    """Each schema at temperature 1; 4 samples now and then; preempted, swapped, cached and streamed."""
+    llm = request.getfixturevalue("llm" if model == "pagelet" else "random_llm")
+    engine, schemas = llm.llm_engine, {str(seed): SchemaMaker(seed).schema() for seed in seeds}
+    num_traces = engine.executor.runner.num_traces
+    plain = SamplingParams(temperature=1.0, seed=1, max_tokens=40)
+    alone = [list(o.outputs[0].token_ids) for o in generate(llm, [plain])]
+    texts: dict[tuple[str, int], str] = defaultdict(str)
+    reasons: dict[tuple[str, int], str | None] = {}
+    with_pool_of(llm, 90)  # full, so that requests lose their blocks
+    for name, schema in schemas.items():
+        seed = int(name)
+        settings = {"n": 4 if seed % 5 == 0 else 1, "max_tokens": 300, "output_kind": RequestOutputKind.DELTA}
+        engine.add_request(name, "An object: " * (1 + seed % 7), params(seed, {"json": schema}, **settings))
+    engine.add_request("free", "What is a block table?", plain)
+    free: list[int] = []
+    num_preemptions = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.request_id == "free":
+                free = list(output.outputs[0].token_ids)
+                continue
+            num_preemptions += output.finished and output.metrics.num_preemptions > 0
+            for completion in output.outputs:
+                key = output.request_id, completion.index
+                texts[key] += completion.text
+                reasons[key] = completion.finish_reason
+    assert [free] == alone  # to the bit, beside all of these
+    assert engine.executor.runner.num_traces == num_traces
+    assert num_preemptions > 0
+    whole = [key for key, reason in reasons.items() if reason == "stop"]
+    assert {*reasons.values()} <= {"stop", "length"}
+    assert len(whole) > 0.9 * len(reasons)
+    for name, index in whole:
+        value = json.loads(texts[name, index])
+        validator = jsonschema.Draft202012Validator(schemas[name], format_checker=FORMATS)
+        validator.validate(value)
