@@ -11,6 +11,8 @@ from jax_paged.structured_outputs import StructuredOutputsParams
 def values_of_request(group: SequenceGroup) -> dict[str, Any]:
     """Returns a request as it was added: its prompt and parameters, and nothing that has happened since."""
     params = dataclasses.asdict(group.sampling_params)
+    if params["logits_processors"]:
+        raise ValueError("logits_processors are functions, which can't be written down; allowed: None")
     bias = params["logit_bias"]
     params["logit_bias"] = None if bias is None else list(bias.items())  # JSON's keys are strings
     params["output_kind"] = params["output_kind"].name

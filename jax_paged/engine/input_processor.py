@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -269,6 +270,9 @@ class InputProcessor:
             setattr(params, field, _resolved_args(field, getattr(params, field), known))
         captures = not self._config.capturing.isdisjoint(params.hook_args or ())
         params.skip_reading_prefix_cache = captures or not params.reads_prefix_cache
+        if params.logits_processors:
+            message = "logits_processors run on the host, token by token, which is slow: see LogitsProcessor"
+            warnings.warn(message, UserWarning, stacklevel=2)
         if params.bad_words:
             if self._tokenizer is None:
                 given = f"bad_words is {params.bad_words!r}"

@@ -187,3 +187,48 @@ def test_a_processor_that_breaks_logits_ends_its_request_alone(checkpoint: Path)
         bad, good = generate(llm, PROMPTS[:2], each)
     assert (bad.outputs[0].finish_reason, bad.outputs[0].stop_reason) == ("abort", "non-finite logits")
     assert good.outputs[0].finish_reason == "length"
+
+
+def test_python_functions(llm: LLM, dense: DenseModel) -> None:
+    """vLLM's old form: slow, and the same as the processor in JAX; with samples, masks and neighbours."""
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def ban(output: list[int], logits: np.ndarray) -> np.ndarray:
+        logits[BANNED] = -np.inf
+        return logits
+
+    def note(prompt: list[int], output: list[int], logits: np.ndarray) -> np.ndarray:
+        seen.append((prompt, output))
+        return logits * 1.0
+
+    settings: dict[str, Any] = {"temperature": 1.0, "seed": 4, "max_tokens": 10, "n": 2, "logprobs": 2}
+    settings |= {"bad_words_token_ids": [[5]], "ignore_eos": True}
+    in_jax = SamplingParams(extra_args={"without": []}, **settings)
+    free = params(None, temperature=1.0, seed=3)
+    wanted = generate(llm, PROMPTS[:2], [in_jax, free])
+    in_python = SamplingParams(logits_processors=[ban, note], **settings)
+    with pytest.warns(UserWarning, match="slow"):
+        got = generate(llm, PROMPTS[:2], [in_python, free])
+    assert list(map(tokens, got)) == list(map(tokens, wanted))
+    for a, b in zip(got[0].outputs, wanted[0].outputs, strict=True):
+        for x, y in zip(a.logprobs, b.logprobs, strict=True):
+            assert list(x) == list(y)
+            assert np.allclose([e.logprob for e in x.values()], [e.logprob for e in y.values()], atol=1e-4)
+    assert all(prompt == PROMPTS[0] for prompt, _ in seen)
+    outputs = [list(completion.token_ids) for completion in got[0].outputs]
+    assert sorted(output for _, output in seen) == sorted(ids[:i] for ids in outputs for i in range(10))
+
+
+def test_a_python_function_that_fails_ends_its_request_alone(llm: LLM) -> None:
+    def fail(output: list[int], logits: np.ndarray) -> np.ndarray:
+        if len(output) == 2:
+            raise RuntimeError("planted")
+        return logits[:3] if len(output) > 2 else logits
+
+    with pytest.warns(UserWarning, match="slow"):
+        bad, good = generate(llm, PROMPTS[:2], [SamplingParams(logits_processors=[fail]), params(None)])
+    assert (bad.outputs[0].finish_reason, len(bad.outputs[0].token_ids)) == ("abort", 2)
+    assert good.outputs[0].finish_reason == "length"
+    for other in ({"presence_penalty": 1.0}, {"extra_args": {"without": []}}, {"repetition_penalty": 1.1}):
+        with pytest.raises(ValueError, match=f"allowed: None beside {next(iter(other))}"):
+            SamplingParams(logits_processors=[fail], **other)
