@@ -364,7 +364,8 @@ def _resolved_args(
     """Checks hook_args or extra_args, and makes lists of floats of its numbers."""
     resolved: dict[str, list[float]] = {}
     for name, value in (given or {}).items():
-        check(name in known, f"{field} names", name, f"what this engine has: {list(known)}")
+        kind = {"hook_args": "hooks", "extra_args": "logits processors"}[field]
+        check(name in known, f"{field} names", name, f"the {kind} of this engine: {list(known)}")
         numbers = as_list(value)
         numbers = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
         check(len(numbers) == known[name], f"{field}[{name!r}]", value, f"{known[name]} numbers")

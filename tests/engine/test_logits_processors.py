@@ -150,7 +150,7 @@ def test_samples_have_states_of_their_own(llm: LLM, dense: DenseModel) -> None:
 
 def test_bad_processors_and_arguments(llm: LLM, checkpoint: Path) -> None:
     for extra, message in (
-        ({"nobody": 1.0}, "extra_args names is 'nobody'; allowed: what this engine has"),
+        ({"nobody": 1.0}, "extra_args names is 'nobody'; allowed: the logits processors of this engine"),
         ({"tempered": [1.0, 2.0]}, r"extra_args\['tempered'\] is \[1.0, 2.0\]; allowed: 1 numbers"),
         ({"tempered": "a"}, r"extra_args\['tempered'\] is 'a'"),
     ):

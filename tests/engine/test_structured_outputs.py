@@ -9,10 +9,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-from helpers.real_model import reschedule, reset
+from helpers.real_model import make_executor, reschedule, reset
 from helpers.schemas import SchemaMaker
 
-from jax_paged import LLM, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jax_paged import LLM, EngineArgs, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
 
 SCHEMA = {
@@ -47,13 +47,21 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
     "num_gpu_blocks_override": 400,
+    "num_scheduler_steps": 4,
 }
+
+
+def make_llm(model: str) -> LLM:
+    """Returns an LLM with the largest bucket of each kind."""
+    executor = make_executor(EngineArgs(model, **SETTINGS))
+    llm = LLM(model, executor=executor, **SETTINGS)
+    executor.wait_until_compiled()
+    return llm
 
 
 @pytest.fixture(scope="module")
 def session_llm() -> Iterator[LLM]:
-    with LLM("pagelet", **SETTINGS) as llm:
-        llm.llm_engine.executor.wait_until_compiled()
+    with make_llm("pagelet") as llm:
         yield llm
 
 
@@ -65,8 +73,7 @@ def llm(session_llm: LLM) -> LLM:
 
 @pytest.fixture
 def random_llm(checkpoint: Path) -> Iterator[LLM]:
-    with LLM(str(checkpoint), **SETTINGS) as llm:
-        llm.llm_engine.executor.wait_until_compiled()
+    with make_llm(str(checkpoint)) as llm:
         yield llm
 
 
@@ -179,7 +186,7 @@ def test_schemas(request: pytest.FixtureRequest, model: str, seeds: range) -> No
     alone = [list(o.outputs[0].token_ids) for o in generate(llm, [plain])]
     texts: dict[tuple[str, int], str] = defaultdict(str)
     reasons: dict[tuple[str, int], str | None] = {}
-    with_pool_of(llm, 90)  # full, so that requests lose their blocks
+    with_pool_of(llm, 40)  # full, so that requests lose their blocks
     for name, schema in schemas.items():
         seed = int(name)
         settings = {"n": 4 if seed % 5 == 0 else 1, "max_tokens": 300, "output_kind": RequestOutputKind.DELTA}
