@@ -31,7 +31,7 @@ def values_of_request(group: SequenceGroup) -> dict[str, Any]:
 def request_of_values(values: dict[str, Any]) -> SequenceGroup:
     """Returns a new request of what values_of_request returned, perhaps by way of JSON."""
     given, beams = values["sampling_params"], values["beam_params"]
-    bias, form = given["logit_bias"], given["structured_outputs"]
+    bias, form = given["logit_bias"], given.get("structured_outputs")
     changes = {
         "logit_bias": None if bias is None else dict(bias),
         "output_kind": RequestOutputKind[given["output_kind"]],

@@ -210,6 +210,7 @@ class Grammars:
             raise ValueError(f"{name} can't be used: {error}") from error
         if root.is_error():
             problem = " ".join(root.get_error().removesuffix("<non-verbose/>").split())
+            problem = "nothing meets it" if problem == "NoExtensionBias" else problem
             raise ValueError(f"{name} can't be used: {problem}")
         return root
 

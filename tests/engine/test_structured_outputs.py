@@ -1,6 +1,8 @@
 """Outputs have the form that their requests ask for, and nobody else notices."""
 
+import functools
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -9,11 +11,13 @@ from typing import Any
 
 import jsonschema
 import pytest
-from helpers.real_model import make_executor, reschedule, reset
+from helpers.real_model import finished_outputs, make_executor, reschedule, reset
 from helpers.schemas import SchemaMaker
 
 from jax_paged import LLM, EngineArgs, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
+from jax_paged.engine import grammars
+from jax_paged.lab.recording import replay
 
 SCHEMA = {
     "type": "object",
@@ -33,7 +37,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a reference to nowhere": ({"json": {"$ref": "#/nobody"}}, "json .*nobody"),
     "a regular expression": ({"regex": "a(b"}, "regex .*unclosed group"),
     "a grammar": ({"grammar": "start: nobody"}, "grammar .*nobody"),
-    "a grammar without words": ({"grammar": "start: a\na: a"}, "grammar can't be used"),
+    "a grammar without words": ({"grammar": "start: a\na: a"}, "grammar .*nothing meets it"),
     "a tag without a trigger": ({"structural_tag": TAG | {"triggers": ["<g"]}}, "structural_tag .*begin"),
     "tags that are none": ({"structural_tag": {}}, "structural_tag .*triggers"),
 }
@@ -214,3 +218,65 @@ def test_schemas(request: pytest.FixtureRequest, model: str, seeds: range) -> No
         value = json.loads(texts[name, index])
         validator = jsonschema.Draft202012Validator(schemas[name], format_checker=FORMATS)
         validator.validate(value)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({}, "exactly one"),
+        ({"regex": "a", "choice": ["b"]}, "exactly one"),
+        ({"json": "[1"}, "allowed: JSON"),
+        ({"json": "[1]"}, "a JSON object"),
+        ({"json": {"const": math.nan}}, "not a JSON object"),
+        ({"json": {"const": {1, 2}}}, "not a JSON object"),
+        ({"json": {"const": "b" * 200_000}}, "json has 2.* characters; allowed: up to 131072"),
+        ({"json": functools.reduce(lambda inner, _: {"not": inner}, range(3000), {})}, "60 levels"),
+        ({"regex": ""}, "not empty"),
+        ({"choice": [""]}, "choice is"),
+        ({"json_object": "yes"}, "json_object is 'yes'"),
+        ({"regex": "a", "starts_after": ""}, "starts_after is ''"),
+    ],
+)
+def test_what_is_no_form(form: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StructuredOutputsParams(**form)
+
+
+def test_a_form_that_takes_too_long_to_compile(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.0)
+    with pytest.raises(ValueError, match=r"structured_outputs.regex takes more than 0 s to compile"):
+        generate(llm, [params(0, {"regex": "slow{3}"})])
+
+
+def test_forks_rollbacks_and_states_follow_the_form(llm: LLM) -> None:
+    """What has a form goes on with it after a fork, tokens taken back, a draft and a restored state."""
+    engine, form = llm.llm_engine, {"json": SCHEMA}
+    (whole,) = generate(llm, [params(3, form)])
+    wanted = list(whole.outputs[0].token_ids)
+    engine.add_request("a", "What is a block table?", params(3, form))
+    seq = engine.scheduler.queues.find("a").sequences[0]  # pyright: ignore[reportOptionalMemberAccess]
+    while len(seq.output_token_ids) < 5:
+        engine.step()
+    engine.fork("a", "b", seed=3)
+    engine.rollback("b", 3)
+    assert engine.verify("a", [0, 0]).num_accepted == 0  # end tokens, which the form does not allow
+    state = engine.state()
+    engine.abort_request(["a", "b"])
+    engine.drain()
+    reset(engine)
+    engine.load_state(state)
+    outputs = finished_outputs(engine)
+    assert {name: list(output.outputs[0].token_ids) for name, output in outputs.items()} == {
+        "a": wanted,
+        "b": wanted,
+    }
+
+
+def test_a_recording_with_forms_replays_decisions_but_not_tokens(llm: LLM) -> None:
+    engine, lines = llm.llm_engine, []
+    engine.record(lines.append)
+    generate(llm, [params(3, {"json": SCHEMA}, n=2)])
+    engine.record(None)
+    assert replay(lines).num_steps > 3
+    with pytest.raises(ValueError, match="structured_outputs of a recorded request"):
+        engine.replay(lines)
