@@ -11,10 +11,11 @@ from typing import Any
 
 import jsonschema
 import pytest
+from helpers.random_engine import RandomExecutor
 from helpers.real_model import finished_outputs, make_executor, reschedule, reset
 from helpers.schemas import SchemaMaker
 
-from jax_paged import LLM, EngineArgs, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jax_paged import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
 from jax_paged.engine import grammars
 from jax_paged.lab.recording import replay
@@ -79,6 +80,11 @@ def llm(session_llm: LLM) -> LLM:
 def random_llm(checkpoint: Path) -> Iterator[LLM]:
     with make_llm(str(checkpoint)) as llm:
         yield llm
+
+
+def check(schema: dict[str, Any], text: str) -> None:
+    """Validates a text, with what jsonschema knows of formats."""
+    jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))
 
 
 def with_pool_of(llm: LLM, num_blocks: int) -> None:
@@ -215,9 +221,7 @@ def test_schemas(request: pytest.FixtureRequest, model: str, seeds: range) -> No
     assert {*reasons.values()} <= {"stop", "length"}
     assert len(whole) > 0.9 * len(reasons)
     for name, index in whole:
-        value = json.loads(texts[name, index])
-        validator = jsonschema.Draft202012Validator(schemas[name], format_checker=FORMATS)
-        validator.validate(value)
+        check(schemas[name], texts[name, index])
 
 
 @pytest.mark.parametrize(
@@ -280,3 +284,65 @@ def test_a_recording_with_forms_replays_decisions_but_not_tokens(llm: LLM) -> No
     assert replay(lines).num_steps > 3
     with pytest.raises(ValueError, match="structured_outputs of a recorded request"):
         engine.replay(lines)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("mode", [None, "recompute", "swap"])
+def test_any_tokens_that_the_masks_allow_have_the_form(
+    folder: str, mode: Any, async_scheduling: bool
+) -> None:
+    """624 schemas over these settings, drawn as evenly as no model does, in a pool that is full."""
+    args = EngineArgs(
+        folder,
+        num_gpu_blocks_override=22,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=400,
+        preemption_mode=mode,
+        async_scheduling=async_scheduling,
+    )
+    part = 2 * [None, "recompute", "swap"].index(mode) + async_scheduling
+    schemas = {str(seed): SchemaMaker(seed).schema() for seed in range(part * 104, part * 104 + 104)}
+    with LLMEngine(args, RandomExecutor(args)) as engine:
+        for name, schema in schemas.items():
+            settings = {"n": 4 if int(name) % 5 == 0 else 1, "max_tokens": 300}
+            engine.add_request(
+                name, "abc" * (1 + int(name) % 5), params(int(name), {"json": schema}, **settings)
+            )
+        outputs = finished_outputs(engine)
+    assert sum(output.metrics.num_preemptions for output in outputs.values()) > 3
+    completions = [(name, c) for name, output in outputs.items() for c in output.outputs]
+    assert {c.finish_reason for _, c in completions} <= {"stop", "length"}
+    whole = [(name, c.text) for name, c in completions if c.finish_reason == "stop"]
+    assert len(whole) > 0.9 * len(completions)
+    for name, text in whole:
+        check(schemas[name], text)
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": r"(ab|c)*d{2,3}"}, r"(ab|c)*d{2,3}"),
+        ({"regex": r"[à-ü日本]{1,4}"}, r"[à-ü日本]{1,4}"),
+        ({"regex": r"[0-9]{4}-(0[1-9]|1[0-2])"}, r"[0-9]{4}-(0[1-9]|1[0-2])"),
+        ({"choice": ["é", "a\tb", "a\\nb", '"', ""]}, r'é|a\tb|a\\nb|"|'),
+        ({"grammar": 'start: "(" start ")" | "x"'}, r"\(*x\)*"),
+        (
+            {"grammar": "start: word (SEP word){1,3}\nword: /[a-c]{1,3}/\nSEP: / ?, ?/"},
+            r"[a-c]+( ?, ?[a-c]+){1,3}",
+        ),
+        ({"grammar": 'start: %json {"type": "integer", "minimum": 5, "maximum": 9} "!"'}, r"[5-9]!"),
+    ],
+)
+def test_any_tokens_match_the_pattern(folder: str, form: dict[str, Any], pattern: str) -> None:
+    args = EngineArgs(folder, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=400)
+    with LLMEngine(args, RandomExecutor(args)) as engine:
+        for i in range(20):
+            engine.add_request(str(i), "abc", params(i, form, n=1 + i % 3))
+        outputs = finished_outputs(engine)
+    for output in outputs.values():
+        for completion in output.outputs:
+            assert completion.finish_reason == "stop"
+            assert re.fullmatch(pattern, completion.text), completion.text
+            if form.get("grammar", "").startswith('start: "("'):
+                assert completion.text.count("(") == completion.text.count(")")
