@@ -201,6 +201,7 @@ class CompiledPrograms:
             future.set_result(self._compile(program))
             self._futures[program] = future
             self._programs.append(program)
+            self._note_compiled(program)
 
     def __getitem__(self, program: Program) -> CompiledProgram:
         """Returns a program, when it is compiled."""
