@@ -113,7 +113,7 @@ def check(outputs: list[Any], names: list[str | None], dense: DenseModel) -> Non
         assert (x.max(axis=1) - x[np.arange(len(drawn)), drawn] < 1e-3).all(), name
 
 
-@pytest.mark.parametrize("num_blocks", [120, 28])
+@pytest.mark.parametrize("num_blocks", [120, 20])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_as_a_rerun_in_numpy(llm: LLM, dense: DenseModel, num_blocks: int, mode: Any) -> None:
     """In mixed batches and bursts; with few blocks, requests are preempted and come back with their state."""
@@ -125,7 +125,7 @@ def test_as_a_rerun_in_numpy(llm: LLM, dense: DenseModel, num_blocks: int, mode:
     reschedule(engine, num_blocks=num_blocks, preemption_mode=mode)
     together = generate(llm, PROMPTS, [params(name) for name in names])
     assert list(map(tokens, together)) == list(map(tokens, alone))
-    assert (sum(o.metrics.num_preemptions for o in together) > 0) == (num_blocks == 28)
+    assert (sum(o.metrics.num_preemptions for o in together) > 0) == (num_blocks == 20)
     assert engine.executor.runner.num_traces == num_traces  # pyright: ignore
 
 

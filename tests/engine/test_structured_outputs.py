@@ -196,7 +196,7 @@ def test_schemas(request: pytest.FixtureRequest, model: str, seeds: range) -> No
     alone = [list(o.outputs[0].token_ids) for o in generate(llm, [plain])]
     texts: dict[tuple[str, int], str] = defaultdict(str)
     reasons: dict[tuple[str, int], str | None] = {}
-    with_pool_of(llm, 40)  # full, so that requests lose their blocks
+    with_pool_of(llm, 26)  # full, so that requests lose their blocks
     for name, schema in schemas.items():
         seed = int(name)
         settings = {"n": 4 if seed % 5 == 0 else 1, "max_tokens": 300, "output_kind": RequestOutputKind.DELTA}
