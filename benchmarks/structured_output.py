@@ -46,9 +46,6 @@ class MadeUpTokenizer:
     def token_id(self, text: str) -> int | None:
         return self._backend.token_to_id(text)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-
 
 def schema(i: int) -> dict:
     """Returns a schema of a record, with names of its own."""

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import enum
 import hashlib
+from collections.abc import Callable
 from typing import Any, Self
 
 from jax_paged.checks import Problems, check, check_choice, check_int, check_number
@@ -27,7 +28,6 @@ _IGNORED: Ignored = {
     "flat_logprobs": (False,),
     "guided_decoding": (None,),
     "length_penalty": (1.0, 1),
-    "logits_processors": (None, []),
     "logprob_token_ids": (None,),
     "prompt_logprob_start": (None,),
     "prompt_logprob_token_ids": (None,),
@@ -38,6 +38,10 @@ _IGNORED: Ignored = {
     "thinking_token_budget": (None, -1),
     "use_beam_search": (False,),
 }
+
+
+# f(output, logits) or f(prompt, output, logits) -> logits; see SamplingParams.logits_processors.
+LogitsFunction = Callable[..., Any]
 
 
 class RequestOutputKind(enum.Enum):
@@ -111,6 +115,9 @@ class SamplingParams:
             share cached prefixes only if these are equal; one that captures reads none.
         extra_args: The logits processors of the engine that are on, by name, and the numbers that each is
             handed.
+        logits_processors: Python functions of each token's logits, in NumPy: f(output token ids, logits [V])
+            or f(prompt token ids, output token ids, logits) returns those to choose from. They are slow: see
+            LogitsProcessor. Not with penalties, extra_args or forced_token_ids.
         structured_outputs: The form of the outputs: a JSON schema, a regular expression, a grammar, ... Needs
             a tokenizer. An output ends as soon as nothing can follow, and before that only where it is whole,
             or at max_tokens, a stop string or one of stop_token_ids. None leaves the form open.
@@ -150,6 +157,7 @@ class SamplingParams:
     forced_token_ids: list[int] | None = None
     hook_args: dict[str, float | list[float]] | None = None
     extra_args: dict[str, float | list[float]] | None = None
+    logits_processors: list[LogitsFunction] | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
@@ -177,6 +185,7 @@ class SamplingParams:
         problems.note(check, ok, "structured_outputs", form, "None or StructuredOutputsParams")
         if form is not None:
             problems.note(check, not forced, "forced_token_ids (structured_outputs is given)", forced, "None")
+        problems.note(self._check_functions)
         problems.note(check_choice, "output_kind", self.output_kind, tuple(RequestOutputKind))
         problems.raise_if_any()
 
@@ -184,6 +193,8 @@ class SamplingParams:
         """Returns a deep copy."""
         own = copy.copy(self)
         for name, value in vars(self).items():
+            if name == "logits_processors":  # the user's own, with what they keep
+                continue
             if isinstance(
                 value, list | tuple | dict | StructuredOutputsParams
             ):  # a call per field would take most of the time
@@ -234,6 +245,15 @@ class SamplingParams:
         for sequence in self.bad_words_token_ids or ():
             problems.note(_check_token_ids, "bad_words_token_ids", sequence, vocab_size)
         problems.raise_if_any()
+
+    def _check_functions(self) -> None:
+        name, functions = "logits_processors", self.logits_processors
+        ok = functions is None or (isinstance(functions, list) and all(map(callable, functions)))
+        check(ok, name, functions, "None or a list of functions")
+        others = ("presence_penalty", "frequency_penalty", "extra_args", "forced_token_ids")
+        given = [other for other in others if getattr(self, other)]
+        given += ["repetition_penalty"] if self.repetition_penalty != 1 else []
+        check(not (functions and given), name, functions, f"None beside {', '.join(given)}")
 
     def _note_numbers(self, problems: Problems) -> None:
         note = problems.note

@@ -74,7 +74,7 @@ def _check_schema(name: str, value: Any) -> None:
     check(isinstance(parsed, dict), name, value, "a JSON object, as a dict or as text")
     _check_depth(name, parsed)
     try:
-        text = json.dumps(parsed)
+        text = json.dumps(parsed, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is not a JSON object: {error}") from error
     _check_size(name, len(text))

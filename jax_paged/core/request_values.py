@@ -11,6 +11,8 @@ from jax_paged.structured_outputs import StructuredOutputsParams
 def values_of_request(group: SequenceGroup) -> dict[str, Any]:
     """Returns a request as it was added: its prompt and parameters, and nothing that has happened since."""
     params = dataclasses.asdict(group.sampling_params)
+    if params["logits_processors"]:
+        raise ValueError("logits_processors are functions, which can't be written down; allowed: None")
     bias = params["logit_bias"]
     params["logit_bias"] = None if bias is None else list(bias.items())  # JSON's keys are strings
     params["output_kind"] = params["output_kind"].name
@@ -29,7 +31,7 @@ def values_of_request(group: SequenceGroup) -> dict[str, Any]:
 def request_of_values(values: dict[str, Any]) -> SequenceGroup:
     """Returns a new request of what values_of_request returned, perhaps by way of JSON."""
     given, beams = values["sampling_params"], values["beam_params"]
-    bias, form = given["logit_bias"], given["structured_outputs"]
+    bias, form = given["logit_bias"], given.get("structured_outputs")
     changes = {
         "logit_bias": None if bias is None else dict(bias),
         "output_kind": RequestOutputKind[given["output_kind"]],

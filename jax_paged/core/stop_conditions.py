@@ -61,10 +61,11 @@ class StopConditions:
 
         Not if it ends with them for certain, nor if the choice of the next token has to know them on the
         host: beams are chosen there, and so are the tokens that a form allows or that would complete a bad
-        word.
+        word, and logits processors in Python run there.
         """
         params = group.sampling_params
-        if group.beam_params is not None or params.bad_words_token_ids or params.structured_outputs:
+        knows = params.bad_words_token_ids or params.structured_outputs or params.logits_processors
+        if group.beam_params is not None or knows:
             return False
         return self.num_left(group, seq) > 0
 

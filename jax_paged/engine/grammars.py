@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 MAX_COMPILE_S = 5.0
 MAX_CACHED = 64
 _NUM_THREADS = 2
-# Tokens that a chat template may put behind what closes the thinking that it has left out.
-_MAX_BEHIND = 2
+# Tokens of whitespace that a chat template may put behind what closes the thinking that it has left out.
+_MAX_BEHIND = 4
 
 
 class Grammar:
@@ -37,28 +37,44 @@ class Grammar:
         root: Before the first token; only copied.
         end_token_ids: Tokens that end an output.
         num_words: Of a mask, each of 32 tokens; those behind the model's vocabulary mean nothing.
-        starts_after: Tokens behind which the form begins; empty if it begins with the output.
+        starts_after: Text behind which the form begins; "" if it begins with the output.
+        tokenizer: Of the model.
     """
 
     def __init__(
-        self, root: "LLMatcher", end_token_ids: frozenset[int], num_words: int, starts_after: tuple[int, ...]
+        self,
+        root: "LLMatcher",
+        end_token_ids: frozenset[int],
+        num_words: int,
+        starts_after: str,
+        tokenizer: Tokenizer,
     ) -> None:
         self._root = root
         self.end_token_ids = end_token_ids
         self.num_words = num_words
-        self.starts_after = starts_after
+        self._starts_after = starts_after
+        self._tokenizer = tokenizer
 
     def matcher(self, prompt_token_ids: list[int], *, ignores_eos: bool) -> "Matcher":
         """Returns what follows one output of the form, from its first token on.
 
         Args:
-            prompt_token_ids: May already hold what the form begins behind, at its end.
+            prompt_token_ids: The text that the form begins behind may stand at its end.
             ignores_eos: Whether the request goes on after an end token: then none is allowed.
         """
-        n = len(self.starts_after)
-        tail = prompt_token_ids[-n - _MAX_BEHIND :] if n else []
-        waits = n > 0 and not any(_ends_with(tail[: i + 1], self.starts_after) for i in range(len(tail)))
+        waits = bool(self._starts_after) and not self.begins_behind(prompt_token_ids, _MAX_BEHIND)
         return Matcher(self, self._root.deep_copy(), waits=waits, ignores_eos=ignores_eos)
+
+    def begins_behind(self, token_ids: list[int], num_blank: int = 0) -> bool:
+        """Returns whether some tokens end with the text that the form begins behind.
+
+        Args:
+            token_ids: At least the last ones of a text.
+            num_blank: How many tokens of whitespace may follow it.
+        """
+        num_tokens = len(self._starts_after.encode()) + num_blank  # each of at least a byte
+        text = self._tokenizer.decode(token_ids[-num_tokens:], skip_special_tokens=False)
+        return (text.rstrip() if num_blank else text).endswith(self._starts_after)
 
 
 class Matcher:
@@ -95,7 +111,7 @@ class Matcher:
         """
         for n in range(self._num_tokens, len(token_ids)):
             if self._waits:
-                self._waits = not _ends_with(token_ids[: n + 1], self.grammar.starts_after)
+                self._waits = not self.grammar.begins_behind(token_ids[: n + 1])
             elif self._num_when_complete is None and self._state.consume_token(token_ids[n]):
                 self._num_when_complete = n + 1 if self._state.is_stopped() else None
         self._num_tokens = len(token_ids)
@@ -161,9 +177,9 @@ class Grammars:
             raise ValueError(
                 f"{name} takes more than {MAX_COMPILE_S:g} s to compile; allowed: less"
             ) from None
-        after = self._tokenizer.encode(params.starts_after or "", add_special_tokens=False)
         num_words = -(-self._ll_tokenizer.vocab_size // 32)
-        grammar = Grammar(root, self._end_token_ids, num_words, tuple(after))
+        after = params.starts_after or ""
+        grammar = Grammar(root, self._end_token_ids, num_words, after, self._tokenizer)
         with self._lock:
             self._compiled[key] = grammar
             if len(self._compiled) > MAX_CACHED:
@@ -194,6 +210,7 @@ class Grammars:
             raise ValueError(f"{name} can't be used: {error}") from error
         if root.is_error():
             problem = " ".join(root.get_error().removesuffix("<non-verbose/>").split())
+            problem = "nothing meets it" if problem == "NoExtensionBias" else problem
             raise ValueError(f"{name} can't be used: {problem}")
         return root
 
@@ -245,10 +262,6 @@ def token_masks(output: SchedulerOutput, matchers: dict[int, tuple[Matcher, list
                 ahead.fill(words[j + k])
         j += sample.num_logits
     return TokenMasks(tuple(rows), words.tobytes())
-
-
-def _ends_with(token_ids: list[int], end: tuple[int, ...]) -> bool:
-    return tuple(token_ids[-len(end) :]) == end
 
 
 def _json(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -269,6 +270,9 @@ class InputProcessor:
             setattr(params, field, _resolved_args(field, getattr(params, field), known))
         captures = not self._config.capturing.isdisjoint(params.hook_args or ())
         params.skip_reading_prefix_cache = captures or not params.reads_prefix_cache
+        if params.logits_processors:
+            message = "logits_processors run on the host, token by token, which is slow: see LogitsProcessor"
+            warnings.warn(message, UserWarning, stacklevel=2)
         if params.bad_words:
             if self._tokenizer is None:
                 given = f"bad_words is {params.bad_words!r}"
@@ -360,7 +364,8 @@ def _resolved_args(
     """Checks hook_args or extra_args, and makes lists of floats of its numbers."""
     resolved: dict[str, list[float]] = {}
     for name, value in (given or {}).items():
-        check(name in known, f"{field} names", name, f"what this engine has: {list(known)}")
+        kind = {"hook_args": "hooks", "extra_args": "logits processors"}[field]
+        check(name in known, f"{field} names", name, f"the {kind} of this engine: {list(known)}")
         numbers = as_list(value)
         numbers = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
         check(len(numbers) == known[name], f"{field}[{name!r}]", value, f"{known[name]} numbers")

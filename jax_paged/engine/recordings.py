@@ -30,6 +30,10 @@ def replay(loop: "StepLoop", config: "EngineConfig", lines: Iterable[str]) -> "R
     for event in map(json.loads, lines):
         if event["event"] == "start":
             _check_fits(event, config)
+        form = event["sampling_params"].get("structured_outputs") if event["event"] == "add" else None
+        check(
+            form is None, "structured_outputs of a recorded request", form, "None, as masks are not recorded"
+        )
     try:
         return tell(lines, loop.executor).replay()
     finally:

@@ -115,7 +115,7 @@ class Body(BaseModel):
         """Returns the names of the fields that the server does not know."""
         names = [name for name in self.model_extra or () if name not in _NOT_BUILT]
         for name, value in self:
-            if isinstance(value, Part | ResponseFormat):
+            if isinstance(value, Part) or (isinstance(value, ResponseFormat) and value.ignores_extra):
                 names += [f"{name}.{inner}" for inner in value.model_extra or ()]
         return names
 

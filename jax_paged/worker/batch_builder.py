@@ -148,6 +148,12 @@ class BatchBuilder:
         mask = self._token_mask(sample_seats, sample_positions, output.token_masks, is_masked)
         return StepInputs(packed, *bias, mask, changes[:, :num_ahead], num_shared)
 
+    def fields(self, inputs: StepInputs, bucket: Bucket) -> dict[str, np.ndarray]:
+        """Returns the fields of a step's buffer."""
+        batch = self._input_batch
+        columns = batch.hook_args.shape[1], batch.processor_args.shape[1]
+        return views(inputs.packed, layout(bucket, len(self._groups), *columns)[0])
+
     def _fill_slots(
         self,
         view: dict[str, np.ndarray],
@@ -187,7 +193,7 @@ class BatchBuilder:
         batch = self._input_batch
         args = batch.processor_args[seats]
         if batch.new_seats:
-            is_new = np.array([seat in batch.new_seats for seat in seats.tolist()])
+            is_new = np.array([seat in batch.new_seats for seat in seats.tolist()], bool)
             modes = np.cumsum([0, *(1 + n for n in batch.processors.values())])[:-1]
             args[np.ix_(is_new, modes)] *= 2
             batch.new_seats.difference_update(seats.tolist())

@@ -193,6 +193,16 @@ class CompiledPrograms:
                 return bucket
         raise AssertionError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")
 
+    def add(self, program: Program) -> None:
+        """Compiles a program that hardly anybody needs, if it is not there."""
+        if program not in self._futures:
+            self._num_traces += 1
+            future: concurrent.futures.Future[CompiledProgram] = concurrent.futures.Future()
+            future.set_result(self._compile(program))
+            self._futures[program] = future
+            self._programs.append(program)
+            self._note_compiled(program)
+
     def __getitem__(self, program: Program) -> CompiledProgram:
         """Returns a program, when it is compiled."""
         return self._futures[program].result()

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_paged.core.scheduler_output import MAX_END_TOKENS, NewSequence, ScheduledSequence, SchedulerOutput
-from jax_paged.sampling_params import SamplingParams
+from jax_paged.sampling_params import LogitsFunction, SamplingParams
 from jax_paged.worker.packed_batch import NUM_SAMPLING_COLUMNS, pack_sampling
-from jax_paged.worker.token_rules import TokenRules
+from jax_paged.worker.token_rules import KnownTokens, TokenRules
 
 
 class TokenCountReset(NamedTuple):
@@ -46,6 +46,8 @@ class InputBatch:
         count_seats: int32 [S], the seat itself where a sequence has penalties, S elsewhere.
         num_top_logprobs: int32 [S], how many most likely tokens to report; -1 for no log-probabilities.
         token_rules: The sequences of which some tokens get a bias, or are forbidden.
+        known_tokens: Of sequences whose tokens the host has to know, as bad words do.
+        functions: Of sequences with logits processors in Python.
         forced_tokens: Of sequences whose output is given, the length of the prompt, and the output.
         hook_args: float32 [S, A], whether each hook is on, and its arguments.
         processor_args: float32 [S, P], whether each logits processor is on, and its arguments.
@@ -81,11 +83,17 @@ class InputBatch:
         self.count_seats = np.full(max_num_seqs, max_num_seqs, np.int32)
         self.num_top_logprobs = np.full(max_num_seqs, -1, np.int32)
         self.token_rules: dict[int, TokenRules] = {}
+        self.known_tokens: dict[int, KnownTokens] = {}
+        self.functions: dict[int, list[LogitsFunction]] = {}
         self.forced_tokens: dict[int, tuple[int, list[int]]] = {}
         self.hook_args = np.zeros((max_num_seqs, sum(1 + n for n in hooks.values())), np.float32)
         self.processor_args = np.zeros((max_num_seqs, sum(1 + n for n in processors.values())), np.float32)
         self.new_seats: set[int] = set()
         self.prompts: dict[int, tuple[list[int], int]] = {}
+        self._by_seat: tuple[dict[int, Any], ...] = (
+            *(self.token_rules, self.known_tokens, self.functions),
+            *(self.prompts, self.forced_tokens),
+        )
 
     @property
     def num_seats(self) -> int:
@@ -126,11 +134,10 @@ class InputBatch:
         for row in output.scheduled:
             if any(row.new_blocks) or row.replaced_blocks:
                 self._change_tables(row)
-        if any(rules.read_tokens for rules in self.token_rules.values()):
+        if self.known_tokens:
             for row in output.scheduled:
-                rules = self.token_rules.get(self._seats[row.seq_id])
-                if rules is not None and rules.read_tokens:
-                    rules.record(row.start, row.token_ids)
+                if (tokens := self.known_tokens.get(self._seats[row.seq_id])) is not None:
+                    tokens.record(row.start, row.token_ids)
         return resets
 
     def take_table_changes(self) -> np.ndarray:
@@ -155,7 +162,7 @@ class InputBatch:
         assert not self.block_tables[is_padding].any(), "a block stands behind the end of a table"
         assert (self.block_tables >= 0).all(), "a block id is negative"
         assert (self.block_tables < self._num_blocks).all(), "a block id is out of the pool"
-        for seats in (self.token_rules, self.prompts, self.forced_tokens):
+        for seats in self._by_seat:
             assert seats.keys() <= set(taken), "a free seat has something"
 
     def _release(self, seq_id: int) -> None:
@@ -166,7 +173,7 @@ class InputBatch:
             self.block_tables[g, seat, :n] = 0
         self.num_table_blocks[:, seat] = 0
         self.count_seats[seat] = self.num_seats
-        for seats in (self.token_rules, self.prompts, self.forced_tokens):
+        for seats in self._by_seat:
             seats.pop(seat, None)
         self._free.append(seat)
 
@@ -188,8 +195,13 @@ class InputBatch:
         )
         end_token_ids = sorted(new.end_token_ids)[:MAX_END_TOKENS]
         self.end_tokens[seat] = end_token_ids + [-1] * (MAX_END_TOKENS - len(end_token_ids))
+        tokens = KnownTokens(new)
+        if params.bad_words_token_ids or params.logits_processors:
+            self.known_tokens[seat] = tokens
+        if params.logits_processors:
+            self.functions[seat] = params.logits_processors
         if TokenRules.are_needed(new):
-            self.token_rules[seat] = TokenRules(new, self._vocab_size)
+            self.token_rules[seat] = TokenRules(new, tokens, self._vocab_size)
         self._hooks_on[new.seq_id] = frozenset(params.hook_args or ())
         self.hook_args[seat] = _row(self._hooks, params.hook_args or {})
         self.processor_args[seat] = _row(self.processors, params.extra_args or {})

@@ -24,7 +24,7 @@ from jax_paged.models.layers import TENSOR
 from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.native import products
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
-from jax_paged.worker import prompt_logprobs
+from jax_paged.worker import host_processors, prompt_logprobs
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
 from jax_paged.worker.block_tables import WriteBlockTablesProgram, write_block_tables
@@ -307,7 +307,8 @@ class ModelRunner:
 
     def _step(self, output: SchedulerOutput, logits_rows: LogitsRows) -> PendingStep:
         targets = prompt_logprobs.row_targets(output, logits_rows, self._input_batch)
-        bucket = self._bucket(output, wants_hidden=bool(targets))
+        functions = self._input_batch.functions
+        bucket = self._bucket(output, wants_hidden=bool(targets or functions))
         inputs = self.builder.build(output, logits_rows, bucket)
         tables = self._seat_arrays.block_tables
         tables = write_block_tables(self._run, tables, inputs.changes_ahead, self._place)
@@ -323,6 +324,10 @@ class ModelRunner:
             inputs.packed,
             *sampling_inputs,
         )
+        redrawn = {}
+        if functions:
+            args = self._input_batch, self.builder.fields(inputs, bucket), sampling_inputs
+            redrawn = host_processors.redraw(self._compiled, self._weights, hidden, *args)
         seats = self._input_batch.seats_of([sample.seq_id for sample in output.samples])
         num_top = self._input_batch.num_top_logprobs[seats][logits_rows.samples]
         return PendingStep(
@@ -334,6 +339,7 @@ class ModelRunner:
             results=results,
             details=details if (num_top >= 0).any() else None,
             prompt_logprobs=self._begin_prompt_logprobs(output, targets, hidden) if targets else [],
+            redrawn=redrawn,
             captured=captured,
             capturing=self._input_batch.capturing(output, self.config.capturing) if captured else {},
             num_shared_tokens=inputs.num_shared_tokens,

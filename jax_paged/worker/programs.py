@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jax_paged.models.attention import Attend, Backend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.hooks import Hook, at_paths
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.logits_processors import LogitsProcessor, state_shapes
-from jax_paged.worker.sampler import Sampler
+from jax_paged.worker.sampler import SampledTokens, Sampler
 from jax_paged.worker.weights import FlatModel
 
 
@@ -173,3 +173,10 @@ def matmul_precision(dtype: jnp.dtype) -> contextlib.AbstractContextManager[None
 def bits(x: Array) -> Array:
     """Returns the bits of float32 numbers as int32."""
     return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def packed_results(drawn: SampledTokens) -> tuple[Int[Array, "4 b"], Int[Array, "b n"]]:
+    """Returns what a step reports of its tokens; see StepProgram."""
+    flags = [drawn.is_finite.astype(jnp.int32), drawn.has_choice.astype(jnp.int32)]
+    columns = [drawn.rank[:, None], drawn.top_token_ids, bits(drawn.top_logprobs)]
+    return jnp.stack([drawn.token_ids, bits(drawn.logprob), *flags]), jnp.concatenate(columns, axis=1)

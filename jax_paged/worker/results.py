@@ -29,6 +29,7 @@ class PendingStep:
         capturing: By the index of each row of which some capture, the first of its token rows, how many there
             are, and the names of these hooks.
         num_shared_tokens: Of StepInputs.
+        redrawn: Columns of `results` and rows of `details` that take the place of these.
     """
 
     step_id: int
@@ -42,6 +43,7 @@ class PendingStep:
     captured: dict[str, Array] = dataclasses.field(default_factory=dict)
     capturing: dict[int, tuple[int, int, list[str]]] = dataclasses.field(default_factory=dict)
     num_shared_tokens: int = 0
+    redrawn: dict[int, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
 
     def begin_transfer(self) -> None:
         """Lets the results travel to the host as soon as they are there."""
@@ -56,7 +58,9 @@ class PendingStep:
         if self.results.ndim == 3:
             return self._read_burst(np.asarray(self.results)[:, :, : self.num_samples])
         num_drawn = self.logits_rows.num_drawn
-        columns = np.asarray(self.results)[:, : len(self.logits_rows.rows)]
+        columns = np.array(self.results)[:, : len(self.logits_rows.rows)]
+        for j, (column, _) in self.redrawn.items():
+            columns[:, j] = column
         token_ids, logprobs, is_finite, has_choice = columns
         finite = np.ones(self.num_rows, bool)
         finite[self.logits_rows.rows[is_finite == 0]] = False
@@ -68,7 +72,10 @@ class PendingStep:
         if self.details is None:
             details = [TokenLogprobs(logprob, 0, [], []) for logprob in chosen]
         else:
-            details = read_details(np.asarray(self.details)[:num_drawn], chosen, self.num_top.tolist())
+            rows = np.array(self.details)[:num_drawn]
+            for j, (_, row) in self.redrawn.items():
+                rows[j] = row
+            details = read_details(rows, chosen, self.num_top.tolist())
         return ModelRunnerOutput(
             step_id=self.step_id,
             token_ids=self._by_sample(tokens),

@@ -16,7 +16,7 @@ from jax_paged.worker import logits_processors
 from jax_paged.worker.block_tables import tables_of, write_changes
 from jax_paged.worker.buckets import Bucket, plan_buckets
 from jax_paged.worker.packed_batch import attention_metadata, layout, sampling_batch, unpack
-from jax_paged.worker.programs import Program, SeatArrays, TraceContext, bits
+from jax_paged.worker.programs import Program, SeatArrays, TraceContext, packed_results
 from jax_paged.worker.sampler import SampledTokens, sample
 from jax_paged.worker.token_counts import add_tokens
 
@@ -172,13 +172,6 @@ class TracedStep:
         state = lax.while_loop(lambda state: (state[0] < k) & jnp.any(state[1]), step, state)
         _, _, tokens, kv_cache, token_counts, states, results, details, captured = state
         return results, details, tokens, captured, kv_cache, token_counts, states
-
-
-def packed_results(drawn: SampledTokens) -> tuple[Int[Array, "4 b"], Int[Array, "b n"]]:
-    """Returns what a step reports of its tokens; see StepProgram."""
-    flags = [drawn.is_finite.astype(jnp.int32), drawn.has_choice.astype(jnp.int32)]
-    columns = [drawn.rank[:, None], drawn.top_token_ids, bits(drawn.top_logprobs)]
-    return jnp.stack([drawn.token_ids, bits(drawn.logprob), *flags]), jnp.concatenate(columns, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,18 +8,47 @@ import numpy as np
 from jax_paged.core.scheduler_output import NewSequence
 
 
+class KnownTokens:
+    """The tokens of one sequence as far as rows have told them.
+
+    Args:
+        new: The sequence, as it takes its seat.
+    """
+
+    def __init__(self, new: NewSequence) -> None:
+        self._prompt, self._output = new.prompt_token_ids, list(new.output_token_ids)
+
+    def record(self, start: int, token_ids: list[int]) -> None:
+        """Takes in the tokens of a row, in place of what it knew from position `start` on."""
+        first = start - len(self._prompt)
+        if first < 0:
+            token_ids, first = token_ids[-first:], 0
+        if token_ids:
+            self._output[first:] = token_ids
+
+    def before(self, position: int) -> tuple[list[int], list[int]]:
+        """Returns the prompt, and the output before a position."""
+        return list(self._prompt), self._output[: position - len(self._prompt)]
+
+    def between(self, start: int, stop: int) -> list[int]:
+        """Returns the tokens at positions [start, stop)."""
+        n = len(self._prompt)
+        return self._prompt[start:stop] + self._output[max(start - n, 0) : max(stop - n, 0)]
+
+
 class TokenRules:
     """The tokens of one sequence that get a bias at any position, and those that are forbidden at some.
 
     Args:
         new: The sequence, as it takes its seat.
+        tokens: Those before any position that is asked for.
         vocab_size: Of the model.
 
     Attributes:
         bias: What is added to logits, by token id.
     """
 
-    def __init__(self, new: NewSequence, vocab_size: int) -> None:
+    def __init__(self, new: NewSequence, tokens: KnownTokens, vocab_size: int) -> None:
         params = new.sampling_params
         self.bias, banned = params.split_bias()
         self._num_prompt = len(new.prompt_token_ids)
@@ -34,9 +63,7 @@ class TokenRules:
         self._bad_words: dict[int, dict[tuple[int, ...], list[int]]] = defaultdict(dict)
         for *before, last in params.bad_words_token_ids or ():
             self._bad_words[len(before)].setdefault(tuple(before), []).append(last)
-        # Only bad words look at the tokens before a position.
-        self._prompt = new.prompt_token_ids
-        self._output = list(new.output_token_ids) if self._bad_words else []
+        self._tokens = tokens  # only bad words look at them
 
     @staticmethod
     def are_needed(new: NewSequence) -> bool:
@@ -44,19 +71,6 @@ class TokenRules:
         params = new.sampling_params
         allowed = params.allowed_token_ids is not None
         return bool(allowed or params.logit_bias or params.min_tokens or params.bad_words_token_ids)
-
-    @property
-    def read_tokens(self) -> bool:
-        """Whether `record` has to be told of each row."""
-        return bool(self._bad_words)
-
-    def record(self, start: int, token_ids: list[int]) -> None:
-        """Takes in the tokens of a row, in place of what it knew from position `start` on."""
-        first = start - self._num_prompt
-        if first < 0:
-            token_ids, first = token_ids[-first:], 0
-        if token_ids:
-            self._output[first:] = token_ids
 
     def mask_at(self, position: int) -> np.ndarray | None:
         """Returns what may be chosen at a position, int32 [ceil(V / 32)]; None if everything may.
@@ -79,12 +93,8 @@ class TokenRules:
         last: list[int] = []
         for length, words in self._bad_words.items():
             if length <= position:
-                last += words.get(tuple(self._tokens(position - length, position)), ())
+                last += words.get(tuple(self._tokens.between(position - length, position)), ())
         return last
-
-    def _tokens(self, start: int, stop: int) -> list[int]:
-        n = self._num_prompt
-        return self._prompt[start:stop] + self._output[max(start - n, 0) : max(stop - n, 0)]
 
 
 def pack_token_mask(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:

@@ -1,6 +1,8 @@
 """Outputs have the form that their requests ask for, and nobody else notices."""
 
+import functools
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -9,11 +11,14 @@ from typing import Any
 
 import jsonschema
 import pytest
-from helpers.real_model import reschedule, reset
+from helpers.random_engine import RandomExecutor
+from helpers.real_model import finished_outputs, make_executor, reschedule, reset
 from helpers.schemas import SchemaMaker
 
-from jax_paged import LLM, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jax_paged import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
+from jax_paged.engine import grammars
+from jax_paged.lab.recording import replay
 
 SCHEMA = {
     "type": "object",
@@ -33,7 +38,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a reference to nowhere": ({"json": {"$ref": "#/nobody"}}, "json .*nobody"),
     "a regular expression": ({"regex": "a(b"}, "regex .*unclosed group"),
     "a grammar": ({"grammar": "start: nobody"}, "grammar .*nobody"),
-    "a grammar without words": ({"grammar": "start: a\na: a"}, "grammar can't be used"),
+    "a grammar without words": ({"grammar": "start: a\na: a"}, "grammar .*nothing meets it"),
     "a tag without a trigger": ({"structural_tag": TAG | {"triggers": ["<g"]}}, "structural_tag .*begin"),
     "tags that are none": ({"structural_tag": {}}, "structural_tag .*triggers"),
 }
@@ -47,13 +52,21 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,
     "num_gpu_blocks_override": 400,
+    "num_scheduler_steps": 4,
 }
+
+
+def make_llm(model: str) -> LLM:
+    """Returns an LLM with the largest bucket of each kind."""
+    executor = make_executor(EngineArgs(model, **SETTINGS))
+    llm = LLM(model, executor=executor, **SETTINGS)
+    executor.wait_until_compiled()
+    return llm
 
 
 @pytest.fixture(scope="module")
 def session_llm() -> Iterator[LLM]:
-    with LLM("pagelet", **SETTINGS) as llm:
-        llm.llm_engine.executor.wait_until_compiled()
+    with make_llm("pagelet") as llm:
         yield llm
 
 
@@ -65,9 +78,13 @@ def llm(session_llm: LLM) -> LLM:
 
 @pytest.fixture
 def random_llm(checkpoint: Path) -> Iterator[LLM]:
-    with LLM(str(checkpoint), **SETTINGS) as llm:
-        llm.llm_engine.executor.wait_until_compiled()
+    with make_llm(str(checkpoint)) as llm:
         yield llm
+
+
+def check(schema: dict[str, Any], text: str) -> None:
+    """Validates a text, with what jsonschema knows of formats."""
+    jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))
 
 
 def with_pool_of(llm: LLM, num_blocks: int) -> None:
@@ -179,7 +196,7 @@ def test_schemas(request: pytest.FixtureRequest, model: str, seeds: range) -> No
     alone = [list(o.outputs[0].token_ids) for o in generate(llm, [plain])]
     texts: dict[tuple[str, int], str] = defaultdict(str)
     reasons: dict[tuple[str, int], str | None] = {}
-    with_pool_of(llm, 90)  # full, so that requests lose their blocks
+    with_pool_of(llm, 26)  # full, so that requests lose their blocks
     for name, schema in schemas.items():
         seed = int(name)
         settings = {"n": 4 if seed % 5 == 0 else 1, "max_tokens": 300, "output_kind": RequestOutputKind.DELTA}
@@ -204,6 +221,128 @@ def test_schemas(request: pytest.FixtureRequest, model: str, seeds: range) -> No
     assert {*reasons.values()} <= {"stop", "length"}
     assert len(whole) > 0.9 * len(reasons)
     for name, index in whole:
-        value = json.loads(texts[name, index])
-        validator = jsonschema.Draft202012Validator(schemas[name], format_checker=FORMATS)
-        validator.validate(value)
+        check(schemas[name], texts[name, index])
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({}, "exactly one"),
+        ({"regex": "a", "choice": ["b"]}, "exactly one"),
+        ({"json": "[1"}, "allowed: JSON"),
+        ({"json": "[1]"}, "a JSON object"),
+        ({"json": {"const": math.nan}}, "not a JSON object"),
+        ({"json": {"const": {1, 2}}}, "not a JSON object"),
+        ({"json": {"const": "b" * 200_000}}, "json has 2.* characters; allowed: up to 131072"),
+        ({"json": functools.reduce(lambda inner, _: {"not": inner}, range(3000), {})}, "60 levels"),
+        ({"regex": ""}, "not empty"),
+        ({"choice": [""]}, "choice is"),
+        ({"json_object": "yes"}, "json_object is 'yes'"),
+        ({"regex": "a", "starts_after": ""}, "starts_after is ''"),
+    ],
+)
+def test_what_is_no_form(form: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StructuredOutputsParams(**form)
+
+
+def test_a_form_that_takes_too_long_to_compile(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.0)
+    with pytest.raises(ValueError, match=r"structured_outputs.regex takes more than 0 s to compile"):
+        generate(llm, [params(0, {"regex": "slow{3}"})])
+
+
+def test_forks_rollbacks_and_states_follow_the_form(llm: LLM) -> None:
+    """What has a form goes on with it after a fork, tokens taken back, a draft and a restored state."""
+    engine, form = llm.llm_engine, {"json": SCHEMA}
+    (whole,) = generate(llm, [params(3, form)])
+    wanted = list(whole.outputs[0].token_ids)
+    engine.add_request("a", "What is a block table?", params(3, form))
+    seq = engine.scheduler.queues.find("a").sequences[0]  # pyright: ignore[reportOptionalMemberAccess]
+    while len(seq.output_token_ids) < 5:
+        engine.step()
+    engine.fork("a", "b", seed=3)
+    engine.rollback("b", 3)
+    assert engine.verify("a", [0, 0]).num_accepted == 0  # end tokens, which the form does not allow
+    state = engine.state()
+    engine.abort_request(["a", "b"])
+    engine.drain()
+    reset(engine)
+    engine.load_state(state)
+    outputs = finished_outputs(engine)
+    assert {name: list(output.outputs[0].token_ids) for name, output in outputs.items()} == {
+        "a": wanted,
+        "b": wanted,
+    }
+
+
+def test_a_recording_with_forms_replays_decisions_but_not_tokens(llm: LLM) -> None:
+    engine, lines = llm.llm_engine, []
+    engine.record(lines.append)
+    generate(llm, [params(3, {"json": SCHEMA}, n=2)])
+    engine.record(None)
+    assert replay(lines).num_steps > 3
+    with pytest.raises(ValueError, match="structured_outputs of a recorded request"):
+        engine.replay(lines)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("mode", [None, "recompute", "swap"])
+def test_any_tokens_that_the_masks_allow_have_the_form(
+    folder: str, mode: Any, async_scheduling: bool
+) -> None:
+    """624 schemas over these settings, drawn as evenly as no model does, in a pool that is full."""
+    args = EngineArgs(
+        folder,
+        num_gpu_blocks_override=22,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=400,
+        preemption_mode=mode,
+        async_scheduling=async_scheduling,
+    )
+    part = 2 * [None, "recompute", "swap"].index(mode) + async_scheduling
+    schemas = {str(seed): SchemaMaker(seed).schema() for seed in range(part * 104, part * 104 + 104)}
+    with LLMEngine(args, RandomExecutor(args)) as engine:
+        for name, schema in schemas.items():
+            settings = {"n": 4 if int(name) % 5 == 0 else 1, "max_tokens": 300}
+            engine.add_request(
+                name, "abc" * (1 + int(name) % 5), params(int(name), {"json": schema}, **settings)
+            )
+        outputs = finished_outputs(engine)
+    assert sum(output.metrics.num_preemptions for output in outputs.values()) > 3
+    completions = [(name, c) for name, output in outputs.items() for c in output.outputs]
+    assert {c.finish_reason for _, c in completions} <= {"stop", "length"}
+    whole = [(name, c.text) for name, c in completions if c.finish_reason == "stop"]
+    assert len(whole) > 0.9 * len(completions)
+    for name, text in whole:
+        check(schemas[name], text)
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": r"(ab|c)*d{2,3}"}, r"(ab|c)*d{2,3}"),
+        ({"regex": r"[à-ü日本]{1,4}"}, r"[à-ü日本]{1,4}"),
+        ({"regex": r"[0-9]{4}-(0[1-9]|1[0-2])"}, r"[0-9]{4}-(0[1-9]|1[0-2])"),
+        ({"choice": ["é", "a\tb", "a\\nb", '"', ""]}, r'é|a\tb|a\\nb|"|'),
+        ({"grammar": 'start: "(" start ")" | "x"'}, r"\(*x\)*"),
+        (
+            {"grammar": "start: word (SEP word){1,3}\nword: /[a-c]{1,3}/\nSEP: / ?, ?/"},
+            r"[a-c]+( ?, ?[a-c]+){1,3}",
+        ),
+        ({"grammar": 'start: %json {"type": "integer", "minimum": 5, "maximum": 9} "!"'}, r"[5-9]!"),
+    ],
+)
+def test_any_tokens_match_the_pattern(folder: str, form: dict[str, Any], pattern: str) -> None:
+    args = EngineArgs(folder, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=400)
+    with LLMEngine(args, RandomExecutor(args)) as engine:
+        for i in range(20):
+            engine.add_request(str(i), "abc", params(i, form, n=1 + i % 3))
+        outputs = finished_outputs(engine)
+    for output in outputs.values():
+        for completion in output.outputs:
+            assert completion.finish_reason == "stop"
+            assert re.fullmatch(pattern, completion.text), completion.text
+            if form.get("grammar", "").startswith('start: "("'):
+                assert completion.text.count("(") == completion.text.count(")")

@@ -16,7 +16,7 @@ with LLMEngine(args, ScriptedExecutor(args)) as engine:
     checked = engine.check_request("abc?", SamplingParams(stop="x", logprobs=1))
     engine.add_request("a", checked)
     assert run(engine)["a"].outputs[0].text == "abc"
-imported = [name for name in sys.modules if name.split(".")[0] in ("jax", "jaxlib", "flax")]
+imported = [name for name in sys.modules if name.split(".")[0] in ("jax", "jaxlib", "flax", "llguidance")]
 assert not imported, imported
 """
 

@@ -80,7 +80,7 @@ class SchemaMaker:
     def _number(self, depth: int) -> Schema:
         rng = self._rng
         low = round(rng.uniform(-10, 10), 2)
-        return {"type": "number", "minimum": low, "maximum": low + rng.choice([0.5, 3, 100])}
+        return {"type": "number", "minimum": low, "maximum": round(low + rng.choice([0.5, 3, 100]), 2)}
 
     def _enum(self, depth: int) -> Schema:
         rng = self._rng

@@ -59,6 +59,15 @@ def test_json_object(served):
     assert isinstance(json.loads(text), dict)
 
 
+def test_structural_tag(served):
+    tag = {"type": "structural_tag", "triggers": ["<a"]}
+    tag["structures"] = [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}]
+    body = {"prompt": "a", "max_tokens": 8, "response_format": tag}
+    answer = served.client.post("/completions", json=body)
+    assert answer.status_code == 200
+    assert "x-ignored-fields" not in answer.headers
+
+
 def test_responses(served):
     form = {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}
     body = {"input": "Where?", "text": {"format": form}, "max_output_tokens": 60}

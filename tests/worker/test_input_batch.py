@@ -9,7 +9,7 @@ from helpers.steps import make_output, make_row, new_sequence
 
 from jax_paged.core.scheduler_output import BlockTables, NewSequence, ScheduledSequence
 from jax_paged.worker.input_batch import InputBatch, TokenCountReset
-from jax_paged.worker.token_rules import TokenRules, pack_token_mask
+from jax_paged.worker.token_rules import KnownTokens, TokenRules, pack_token_mask
 
 NUM_SEATS, NUM_GROUPS, MAX_BLOCKS, NUM_BLOCKS, VOCAB_SIZE = 6, 3, 12, 1000, 70
 
@@ -193,7 +193,9 @@ def test_integrity_is_checked() -> None:
     with pytest.raises(AssertionError, match="behind the end"):
         batch.check_integrity()
     batch.block_tables[0, seat, 2] = 0
-    batch.token_rules[(seat + 1) % NUM_SEATS] = TokenRules(new_sequence(2, [1], tables=[[3]]), 8)
+    new = new_sequence(2, [1], tables=[[3]])
+    rules = TokenRules(new, KnownTokens(new), 8)
+    batch.token_rules[(seat + 1) % NUM_SEATS] = rules
     with pytest.raises(AssertionError, match="free seat"):
         batch.check_integrity()
 

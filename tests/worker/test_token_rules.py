@@ -12,7 +12,7 @@ from helpers.steps import new_sequence
 from jax_paged import EngineArgs, SamplingParams
 from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.sampling_params import MAX_BIAS_IDS
-from jax_paged.worker.token_rules import TokenRules
+from jax_paged.worker.token_rules import KnownTokens, TokenRules
 
 VOCAB_SIZE = 2003
 EOS = frozenset({1998, 1999})
@@ -24,12 +24,16 @@ def processor() -> InputProcessor:
     return InputProcessor(dataclasses.replace(config, vocab_size=VOCAB_SIZE, eos_token_ids=EOS), None)
 
 
-def rules_of(processor: InputProcessor, prompt: list[int], settings: dict[str, Any]) -> TokenRules:
+def rules_of(
+    processor: InputProcessor, prompt: list[int], settings: dict[str, Any]
+) -> tuple[TokenRules, KnownTokens]:
     params = processor.check(prompt, SamplingParams(**settings)).params
     end_token_ids = EOS | set(params.stop_token_ids or ())
     new = new_sequence(0, prompt, tables=[[1]], end_token_ids=end_token_ids, **settings)
     assert TokenRules.are_needed(new)
-    return TokenRules(new, VOCAB_SIZE)
+    tokens = KnownTokens(new)
+    tokens.record(0, prompt)
+    return TokenRules(new, tokens, VOCAB_SIZE), tokens
 
 
 def allowed(rules: TokenRules, position: int) -> set[int]:
@@ -52,8 +56,7 @@ def test_masks_are_as_the_parameters_read(processor: InputProcessor, seed: int) 
         "stop_token_ids": stops,
         "allowed_token_ids": some,
     }
-    rules, text = rules_of(processor, prompt, settings), list(prompt)
-    rules.record(0, text)
+    (rules, tokens), text = rules_of(processor, prompt, settings), list(prompt)
     for position in range(len(prompt), 14):
         forbidden = {word[-1] for word in words if text[position - len(word) + 1 : position] == word[:-1]}
         if position < len(prompt) + 4:
@@ -62,15 +65,15 @@ def test_masks_are_as_the_parameters_read(processor: InputProcessor, seed: int) 
         mask = rules.mask_at(position)
         assert wanted == (set(range(VOCAB_SIZE)) if mask is None else allowed(rules, position))
         text.append(rng.randrange(5))
-        rules.record(position, text[-1:])
+        tokens.record(position, text[-1:])
 
 
 def test_a_long_logit_bias(processor: InputProcessor) -> None:
     added = {token_id: 0.5 + token_id for token_id in range(0, 99)}
     short = added | dict.fromkeys(range(100, MAX_BIAS_IDS), -100.0)
-    rules = rules_of(processor, [1], {"logit_bias": short})
+    rules, _ = rules_of(processor, [1], {"logit_bias": short})
     assert (rules.bias, rules.mask_at(1)) == (short, None)
-    rules = rules_of(processor, [1], {"logit_bias": short | dict.fromkeys(range(1000, 1900), -100)})
+    rules, _ = rules_of(processor, [1], {"logit_bias": short | dict.fromkeys(range(1000, 1900), -100)})
     assert rules.bias == added
     banned = {*range(100, MAX_BIAS_IDS), *range(1000, 1900)}
     assert allowed(rules, 1) == set(range(VOCAB_SIZE)) - banned
