@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import enum
 import hashlib
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from jax_paged.checks import Problems, check, check_choice, check_int, check_number
 from jax_paged.ignored_arguments import ANY, Ignored, ignores
@@ -109,6 +109,9 @@ class SamplingParams:
             are then those of a given text. Behind the last of them tokens are drawn again. None forces none.
         hook_args: The hooks of the engine that are on, by name, and the numbers that each is handed. Requests
             share cached prefixes only if these are equal; one that captures reads none.
+        pooling: Of a pooling request (PoolingParams), which of the prompt's last hidden states are kept: that
+            of the "LAST" or first ("CLS") token, their "MEAN", or "ALL". None keeps none.
+        second_text: Of a pooling request, where the second text of a pair begins, in tokens.
 
     Raises:
         ValueError: If a value is out of range; the message names the argument, the value and the range, for
@@ -144,6 +147,8 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     forced_token_ids: list[int] | None = None
     hook_args: dict[str, float | list[float]] | None = None
+    pooling: Literal["LAST", "MEAN", "CLS", "ALL"] | None = None
+    second_text: int | None = None
 
     def __post_init__(self) -> None:
         self.validate()

@@ -104,6 +104,16 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        """Returns the ids of two texts in one, and where the second begins if the tokenizer says so.
+
+        Raises:
+            ValueError: If a text is not valid Unicode.
+        """
+        _check_unicode(first + second)
+        encoding = self._backend.encode(first, second)
+        return encoding.ids, encoding.type_ids.index(1) if 1 in encoding.type_ids else None
+
     def max_characters(self, num_tokens: int) -> int:
         """Returns how many characters so many tokens hold at most: a longer text need not be tokenized."""
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))

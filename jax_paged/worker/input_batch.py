@@ -48,6 +48,7 @@ class InputBatch:
         forced_tokens: Of sequences whose output is given, the length of the prompt, and the output.
         hook_args: float32 [S, A], whether each hook is on, and its arguments.
         token_masks: int32 [ceil(V / 32)] of the sequences that may only choose some tokens.
+        pooling: Of the sequences whose prompt is pooled, SamplingParams.pooling and the prompt's length.
         prompts: Of the sequences whose prompt gets log-probabilities, the prompt and how many most likely
             tokens to report.
     """
@@ -82,6 +83,14 @@ class InputBatch:
         self.hook_args = np.zeros((max_num_seqs, sum(1 + n for n in hooks.values())), np.float32)
         self.token_masks: dict[int, np.ndarray] = {}
         self.prompts: dict[int, tuple[list[int], int]] = {}
+        self.pooling: dict[int, tuple[str, int]] = {}
+        self._by_seat: tuple[dict[int, Any], ...] = (
+            self.biases,
+            self.token_masks,
+            self.prompts,
+            self.forced_tokens,
+            self.pooling,
+        )
 
     @property
     def num_seats(self) -> int:
@@ -151,7 +160,7 @@ class InputBatch:
         assert not self.block_tables[is_padding].any(), "a block stands behind the end of a table"
         assert (self.block_tables >= 0).all(), "a block id is negative"
         assert (self.block_tables < self._num_blocks).all(), "a block id is out of the pool"
-        for seats in (self.biases, self.token_masks, self.prompts, self.forced_tokens):
+        for seats in self._by_seat:
             assert seats.keys() <= set(taken), "a free seat has something"
 
     def _release(self, seq_id: int) -> None:
@@ -162,7 +171,7 @@ class InputBatch:
             self.block_tables[g, seat, :n] = 0
         self.num_table_blocks[:, seat] = 0
         self.count_seats[seat] = self.num_seats
-        for seats in (self.biases, self.token_masks, self.prompts, self.forced_tokens):
+        for seats in self._by_seat:
             seats.pop(seat, None)
         self._free.append(seat)
 
@@ -193,6 +202,8 @@ class InputBatch:
             self.forced_tokens[seat] = len(new.prompt_token_ids), params.forced_token_ids
         if params.allowed_token_ids is not None:
             self.token_masks[seat] = pack_token_mask(params.allowed_token_ids, self._vocab_size)
+        if params.pooling is not None:
+            self.pooling[seat] = params.pooling, len(new.prompt_token_ids)
         if params.prompt_logprobs is not None:
             self.prompts[seat] = new.prompt_token_ids, params.prompt_logprobs
         if not has_penalty(params):

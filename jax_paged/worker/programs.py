@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from jax_paged.models.attention import Attend, Backend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.hooks import Hook, at_paths
+from jax_paged.models.pooling import PoolingSpec
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.sampler import Sampler
 from jax_paged.worker.weights import FlatModel
@@ -61,6 +62,7 @@ class TraceContext:
         hooks: Traced into the steps.
         hook_params: Structure of their parameters, which lie behind the weights.
         captured: What hooks capture of a row, by name: shapes.
+        pooling: What is made of pooled hidden states; None if nobody pools.
     """
 
     model: FlatModel
@@ -83,6 +85,7 @@ class TraceContext:
     hooks: tuple[Hook, ...] = ()
     hook_params: Any = None
     captured: Mapping[str, tuple[int, ...]] = types.MappingProxyType({})
+    pooling: PoolingSpec | None = None
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -8,6 +8,7 @@ from jaxtyping import Array
 
 from jax_paged.core.runner_output import NO_TOKEN, ModelRunnerOutput, TokenLogprobs
 from jax_paged.worker.logits_rows import LogitsRows
+from jax_paged.worker.pooling import PendingPooled
 from jax_paged.worker.prompt_logprobs import PendingPromptLogprobs
 
 
@@ -26,6 +27,7 @@ class PendingStep:
             log-probabilities.
         prompt_logprobs: Of rows whose request wants them.
         captured: What StepProgram returns of hooks.
+        pooled: Hidden states of pooling requests; None if the step computes none.
         capturing: By the index of each row of which some capture, the first of its token rows, how many there
             are, and the names of these hooks.
     """
@@ -40,6 +42,7 @@ class PendingStep:
     prompt_logprobs: list[PendingPromptLogprobs]
     captured: dict[str, Array] = dataclasses.field(default_factory=dict)
     capturing: dict[int, tuple[int, int, list[str]]] = dataclasses.field(default_factory=dict)
+    pooled: PendingPooled | None = None
 
     def begin_transfer(self) -> None:
         """Lets the results travel to the host as soon as they are there."""
@@ -73,7 +76,8 @@ class PendingStep:
             logprobs=self._by_sample(details),
             is_finite=finite.tolist(),
             prompt_logprobs=prompt_logprobs,
-            captured=self._read_captured(lambda x, i, first, n: x[first : first + n]),
+            captured=self._read_captured(lambda x, i, first, n: x[first : first + n])
+            | (self.pooled.read() if self.pooled else {}),
         )
 
     def _read_burst(self, results: np.ndarray) -> ModelRunnerOutput:
