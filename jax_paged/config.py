@@ -59,6 +59,7 @@ _IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
     "model_impl": ("auto",),
     "num_speculative_tokens": (None,),
     "override_generation_config": (None, {}),
+    "override_pooler_config": (None,),
     "pipeline_parallel_size": (1,),
     "quantization": (None,),
     "revision": (None,),

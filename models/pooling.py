@@ -28,6 +28,7 @@ class PoolingSpec:
     Args:
         type: The last token's are taken, the first one's (CLS), or the mean of all.
         generates: Whether the model draws tokens, too.
+        is_encoder: Whether it reads whole texts, and caches nothing.
         embedding_size: Numbers of an embedding.
         normalize: Whether an embedding is scaled to length 1.
         dimensions: To how many numbers it may be cut (matryoshka); None for any, empty for none.
@@ -39,6 +40,7 @@ class PoolingSpec:
 
     type: PoolingType
     generates: bool
+    is_encoder: bool
     embedding_size: int
     normalize: bool = True
     dimensions: tuple[int, ...] | None = ()
@@ -80,11 +82,14 @@ def read_pooling(
     if not (pools or only_pools or modules or label_names):
         return None
     found, normalizes = modules or (None, True)
-    is_decoder = POOLING_MODELS.get(architecture) != "encoder"
-    default = "LAST" if is_decoder else "MEAN" if architecture.endswith("Model") else "CLS"
+    is_encoder = POOLING_MODELS.get(architecture) == "encoder"
+    default = "LAST" if not is_encoder else "MEAN" if architecture.endswith("Model") else "CLS"
+    if hf_config.get("classifier_pooling") == "mean":
+        default = "MEAN"
     spec = PoolingSpec(
         type=_type_of(pooling_type) if pooling_type else found or default,
         generates=not only_pools,
+        is_encoder=is_encoder,
         embedding_size=hidden_size,
         normalize=normalizes if normalize is None else normalize,
         dimensions=_dimensions(hf_config),

@@ -35,6 +35,14 @@ POOLING_MODELS: dict[str, str] = {
     "Qwen2ForSequenceClassification": "decoder_poolers",
     "Qwen3Model": "decoder_poolers",
     "Qwen3ForSequenceClassification": "decoder_poolers",
+    "BertModel": "encoder",
+    "BertForSequenceClassification": "encoder",
+    "ModernBertModel": "encoder",
+    "ModernBertForSequenceClassification": "encoder",
+    "RobertaModel": "encoder",
+    "RobertaForSequenceClassification": "encoder",
+    "XLMRobertaModel": "encoder",
+    "XLMRobertaForSequenceClassification": "encoder",
 }
 
 

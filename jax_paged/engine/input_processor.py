@@ -213,7 +213,14 @@ class InputProcessor:
         num_tokens = params.truncate_prompt_tokens
         if num_tokens is not None:
             most = self._config.max_model_len - (params.pooling is None)
-            del prompt.token_ids[: -(most if num_tokens == -1 else num_tokens)]
+            keep, ids = most if num_tokens == -1 else num_tokens, prompt.token_ids
+            spec = self._config.pooling
+            if spec is None or not spec.is_encoder:
+                del ids[:-keep]
+            elif len(ids) > keep:
+                # An encoder reads a text's first tokens, and the one that the tokenizer closes it with.
+                closing = self._tokenizer.encode("")[-1:] if self._tokenizer else []
+                ids[keep - 1 :] = ids[-1:] if ids[-1:] == closing else ids[keep - 1 : keep]
 
     # The parameters.
 

@@ -43,14 +43,14 @@ def make() -> Iterator[Callable[..., LLM]]:
         llm.close()
 
 
-def prompt_of(case: dict[str, Any]) -> tuple[Any, PoolingParams]:
+def prompt_of(case: dict[str, Any], *, activates: bool = False) -> tuple[Any, PoolingParams]:
     second = case["second_text"]
     extra = None if second is None else {"compressed_token_type_ids": second}
-    return case["token_ids"], PoolingParams(use_activation=False, extra_kwargs=extra)
+    return case["token_ids"], PoolingParams(use_activation=activates, extra_kwargs=extra)
 
 
-def pooled(llm: LLM, cases: list[dict[str, Any]]) -> list[np.ndarray]:
-    prompts, params = zip(*map(prompt_of, cases), strict=True)
+def pooled(llm: LLM, cases: list[dict[str, Any]], *, activates: bool = False) -> list[np.ndarray]:
+    prompts, params = zip(*(prompt_of(case, activates=activates) for case in cases), strict=True)
     return [o.outputs.data for o in llm.encode(list(prompts), list(params), use_tqdm=False)]
 
 
@@ -69,14 +69,15 @@ def test_every_pooling_model_has_a_fixture() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_transformers_alone_and_together(make: Callable[..., LLM], name: str) -> None:
     llm, cases = make(name), cases_of(name)
-    together = pooled(llm, cases)
-    alone = [pooled(llm, [case])[0] for case in cases]
-    for case, a, b in zip(cases, alone, together, strict=True):
+    for found, case in zip(pooled(llm, cases), cases, strict=True):
         want = np.array(case["pooled"])
         if len(want) > 3:
-            assert cosine(a, want) >= MIN_COSINE
-        np.testing.assert_allclose(a, want, rtol=TOLERANCE, atol=TOLERANCE)
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(1, np.abs(want).max()))
+            assert cosine(found, want) >= MIN_COSINE
+        np.testing.assert_allclose(found, want, rtol=TOLERANCE, atol=TOLERANCE)
+    together = pooled(llm, cases, activates=True)
+    for case, found in zip(cases, together, strict=True):
+        (alone,) = pooled(llm, [case], activates=True)
+        np.testing.assert_allclose(alone, found, rtol=0, atol=1e-6)
 
 
 def test_embeddings_and_their_sizes(make: Callable[..., LLM]) -> None:
@@ -171,6 +172,9 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
             "sampling_params is None; allowed: PoolingParams",
         ),
         ("llama_mean", lambda llm: llm.generate("no", SamplingParams()), "sampling_params is SamplingParams"),
+        ("bert_embedder", lambda llm: llm.generate([[1]]), "sampling_params is None; allowed: PoolingParams"),
+        ("bert_embedder", lambda llm: llm.embed([[1] * 65]), "the prompt has 65 tokens; allowed: max_model_"),
+        ("bert_reranker", lambda llm: llm.embed([[1]]), "task is 'embed'; allowed: what BertForSequence"),
         ("llama_mean", lambda llm: llm.embed([]), "prompts is .*; allowed: at least one prompt"),
         ("llama_mean", lambda llm: llm.embed(""), "prompt is ''; allowed: text that is not empty"),
         ("llama_mean", lambda llm: llm.embed([[]]), "prompt_token_ids is .*; allowed: at least one"),
@@ -219,6 +223,37 @@ def test_texts_are_cut(make: Callable[..., LLM]) -> None:
         (found,) = llm.embed([text], truncate_prompt_tokens=n, use_tqdm=False)
         assert found.prompt_token_ids == output.prompt_token_ids
         np.testing.assert_allclose(found.outputs.embedding, output.outputs.embedding, atol=1e-6)
+
+
+def test_texts_of_an_encoder_are_cut(make: Callable[..., LLM]) -> None:
+    llm, text = make("bert_embedder"), "the cat sleeps on the mat"
+    whole, cut, most = (llm.embed([text], truncate_prompt_tokens=n, use_tqdm=False)[0] for n in (None, 5, -1))
+    first, *_, last = whole.prompt_token_ids
+    assert cut.prompt_token_ids == [first, *whole.prompt_token_ids[1:4], last]
+    assert most.prompt_token_ids == whole.prompt_token_ids
+    (found,) = llm.embed([list(range(4, 84))], truncate_prompt_tokens=-1, use_tqdm=False)
+    assert found.prompt_token_ids == list(range(4, 68))
+
+
+def test_texts_come_and_go(make: Callable[..., LLM]) -> None:
+    """An encoder's texts of all lengths, some of which are aborted; nothing is traced after the warm-up."""
+    llm, cases = make("bert_embedder"), cases_of("bert_embedder")
+    engine = llm.llm_engine
+    engine.executor.wait_until_compiled()
+    num_traces = engine.executor.runner.num_traces  # pyright: ignore[reportAttributeAccessIssue]
+    want, outputs = [case["pooled"] for case in cases], {}
+    for i in range(100):
+        engine.add_request(str(i), *prompt_of(cases[i % len(cases)]))
+        if i % 7 == 3:
+            outputs |= {o.request_id: o for o in engine.step() if o.finished}
+            engine.abort_request(str(i))
+    while engine.has_unfinished_requests():
+        outputs |= {o.request_id: o for o in engine.step() if o.finished}
+    assert len(outputs) >= 100 - 14
+    for name, output in outputs.items():
+        found = output.outputs[0].captured["pooled"]
+        np.testing.assert_allclose(found, want[int(name) % len(cases)], atol=1e-5)
+    assert engine.executor.runner.num_traces == num_traces  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_who_pools() -> None:

@@ -36,7 +36,7 @@ def by_name() -> Iterator[dict[str, Served]]:
                     name,
                 )
             )
-            for name in ("qwen3_embedder", "llama_classifier", "qwen2_classifier")
+            for name in ("qwen3_embedder", "llama_classifier", "qwen2_classifier", "bert_embedder")
         }
 
 
@@ -66,6 +66,18 @@ def test_embeddings(by_name: dict[str, Served]) -> None:
     (text,) = served.post("/embeddings", input="the cat sleeps")["data"]
     (same,) = served.post("/embeddings", input=["the cat sleeps"])["data"]
     assert text == same
+    served.wait_until_idle()
+
+
+def test_an_encoder(by_name: dict[str, Served]) -> None:
+    served, cases = by_name["bert_embedder"], cases_of("bert_embedder")
+    cases = [case for case in cases if case["second_text"] is None]
+    body = served.post("/embeddings", input=[case["token_ids"] for case in cases])
+    for entry, case in zip(body["data"], cases, strict=True):
+        np.testing.assert_allclose(entry["embedding"], unit(case["pooled"]), atol=1e-6)
+    answer = served.client.post("/completions", json={"prompt": "cat"})
+    assert answer.status_code == 400
+    assert served.client.get("../metrics").status_code == 200
     served.wait_until_idle()
 
 
