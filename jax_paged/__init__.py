@@ -11,7 +11,20 @@ if TYPE_CHECKING:
     from jax_paged.llm import LLM
     from jax_paged.models.hooks import Hook
     from jax_paged.models.paged_inputs import paged_inputs
-    from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput
+    from jax_paged.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        PoolingOutput,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
+    from jax_paged.pooling_params import PoolingParams
     from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from jax_paged.structured_outputs import StructuredOutputsParams
     from jax_paged.worker.logits_processors import ExtraArgs, LogitsProcessor
@@ -21,7 +34,11 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLMEngine",
     "BeamSearchParams",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "ExplicitEncoderDecoderPrompt",
     "ExtraArgs",
@@ -29,10 +46,15 @@ __all__ = [
     "LLMEngine",
     "LogitsProcessor",
     "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -45,6 +67,10 @@ _MODULES = {
     "AsyncLLMEngine": "engine.async_engine",
     "BeamSearchParams": "sampling_params",
     "CompletionOutput": "outputs",
+    "ClassificationOutput": "outputs",
+    "ClassificationRequestOutput": "outputs",
+    "EmbeddingOutput": "outputs",
+    "EmbeddingRequestOutput": "outputs",
     "EngineArgs": "config",
     "ExplicitEncoderDecoderPrompt": "inputs",
     "ExtraArgs": "worker.logits_processors",
@@ -52,10 +78,15 @@ _MODULES = {
     "LLMEngine": "engine.llm_engine",
     "Logprob": "outputs",
     "LogitsProcessor": "worker.logits_processors",
+    "PoolingOutput": "outputs",
+    "PoolingParams": "pooling_params",
+    "PoolingRequestOutput": "outputs",
     "PromptType": "inputs",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "ScoringOutput": "outputs",
+    "ScoringRequestOutput": "outputs",
     "StructuredOutputsParams": "structured_outputs",
     "TextPrompt": "inputs",
     "TokensPrompt": "inputs",
@@ -64,12 +95,6 @@ _MODULES = {
 
 # vLLM's names for what is not built: the message of an ImportError reaches whoever imports one.
 _NOT_BUILT = {
-    "ClassificationRequestOutput": "pooling models",
-    "EmbeddingRequestOutput": "pooling models",
-    "PoolingOutput": "pooling models",
-    "PoolingParams": "pooling models",
-    "PoolingRequestOutput": "pooling models",
-    "ScoringRequestOutput": "pooling models",
     "ModelRegistry": "models outside the project",
 }
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import re
 import types
 import typing
@@ -35,6 +36,8 @@ def values_of(args: argparse.Namespace, cls: type) -> dict[str, Any]:
 def _kind(hint: Any) -> dict[str, Any]:
     """Returns the arguments with which argparse reads a value of a field's type."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):  # X | None
+        if any(typing.get_origin(t) is dict for t in typing.get_args(hint)):
+            return {"type": json.loads}
         hint = next(t for t in typing.get_args(hint) if t is not types.NoneType)
     if typing.get_origin(hint) is tuple:  # of any length: the option is given once for each
         return {"action": "append", "type": typing.get_args(hint)[0]}

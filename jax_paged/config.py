@@ -11,6 +11,8 @@ from jax_paged.checks import Problems, check, check_choice, check_int, check_num
 from jax_paged.cli_args import add_options, values_of
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.ignored_arguments import ANY, Ignored, ignores
+from jax_paged.models.pooling import PoolingSpec
+from jax_paged.pooling_params import PoolerConfig
 
 AttentionBackend = Literal["auto", "native", "pallas", "pallas_interpret", "xla"]
 MatmulBackend = Literal["auto", "onednn", "xla"]
@@ -36,7 +38,7 @@ _IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
     "allowed_local_media_path": ("", None),
     "code_revision": (None,),
     "config_format": ("auto", "hf"),
-    "convert": ("auto", "none"),
+    "convert": ("auto", "none", "embed", "classify"),
     "cpu_offload_gb": (0, 0.0),
     "data_parallel_size": (1,),
     "device": ("auto",),
@@ -49,7 +51,6 @@ _IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
     "enable_sleep_mode": (False,),
     "generation_config": ("auto",),
     "hf_config_path": (None,),
-    "hf_overrides": (None, {}),
     "hf_token": (None, True),
     "kv_transfer_config": (None,),
     "load_format": ("auto", "safetensors"),
@@ -60,12 +61,10 @@ _IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
     "override_generation_config": (None, {}),
     "override_pooler_config": (None,),
     "pipeline_parallel_size": (1,),
-    "pooler_config": (None,),
     "quantization": (None,),
     "revision": (None,),
     "rope_scaling": (None, {}),
     "rope_theta": (None,),
-    "runner": ("auto", "generate"),
     "speculative_config": (None,),
     "speculative_model": (None,),
     "task": ("auto", "generate"),
@@ -134,6 +133,11 @@ class EngineArgs:
         max_compile_s: Seconds after which no further shapes of steps are compiled; steps are then padded to
             those that are there. None compiles all of them.
         seed: Determines the seeds of requests that bring none.
+        runner: "pooling" has a model that draws tokens pool, too; "generate" has none pool; "auto" goes by
+            the checkpoint: its architecture, and modules of sentence-transformers.
+        pooler_config: How texts are pooled, in place of what the checkpoint says: a PoolerConfig or its
+            fields.
+        hf_overrides: Fields in place of those of config.json.
         logprobs_mode: Of which distribution log-probabilities are: "raw_logprobs", that of the model;
             "processed_logprobs", that which tokens are drawn from (of greedy requests, before temperature,
             min_p, top_k and top_p). Those of prompts are the model's.
@@ -174,6 +178,9 @@ class EngineArgs:
     disable_cascade_attn: bool = False
     max_compile_s: float | None = None
     seed: int = 0
+    runner: Literal["auto", "generate", "pooling"] = "auto"
+    pooler_config: PoolerConfig | dict[str, Any] | None = None
+    hf_overrides: dict[str, Any] | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
     attention_backend: AttentionBackend = "auto"
     matmul_backend: MatmulBackend = "auto"
@@ -202,6 +209,10 @@ class EngineArgs:
         note(check_choice, "matmul_backend", self.matmul_backend, get_args(MatmulBackend))
         note(check_choice, "logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
         note(check_choice, "scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        note(check_choice, "runner", self.runner, ("auto", "generate", "pooling"))
+        note(_pooler_config, self.pooler_config)
+        ok = self.hf_overrides is None or isinstance(self.hf_overrides, dict)
+        note(check, ok, "hf_overrides", self.hf_overrides, "None or a dict of fields of config.json")
         note(check_choice, "preemption_mode", self.preemption_mode, (None, "recompute", "swap"))
         note(check_choice, "tensor_parallel_size", self.tensor_parallel_size, (1,))
         note(check_choice, "block_size", self.block_size, (1, 2, 4, 8, 16, 32, 64, 128))
@@ -227,6 +238,11 @@ class EngineArgs:
         note(check_number, "scheduler_delay_factor", self.scheduler_delay_factor, 0, math.inf)
         problems.raise_if_any()
 
+    @property
+    def pooler(self) -> PoolerConfig:
+        """pooler_config as an object."""
+        return _pooler_config(self.pooler_config)
+
     @staticmethod
     def add_cli_args[P: argparse.ArgumentParser](parser: P) -> P:
         """Adds an option per field to a parser, such as --max-model-len; returns the parser."""
@@ -241,6 +257,15 @@ class EngineArgs:
             ValueError: If a value is out of range.
         """
         return cls(**values_of(args, EngineArgs))
+
+
+def _pooler_config(given: Any) -> PoolerConfig:
+    if given is None or isinstance(given, PoolerConfig):
+        return given or PoolerConfig()
+    names = [field.name for field in dataclasses.fields(PoolerConfig)]
+    ok = isinstance(given, dict) and given.keys() <= set(names)
+    check(ok, "pooler_config", given, f"None, a PoolerConfig, or a dict with some of {', '.join(names)}")
+    return PoolerConfig(**given)
 
 
 class AsyncEngineArgs(EngineArgs):
@@ -283,6 +308,7 @@ class EngineConfig:
         capturing: Names of the hooks that capture something.
         logits_processors: How many numbers each logits processor takes, by name.
         stateful: Names of those that keep something from token to token.
+        pooling: What the model makes of texts; None if it only draws tokens.
     """
 
     model_name: str
@@ -320,6 +346,7 @@ class EngineConfig:
     capturing: frozenset[str] = frozenset()
     logits_processors: Mapping[str, int] = dataclasses.field(default_factory=dict)
     stateful: frozenset[str] = frozenset()
+    pooling: PoolingSpec | None = None
 
 
 def cache_dir(name: str) -> str:

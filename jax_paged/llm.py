@@ -3,7 +3,7 @@
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,6 +20,8 @@ from jax_paged.engine.tokenizer import Messages
 from jax_paged.engine.weight_updates import Running
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from jax_paged.pooling_llm import PoolingMethods, UseTqdm
+from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -35,13 +37,11 @@ if TYPE_CHECKING:
     from jax_paged.worker.logits_processors import LogitsProcessor
     from jax_paged.worker.sampler import Sampler
 
-# Whether to show a progress bar, or what makes one in tqdm's place.
-UseTqdm = bool | Callable[..., tqdm]
 # Decode steps in one: whoever waits for whole outputs minds neither tokens in bursts nor late newcomers.
 NUM_SCHEDULER_STEPS = 8
 
 
-class LLM:
+class LLM(PoolingMethods):
     """A model with its engine; `close` it, or use it in a `with` block, to free the memory.
 
     Args:
@@ -130,15 +130,6 @@ class LLM:
     def update_weights(self, weights: "NewWeights", *, running: Running = "error") -> None:
         """Serves other weights from now on, as LLMEngine.update_weights does."""
         self.llm_engine.update_weights(weights, running=running)
-
-    def score(
-        self,
-        token_lists: Sequence[Sequence[int]],
-        num_prompt_tokens: int | Sequence[int] = 1,
-        sampling_params: SamplingParams | None = None,
-    ) -> list[list[float]]:
-        """Returns the log-probabilities of the tokens of given texts, as LLMEngine.score does."""
-        return self.llm_engine.score(token_lists, num_prompt_tokens, sampling_params)
 
     def generate(
         self,
@@ -347,7 +338,7 @@ class LLM:
         self,
         index: int,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None,
+        params: SamplingParams | BeamSearchParams | PoolingParams | None,
         priority: int = 0,
     ) -> CheckedRequest:
         try:

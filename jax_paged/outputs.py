@@ -3,9 +3,12 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from jax_paged.core.sequence import RequestMetrics
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Snapshot[T](Sequence[T]):
@@ -112,7 +115,8 @@ class CompletionOutput:
             it runs.
         stop_reason: The stop string or stop token id that ended it, or why it was aborted or could not run.
         captured: Once the request has finished, what hooks captured, by name: arrays with a row for each
-            token of the prompt and the output that was computed, which is all but the last.
+            token of the prompt and the output that was computed, which is all but the last. Of a pooling
+            request "pooled", what its hidden states were pooled to, or "hidden", all of them.
     """
 
     index: int
@@ -222,6 +226,79 @@ class RequestOutput:
         """Returns it as it stands; what `extend` appends later does not change that."""
         outputs = [output.snapshot(is_last=self.finished) for output in self.outputs]
         return dataclasses.replace(self, outputs=outputs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PoolingOutput:
+    """What LLM.encode returns of a text.
+
+    Args:
+        data: float32: an embedding, or the scores of classes; of all tokens, a row for each.
+    """
+
+    data: "np.ndarray"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The embedding of a text."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Its numbers."""
+        return len(self.embedding)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """The scores of a text, one per class."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """Classes."""
+        return len(self.probs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """How well two texts fit."""
+
+    score: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PoolingRequestOutput[T]:
+    """A pooling request that has ended.
+
+    Args:
+        request_id: The id it was added with.
+        outputs: What it returns.
+        prompt_token_ids: The text's tokens.
+        num_cached_tokens: Those of them that were found in the prefix cache.
+        finished: True.
+    """
+
+    request_id: str
+    outputs: T
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    finished: bool = True
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """What LLM.embed returns."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """What LLM.classify returns."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """What LLM.score returns."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import dataclasses
 import enum
 import hashlib
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from jax_paged.checks import Problems, check, check_choice, check_int, check_number
 from jax_paged.ignored_arguments import ANY, Ignored, ignores
@@ -121,6 +121,9 @@ class SamplingParams:
         structured_outputs: The form of the outputs: a JSON schema, a regular expression, a grammar, ... Needs
             a tokenizer. An output ends as soon as nothing can follow, and before that only where it is whole,
             or at max_tokens, a stop string or one of stop_token_ids. None leaves the form open.
+        pooling: Of a pooling request (PoolingParams), which of the prompt's last hidden states are kept: that
+            of the "LAST" or first ("CLS") token, their "MEAN", or "ALL". None keeps none.
+        second_text: Of a pooling request, where the second text of a pair begins, in tokens.
 
     Raises:
         ValueError: If a value is out of range; the message names the argument, the value and the range, for
@@ -159,6 +162,8 @@ class SamplingParams:
     extra_args: dict[str, float | list[float]] | None = None
     logits_processors: list[LogitsFunction] | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    pooling: Literal["LAST", "MEAN", "CLS", "ALL"] | None = None
+    second_text: int | None = None
 
     def __post_init__(self) -> None:
         self.validate()

@@ -61,8 +61,16 @@ class LanguageModel(nnx.Module):
 
     @property
     @abc.abstractmethod
-    def head(self) -> Linear | Embedding:
+    def head(self) -> Linear | Embedding | None:
         """What makes logits of hidden states: the table of token embeddings where the two are tied."""
+
+    def pooled(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
+        """Returns what a pooled hidden state becomes, in float32: of a classifier, the logits of its classes.
+
+        Args:
+            hidden: float32.
+        """
+        return hidden
 
     @abc.abstractmethod
     def kv_cache_specs(self) -> list[KVCacheSpec]:

@@ -64,6 +64,13 @@ class ConfigReader:
         self.check(ok, name, value, " or ".join(map(repr, choices)))
         return value if ok else choices[0]
 
+    def num_labels(self) -> int:
+        """Returns the classes of a classifier, 2 if nothing says it; 0 of any other model."""
+        names = self.get("architectures", None)
+        if not isinstance(names, list) or not any("Classification" in str(name) for name in names):
+            return 0
+        return self.integer("num_labels", len(self.table("id2label")) or 2)
+
     def table(self, name: str) -> dict[str, Any]:
         """Returns an object; an empty one if the value is absent."""
         value = self.get(name, {})

@@ -176,20 +176,24 @@ class RMSNorm(Module):
 
 
 class LayerNorm(Module):
-    """Norm to mean 0 and variance 1, computed in float32, then scaled and shifted if `affine`.
+    """Norm to mean 0 and variance 1, computed in float32, then scaled and shifted if `affine` and `bias`.
 
     Source: Ba et al., Layer Normalization, 2016.
     """
 
-    def __init__(self, features: int, *, epsilon: float, affine: bool = True, dtype: jnp.dtype) -> None:
+    def __init__(
+        self, features: int, *, epsilon: float, affine: bool = True, bias: bool = True, dtype: jnp.dtype
+    ) -> None:
         self.scale = parameter(jnp.ones(features, dtype), (None,)) if affine else None
-        self.bias = parameter(jnp.zeros(features, dtype), (None,)) if affine else None
+        self.bias = parameter(jnp.zeros(features, dtype), (None,)) if affine and bias else None
         self.epsilon = epsilon
 
     def forward(self, x: Float[Array, "... e"], context: ForwardContext) -> Float[Array, "... e"]:
         x32 = x.astype(jnp.float32)
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
-        if self.scale is not None and self.bias is not None:
-            x32 = x32 * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        if self.scale is not None:
+            x32 = x32 * self.scale[...].astype(jnp.float32)
+        if self.bias is not None:
+            x32 = x32 + self.bias[...].astype(jnp.float32)
         return x32.astype(x.dtype)

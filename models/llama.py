@@ -34,6 +34,7 @@ WEIGHT_TABLE = WeightTable(
     ),
     tied={"lm_head.weight": "model.embed_tokens.weight"},
     ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+    prefix="model.",
 )
 
 
@@ -49,6 +50,7 @@ class LlamaConfig:
         attention_bias: Whether the projections to queries, keys and values have biases.
         output_bias: Whether the output projection of the attention has a bias.
         qk_norm: Whether queries and keys are normed.
+        num_labels: Classes of a classifier; 0 of any other model.
     """
 
     vocab_size: int
@@ -69,6 +71,7 @@ class LlamaConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     initializer_range: float = 0.02
+    num_labels: int = 0
 
     # What transformers assumes for values that config.json leaves out.
     defaults: ClassVar[dict[str, Any]] = {}
@@ -124,6 +127,7 @@ class LlamaConfig:
             "output_bias": attention_bias,
             "mlp_bias": read.choice("mlp_bias", False, (False, True)),
             "initializer_range": read.number("initializer_range", 0.02, low_open=False),
+            "num_labels": read.num_labels(),
         }
 
     @classmethod
@@ -229,6 +233,7 @@ class LlamaForCausalLM(CausalLM):
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
     layer_class: ClassVar[Callable[..., Module]] = LlamaDecoderLayer
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    draws: ClassVar[bool] = True  # else it has no logits of tokens
 
     def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -240,7 +245,8 @@ class LlamaForCausalLM(CausalLM):
         )
         self.norm = self.norm_class(hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
         head = functools.partial(Linear, bias=False, split=(None, TENSOR), std=std, dtype=dtype, rngs=rngs)
-        self.lm_head = None if config.tie_word_embeddings else head(hidden_size, vocab_size)
+        is_tied = config.tie_word_embeddings or not self.draws
+        self.lm_head = None if is_tied else head(hidden_size, vocab_size)
 
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
         return self.embed_tokens(tokens, context)
@@ -255,10 +261,17 @@ class LlamaForCausalLM(CausalLM):
         return self.norm(x, context)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
-        return self.head.logits(hidden)
+        head = self.head
+        if head is None:
+            # Zeros, but NaN where the hidden state is not finite: a step looks at them, though nobody draws.
+            zeros = jnp.sum(hidden, axis=-1, keepdims=True, dtype=jnp.float32) * 0
+            return jnp.broadcast_to(zeros, (*hidden.shape[:-1], self.config.vocab_size))
+        return head.logits(hidden)
 
     @property
-    def head(self) -> Linear | Embedding:
+    def head(self) -> Linear | Embedding | None:
+        if not self.draws:
+            return None
         return self.embed_tokens if self.lm_head is None else self.lm_head
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:

@@ -25,6 +25,26 @@ MODELS: dict[str, str] = {
     "T5ForConditionalGeneration": "t5",
 }
 
+# Those that make embeddings or classes of texts, and draw no tokens.
+POOLING_MODELS: dict[str, str] = {
+    "LlamaModel": "decoder_poolers",
+    "LlamaForSequenceClassification": "decoder_poolers",
+    "MistralModel": "decoder_poolers",
+    "MistralForSequenceClassification": "decoder_poolers",
+    "Qwen2Model": "decoder_poolers",
+    "Qwen2ForSequenceClassification": "decoder_poolers",
+    "Qwen3Model": "decoder_poolers",
+    "Qwen3ForSequenceClassification": "decoder_poolers",
+    "BertModel": "encoder",
+    "BertForSequenceClassification": "encoder",
+    "ModernBertModel": "encoder",
+    "ModernBertForSequenceClassification": "encoder",
+    "RobertaModel": "encoder",
+    "RobertaForSequenceClassification": "encoder",
+    "XLMRobertaModel": "encoder",
+    "XLMRobertaForSequenceClassification": "encoder",
+}
+
 
 def get_architecture(hf_config: dict[str, Any]) -> str:
     """Returns the first supported architecture that a config.json names.
@@ -33,11 +53,14 @@ def get_architecture(hf_config: dict[str, Any]) -> str:
         ValueError: If it names none; the message lists the supported ones.
     """
     architectures = hf_config.get("architectures")
+    known = MODELS | POOLING_MODELS
     for name in architectures if isinstance(architectures, list) else []:
-        if name in MODELS:
+        if hf_config.get("classifier_from_token"):  # its classes are tokens, and its head is the usual one
+            name = name.replace("ForSequenceClassification", "ForCausalLM")
+        if name in known:
             return name
     raise ValueError(
-        f"architectures of config.json is {architectures!r}; allowed: a list with one of {', '.join(MODELS)}"
+        f"architectures of config.json is {architectures!r}; allowed: a list with one of {', '.join(known)}"
     )
 
 
@@ -48,4 +71,4 @@ def get_model_class(hf_config: dict[str, Any]) -> "tuple[str, type[LanguageModel
         ValueError: If it names none; the message lists the supported ones.
     """
     name = get_architecture(hf_config)
-    return name, getattr(import_module(f"jax_paged.models.{MODELS[name]}"), name)
+    return name, getattr(import_module(f"jax_paged.models.{(MODELS | POOLING_MODELS)[name]}"), name)

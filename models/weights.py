@@ -6,6 +6,8 @@ import json
 import logging
 import re
 import time
+import types
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -100,6 +102,7 @@ def load_model(
     folder: Path,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     max_model_len: int | None = None,
+    overrides: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> LoadedModel:
     """Loads a checkpoint folder onto the default device.
 
@@ -111,14 +114,15 @@ def load_model(
         dtype: "auto" takes the checkpoint's own.
         max_model_len: Maximum tokens of a text that the user asks for. It extends the context of a model
             whose rotary positions can be (rope.max_positions); it shortens none.
+        overrides: Fields in place of those of config.json.
 
     Raises:
         ValueError: If the folder holds no supported model. The message lists every problem with the config,
             or else every weight that is missing, unexpected or of another shape.
     """
-    model, chosen, stored = _outline(folder, dtype, max_model_len)
-    generation_config, hf_config = read_generation_config(folder), read_json(folder / "config.json")
-    architecture = get_architecture(hf_config)
+    hf_config = read_json(folder / "config.json") | overrides
+    model, chosen, stored = _outline(folder, hf_config, dtype, max_model_len)
+    generation_config, architecture = read_generation_config(folder), get_architecture(hf_config)
     eos_token_ids = end_token_ids(generation_config, hf_config, model.config.vocab_size)
     weights = weights_of(model)
     _check_stored(folder, stored, weights, model.weight_table)
@@ -145,19 +149,24 @@ def load_model(
 
 
 def outline(
-    folder: Path, dtype: Literal["auto", "float32", "bfloat16"], max_model_len: int | None
+    folder: Path,
+    dtype: Literal["auto", "float32", "bfloat16"],
+    max_model_len: int | None,
+    overrides: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> LanguageModel:
     """Returns the model in a checkpoint folder with shapes in place of its weights, which are not read.
 
     The arguments and the errors are those of load_model.
     """
-    return _outline(folder, dtype, max_model_len)[0]
+    return _outline(folder, read_json(folder / "config.json") | overrides, dtype, max_model_len)[0]
 
 
 def _outline(
-    folder: Path, dtype: Literal["auto", "float32", "bfloat16"], max_model_len: int | None
+    folder: Path,
+    hf_config: dict[str, Any],
+    dtype: Literal["auto", "float32", "bfloat16"],
+    max_model_len: int | None,
 ) -> tuple[LanguageModel, jnp.dtype, dict[str, _Stored]]:
-    hf_config = read_json(folder / "config.json")
     _, model_class = get_model_class(hf_config)
     config = model_class.config_class.from_hf(hf_config, max_model_len)
     stored = with_prefix(_read_headers(folder), model_class.weight_table)

@@ -112,7 +112,7 @@ def dense_logprobs(model, tokens):
 
 
 drawn = np.concatenate([drawn_logprobs(sample) for _, sample in samples])
-scored = np.concatenate(llm.score(texts, lens))
+scored = np.concatenate(llm.llm_engine.score(texts, lens))
 dense = np.asarray(dense_logprobs(model, jnp.asarray(pad(texts))))
 spans = [slice(n - 1, len(text) - 1) for n, text in zip(lens, texts, strict=True)]
 dense = np.concatenate([row[span] for row, span in zip(dense, spans, strict=True)])

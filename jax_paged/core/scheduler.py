@@ -151,11 +151,12 @@ class Scheduler:
         """Puts a request into the waiting queue.
 
         Args:
-            group: With one sequence, whose prompt leaves room for one token in max_model_len, no more to come
-                than max_num_seqs, and an id that no unfinished request has.
+            group: With one sequence, whose prompt leaves room for one token in max_model_len (unless it is
+                pooled), no more to come than max_num_seqs, and an id that no unfinished request has.
         """
         (seq,) = group.sequences
-        assert 0 < len(seq) < self.max_model_len, f"prompt of {len(seq)} tokens"
+        room = group.sampling_params.pooling is None
+        assert 0 < len(seq) <= self.max_model_len - room, f"prompt of {len(seq)} tokens"
         assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences"
         assert self.policy != "fcfs" or not group.priority, "a priority under fcfs"
         group.key = self.key_of(group)

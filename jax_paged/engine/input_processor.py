@@ -8,10 +8,12 @@ from typing import Any
 
 from jax_paged.checks import Problems, TooLongError, check, check_int, check_number
 from jax_paged.config import EngineConfig
+from jax_paged.engine import pooling
 from jax_paged.engine.grammars import Grammar, Grammars
 from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_list
+from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -90,7 +92,7 @@ class InputProcessor:
     def check(
         self,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams | None,
+        params: SamplingParams | BeamSearchParams | PoolingParams | None,
         cache_salt: str = "",
         priority: int = 0,
     ) -> CheckedRequest:
@@ -109,7 +111,7 @@ class InputProcessor:
         assert own_params is not None, "there was no problem"
         assert prompts is not None, "there was no problem"
         (own, beams), (encoder, decoder) = own_params, prompts
-        self._truncate(encoder or decoder, own.truncate_prompt_tokens)
+        self._truncate(encoder or decoder, own)
         encoder_ids = encoder.token_ids if encoder else []
         self._fit_max_tokens(len(decoder.token_ids), own, beams)
         request = CheckedRequest(
@@ -227,17 +229,34 @@ class InputProcessor:
             checked.append(token_id)
         return checked
 
-    def _truncate(self, prompt: _Tokenized, num_tokens: int | None) -> None:
+    def _truncate(self, prompt: _Tokenized, params: SamplingParams) -> None:
+        num_tokens = params.truncate_prompt_tokens
         if num_tokens is not None:
-            keep = self._config.max_model_len - 1 if num_tokens == -1 else num_tokens
-            del prompt.token_ids[:-keep]
+            most = self._config.max_model_len - (params.pooling is None)
+            keep, ids = most if num_tokens == -1 else num_tokens, prompt.token_ids
+            spec = self._config.pooling
+            if spec is None or not spec.is_encoder:
+                del ids[:-keep]
+            elif len(ids) > keep:
+                # An encoder reads a text's first tokens, and the one that the tokenizer closes it with.
+                closing = self._tokenizer.encode("")[-1:] if self._tokenizer else []
+                ids[keep - 1 :] = ids[-1:] if ids[-1:] == closing else ids[keep - 1 : keep]
 
     # The parameters.
 
     def _own_params(
-        self, given: SamplingParams | BeamSearchParams | None
+        self, given: SamplingParams | BeamSearchParams | PoolingParams | None
     ) -> tuple[SamplingParams, BeamSearchParams | None]:
         """Returns checked copies of a request's parameters; a beam search has both kinds."""
+        spec = self._config.pooling
+        if isinstance(given, PoolingParams):
+            params = pooling.resolved(given, None, self._config)
+            assert spec is not None, "it can pool"
+            return pooling.as_sampling(params, spec), None
+        if spec is not None and not spec.generates:
+            shown = "None" if given is None else type(given).__name__
+            name = self._config.architecture
+            raise ValueError(f"sampling_params is {shown}; allowed: PoolingParams, as {name} draws no tokens")
         if isinstance(given, BeamSearchParams):
             beams = dataclasses.replace(given)
             beams.validate()
@@ -323,12 +342,11 @@ class InputProcessor:
         self, num_tokens: int, params: SamplingParams, beams: BeamSearchParams | None
     ) -> None:
         """Cuts max_tokens to what max_model_len has room for, and checks that there is room."""
-        room = self._config.max_model_len - num_tokens
+        pools = params.pooling is not None  # then the token that is drawn means nothing
+        room = self._config.max_model_len - num_tokens + pools
         if room < 1:
-            raise TooLongError(
-                f"the prompt has {num_tokens} tokens and needs room for one more",
-                self._config.max_model_len,
-            )
+            needs = "" if pools else " and needs room for one more"
+            raise TooLongError(f"the prompt has {num_tokens} tokens{needs}", self._config.max_model_len)
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         if beams is not None:

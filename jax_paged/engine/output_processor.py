@@ -54,6 +54,7 @@ class RequestState:
         )
         # By the sequence's index: the hook's name, the first position, and what it captured from there on.
         self._captured: dict[int, list[tuple[str, int, np.ndarray]]] = {}
+        self._pooled: np.ndarray | None = None
 
     def values(self) -> dict[str, Any]:
         """Returns its state as values that JSON can hold, but for the group."""
@@ -128,8 +129,12 @@ class RequestState:
     def add_captured(self, seq: Sequence, start: int, arrays: dict[str, np.ndarray]) -> None:
         """Takes what hooks captured of the tokens of a sequence at positions start and on, by name.
 
-        What is computed again, after a preemption or other tokens, replaces what was there.
+        What is computed again, after a preemption or other tokens, replaces what was there. Parts of a mean
+        are added up.
         """
+        pooled = arrays.pop("pooled", None)
+        if pooled is not None:
+            self._pooled = pooled if start == 0 or self._pooled is None else self._pooled + pooled
         self._captured.setdefault(seq.index, []).extend((name, start, x) for name, x in arrays.items())
 
     def add_tokens(
@@ -216,6 +221,10 @@ class RequestState:
         if self._captured and self.is_finished:
             for sample, output in zip(samples, outputs, strict=True):
                 output.captured = self._captured_of(sample.seq)
+        if params.pooling is not None and self.is_finished:
+            outputs[0].token_ids = []  # what was drawn means nothing
+            if self._pooled is not None:
+                outputs[0].captured["pooled"] = self._pooled
         # Before its prompt is computed, all samples are as the first: empty.
         return outputs + [_empty_like(outputs[0], i) for i in range(len(outputs), n)]
 

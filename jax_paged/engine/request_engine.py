@@ -31,6 +31,7 @@ from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.step_loop import StepLoop
 from jax_paged.inputs import Prompt
 from jax_paged.outputs import RequestOutput
+from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class RequestEngine:
     def check_request(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         *,
         cache_salt: str = "",
         priority: int = 0,
@@ -132,7 +133,8 @@ class RequestEngine:
                 model this is what the encoder reads, and {"encoder_prompt": ..., "decoder_prompt": ...}
                 says both.
             sampling_params: None takes the model's defaults (its generation_config.json); max_tokens None
-                takes the rest of max_model_len. BeamSearchParams make it a beam search.
+                takes the rest of max_model_len. BeamSearchParams make it a beam search, and PoolingParams a
+                pooling request (engine/pooling.py reads its output).
             cache_salt: Only requests of equal salt share cached prefixes.
             priority: Lower is served earlier; 0 unless scheduling_policy is "priority".
 
@@ -147,7 +149,7 @@ class RequestEngine:
         self,
         request_id: str,
         prompt: Prompt | CheckedRequest,
-        params: SamplingParams | BeamSearchParams | None = None,
+        params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         arrival_time: float | None = None,
         lora_request: None = None,
         *,

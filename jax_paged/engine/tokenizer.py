@@ -112,6 +112,16 @@ class Tokenizer:
         """Returns the token that is a text as the vocabulary has it; None if there is none."""
         return self._backend.token_to_id(text)
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        """Returns the ids of two texts in one, and where the second begins if the tokenizer says so.
+
+        Raises:
+            ValueError: If a text is not valid Unicode.
+        """
+        _check_unicode(first + second)
+        encoding = self._backend.encode(first, second)
+        return encoding.ids, encoding.type_ids.index(1) if 1 in encoding.type_ids else None
+
     def max_characters(self, num_tokens: int) -> int:
         """Returns how many characters so many tokens hold at most: a longer text need not be tokenized."""
         longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))

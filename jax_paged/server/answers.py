@@ -177,6 +177,77 @@ class ResponseAnswer(TypedDict):
     usage: ResponseUsage
 
 
+class PoolingHead(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: Usage
+
+
+class Embedding(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingAnswer(PoolingHead):
+    data: list[Embedding]
+
+
+class Pooled(TypedDict):
+    object: Literal["pooling"]
+    index: int
+    data: list[float] | list[list[float]] | str
+
+
+class PoolingAnswer(PoolingHead):
+    data: list[Pooled]
+
+
+class Classified(TypedDict):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyAnswer(PoolingHead):
+    data: list[Classified]
+
+
+class Score(TypedDict):
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreAnswer(PoolingHead):
+    data: list[Score]
+
+
+class RerankDocument(TypedDict):
+    text: str
+
+
+class RerankResult(TypedDict):
+    index: int
+    document: RerankDocument
+    relevance_score: float
+
+
+class RerankUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class RerankAnswer(TypedDict):
+    id: str
+    model: str
+    usage: RerankUsage
+    results: list[RerankResult]
+
+
 class ModelCard(TypedDict):
     id: str
     object: Literal["model"]

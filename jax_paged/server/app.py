@@ -15,12 +15,17 @@ from jax_paged.engine.errors import EngineDeadError
 from jax_paged.server.access import AccessLog
 from jax_paged.server.answers import (
     ChatAnswer,
+    ClassifyAnswer,
     CompletionAnswer,
     DetokenizeAnswer,
+    EmbeddingAnswer,
     HealthAnswer,
     ModelCard,
     ModelList,
+    PoolingAnswer,
+    RerankAnswer,
     ResponseAnswer,
+    ScoreAnswer,
     TokenizeAnswer,
     VersionAnswer,
 )
@@ -35,6 +40,7 @@ from jax_paged.server.metrics import Metrics
 from jax_paged.server.openapi import answers, describe
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.page import PageRoutes
+from jax_paged.server.pooling import PoolingRoutes
 from jax_paged.server.responses import ApiError, json_response, validation_error
 from jax_paged.server.responses_api import ResponsesRoute
 from jax_paged.server.streaming import RequestRunner
@@ -70,6 +76,7 @@ class OpenAIServer:
         config, tokenizer = engine.engine.config, engine.engine.tokenizer
         texts = TextReader(tokenizer, config.max_model_len, self._lane)
         self._generation = GenerationRoutes(engine, runner, texts, model_name, self.options)
+        self._pooling = PoolingRoutes(engine, runner, texts, model_name, self.options)
         self._responses = ResponsesRoute(engine, runner, texts, model_name, self.options)
         self._information = InformationRoutes(engine, texts, model_name, self.options)
 
@@ -83,10 +90,18 @@ class OpenAIServer:
             "/v1/chat/completions": (self._generation.chat_completions, ChatAnswer),
             "/v1/responses": (self._responses.responses, ResponseAnswer),
         }
-        for path, (handler, form) in generating.items():
+        pooling = {
+            "/v1/embeddings": (self._pooling.embeddings, EmbeddingAnswer),
+            "/pooling": (self._pooling.pooling, PoolingAnswer),
+            "/classify": (self._pooling.classify, ClassifyAnswer),
+            **dict.fromkeys(("/score", "/v1/score"), (self._pooling.score, ScoreAnswer)),
+            **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), (self._pooling.rerank, RerankAnswer)),
+        }
+        running = generating | pooling
+        for path, (handler, form) in running.items():
             app.post(path, **answers(form))(known(handler))
         app.add_middleware(BodyLimits, options=self.options, lane=self._lane)
-        app.add_middleware(Gate, life=self.life, room=self._room, paths=generating)  # pyright: ignore
+        app.add_middleware(Gate, life=self.life, room=self._room, paths=running)  # pyright: ignore
         information = self._information
         app.post("/tokenize", **answers(TokenizeAnswer))(known(information.tokenize))
         app.post("/detokenize", **answers(DetokenizeAnswer))(known(information.detokenize))

@@ -14,10 +14,12 @@ from jax_paged.server.http_protocol import BODY_WRITER, BodyWriter
 
 async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
     """Awaits an answer, and cancels it when the client leaves."""
-    return await _until_gone(request.receive, answer) or Response(status_code=499)  # which nobody reads
+    return await until_gone(request.receive, answer) or Response(status_code=499)  # which nobody reads
 
 
-async def _until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Returns what comes of some work; cancels it, and returns None, when the client leaves."""
+
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -59,7 +61,7 @@ class EventStream(StreamingResponse):
         """Sends the events until the client leaves."""
         writer = scope.get("extensions", {}).get(BODY_WRITER)
         async with contextlib.aclosing(self._rest):
-            await _until_gone(receive, self._send(send, writer))
+            await until_gone(receive, self._send(send, writer))
 
     async def _send(self, send: Send, writer: BodyWriter | None) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -1,8 +1,9 @@
 """What the engine asks of whoever runs its steps, and the executor that does it in this process."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from jax_paged.checks import check
 from jax_paged.config import EngineArgs, EngineConfig
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
@@ -142,10 +143,19 @@ class LocalExecutor:
         logits_processors: "Sequence[LogitsProcessor]" = (),
     ) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
+        from jax_paged.worker.encoder_runner import EncoderRunner, is_encoder
         from jax_paged.worker.inspection import Inspector
         from jax_paged.worker.model_runner import ModelRunner
 
-        self.runner = ModelRunner(args, loaded, hooks, attend, sampler, logits_processors)
+        self.runner: Any
+        if is_encoder(args, loaded):
+            own = {"hooks": list(hooks) or None, "attend": attend, "sampler": sampler}
+            own["logits_processors"] = list(logits_processors) or None
+            for name, value in own.items():
+                check(value is None, name, value, "None, as the model is an encoder")
+            self.runner = EncoderRunner(args, loaded)
+        else:
+            self.runner = ModelRunner(args, loaded, hooks, attend, sampler, logits_processors)
         self._inspector = Inspector(self.runner)
 
     @property

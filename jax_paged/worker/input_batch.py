@@ -52,6 +52,7 @@ class InputBatch:
         hook_args: float32 [S, A], whether each hook is on, and its arguments.
         processor_args: float32 [S, P], whether each logits processor is on, and its arguments.
         new_seats: Seats of sequences with logits processors that nothing was drawn for yet.
+        pooling: Of the sequences whose prompt is pooled, SamplingParams.pooling and the prompt's length.
         prompts: Of the sequences whose prompt gets log-probabilities, the prompt and how many most likely
             tokens to report.
     """
@@ -90,9 +91,10 @@ class InputBatch:
         self.processor_args = np.zeros((max_num_seqs, sum(1 + n for n in processors.values())), np.float32)
         self.new_seats: set[int] = set()
         self.prompts: dict[int, tuple[list[int], int]] = {}
+        self.pooling: dict[int, tuple[str, int]] = {}
         self._by_seat: tuple[dict[int, Any], ...] = (
             *(self.token_rules, self.known_tokens, self.functions),
-            *(self.prompts, self.forced_tokens),
+            *(self.prompts, self.forced_tokens, self.pooling),
         )
 
     @property
@@ -210,6 +212,8 @@ class InputBatch:
             self.new_seats.add(seat)
         if params.forced_token_ids is not None:
             self.forced_tokens[seat] = len(new.prompt_token_ids), params.forced_token_ids
+        if params.pooling is not None:
+            self.pooling[seat] = params.pooling, len(new.prompt_token_ids)
         if params.prompt_logprobs is not None:
             self.prompts[seat] = new.prompt_token_ids, params.prompt_logprobs
         if not has_penalty(params):

@@ -126,7 +126,9 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
     They are found by running the model on shapes alone, with attention that takes notes.
     """
     if loaded is None:
-        model = outline(resolve_model_dir(args.model), args.dtype, args.max_model_len)
+        model = outline(
+            resolve_model_dir(args.model), args.dtype, args.max_model_len, args.hf_overrides or {}
+        )
     else:
         model = loaded.model if isinstance(loaded, LoadedModel) else loaded
     specs, found = model.kv_cache_specs(), dict[Any, Variant]()

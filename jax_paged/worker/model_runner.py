@@ -37,6 +37,7 @@ from jax_paged.worker.kernel_check import choose_backend
 from jax_paged.worker.kv_cache import allocate_kv_cache, device_memory, free_kv_cache_bytes, plan_layout
 from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
+from jax_paged.worker.pooling import PoolProgram, plan_pooling
 from jax_paged.worker.programs import Program, SeatArrays, TraceContext
 from jax_paged.worker.prompt_logprobs import PendingPromptLogprobs, PromptLogprobsProgram
 from jax_paged.worker.resolve_config import ModelFacts, resolve_config
@@ -44,7 +45,7 @@ from jax_paged.worker.results import PendingStep
 from jax_paged.worker.sampler import Sampler
 from jax_paged.worker.step import StepProgram, step_bytes
 from jax_paged.worker.token_counts import ResetTokenCountsProgram, reset_token_counts
-from jax_paged.worker.weights import ServedWeights, load
+from jax_paged.worker.weights import ServedWeights, load, pooling_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ class ModelRunner:
             eos_token_ids=loaded.eos_token_ids,
             sampling_defaults=loaded.sampling_defaults,
             decoder_start_token_id=loaded.config.decoder_start_token_id if self._encodes else None,
+            pooling=pooling_of(args, loaded, is_own=is_own),
         )
 
         def context_of(config: EngineConfig, num_blocks: int) -> TraceContext:
@@ -134,6 +136,7 @@ class ModelRunner:
                 hook_params=params_def,
                 captured=captured,
                 shares_prefixes=config.cascade_attention and attend is None,
+                pooling=facts.pooling,
             )
 
         memory = device_memory(device)
@@ -201,9 +204,10 @@ class ModelRunner:
         # XLA multiplies a single row in bfloat16 several times slower than two.
         min_rows = 2 if is_bfloat16 and not packs else 1
         limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
-        buckets = plan_buckets(*limits, is_fine=on_cpu, min_rows=min_rows)
         if self.config.batch_invariant:
             buckets = plan_invariant_buckets(*limits, has_invariant_products=packs)
+        else:
+            buckets = plan_buckets(*limits, is_fine=on_cpu, min_rows=min_rows)
         self._has_mixed = not all(bucket.is_decode for bucket in buckets)
         # Last, as it leaves threads behind.
         self._compiled = CompiledPrograms(
@@ -214,6 +218,7 @@ class ModelRunner:
                 WriteBlockTablesProgram(),
                 ResetTokenCountsProgram(),
                 self._prompt_logprobs,
+                *([PoolProgram(loaded.config.hidden_size)] if facts.pooling else ()),
             ],
             lambda program: program.lower(context),
             options,
@@ -276,8 +281,7 @@ class ModelRunner:
             pending = self._step(output, logits_rows)
             pending.begin_transfer()
         else:
-            nobody = np.empty(0, np.int32)
-            pending = PendingStep(output.step_id, 0, 0, logits_rows, nobody, None, None, [])
+            pending = PendingStep(output.step_id, 0, 0, logits_rows, np.empty(0, np.int32), None, None, [])
         self._pending.append(pending)
 
     def result(self) -> ModelRunnerOutput:
@@ -308,14 +312,14 @@ class ModelRunner:
     def _step(self, output: SchedulerOutput, logits_rows: LogitsRows) -> PendingStep:
         targets = prompt_logprobs.row_targets(output, logits_rows, self._input_batch)
         functions = self._input_batch.functions
-        bucket = self._bucket(output, wants_hidden=bool(targets or functions))
+        pooling = plan_pooling(output, self._input_batch, self._context)
+        bucket = self._bucket(output, wants_hidden=bool(targets or functions or pooling))
         inputs = self.builder.build(output, logits_rows, bucket)
         tables = self._seat_arrays.block_tables
         tables = write_block_tables(self._run, tables, inputs.changes_ahead, self._place)
         self._seat_arrays = self._seat_arrays._replace(block_tables=tables)
-        empty = self._empty(bucket)
         given = inputs.bias_ids, inputs.bias_values, inputs.token_mask
-        sampling_inputs = [e if x is None else x for x, e in zip(given, empty, strict=True)]
+        sampling_inputs = [e if x is None else x for x, e in zip(given, self._empty(bucket), strict=True)]
         results, details, hidden, self._kv_cache, self._seat_arrays, captured = self._run(
             StepProgram(bucket),
             self._weights,
@@ -343,14 +347,15 @@ class ModelRunner:
             captured=captured,
             capturing=self._input_batch.capturing(output, self.config.capturing) if captured else {},
             num_shared_tokens=inputs.num_shared_tokens,
+            pooled=pooling and pooling.begin(self._run, self._weights, hidden, self._place),
         )
 
     def _bucket(self, output: SchedulerOutput, *, wants_hidden: bool) -> Bucket:
         """Returns the shape for a step; hidden states are read of mixed steps, if there are any."""
-        is_decode = output.num_batched_tokens == len(output.scheduled)
+        num_tokens = output.num_batched_tokens
         return self._compiled.smallest_ready(
-            is_decode=is_decode and not (wants_hidden and self._has_mixed),
-            num_tokens=output.num_batched_tokens,
+            is_decode=num_tokens == len(output.scheduled) and not (wants_hidden and self._has_mixed),
+            num_tokens=num_tokens,
             num_seqs=output.num_logits_rows,
             num_steps=self.config.num_scheduler_steps if output.burst else 1,
         )
@@ -359,12 +364,11 @@ class ModelRunner:
         self, output: SchedulerOutput, targets: dict[int, tuple[list[int], int]], hidden: Array
     ) -> list[PendingPromptLogprobs]:
         pending, first = [], 0
+        given = self._run, self._prompt_logprobs, self._weights, hidden
         for i, row in enumerate(output.scheduled):
             if i in targets:
                 tokens, num_top = targets[i]
-                results = prompt_logprobs.begin(
-                    self._run, self._prompt_logprobs, self._weights, hidden, first, tokens, self._place
-                )
+                results = prompt_logprobs.begin(*given, first, tokens, self._place)
                 pending.append(PendingPromptLogprobs(i, len(tokens), num_top, results))
             first += row.num_tokens
         return pending

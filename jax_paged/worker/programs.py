@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import Attend, Backend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.hooks import Hook, at_paths
+from jax_paged.models.pooling import PoolingSpec
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.logits_processors import LogitsProcessor, state_shapes
 from jax_paged.worker.sampler import SampledTokens, Sampler
@@ -66,6 +67,7 @@ class TraceContext:
         hook_params: Structure of their parameters, which lie behind the weights.
         captured: What hooks capture of a row, by name: shapes.
         shares_prefixes: Whether rows may attend to leading blocks together, see shared_prefixes.py.
+        pooling: What is made of pooled hidden states; None if nobody pools.
     """
 
     model: FlatModel
@@ -90,6 +92,7 @@ class TraceContext:
     hook_params: Any = None
     captured: Mapping[str, tuple[int, ...]] = types.MappingProxyType({})
     shares_prefixes: bool = False
+    pooling: PoolingSpec | None = None
 
     @property
     def max_blocks_per_seq(self) -> int:

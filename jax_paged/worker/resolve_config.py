@@ -7,6 +7,7 @@ from typing import Any
 from jax_paged.checks import check, check_int
 from jax_paged.config import EngineArgs, EngineConfig
 from jax_paged.core.cache_group import CacheGroup
+from jax_paged.models.pooling import PoolingSpec
 
 # The pool of an engine on a CPU that is given no size.
 CPU_KV_CACHE_BYTES = 256 * 2**20
@@ -29,6 +30,7 @@ class ModelFacts:
         eos_token_ids: Its end tokens.
         sampling_defaults: What generation_config.json says of sampling, in the words of SamplingParams.
         decoder_start_token_id: Of an encoder-decoder model; None for a decoder.
+        pooling: What it makes of texts; None if it only draws tokens.
     """
 
     architecture: str
@@ -41,6 +43,7 @@ class ModelFacts:
     eos_token_ids: frozenset[int]
     sampling_defaults: dict[str, Any]
     decoder_start_token_id: int | None = None
+    pooling: PoolingSpec | None = None
 
 
 def resolve_config(
@@ -111,6 +114,7 @@ def resolve_config(
         eos_token_ids=model.eos_token_ids,
         sampling_defaults=model.sampling_defaults,
         decoder_start_token_id=model.decoder_start_token_id,
+        pooling=model.pooling,
         enable_prefix_caching=args.enable_prefix_caching,
         enable_chunked_prefill=args.enable_chunked_prefill,
         scheduling_policy=args.scheduling_policy,

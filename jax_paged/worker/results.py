@@ -8,6 +8,7 @@ from jaxtyping import Array
 
 from jax_paged.core.runner_output import NO_TOKEN, ModelRunnerOutput, TokenLogprobs
 from jax_paged.worker.logits_rows import LogitsRows
+from jax_paged.worker.pooling import PendingPooled
 from jax_paged.worker.prompt_logprobs import PendingPromptLogprobs
 
 
@@ -26,6 +27,7 @@ class PendingStep:
             log-probabilities.
         prompt_logprobs: Of rows whose request wants them.
         captured: What StepProgram returns of hooks.
+        pooled: Hidden states of pooling requests; None if the step computes none.
         capturing: By the index of each row of which some capture, the first of its token rows, how many there
             are, and the names of these hooks.
         num_shared_tokens: Of StepInputs.
@@ -44,6 +46,7 @@ class PendingStep:
     capturing: dict[int, tuple[int, int, list[str]]] = dataclasses.field(default_factory=dict)
     num_shared_tokens: int = 0
     redrawn: dict[int, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
+    pooled: PendingPooled | None = None
 
     def begin_transfer(self) -> None:
         """Lets the results travel to the host as soon as they are there."""
@@ -82,7 +85,8 @@ class PendingStep:
             logprobs=self._by_sample(details),
             is_finite=finite.tolist(),
             prompt_logprobs=prompt_logprobs,
-            captured=self._read_captured(lambda x, i, first, n: x[first : first + n]),
+            captured=self._read_captured(lambda x, i, first, n: x[first : first + n])
+            | (self.pooled.read() if self.pooled else {}),
             num_shared_tokens=self.num_shared_tokens,
         )
 

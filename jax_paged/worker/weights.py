@@ -14,10 +14,11 @@ from jaxtyping import Array
 from jax_paged.checks import check_choice
 from jax_paged.config import EngineArgs
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.checkpoint import resolve_model_dir
+from jax_paged.models.checkpoint import read_json, resolve_model_dir
 from jax_paged.models.exchange import NewWeights, with_weights
 from jax_paged.models.forward_context import Module
 from jax_paged.models.layers import Embedding, Linear
+from jax_paged.models.pooling import PoolingSpec, read_pooling
 from jax_paged.models.weights import LoadedModel, load_model, loaded_from
 
 
@@ -55,13 +56,35 @@ def load(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> Loaded
         ValueError: If it can't be loaded, or is of another type than is asked for.
     """
     if loaded is None:
-        return load_model(resolve_model_dir(args.model), args.dtype, args.max_model_len)
+        return load_model(
+            resolve_model_dir(args.model), args.dtype, args.max_model_len, args.hf_overrides or {}
+        )
     if isinstance(loaded, LanguageModel):
         name = args.tokenizer or ""
         is_folder = name == "pagelet" or (bool(name) and Path(name).expanduser().is_dir())
         loaded = loaded_from(loaded, resolve_model_dir(name) if is_folder else None)
     check_choice("dtype", args.dtype, ("auto", str(loaded.dtype)))
     return loaded
+
+
+def pooling_of(args: EngineArgs, loaded: LoadedModel, *, is_own: bool) -> PoolingSpec | None:
+    """Returns what the model that an engine serves makes of texts; None if it only draws tokens.
+
+    Raises:
+        ValueError: If it can't be what the arguments ask for.
+    """
+    folder = resolve_model_dir(args.model) if is_own else None
+    hf_config = {} if folder is None else read_json(folder / "config.json")
+    pooler = args.pooler
+    return read_pooling(
+        folder,
+        hf_config | (args.hf_overrides or {}),
+        loaded.architecture,
+        loaded.config.hidden_size,
+        pools={"pooling": True, "generate": False}.get(args.runner),
+        pooling_type=pooler.pooling_type,
+        normalize=pooler.normalize if pooler.use_activation is None else pooler.use_activation,
+    )
 
 
 def packed(model: LanguageModel, *, in_place: bool) -> LanguageModel:

@@ -32,7 +32,9 @@ def test_every_name_can_be_imported() -> None:
 
 
 def test_what_is_not_built_says_so() -> None:
-    with pytest.raises(ImportError, match="jax_paged has no PoolingParams: pooling models are not supported"):
-        from jax_paged import PoolingParams  # noqa: F401 # pyright: ignore
+    with pytest.raises(
+        ImportError, match="jax_paged has no ModelRegistry: models outside the project are not"
+    ):
+        from jax_paged import ModelRegistry  # noqa: F401 # pyright: ignore
     with pytest.raises(ImportError, match="cannot import name 'Nonsense'"):
         from jax_paged import Nonsense  # noqa: F401 # pyright: ignore

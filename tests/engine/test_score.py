@@ -47,9 +47,11 @@ def llm(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[LLM]:
 def test_the_importance_ratio_of_a_rollout_is_one(llm: LLM) -> None:
     # Scored in the same batch the steps have the same shapes: then nothing at all may differ.
     texts, lens, logprobs = drawn(llm.generate(PROMPTS, params(), use_tqdm=False))
-    assert llm.score(texts, lens) == logprobs
+    assert llm.llm_engine.score(texts, lens) == logprobs
     texts, lens, logprobs = drawn(llm.generate(PROMPTS[2], params(), use_tqdm=False))
-    assert llm.score(texts, lens, params(temperature=0.3)) == logprobs  # how tokens are drawn does not count
+    assert (
+        llm.llm_engine.score(texts, lens, params(temperature=0.3)) == logprobs
+    )  # how tokens are drawn does not count
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -63,17 +65,17 @@ def test_the_ratio_is_one_in_any_batch_of_an_engine_that_is_batch_invariant(
         outputs = llm.generate(PROMPTS, given, use_tqdm=False)
         texts, lens, logprobs = drawn(outputs)
         assert len(set(map(len, logprobs))) > 2
-        assert llm.score(texts, lens) == logprobs
+        assert llm.llm_engine.score(texts, lens) == logprobs
         for text, n, want in zip(texts[:3], lens, logprobs, strict=False):
-            assert llm.score([text], n) == [want]
-            assert llm.score([text])[0][n - 1 :] == want  # the prompt token by token
+            assert llm.llm_engine.score([text], n) == [want]
+            assert llm.llm_engine.score([text])[0][n - 1 :] == want  # the prompt token by token
 
 
 def test_every_token_behind_the_first_is_scored_as_the_dense_model_does(llm: LLM, checkpoint: Path) -> None:
     if llm.llm_engine.config.dtype == "bfloat16":
         pytest.skip("other sums, other roundings")
     model = load_model(checkpoint, "float32").model
-    scores = llm.score(PROMPTS)
+    scores = llm.llm_engine.score(PROMPTS)
     for text, score in zip(PROMPTS, scores, strict=True):
         logits = np.asarray(model(np.asarray([text])))[0, :-1].astype(np.float64)
         total = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
@@ -106,10 +108,10 @@ def test_forced_tokens_are_the_output_until_they_end(llm: LLM) -> None:
 )
 def test_texts_that_are_not_scored(llm: LLM, arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        llm.score(*arguments)
+        llm.llm_engine.score(*arguments)
     llm.llm_engine.add_request("a", PROMPTS[0], params())
     with pytest.raises(RuntimeError, match="requests are running"):
-        llm.score([[1, 2]])
+        llm.llm_engine.score([[1, 2]])
     llm.llm_engine.abort_request("a")
 
 
@@ -145,7 +147,9 @@ def test_processed_logprobs_are_of_what_is_drawn_from(checkpoint: Path) -> None:
         outputs = llm.generate(PROMPTS, each, use_tqdm=False)
         texts, lens, logprobs = drawn(outputs)
         for i, given in enumerate(each):  # scored as it was drawn
-            np.testing.assert_allclose(llm.score([texts[i]], lens[i], given), [logprobs[i]], atol=1e-4)
+            np.testing.assert_allclose(
+                llm.llm_engine.score([texts[i]], lens[i], given), [logprobs[i]], atol=1e-4
+            )
     for text, first, output, given in zip(texts, lens, outputs, each, strict=True):
         logits = np.asarray(model(np.asarray([text])))[0, first - 1 : -1]
         for row, entry in zip(logits, output.outputs[0].logprobs, strict=True):

@@ -1,0 +1,171 @@
+"""The methods of LLM that make embeddings, classes and scores of texts."""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jax_paged.checks import check
+from jax_paged.engine import pooling
+from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.llm_engine import LLMEngine
+from jax_paged.inputs import Prompt, as_prompts
+from jax_paged.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from jax_paged.pooling_params import PoolingParams, PoolingTask
+
+# Whether to show a progress bar, or what makes one in tqdm's place.
+UseTqdm = bool | Callable[..., tqdm]
+Params = PoolingParams | Sequence[PoolingParams] | None
+
+
+class PoolingMethods(abc.ABC):
+    """What LLM makes of texts beside more text. All methods run their texts together.
+
+    Their arguments are alike: `prompts` as LLM.generate takes them; `truncate_prompt_tokens` as in
+    PoolingParams, of which pooling_params may be one for all prompts or one per prompt; `use_tqdm` as
+    LLM.generate takes it; lora_request None. ValueError is raised if the model can't do it or can't take a
+    prompt, and then none has run.
+    """
+
+    llm_engine: LLMEngine
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = True,
+        pooling_params: Params = None,
+        lora_request: None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns an embedding per prompt."""
+        given = truncate_prompt_tokens, use_tqdm, lora_request
+        return [
+            EmbeddingRequestOutput(o.request_id, EmbeddingOutput(data.tolist()), *_facts(o))
+            for o, data in self._pool("embed", prompts, pooling_params, *given)
+        ]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        /,
+        *,
+        pooling_params: Params = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Returns the scores of a classifier's classes per prompt."""
+        given = truncate_prompt_tokens, use_tqdm, lora_request
+        return [
+            ClassificationRequestOutput(o.request_id, ClassificationOutput(data.tolist()), *_facts(o))
+            for o, data in self._pool("classify", prompts, pooling_params, *given)
+        ]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: Params = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = True,
+        lora_request: None = None,
+        pooling_task: PoolingTask | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Returns an array per prompt, by task: "embed", "classify", or "token_embed" for one per token."""
+        given = truncate_prompt_tokens, use_tqdm, lora_request
+        return [
+            PoolingRequestOutput(o.request_id, PoolingOutput(data), *_facts(o))
+            for o, data in self._pool(pooling_task, prompts, pooling_params, *given)
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str] | Prompt | Sequence[Prompt],
+        data_2: str | Sequence[str] | Prompt | Sequence[Prompt],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: UseTqdm = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Returns how well two texts fit: one with each of several, or pair by pair.
+
+        A classifier of one class reads both in one; of embeddings it is the cosine of their angle.
+        """
+        pairs = pooling.pairs_of(data_1, data_2)
+        given = truncate_prompt_tokens, use_tqdm, lora_request
+        params = PoolingParams() if pooling_params is None else pooling_params
+        config = self.llm_engine.config
+        if config.pooling is not None and not config.pooling.labels:
+            texts = [text for pair in pairs for text in pair]
+            found = self._pool("embed", texts, dataclasses.replace(params, task="embed"), *given)
+            return [
+                ScoringRequestOutput(
+                    a.request_id,
+                    ScoringOutput(pooling.similarity(x, y)),
+                    a.prompt_token_ids + b.prompt_token_ids,
+                    a.num_cached_tokens + b.num_cached_tokens,
+                )
+                for (a, x), (b, y) in zip(found[::2], found[1::2], strict=True)
+            ]
+        params = pooling.resolved(params, "score", config)
+        tokenizer = self.llm_engine.tokenizer
+        prompts = [pooling.pair_prompt(pair, params, config, tokenizer) for pair in pairs]
+        found = self._pool("score", [p for p, _ in prompts], [p for _, p in prompts], *given)
+        return [
+            ScoringRequestOutput(o.request_id, ScoringOutput(float(data[0])), *_facts(o)) for o, data in found
+        ]
+
+    def _pool(
+        self,
+        task: PoolingTask | None,
+        prompts: Any,
+        pooling_params: Params,
+        truncate_prompt_tokens: int | None,
+        use_tqdm: UseTqdm,
+        lora_request: None,
+    ) -> list[tuple[RequestOutput, np.ndarray]]:
+        check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
+        listed, engine = as_prompts(prompts), self.llm_engine
+        given = PoolingParams() if pooling_params is None else pooling_params
+        each = list(given) if isinstance(given, list | tuple) else [given] * len(listed)
+        ok = len(each) == len(listed)
+        check(ok, "the number of pooling_params", len(each), f"{len(listed)}, one per prompt")
+        params = [pooling.resolved(p, task, engine.config) for p in each]  # pyright: ignore[reportArgumentType]
+        if truncate_prompt_tokens is not None:
+            changes = {"truncate_prompt_tokens": truncate_prompt_tokens}
+            params = [dataclasses.replace(p, **changes) for p in params]
+        spec = engine.config.pooling
+        check(bool(listed), "prompts", prompts, "at least one prompt")
+        assert spec is not None, "checked with the parameters"
+        requests = [self._check(i, *pair) for i, pair in enumerate(zip(listed, params, strict=True))]
+        outputs = self._run(requests, use_tqdm)
+        return [(o, pooling.data_of(o, p, spec)) for o, p in zip(outputs, params, strict=True)]
+
+    @abc.abstractmethod
+    def _check(self, index: int, prompt: Prompt, params: Any) -> CheckedRequest:
+        """Checks a prompt of several."""
+
+    @abc.abstractmethod
+    def _run(self, requests: list[CheckedRequest], use_tqdm: UseTqdm) -> list[RequestOutput]:
+        """Runs requests to their end."""
+
+
+def _facts(output: RequestOutput) -> tuple[list[int], int]:
+    return output.prompt_token_ids, output.num_cached_tokens

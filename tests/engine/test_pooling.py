@@ -1,0 +1,271 @@
+"""Pooling: embeddings, classes and scores against transformers, alone and together, beside generation."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jax_paged import LLM, PoolingParams, SamplingParams
+from jax_paged.models.registry import POOLING_MODELS
+
+FIXTURES = Path(__file__).parent.parent / "models" / "pooling_fixtures"
+RERANKER = {"classifier_from_token": ["no", "yes"], "is_original_qwen3_reranker": True}
+OVERRIDES: dict[str, Any] = {
+    "qwen3_reranker": RERANKER | {"architectures": ["Qwen3ForSequenceClassification"]},
+    "qwen3_embedder": {"matryoshka_dimensions": [8, 16]},
+}
+NAMES = sorted(f.name for f in FIXTURES.iterdir())
+# Float32 sums in another order.
+MIN_COSINE, TOLERANCE = 1 - 1e-6, 1e-5
+
+
+def cases_of(name: str) -> list[dict[str, Any]]:
+    return json.loads((FIXTURES / name / "reference.json").read_text())["cases"]
+
+
+@pytest.fixture(scope="module")
+def make() -> Iterator[Callable[..., LLM]]:
+    made: dict[Any, LLM] = {}
+
+    def make(name: str, **args: Any) -> LLM:
+        key = name, *sorted(map(str, args.items()))
+        if key not in made:
+            sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 2**22}
+            overrides = OVERRIDES.get(name)
+            made[key] = LLM(str(FIXTURES / name), hf_overrides=overrides, **(sizes | args))
+        return made[key]
+
+    yield make
+    for llm in made.values():
+        llm.close()
+
+
+def prompt_of(case: dict[str, Any], *, activates: bool = False) -> tuple[Any, PoolingParams]:
+    second = case["second_text"]
+    extra = None if second is None else {"compressed_token_type_ids": second}
+    return case["token_ids"], PoolingParams(use_activation=activates, extra_kwargs=extra)
+
+
+def pooled(llm: LLM, cases: list[dict[str, Any]], *, activates: bool = False) -> list[np.ndarray]:
+    prompts, params = zip(*(prompt_of(case, activates=activates) for case in cases), strict=True)
+    return [o.outputs.data for o in llm.encode(list(prompts), list(params), use_tqdm=False)]
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+def test_every_pooling_model_has_a_fixture() -> None:
+    configs = [json.loads((FIXTURES / name / "config.json").read_text()) for name in NAMES]
+    found = {config["architectures"][0] for config in configs}
+    kinds = {name.replace("ForSequenceClassification", "").replace("Model", "") for name in POOLING_MODELS}
+    assert all(any(name.startswith(kind) for name in found) for kind in kinds)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_transformers_alone_and_together(make: Callable[..., LLM], name: str) -> None:
+    llm, cases = make(name), cases_of(name)
+    for found, case in zip(pooled(llm, cases), cases, strict=True):
+        want = np.array(case["pooled"])
+        if len(want) > 3:
+            assert cosine(found, want) >= MIN_COSINE
+        np.testing.assert_allclose(found, want, rtol=TOLERANCE, atol=TOLERANCE)
+    together = pooled(llm, cases, activates=True)
+    for case, found in zip(cases, together, strict=True):
+        (alone,) = pooled(llm, [case], activates=True)
+        np.testing.assert_allclose(alone, found, rtol=0, atol=1e-6)
+
+
+def test_embeddings_and_their_sizes(make: Callable[..., LLM]) -> None:
+    llm, cases = make("qwen3_embedder"), cases_of("qwen3_embedder")
+    prompts = [case["token_ids"] for case in cases]
+    for output, case in zip(llm.embed(prompts, use_tqdm=False), cases, strict=True):
+        want = np.array(case["pooled"])
+        np.testing.assert_allclose(output.outputs.embedding, want / np.linalg.norm(want), atol=1e-6)
+        assert output.outputs.hidden_size == 32
+        assert output.prompt_token_ids == case["token_ids"]
+    cut = llm.embed(prompts, pooling_params=PoolingParams(dimensions=8), use_tqdm=False)
+    for output, case in zip(cut, cases, strict=True):
+        want = np.array(case["pooled"][:8])
+        np.testing.assert_allclose(output.outputs.embedding, want / np.linalg.norm(want), atol=1e-6)
+
+
+def test_long_texts_beside_generation(make: Callable[..., LLM]) -> None:
+    """In one engine, with chunks, cached prefixes and few blocks: as alone, and nothing is traced anew."""
+    cases = [case for case in cases_of("qwen3_embedder") if len(case["token_ids"]) > 15]
+    for pooling_type in ("LAST", "MEAN"):
+        small = {"max_num_batched_tokens": 16, "block_size": 4, "num_gpu_blocks_override": 40}
+        llm = make("qwen3_embedder", pooler_config={"pooling_type": pooling_type}, **small)
+        engine = llm.llm_engine
+        engine.executor.wait_until_compiled()
+        want = {i: pooled(llm, [case])[0] for i, case in enumerate(cases)}
+        prompts = [case["token_ids"][:30] for case in cases]
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        texts = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+        num_traces = engine.executor.runner.num_traces  # pyright: ignore[reportAttributeAccessIssue]
+        for i, case in enumerate(cases):
+            prompt, given = prompt_of(case)
+            engine.add_request(f"pool-{i}", prompt, given)
+            engine.add_request(f"generate-{i}", prompts[i], params)
+        outputs = {}
+        while engine.has_unfinished_requests():
+            outputs |= {o.request_id: o for o in engine.step() if o.finished}
+        for i in range(len(cases)):
+            found = outputs[f"pool-{i}"].outputs[0].captured["pooled"]
+            np.testing.assert_allclose(found, want[i], rtol=0, atol=1e-6 * np.linalg.norm(want[i]))
+            assert outputs[f"generate-{i}"].outputs[0].token_ids == texts[i]
+        assert engine.executor.runner.num_traces == num_traces  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_all_hidden_states(make: Callable[..., LLM]) -> None:
+    llm = make("llama_mean", max_num_batched_tokens=16)
+    for case in cases_of("llama_mean"):
+        (output,) = llm.encode([case["token_ids"]], pooling_task="token_embed", use_tqdm=False)
+        assert output.outputs.data.shape == (len(case["token_ids"]), 32)
+        np.testing.assert_allclose(output.outputs.data.mean(0), case["pooled"], atol=1e-5)
+
+
+def test_classes_and_scores(make: Callable[..., LLM]) -> None:
+    cases = cases_of("llama_classifier")
+    outputs = make("llama_classifier").classify([c["token_ids"] for c in cases], use_tqdm=False)
+    for output, case in zip(outputs, cases, strict=True):
+        exp = np.exp(case["pooled"])
+        np.testing.assert_allclose(output.outputs.probs, exp / exp.sum(), atol=1e-6)
+        assert output.outputs.num_classes == 3
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("reranker")])
+def test_an_order_of_documents(make: Callable[..., LLM], name: str) -> None:
+    cases = [case for case in cases_of(name) if "query" in case]
+    documents = [case["document"] if name != "qwen3_reranker" else " " + case["document"] for case in cases]
+    scores = [o.outputs.score for o in make(name).score(cases[0]["query"], documents, use_tqdm=False)]
+    want = [1 / (1 + np.exp(-case["pooled"][0])) for case in cases]
+    np.testing.assert_allclose(scores, want, atol=1e-6)
+    assert np.argsort(scores).tolist() == np.argsort(want).tolist()
+
+
+def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
+    cases = cases_of("qwen3_embedder")
+    vectors = [np.array(case["pooled"]) for case in cases]
+    texts = [case["token_ids"] for case in cases]
+    scores = make("qwen3_embedder").score([texts[3]], texts, use_tqdm=False)
+    for output, vector in zip(scores, vectors, strict=True):
+        assert output.outputs.score == pytest.approx(cosine(vectors[3], vector), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "message"),
+    [
+        (
+            "llama_mean",
+            lambda llm: llm.classify([[1]]),
+            "task is 'classify'; allowed: what LlamaModel can do",
+        ),
+        ("llama_classifier", lambda llm: llm.embed([[1]]), "task is 'embed'; allowed: what LlamaForSeq"),
+        (
+            "llama_classifier",
+            lambda llm: llm.generate([[1]]),
+            "sampling_params is None; allowed: PoolingParams",
+        ),
+        ("llama_mean", lambda llm: llm.generate("no", SamplingParams()), "sampling_params is SamplingParams"),
+        ("bert_embedder", lambda llm: llm.generate([[1]]), "sampling_params is None; allowed: PoolingParams"),
+        ("bert_embedder", lambda llm: llm.embed([[1] * 65]), "the prompt has 65 tokens; allowed: max_model_"),
+        ("bert_reranker", lambda llm: llm.embed([[1]]), "task is 'embed'; allowed: what BertForSequence"),
+        ("llama_mean", lambda llm: llm.embed([]), "prompts is .*; allowed: at least one prompt"),
+        ("llama_mean", lambda llm: llm.embed(""), "prompt is ''; allowed: text that is not empty"),
+        ("llama_mean", lambda llm: llm.embed([[]]), "prompt_token_ids is .*; allowed: at least one"),
+        (
+            "llama_mean",
+            lambda llm: llm.embed([[1] * 65]),
+            r"the prompt has 65 tokens; allowed: max_model_len",
+        ),
+        (
+            "llama_mean",
+            lambda llm: llm.embed([[1]], pooling_params=PoolingParams(dimensions=8)),
+            "dimensions is 8; allowed: None, as the model is not known",
+        ),
+        (
+            "qwen3_embedder",
+            lambda llm: llm.embed([[1]], pooling_params=PoolingParams(dimensions=9)),
+            "dimensions is 9; allowed: 8 or 16",
+        ),
+        (
+            "llama_mean",
+            lambda llm: llm.embed([[1]], pooling_params=PoolingParams(skip_reading_prefix_cache=False)),
+            "skip_reading_prefix_cache is False",
+        ),
+        ("llama_mean", lambda llm: llm.embed([[1]], truncate_prompt_tokens=0), "truncate_prompt_tokens is 0"),
+        (
+            "qwen2_classifier",
+            lambda llm: llm.score(["no"] * 2, ["no"] * 3),
+            "the number of texts in data_1 is 2",
+        ),
+        (
+            "qwen2_classifier",
+            lambda llm: llm.score("no", ""),
+            "data_2 is ''; allowed: text that is not empty",
+        ),
+    ],
+)
+def test_bad_input(make: Callable[..., LLM], name: str, call: Callable[[LLM], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(make(name))
+
+
+def test_texts_are_cut(make: Callable[..., LLM]) -> None:
+    llm, text = make("qwen3_embedder"), list(range(4, 84))
+    want = llm.embed([text[-64:], text[-8:]], use_tqdm=False)
+    for n, output in zip((-1, 8), want, strict=True):
+        (found,) = llm.embed([text], truncate_prompt_tokens=n, use_tqdm=False)
+        assert found.prompt_token_ids == output.prompt_token_ids
+        np.testing.assert_allclose(found.outputs.embedding, output.outputs.embedding, atol=1e-6)
+
+
+def test_texts_of_an_encoder_are_cut(make: Callable[..., LLM]) -> None:
+    llm, text = make("bert_embedder"), "the cat sleeps on the mat"
+    whole, cut, most = (llm.embed([text], truncate_prompt_tokens=n, use_tqdm=False)[0] for n in (None, 5, -1))
+    first, *_, last = whole.prompt_token_ids
+    assert cut.prompt_token_ids == [first, *whole.prompt_token_ids[1:4], last]
+    assert most.prompt_token_ids == whole.prompt_token_ids
+    (found,) = llm.embed([list(range(4, 84))], truncate_prompt_tokens=-1, use_tqdm=False)
+    assert found.prompt_token_ids == list(range(4, 68))
+
+
+def test_texts_come_and_go(make: Callable[..., LLM]) -> None:
+    """An encoder's texts of all lengths, some of which are aborted; nothing is traced after the warm-up."""
+    llm, cases = make("bert_embedder"), cases_of("bert_embedder")
+    engine = llm.llm_engine
+    engine.executor.wait_until_compiled()
+    num_traces = engine.executor.runner.num_traces  # pyright: ignore[reportAttributeAccessIssue]
+    want, outputs = [case["pooled"] for case in cases], {}
+    for i in range(100):
+        engine.add_request(str(i), *prompt_of(cases[i % len(cases)]))
+        if i % 7 == 3:
+            outputs |= {o.request_id: o for o in engine.step() if o.finished}
+            engine.abort_request(str(i))
+    while engine.has_unfinished_requests():
+        outputs |= {o.request_id: o for o in engine.step() if o.finished}
+    assert len(outputs) >= 100 - 14
+    for name, output in outputs.items():
+        found = output.outputs[0].captured["pooled"]
+        np.testing.assert_allclose(found, want[int(name) % len(cases)], atol=1e-5)
+    assert engine.executor.runner.num_traces == num_traces  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_who_pools() -> None:
+    folder = str(FIXTURES / "qwen3_reranker")
+    with LLM(folder, kv_cache_memory_bytes=2**20) as llm:
+        assert llm.llm_engine.config.pooling is None
+        assert "pool" not in llm.compile_plan().split()
+        with pytest.raises(
+            ValueError, match="which only generates; allowed for pooling: a pooling model, or"
+        ):
+            llm.embed("no")
+    with pytest.raises(ValueError, match="runner is 'generate'; allowed with LlamaModel"):
+        LLM(str(FIXTURES / "llama_mean"), runner="generate")
+    with LLM(folder, runner="pooling", kv_cache_memory_bytes=2**20) as llm:
+        assert len(llm.embed("no", use_tqdm=False)[0].outputs.embedding) == 32

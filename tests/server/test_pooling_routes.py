@@ -1,0 +1,160 @@
+"""The routes that pool: their answers against transformers, and their errors."""
+
+import base64
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Served, serving  # pyright: ignore[reportMissingImports]
+from pydantic import TypeAdapter
+
+from jax_paged import AsyncLLMEngine, EngineArgs
+from jax_paged.server import answers
+
+FIXTURES = Path(__file__).parent.parent / "models" / "pooling_fixtures"
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 2**22}
+
+
+def cases_of(name: str) -> list[dict[str, Any]]:
+    return json.loads((FIXTURES / name / "reference.json").read_text())["cases"]
+
+
+@pytest.fixture(scope="module")
+def by_name() -> Iterator[dict[str, Served]]:
+    overrides = {"qwen3_embedder": {"matryoshka_dimensions": [8]}}
+    with contextlib.ExitStack() as stack:
+        yield {
+            name: stack.enter_context(
+                serving(
+                    AsyncLLMEngine(
+                        EngineArgs(str(FIXTURES / name), hf_overrides=overrides.get(name), **SIZES)
+                    ),
+                    name,
+                )
+            )
+            for name in ("qwen3_embedder", "llama_classifier", "qwen2_classifier", "bert_embedder")
+        }
+
+
+def unit(vector: list[float]) -> np.ndarray:
+    return np.array(vector) / np.linalg.norm(vector)
+
+
+def checked(body: dict[str, Any], form: Any) -> dict[str, Any]:
+    TypeAdapter(form).validate_python(body, extra="forbid")
+    return body
+
+
+def test_embeddings(by_name: dict[str, Served]) -> None:
+    served, cases = by_name["qwen3_embedder"], cases_of("qwen3_embedder")
+    texts = [case["token_ids"] for case in cases]
+    body = checked(served.post("/embeddings", input=texts), answers.EmbeddingAnswer)
+    for entry, case in zip(body["data"], cases, strict=True):
+        np.testing.assert_allclose(entry["embedding"], unit(case["pooled"]), atol=1e-6)
+    num_tokens = sum(map(len, texts))
+    assert body["usage"]["prompt_tokens"] == body["usage"]["total_tokens"] == num_tokens
+    again = served.post("/embeddings", input=texts, encoding_format="base64")
+    for entry, first in zip(again["data"], body["data"], strict=True):
+        decoded = np.frombuffer(base64.b64decode(entry["embedding"]), "<f4")
+        np.testing.assert_allclose(decoded, first["embedding"], atol=1e-6)
+    (cut,) = served.post("/embeddings", input=texts[3], dimensions=8)["data"]
+    np.testing.assert_allclose(cut["embedding"], unit(cases[3]["pooled"][:8]), atol=1e-6)
+    (text,) = served.post("/embeddings", input="the cat sleeps")["data"]
+    (same,) = served.post("/embeddings", input=["the cat sleeps"])["data"]
+    assert text == same
+    served.wait_until_idle()
+
+
+def test_an_encoder(by_name: dict[str, Served]) -> None:
+    served, cases = by_name["bert_embedder"], cases_of("bert_embedder")
+    cases = [case for case in cases if case["second_text"] is None]
+    body = served.post("/embeddings", input=[case["token_ids"] for case in cases])
+    for entry, case in zip(body["data"], cases, strict=True):
+        np.testing.assert_allclose(entry["embedding"], unit(case["pooled"]), atol=1e-6)
+    answer = served.client.post("/completions", json={"prompt": "cat"})
+    assert answer.status_code == 400
+    assert served.client.get("../metrics").status_code == 200
+    served.wait_until_idle()
+
+
+def test_pooling_and_generation(by_name: dict[str, Served]) -> None:
+    served, cases = by_name["qwen3_embedder"], cases_of("qwen3_embedder")
+    body = served.post("../pooling", input=[cases[3]["token_ids"]], use_activation=False)
+    (entry,) = checked(body, answers.PoolingAnswer)["data"]
+    np.testing.assert_allclose(entry["data"], cases[3]["pooled"], atol=1e-5)
+    body = served.post("../pooling", input=[cases[3]["token_ids"]], use_activation=False, task="token_embed")
+    rows = np.array(checked(body, answers.PoolingAnswer)["data"][0]["data"])
+    assert rows.shape == (len(cases[3]["token_ids"]), 32)
+    np.testing.assert_allclose(rows[-1], cases[3]["pooled"], atol=1e-5)
+    assert served.complete(cases[3]["token_ids"], max_tokens=4)["usage"]["completion_tokens"] == 4
+
+
+def test_classify(by_name: dict[str, Served]) -> None:
+    cases = cases_of("llama_classifier")
+    body = by_name["llama_classifier"].post("../classify", input=[case["token_ids"] for case in cases])
+    for entry, case in zip(checked(body, answers.ClassifyAnswer)["data"], cases, strict=True):
+        exp = np.exp(case["pooled"])
+        np.testing.assert_allclose(entry["probs"], exp / exp.sum(), atol=1e-6)
+        assert (entry["label"], entry["num_classes"]) == (f"LABEL_{np.argmax(case['pooled'])}", 3)
+
+
+@pytest.mark.parametrize("name", ["qwen3_embedder", "qwen2_classifier"])
+def test_scores_and_ranks(by_name: dict[str, Served], name: str) -> None:
+    served, query = by_name[name], "what is a block table"
+    documents = ["the cat sleeps", "a block", "a red car is fast"]
+    body = checked(served.post("/score", text_1=query, text_2=documents), answers.ScoreAnswer)
+    scores = [entry["score"] for entry in body["data"]]
+    assert served.post("../score", data_1=query, data_2=documents)["data"] == body["data"]
+    for path in ("../rerank", "/rerank", "../v2/rerank"):
+        ranked = checked(served.post(path, query=query, documents=documents), answers.RerankAnswer)
+        assert [r["relevance_score"] for r in ranked["results"]] == sorted(scores, reverse=True)
+        assert all(r["document"] == {"text": documents[r["index"]]} for r in ranked["results"])
+    assert len(served.post("/rerank", query=query, documents=documents, top_n=2)["results"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "body", "param", "message"),
+    [
+        ("qwen3_embedder", "embeddings", {"input": ""}, "input", "text that is not empty"),
+        ("qwen3_embedder", "embeddings", {"input": []}, "input", "at least one text"),
+        ("qwen3_embedder", "embeddings", {"input": 3}, "input", "text, a list of token ids"),
+        ("qwen3_embedder", "embeddings", {"input": [[1, 999]]}, "input", "prompt_token_ids[1] is 999"),
+        ("qwen3_embedder", "embeddings", {"input": ["a"] * 2049}, "input", "is 2049"),
+        ("qwen3_embedder", "embeddings", {"input": [1] * 65}, "input", "65 tokens; allowed: max_model_len"),
+        ("qwen3_embedder", "embeddings", {"input": "a", "dimensions": 9}, "dimensions", "allowed: 8"),
+        ("qwen3_embedder", "embeddings", {"input": "a", "encoding_format": "x"}, "encoding_format", "base64"),
+        ("qwen3_embedder", "embeddings", {"input": "a", "truncate_prompt_tokens": 0}, None, "is 0"),
+        ("qwen3_embedder", "../classify", {"input": "a"}, None, "task is 'classify'"),
+        ("llama_classifier", "embeddings", {"input": "a"}, None, "task is 'embed'"),
+        ("llama_classifier", "score", {"text_1": "a", "text_2": "b"}, None, "task is 'score'"),
+        ("llama_classifier", "completions", {"prompt": "a"}, None, "PoolingParams, as Llama"),
+        ("qwen2_classifier", "score", {"text_1": ["a", "b"], "text_2": ["a"]}, None, "allowed: 1 or 1"),
+        ("qwen2_classifier", "rerank", {"query": "a", "documents": []}, "documents", "at least 1"),
+        ("qwen2_classifier", "rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "is -1"),
+    ],
+)
+def test_bad_input(
+    by_name: dict[str, Served], name: str, path: str, body: dict[str, Any], param: str | None, message: str
+) -> None:
+    answer = by_name[name].client.post(path, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert message in error["message"]
+    assert param is None or error["param"] == param
+
+
+def test_a_model_that_only_generates(served: Served) -> None:
+    for path, body in (
+        ("embeddings", {"input": "a"}),
+        ("../pooling", {"input": "a"}),
+        ("../classify", {"input": "a"}),
+        ("score", {"text_1": "a", "text_2": "b"}),
+        ("rerank", {"query": "a", "documents": ["b"]}),
+    ):
+        answer = served.client.post(path, json=body)
+        assert answer.status_code == 400
+        assert "only generates" in answer.json()["error"]["message"]
