@@ -65,7 +65,7 @@ class TextReader:
         self._lane = lane
 
     async def read[T](self, name: str, texts: list[Any], function: Callable[..., T], *args: Any) -> T:
-        """Calls a function, in a thread if it may take long, unless a text has more than max_model_len tokens.
+        """Calls a function, in a thread if it may take long, unless a text is more than max_model_len tokens.
 
         Args:
             name: The field of the request that the texts are in.
