@@ -34,9 +34,9 @@ def configure(level: LogLevel, form: LogFormat, stream: TextIO | None = None) ->
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
-    # Nobody writes which line, thread or task a record is of: to find that takes half of a record's time.
+    # Nobody writes which line or thread a record is of: to find that takes half of a record's time.
     logging._srcfile = None
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = logging.logAsyncioTasks = False
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     for name, least in (("jax_paged", level), ("uvicorn", "warning")):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
