@@ -95,7 +95,8 @@ class Suite:
     def of_values(cls, values: dict[str, Any]) -> "Suite":
         """Returns the suite that dataclasses.asdict made the values of."""
         kinds = {"variants": Variant, "experts": Experts}
-        return cls(**values | {name: tuple(kind(**v) for v in values[name]) for name, kind in kinds.items()})
+        made: dict[str, Any] = {k: tuple(kind(**v) for v in values[k]) for k, kind in kinds.items()}
+        return cls(**values | made)
 
     def stored(self, numbers: np.ndarray) -> Array:
         """Returns the pool that holds these numbers."""
@@ -145,8 +146,8 @@ def kernels_of(name: str) -> Any:
     """
     if name in get_args(ops.Implementation):
         ops.resolve_backend(name)
-        found = {op: functools.partial(getattr(ops, op), backend=name) for op in OPS}
-        return SimpleNamespace(**found, grouped_matmul=functools.partial(grouped_matmul, backend=name))
+        found: dict[str, Any] = {op: getattr(ops, op) for op in OPS} | {"grouped_matmul": grouped_matmul}
+        return SimpleNamespace(**{k: functools.partial(op, backend=name) for k, op in found.items()})
     return importlib.import_module(name)
 
 
@@ -341,7 +342,7 @@ def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]
             yield Case(name, "grouped_matmul", args)
 
     def is_right(case: Case, call: Callable[..., Array]) -> bool:
-        want = np.asarray(expected(case))
+        want: Any = np.asarray(expected(case))
         error = error_of(attempt(case, call, *case.args), want, is_move=case.moves)
         limit = 0.0 if case.moves else suite.bound
         note({"row": {"case": case.name, "what": "error", "value": error, "limit": limit}})
