@@ -5,12 +5,12 @@ A row, the key or the value of one token and kv head, is D numbers of a byte and
     int8         -128 ... 127 times the scale    the pool's dtype is int8
     fp8_e4m3     float8_e4m3fn times the scale   the pool's dtype is uint8, and holds the bits
 
-A tile of a page, its S keys or values of one kv head, has the numbers of all rows first, as GPUs copy and load
-these 16 bytes at a time, and all scales behind them:
+A tile of a page, its S keys or values of one kv head, has the numbers of all rows first, so that GPUs can
+load words of them, and all scales behind them:
 
     | row 0: D numbers | row 1: D numbers | ... | row S - 1: D numbers | S scales |
 
-Its shape is [S, D + 1], so that nobody who moves whole tiles or pages needs to know: `rows_of` makes rows of it.
+Its shape is [S, D + 1], so that nobody who moves whole tiles needs to know; `rows_of` makes rows of it.
 
 A token's bytes depend on its own numbers alone, so that whatever is written once never changes: under a scale
 for a block it would, as a block is filled token by token. The scale is a power of two, as in the OCP's MX

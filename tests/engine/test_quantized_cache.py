@@ -144,8 +144,6 @@ def test_nearly_twice_the_blocks_fit(kind: str) -> None:
 def test_what_is_not_supported_is_an_error() -> None:
     with pytest.raises(ValueError, match="kv_cache_dtype is 'fp8'; allowed: 'auto' or 'fp8_e4m3' or 'int8'"):
         EngineArgs(kv_cache_dtype="fp8")
-    with pytest.raises(ValueError, match=r"kv_cache_dtype is 'int8'; allowed with attention_backend="):
-        LLM(kv_cache_dtype="int8", attention_backend="pallas_interpret")
 
 
 def test_unwritten_rows_may_be_anything(checkpoint: Path) -> None:
