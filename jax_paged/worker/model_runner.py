@@ -269,12 +269,8 @@ class ModelRunner:
     def fill_kv_cache(self, value: float) -> None:
         """Overwrites the whole pool, whatever sequences keep there: to see that nobody reads stale blocks."""
         row = quantize(jnp.full(self._context.layout.head_dim, value), self._context.layout.dtype)
-        self._kv_cache = [
-            jax.device_put(
-                jnp.broadcast_to(tiles_of(jnp.broadcast_to(row, x.shape[3:])), x.shape), x.sharding
-            )
-            for x in self._kv_cache
-        ]
+        tile = tiles_of(jnp.broadcast_to(row, self._kv_cache[0].shape[3:]))
+        self._kv_cache = [jax.device_put(jnp.broadcast_to(tile, x.shape), x.sharding) for x in self._kv_cache]
 
     def close(self) -> None:
         """Frees pool and weights (not those of a model that the caller brought); the runner is done."""
