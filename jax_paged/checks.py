@@ -27,16 +27,17 @@ def check(ok: bool, name: str, value: Any, allowed: str) -> None:
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raises ValueError unless `value` is one of `choices` (and of the same type: True is not 1)."""
     ok = any(type(value) is type(c) and value == c for c in choices)
-    check(ok, name, value, " or ".join(repr(c) for c in choices))
+    if not ok:
+        check(False, name, value, " or ".join(repr(c) for c in choices))
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
     """Raises ValueError unless `value` is an int (and no bool) in [low, high]."""
     ok = isinstance(value, int) and not isinstance(value, bool)
     ok = ok and value >= low and (high is None or value <= high)
-    check(
-        ok, name, value, f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
-    )
+    if not ok:
+        allowed = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
+        check(False, name, value, allowed)
 
 
 def check_number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
@@ -44,7 +45,8 @@ def check_number(name: str, value: Any, low: float, high: float, *, low_open: bo
     ok = isinstance(value, int | float) and not isinstance(value, bool)
     # NaN fails every comparison; math.isfinite would overflow on a huge int.
     ok = ok and (value > low if low_open else value >= low) and value <= high and value != math.inf
-    check(ok, name, value, f"a finite number in {'(' if low_open else '['}{low}, {high}]")
+    if not ok:
+        check(False, name, value, f"a finite number in {'(' if low_open else '['}{low}, {high}]")
 
 
 class Problems:

@@ -43,35 +43,19 @@ class Server:
         return uvloop.run(self._ask_all(requests, salt))
 
     async def _ask_all(self, requests: list[Request], salt: str) -> list[Answer]:
+        messages = [_message(request, salt) for request in requests]
         start = time.perf_counter()
-        streams = await asyncio.gather(*(self._stream(request, salt, start) for request in requests))
+        arrivals = [request.arrival_s for request in requests]
+        streams = await asyncio.gather(*map(self._stream, messages, arrivals, [start] * len(requests)))
         # Only now: what the clients compute meanwhile is taken from the server's cores.
         return [_answer_of(parts) for parts in streams]
 
-    async def _stream(self, request: Request, salt: str, start: float) -> list[tuple[float, bytes]]:
+    async def _stream(self, message: bytes, arrival_s: float, start: float) -> list[tuple[float, bytes]]:
         """Asks for a stream; returns what has come, and when, in seconds."""
-        body = {
-            "model": NAME,
-            "prompt": request.prompt,
-            "max_tokens": request.max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "cache_salt": salt,
-        }
-        data = json.dumps(body).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1",
-            "Host: 127.0.0.1",
-            "Connection: close",
-            "Content-Type: application/json",
-            f"Content-Length: {len(data)}",
-        )
-        await asyncio.sleep(max(0.0, request.arrival_s - (time.perf_counter() - start)))
+        await asyncio.sleep(max(0.0, arrival_s - (time.perf_counter() - start)))
         loop = asyncio.get_running_loop()
         transport, reader = await loop.create_connection(lambda: _Reader(start), "127.0.0.1", self._port)
-        transport.write("\r\n".join((*head, "", "")).encode() + data)
+        transport.write(message)
         await reader.ended
         received = b"".join(part for _, part in reader.parts)
         if b" 200 " not in received[:20]:
@@ -87,6 +71,29 @@ class Server:
             return False
         finally:
             connection.close()
+
+
+def _message(request: Request, salt: str) -> bytes:
+    """Returns what a client sends: the head and the body."""
+    body = {
+        "model": NAME,
+        "prompt": request.prompt,
+        "max_tokens": request.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "cache_salt": salt,
+    }
+    data = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: 127.0.0.1",
+        "Connection: close",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+    )
+    return "\r\n".join((*head, "", "")).encode() + data
 
 
 class _Reader(asyncio.BufferedProtocol):

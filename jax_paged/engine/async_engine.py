@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 # Tokens are handed over at most this often, times the number of streams: each takes server and client 30 us
-# of cores that the model may need. For 64 streams it is every 19 ms.
-_SECONDS_PER_STREAM = 0.0003
+# of cores that the model may need. For 64 streams it is every 96 ms. Who reads sees no steps of up to 0.1 s.
+_SECONDS_PER_STREAM = 0.0015
+_LONGEST_TURN_S = 0.1
 
 
 class AsyncLLMEngine:
@@ -269,7 +270,8 @@ class AsyncLLMEngine:
 
     def _deliver_held(self, now: float) -> None:
         """Hands over outputs: the first and the last of a stream at once, others in turns."""
-        is_turn = now - self._last_delivery >= _SECONDS_PER_STREAM * len(self._held)
+        turn_s = min(_SECONDS_PER_STREAM * len(self._held), _LONGEST_TURN_S)
+        is_turn = now - self._last_delivery >= turn_s
         outputs = []
         for stream, state in list(self._held.items()):
             if is_turn or state.is_finished or not stream.has_begun:

@@ -11,8 +11,8 @@ class RequestStream:
     """The outputs of one request as an asynchronous iterator.
 
     Each output holds only what has come since the one before: text, token ids and logprobs. What comes
-    while the consumer is busy is joined into one output, and so may be what comes within 0.3 ms times the
-    number of streams. Beam searches, and requests with best_of > n, have
+    while the consumer is busy is joined into one output, and so may be what comes within 1.5 ms times the
+    number of streams, 0.1 s at most. Beam searches, and requests with best_of > n, have
     their completions in the last output only. A stream must be iterated to the end or aborted, in the event
     loop that made it. Who does not iterate may call `take` whenever
     `on_ready` was called, which wakes no task.

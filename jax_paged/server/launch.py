@@ -28,7 +28,7 @@ _LOGGER = logging.getLogger(__name__)
 # After the last events of all streams: for clients that do not read.
 _CLOSING_S = 2
 _BACKLOG = 2048
-_OBJECTS_PER_COLLECTION = 20_000
+_OBJECTS_PER_COLLECTION = 50_000
 
 
 def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:

@@ -8,8 +8,9 @@ from typing import Any
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.server.responses import too_long
 
-# Characters that are tokenized in about 10 ms.
+# Characters that are tokenized in about 10 ms, and those that take no longer than to wake a thread.
 _LONG_TEXT = 16_384
+_SHORT_TEXT = 1024
 # Bytes that are parsed in a few ms; seconds of the lane per byte, twice as long as 2 MB took on a busy core.
 LONG_BODY = 256 * 1024
 _SECONDS_PER_BYTE = 3e-8
@@ -50,7 +51,7 @@ class Lane:
 
 
 class TextReader:
-    """Tokenizes in threads, so that the event loop goes on.
+    """Tokenizes in threads, so that the event loop goes on, unless it takes no time.
 
     Args:
         tokenizer: Tells how many characters a token has at most; None if there are no texts to read.
@@ -64,7 +65,7 @@ class TextReader:
         self._lane = lane
 
     async def read[T](self, name: str, texts: list[Any], function: Callable[..., T], *args: Any) -> T:
-        """Calls a function in a thread, unless a text is longer than any text of max_model_len tokens.
+        """Calls a function, in a thread if it may take long, unless a text is more than max_model_len tokens.
 
         Args:
             name: The field of the request that the texts are in.
@@ -84,6 +85,9 @@ class TextReader:
                 self._max_model_len,
                 name,
             )
+        # Token ids have no characters, but a number.
+        if len(texts) == 1 and isinstance(texts[0], str | list) and longest + len(texts[0]) <= _SHORT_TEXT:
+            return _called(function, *args)
         is_long = sum(sizes) > _LONG_TEXT
         async with self._lane.turn() if is_long else contextlib.nullcontext():
             return await asyncio.to_thread(_called, function, *args)

@@ -74,8 +74,8 @@ def generated(scripted, num_tokens: int) -> list[RequestOutput]:
 
     async def main():
         engine = AsyncLLMEngine(*scripted(max_num_batched_tokens=1000))
-        # What comes within 0.3 ms would be joined.
-        engine.engine.executor.during_step = lambda output: turn.acquire(timeout=10) and time.sleep(0.001)
+        # What comes within 1.5 ms would be joined.
+        engine.engine.executor.during_step = lambda output: turn.acquire(timeout=10) and time.sleep(0.003)
         outputs = engine.generate("a" * (num_tokens - 1) + "?", PARAMS, "a")
         kept = []
         try:
