@@ -103,10 +103,12 @@ KERNELS_READY  := $(if $(filter $(KERNELS_VENV)/%,$(KERNELS_PYTHON)),$(KERNELS_V
 kernels-compile: $(KERNELS_READY)
 	$(KERNELS_PYTHON) benchmarks/kernels_compile.py $(ARGS)
 
-# The tests for GPUs, in the emulator of PTX (tests/ptx_emulator): long; not timed as a whole.
+# The tests for GPUs, in the emulator of PTX (tests/ptx_emulator): long; not timed as a whole. SCHEDULES=3 runs every
+# kernel three times, each time in another order, and compares the bits.
+SCHEDULES ?= 1
 kernels-emulate: $(KERNELS_READY)
-	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate h100 $(ARGS)
-	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate a100 $(ARGS)
+	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate h100 --schedules $(SCHEDULES) $(ARGS)
+	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest tests/kernels -m gpu --emulate a100 --schedules $(SCHEDULES) $(ARGS)
 	JAX_PLATFORMS=cpu $(KERNELS_PYTHON) -m pytest -m slow tests/kernels/test_planted_bugs.py $(ARGS)
 
 # The native backend with sanitizers: address and undefined behaviour in Python, where LeakSanitizer would report what

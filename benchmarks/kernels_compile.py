@@ -64,11 +64,19 @@ class KernelCheck:
     window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    kv_cache_dtype: str = "auto"
+    has_bias: bool = False
 
     def __str__(self) -> str:
         shape = f"{self.heads}/{self.kv_heads} x {self.head_dim}, page {self.page_size}, {self.dtype}"
         flags = {"window": self.window, "soft cap": self.soft_cap, "sinks": self.has_sinks}
+        flags |= {"bias": self.has_bias, f"{self.kv_cache_dtype} pool": self.is_bytes}
         return f"{self.op} {self.gpu} {shape}" + "".join(f", {k}" for k, v in flags.items() if v)
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether the pool is quantised; then no copies of pages are asynchronous."""
+        return self.kv_cache_dtype != "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +101,8 @@ Check = KernelCheck | StepCheck
 def all_checks() -> list[Check]:
     checks: list[Check] = []
     for gpu in ("h100", "a100"):
-        checks += [KernelCheck(op, gpu) for op in ("write_kv", "copy_blocks")]
+        for op in ("write_kv", "copy_blocks"):
+            checks += [KernelCheck(op, gpu, kv_cache_dtype=name) for name in ("auto", "int8")]
         for op in ("paged_decode", "ragged_attention"):
             make = lambda op=op, gpu=gpu, **options: KernelCheck(op, gpu, **options)  # noqa: E731
             checks += [make(head_dim=d) for d in (64, 96, 128, 256)]
@@ -103,6 +112,11 @@ def all_checks() -> list[Check]:
             checks += [make(window=4096), make(soft_cap=50.0), make(has_sinks=True)]
             everything: dict[str, Any] = {"window": 4096, "soft_cap": 50.0, "has_sinks": True}
             checks += [make(head_dim=d, **everything) for d in (64, 96, 128, 256)]
+            checks += [make(head_dim=d, has_bias=True) for d in (64, 128)]
+            checks += [make(head_dim=d, kv_cache_dtype="int8") for d in (64, 128, 256)]
+            checks += [make(head_dim=80, page_size=32, kv_cache_dtype="int8")]
+            checks += [make(page_size=64, kv_cache_dtype="int8"), make(kv_cache_dtype="fp8_e4m3")]
+            checks += [make(kv_cache_dtype="fp8_e4m3", **everything)]
     checks += [KernelCheck(op, "h100", head_dim=80) for op in ("paged_decode", "ragged_attention")]
     decode, mixed = (True, 32, 32), (False, 2048, 256)
     checks += [StepCheck("h100", "pallas", *decode, one_graph=graph) for graph in (False, True)]
@@ -139,8 +153,10 @@ def run_here(check: Check, dump: Path) -> dict[str, Any]:
     compiled_at = time.perf_counter()
     memory = compiled.memory_analysis()
     assert memory is not None
-    pool = re.escape(f"bf16[{','.join(map(str, pool_shape))}]")
-    copies = re.findall(rf"= {pool}\S* copy(?:-start)?\(", compiled.as_text())
+    # A quantised pool is reshaped on its way to a kernel.
+    shapes = [pool_shape, (*pool_shape[:3], pool_shape[3] * pool_shape[4])]
+    pool = "|".join(rf"\w+\[{','.join(map(str, shape))}\]" for shape in shapes)
+    copies = re.findall(rf"= (?:{pool})\S* copy(?:-start)?\(", compiled.as_text())
     found: dict[str, Any] = {
         "lower_s": round(lowered_at - start, 1),
         "compile_s": round(compiled_at - lowered_at, 1),
@@ -162,6 +178,7 @@ def lower_op(check: KernelCheck, device: Any) -> tuple[Callable[[], Any], tuple[
     import jax.numpy as jnp
 
     from jax_paged.pallas_kernels import ops
+    from jax_paged.pallas_kernels.quantization import DTYPES
 
     sharding, num_seqs, num_rows = jax.sharding.SingleDeviceSharding(device), 32, 512
 
@@ -169,8 +186,9 @@ def lower_op(check: KernelCheck, device: Any) -> tuple[Callable[[], Any], tuple[
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     dtype = jnp.dtype(check.dtype)
-    pool_shape = (NUM_BLOCKS, 2, check.kv_heads, check.page_size, check.head_dim)
-    pool, rows = spec(*pool_shape, dtype=dtype), spec(num_rows, check.kv_heads, check.head_dim, dtype=dtype)
+    pool_shape = (NUM_BLOCKS, 2, check.kv_heads, check.page_size, check.head_dim + check.is_bytes)
+    pool = spec(*pool_shape, dtype=DTYPES.get(check.kv_cache_dtype, dtype))
+    rows = spec(num_rows, check.kv_heads, check.head_dim, dtype=dtype)
     tables, lens = spec(num_seqs, 512), spec(num_seqs)
     options: dict[str, Any] = {"backend": "pallas"}
     args: tuple[Any, ...]
@@ -184,10 +202,13 @@ def lower_op(check: KernelCheck, device: Any) -> tuple[Callable[[], Any], tuple[
         args = (spec(num_rows, check.heads, check.head_dim, dtype=dtype), pool, tables, lens)
         args += () if check.op == "paged_decode" else (spec(num_seqs + 1),)
         args += (spec(check.heads, dtype=jnp.float32),) * check.has_sinks
+        args += (spec(check.heads, 128, dtype=jnp.float32),) * check.has_bias
 
     def run(*args: Any) -> Any:
-        sinks = {"sinks": args[-1]} if check.has_sinks else {}
-        return getattr(ops, check.op)(*args[: len(args) - len(sinks)], **options, **sinks)
+        assert not (check.has_sinks and check.has_bias)
+        name = "sinks" if check.has_sinks else "distance_bias" if check.has_bias else None
+        last = {} if name is None else {name: args[-1]}
+        return getattr(ops, check.op)(*args[: len(args) - len(last)], **options, **last)
 
     in_place = (0,) if check.op in ("write_kv", "copy_blocks") else ()
     jitted = jax.jit(run, donate_argnums=in_place)
@@ -294,6 +315,8 @@ def problems(check: Check, found: dict[str, Any]) -> list[str]:
     if isinstance(check, KernelCheck):
         seen = {k for kernel in found["kernels"].values() for k in kernel["instructions"]}
         missing = EXPECTED.get((check.op, check.gpu), set()) - seen
+        if check.is_bytes:
+            missing -= {"TMA", "cp.async"}
         out += [f"no {name}" for name in sorted(missing)]
         out += ["no kernel"] * (not found["kernels"])
     return out
@@ -359,7 +382,8 @@ def loop_table(results: list[tuple[Check, dict[str, Any]]]) -> list[str]:
 
 def flags(check: KernelCheck) -> str:
     names = [check.dtype] * (check.dtype != "bfloat16") + ["window"] * bool(check.window)
-    return ", ".join(names + ["soft cap"] * bool(check.soft_cap) + ["sinks"] * check.has_sinks)
+    names += ["soft cap"] * bool(check.soft_cap) + ["sinks"] * check.has_sinks + ["bias"] * check.has_bias
+    return ", ".join(names + [f"{check.kv_cache_dtype} pool"] * check.is_bytes)
 
 
 def accept(results: list[tuple[Check, dict[str, Any]]]) -> None:

@@ -39,7 +39,7 @@ class Attend(Protocol):
     ) -> Float[Array, "t h d"]:
         """Returns the attention of every token row; the arguments are those of ops.ragged_attention.
 
-        Pages of a quantised cache hold rows, which quantization.dequantize makes numbers of.
+        Of the pages of a quantised cache, quantization.rows_of and dequantize make numbers.
 
         This step's keys and values are in the pool already. A row of padding may get anything finite.
         """

@@ -8,7 +8,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jax_paged.pallas_kernels import tuning
+from jax_paged.pallas_kernels import quantized_tile, tuning
+from jax_paged.pallas_kernels.quantization import is_quantized
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -22,13 +23,15 @@ def copy_blocks(
     Raises:
         ValueError: If 128 threads cannot share the S * D elements of a tile.
     """
-    num_pages, _, kv_heads, page_size, head_dim = kv_pages.shape
+    num_pages, _, kv_heads, page_size, row_size = kv_pages.shape
+    is_bytes = is_quantized(kv_pages)
+    head_dim = row_size - is_bytes
     if page_size * head_dim % 128:
         raise ValueError(
             f"kv_pages has page_size {page_size} and head_dim {head_dim}; allowed with backend 'pallas': "
             "a product that is a multiple of 128"
         )
-    pool_ref = jax.new_ref(kv_pages)
+    pool_ref = jax.new_ref(quantized_tile.flat(kv_pages) if is_bytes else kv_pages)
 
     def body(src_ref, dst_ref):
         pair, which, head = (lax.axis_index(name) for name in ("pair", "which", "head"))
@@ -36,7 +39,14 @@ def copy_blocks(
 
         @pl.when((source < num_pages) & (target < num_pages))
         def _():
-            pool_ref[target, which, head] = pool_ref[source, which, head]
+            if not is_bytes:
+                pool_ref[target, which, head] = pool_ref[source, which, head]
+                return
+            numbers, scales = pl.ds(0, page_size * head_dim), pl.ds(page_size * head_dim, page_size)
+            pool_ref[target, which, head, numbers] = pool_ref[source, which, head, numbers]
+            layout = quantized_tile.layout(head_dim).reduce(1)
+            found = plgpu.load(pool_ref.at[source, which, head, scales], layout=layout, optimized=False)
+            tuning.store(pool_ref.at[target, which, head, scales], found)
 
     plgpu.kernel(
         body,
@@ -45,4 +55,4 @@ def copy_blocks(
         kernel_name="copy_blocks",
         interpret=tuning.interpret_params(interpret),
     )(src, dst)
-    return jax.freeze(pool_ref)
+    return jax.freeze(pool_ref).reshape(kv_pages.shape)

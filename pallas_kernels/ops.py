@@ -11,8 +11,7 @@ The pool of a layer is [P, 2, K, S, D]: P pages of S tokens, keys (0) and values
     | V head 1 [S,D]|  | V head 1 [S,D]|  | V head 1 [S,D]|
     +---------------+  +---------------+  +---------------+
 
-A quantised pool, of int8 or uint8 (fp8_e4m3), has rows of D + 1 bytes: see quantization.py. The Pallas
-backends take none.
+A quantised pool, of int8 or uint8 (fp8_e4m3), has tiles [S, D + 1] of bytes: see quantization.py.
 """
 
 from typing import Any, Literal, get_args
@@ -34,28 +33,21 @@ Implementation = Literal["native", "pallas", "pallas_interpret", "reference", "x
 _COMPLETE: dict[str, Any] = {"native": native_ops, "reference": reference, "xla": xla}
 
 
-def resolve_backend(backend: str, kv_cache_dtype: str = "auto", *, name: str = "backend") -> Implementation:
+def resolve_backend(backend: str, *, name: str = "backend") -> Implementation:
     """Returns the backend that `backend` stands for on this machine.
 
     Args:
         backend: "native" (C++ on a CPU), "pallas" (Mosaic GPU kernels), "pallas_interpret" (the same in JAX's
             interpreter, slow), "reference" (plain and differentiable, slow), "xla", or "auto": "native" on a
             CPU if it was built, else "xla". An engine's "auto" may be "pallas" too: see self_check.py.
-        kv_cache_dtype: What the pool is to hold: "auto", or a name of quantization.DTYPES, of which the
-            Pallas backends take none.
         name: Name of the caller's argument, for error messages.
 
     Raises:
         ValueError: If the backend is unknown, is "native" on a machine where it is not built or whose device
-            is no CPU, is "pallas" on a machine without an NVIDIA GPU, or can't take such a pool.
+            is no CPU, or is "pallas" on a machine without an NVIDIA GPU.
     """
     implementation = _implementation(backend, name)
     device = jax.devices()[0]
-    if kv_cache_dtype != "auto" and implementation not in _COMPLETE:
-        raise ValueError(
-            f"kv_cache_dtype is {kv_cache_dtype!r}; allowed with {name}={backend!r}: 'auto'; 'native' (on a "
-            "CPU) and 'xla' take a quantised cache"
-        )
     if implementation == "native":
         others = f"allowed on this machine, whose device is {device.device_kind!r}: 'auto' or 'xla'"
         if device.platform != "cpu":
@@ -82,17 +74,9 @@ def _implementation(backend: Any, name: str = "backend") -> Implementation:
     return "native" if jax.default_backend() == "cpu" and native.is_built() else "xla"
 
 
-def _choose(backend: str, array: Array, kv_pages: Array) -> Implementation:
+def _choose(backend: str, array: Array) -> Implementation:
     """Returns the implementation; a trace may be for another machine, so there its device is not checked."""
-    chosen = _implementation(backend) if isinstance(array, Tracer) else resolve_backend(backend)
-    if is_quantized(kv_pages) and chosen not in _COMPLETE:
-        if backend == "auto":
-            return "xla"
-        raise ValueError(
-            f"kv_pages has dtype {kv_pages.dtype}, which is quantised; allowed with backend {chosen!r}: "
-            "bfloat16 or float16; 'native' and 'xla' take it"
-        )
-    return chosen
+    return _implementation(backend) if isinstance(array, Tracer) else resolve_backend(backend)
 
 
 def write_kv(
@@ -119,8 +103,9 @@ def write_kv(
     _check("k", k.shape, (slot_mapping.shape[0], kv_pages.shape[2], _head_dim(kv_pages)))
     _check("v", v.shape, k.shape)
     _check_int32(slot_mapping=slot_mapping)
-    if (implementation := _choose(backend, k, kv_pages)) in _COMPLETE:
-        k, v = quantize(k, kv_pages.dtype), quantize(v, kv_pages.dtype)
+    implementation = _choose(backend, k)
+    k, v = quantize(k, kv_pages.dtype), quantize(v, kv_pages.dtype)
+    if implementation in _COMPLETE:
         return _COMPLETE[implementation].write_kv(kv_pages, k, v, slot_mapping)
     from jax_paged.pallas_kernels import write_kv as write_kernel
 
@@ -151,7 +136,7 @@ def copy_blocks(
     _check_pool(kv_pages)
     _check("dst", dst.shape, src.shape)
     _check_int32(src=src, dst=dst)
-    if (implementation := _choose(backend, src, kv_pages)) in _COMPLETE:
+    if (implementation := _choose(backend, src)) in _COMPLETE:
         return _COMPLETE[implementation].copy_blocks(kv_pages, src, dst)
     from jax_paged.pallas_kernels import copy_blocks as copy_kernel
 
@@ -185,7 +170,7 @@ def paged_decode(
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
         sinks: One logit per head that joins the denominator of the softmax and has no value; -inf for none.
         distance_bias: Added to the scaled score of query position i and key position j:
-            distance_bias[head, min(i - j, n - 1)]. Not with a soft cap, nor with the Pallas backends.
+            distance_bias[head, min(i - j, n - 1)]. Not with a soft cap.
         shared_blocks: int32 [B], how many leading pages a sequence has in common with others, 0 for none.
             Sequences with the same number, and the same page there, have all these pages in common, and
             attend to them together; each has at least one token behind them. It changes what is read how
@@ -202,17 +187,18 @@ def paged_decode(
     _check_shared(shared_blocks, context_lens, window)
     _check("block_tables", block_tables.shape[:1], q.shape[:1])
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    if (implementation := _choose(backend, q, kv_pages)) in _COMPLETE:
+    if (implementation := _choose(backend, q)) in _COMPLETE:
         options |= {"distance_bias": distance_bias, "shared_blocks": shared_blocks}
         return _COMPLETE[implementation].paged_decode(q, kv_pages, block_tables, context_lens, **options)
-    _check_none(backend, distance_bias=distance_bias)
     options["interpret"] = implementation == "pallas_interpret"
     if shared_blocks is not None:
         from jax_paged.pallas_kernels import cascade
 
+        _check_none(f"{backend} with shared_blocks", distance_bias=distance_bias)
         del options["window"]
         options["shared_blocks"] = shared_blocks
         return cascade.paged_decode(q, kv_pages, block_tables, context_lens, **options)
+    options["distance_bias"] = distance_bias
     from jax_paged.pallas_kernels import paged_decode as decode_kernel
 
     return decode_kernel.paged_decode(q, kv_pages, block_tables, context_lens, **options)
@@ -248,7 +234,7 @@ def ragged_attention(
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
         sinks: One logit per head that joins the denominator of the softmax and has no value; -inf for none.
         distance_bias: Added to the scaled score of query position i and key position j:
-            distance_bias[head, min(i - j, n - 1)]. Not with a soft cap, nor with the Pallas backends.
+            distance_bias[head, min(i - j, n - 1)]. Not with a soft cap.
         shared_blocks: As paged_decode takes it; of sequences with several queries it is not looked at. Not
             with the Pallas backends.
         backend: The implementation, as for resolve_backend.
@@ -262,11 +248,12 @@ def ragged_attention(
     _check("query_start_loc", query_start_loc.shape, (block_tables.shape[0] + 1,))
     _check_int32(query_start_loc=query_start_loc)
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    if (implementation := _choose(backend, q, kv_pages)) in _COMPLETE:
-        options |= {"distance_bias": distance_bias, "shared_blocks": shared_blocks}
+    options["distance_bias"] = distance_bias
+    if (implementation := _choose(backend, q)) in _COMPLETE:
+        options["shared_blocks"] = shared_blocks
         attend = _COMPLETE[implementation].ragged_attention
         return attend(q, kv_pages, block_tables, context_lens, query_start_loc, **options)
-    _check_none(backend, distance_bias=distance_bias, shared_blocks=shared_blocks)
+    _check_none(backend, shared_blocks=shared_blocks)
     from jax_paged.pallas_kernels import ragged_prefill
 
     options["interpret"] = implementation == "pallas_interpret"

@@ -35,8 +35,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jax_paged.pallas_kernels import tuning
+from jax_paged.pallas_kernels import quantized_tile, tuning
 from jax_paged.pallas_kernels.combine import combine
+from jax_paged.pallas_kernels.quantization import is_quantized
 
 ROWS = tuning.MAX_GROUP_SIZE
 
@@ -51,6 +52,7 @@ def paged_decode(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " h"] | None = None,
+    distance_bias: Float[Array, "h n"] | None = None,
     config: tuning.KernelConfig | None = None,
     interpret: bool = False,
 ) -> Float[Array, "b h d"]:
@@ -67,38 +69,10 @@ def paged_decode(
     gpu = tuning.target(interpret=interpret)
     config = config or decode_config(gpu, kv_pages.shape, kv_pages.dtype)
     work = work_list(context_lens, config.num_parts, config.block_tokens, window)
-    return _attend(
-        q, kv_pages, block_tables, context_lens, work, sinks, scale, window, soft_cap, config, gpu, interpret
-    )[0]
-
-
-def with_denominators(
-    q: Float[Array, "b h d"],
-    kv_pages: Float[Array, "p 2 k s d"],
-    block_tables: Int[Array, "b m"],
-    context_lens: Int[Array, " b"],
-    *,
-    scale: float,
-    soft_cap: float | None,
-    interpret: bool,
-) -> tuple[Float[Array, "b h d"], Float[Array, "b h"]]:
-    """Returns what paged_decode does, and the logarithm to base 2 of each denominator; -inf of no context."""
-    tuning.check_shape(q, kv_pages, interpret=interpret)
-    gpu = tuning.target(interpret=interpret)
-    config = decode_config(gpu, kv_pages.shape, kv_pages.dtype)
-    work = work_list(context_lens, config.num_parts, config.block_tokens, None)
-    out, stats = _attend(
-        q, kv_pages, block_tables, context_lens, work, None, scale, None, soft_cap, config, gpu, interpret
-    )
-    item, (first, count) = jnp.arange(len(stats)), work.spans.T
-    is_its = (item >= first[:, None]) & (item < (first + count)[:, None])
-    seq = jnp.where(is_its.any(0), is_its.argmax(0), len(q))
-    group = q.shape[1] // kv_pages.shape[2]
-    tops, sums = (stats[:, :, i, :group].reshape(len(stats), -1) for i in range(2))
-    # What is in no sequence was never written.
-    top = jax.ops.segment_max(jnp.where(seq[:, None] < len(q), tops, -jnp.inf), seq, len(q) + 1)
-    parts = jnp.where(seq[:, None] < len(q), sums * jnp.exp2(tops - top[seq]), 0)
-    return out, (top + jnp.log2(jax.ops.segment_sum(parts, seq, len(q) + 1)))[:-1]
+    return attend_with_stats(
+        q, kv_pages, block_tables, context_lens, work, sinks, distance_bias,
+        scale, window, soft_cap, config, gpu, interpret,
+    )[0]  # fmt: skip
 
 
 def decode_config(gpu: tuning.Target, pool_shape: tuple[int, ...], dtype: Any) -> tuning.KernelConfig:
@@ -110,7 +84,9 @@ def decode_config(gpu: tuning.Target, pool_shape: tuple[int, ...], dtype: Any) -
         dtype: Dtype of the pool.
     """
     _, _, kv_heads, page_size, head_dim = pool_shape
-    token_bytes = 2 * head_dim * jnp.dtype(dtype).itemsize
+    is_bytes = jnp.dtype(dtype).itemsize == 1
+    head_dim -= is_bytes
+    token_bytes = 2 * head_dim * (2 if is_bytes else jnp.dtype(dtype).itemsize)
     block_tokens = max(32, page_size, 1 << int(math.log2(32 * 1024 / token_bytes)))
     num_stages = min(
         4, max(2, (gpu.smem_bytes // 2 - 4096 - ROWS * head_dim * 4) // (block_tokens * token_bytes))
@@ -168,27 +144,30 @@ def work_list(context_lens: Int[Array, " b"], num_parts: int, block_tokens: int,
     return Work(*(x.astype(jnp.int32) for x in (parts, runs, spans)))
 
 
-@functools.partial(jax.jit, static_argnums=range(6, 12))
-def _attend(
+@functools.partial(jax.jit, static_argnums=range(7, 13))
+def attend_with_stats(
     q: Float[Array, "b h d"],
     kv_pages: Float[Array, "p 2 k s d"],
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
     work: Work,
     sinks: Float[Array, " h"] | None,
+    distance_bias: Float[Array, "h n"] | None,
     scale: float,
     window: int | None,
     soft_cap: float | None,
     config: tuning.KernelConfig,
     gpu: tuning.Target,
     interpret: bool,
-) -> Float[Array, "b h d"]:
+) -> tuple[Float[Array, "b h d"], Float[Array, "n k 2 r"]]:
     """Runs the kernel, which finishes sequences with one item, and combine, which finishes the others.
 
     Jitted, so that equal layers are lowered once.
     """
     (num_seqs, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
-    dtype, tokens, num_stages = q.dtype, config.block_tokens, config.num_stages
+    is_bytes = is_quantized(kv_pages)
+    dtype, tokens, num_stages = q.dtype, config.block_tokens, 1 if is_bytes else config.num_stages
+    has_copies = config.has_tma and not is_bytes
     pages = tokens // page_size
     assert tokens % math.lcm(page_size, 32) == 0, config
     group = num_heads // kv_heads
@@ -209,14 +188,17 @@ def _attend(
     if sinks is not None:
         sinks = sinks.astype(jnp.float32) * tuning.LOG2E
         padded_sinks = [jnp.pad(sinks.reshape(kv_heads, group), ((0, 0), (0, ROWS - group)))]
+    biases = [] if distance_bias is None else [distance_bias.astype(jnp.float32).reshape(-1) * tuning.LOG2E]
+    num_given = len(padded_sinks) + len(biases)
     out_ref = jax.new_ref(lax.empty((num_seqs, num_heads, head_dim), dtype))
 
     def body(q_ref, pool_ref, tables_ref, lens_ref, parts_ref, runs_ref, spans_ref, *refs):
-        *sinks_ref, acc_ref, stats_ref, k_smem, v_smem, p_smem = refs[: len(padded_sinks) + 5]
-        rest = refs[len(padded_sinks) + 5 :]
+        sinks_ref, bias_refs = refs[: len(padded_sinks)], refs[len(padded_sinks) : num_given]
+        acc_ref, stats_ref, k_smem, v_smem, p_smem, *rest = refs[num_given:]
         acc_smems, bars = rest[: len(columns)], rest[len(columns) :]
         part, head = lax.axis_index("part"), lax.axis_index("head")
         first_seq, end_seq, part_begin, part_end = (parts_ref[part, column] for column in range(4))
+        bytes_of = quantized_tile.Pages(pool_ref, head, page_size, head_dim, interpret)
 
         def issue(block, page_ids):
             slot = lax.rem(block, jnp.int32(num_stages))
@@ -257,14 +239,34 @@ def _attend(
                     wanted = [jnp.maximum(page, first_page) for page in wanted]
                 return [tables_ref[seq, page] for page in wanted]
 
+            def unpack(block, ahead):
+                """Writes a block's numbers to shared memory; the warps meet after the values of the last."""
+                page_ids, *tiles = ahead
+                for which, ref in enumerate((k_smem, v_smem)):
+                    tiles[which] = bytes_of.advance(ref.at[0], which, tiles[which], page_ids)
+                    if which == 0:
+                        tuning.meet(config.has_tma)
+                return load_page_ids(block + 2), *tiles
+
             def wait(block, which):
                 """Waits for the keys (0) or the values (1) of a block, and not for later copies."""
-                if bars:
+                if is_bytes:
+                    if which == 1 and not config.has_tma:
+                        tuning.meet(config.has_tma)
+                elif bars:
                     plgpu.barrier_wait(bars[which].at[lax.rem(block, jnp.int32(num_stages))])
                 else:
                     values = pages * (1 - which)
                     is_last = block + (num_stages - 2) >= last
                     tuning.wait_cp_async(is_last, values, values + 2 * pages * (num_stages - 2))
+
+            def bias(block, table_ref):
+                """Returns what is added to the scores of a block."""
+                bias_len = table_ref.shape[0] // num_heads
+                row = jnp.minimum(tuning.iota((ROWS, tokens), 0, out), group - 1) + head * group
+                token = tuning.iota((ROWS, tokens), 1, out) + block * tokens
+                index = row * bias_len + jnp.clip(length - 1 - token, 0, bias_len - 1)
+                return tuning.look_up(table_ref, index, out, interpret=interpret)
 
             def live(block, shape, dimension, layout):
                 token = tuning.iota(shape, dimension, layout) + block * tokens
@@ -272,9 +274,10 @@ def _attend(
                 return is_live if window is None else is_live & (token >= length - window)
 
             def attend_block(queries, block, carry, *, is_full):
-                accs, largest, total = carry
+                accs, largest, total, *bytes_ahead = carry
                 slot, ahead = lax.rem(block, jnp.int32(num_stages)), block + (num_stages - 1)
-                page_ids = load_page_ids(ahead)  # which takes as long as the scores do
+                page_ids = [] if is_bytes else load_page_ids(ahead)  # which takes as long as the scores do
+                bytes_ahead = [unpack(block, x) for x in bytes_ahead]
                 wait(block, 0)
                 keys = plgpu.load(k_smem.at[slot].T, layout=rhs, optimized=False)
                 scores = tuning.mma(zeros(tokens), queries, keys, interpret=interpret)
@@ -284,6 +287,8 @@ def _attend(
                     # tanh(x) = 1 - 2 / (exp(2x) + 1): the hardware's has 11 bits, of up to soft_cap.
                     power = jnp.exp2(scores * (2 * scale * tuning.LOG2E / soft_cap))
                     scores = (1 - 2 * lax.integer_pow(power + 1, -1)) * (soft_cap * tuning.LOG2E)
+                for table_ref in bias_refs:
+                    scores += bias(block, table_ref)
                 if not is_full:
                     scores = jnp.where(live(block, scores.shape, 1, out), scores, tuning.MASKED_SCORE)
                 new_largest = jnp.maximum(largest, scores.max(axis=1))
@@ -294,10 +299,11 @@ def _attend(
                 p_smem[...] = probs.astype(dtype)
                 # All warps meet: the weights are there, and the block before has been read, so that its
                 # stage can be filled. Below sm_90 they meet where they wait for the values.
-                if bars:
+                if config.has_tma:
                     plgpu.commit_smem()
                 wait(block, 1)
-                pl.when(ahead < last)(functools.partial(issue, ahead, page_ids))
+                if not is_bytes:
+                    pl.when(ahead < last)(functools.partial(issue, ahead, page_ids))
                 weights = plgpu.load(p_smem, layout=lhs, optimized=False)
                 new_accs = []
                 for acc, (start, width) in zip(accs, columns, strict=True):
@@ -306,7 +312,7 @@ def _attend(
                         values = jnp.where(live(block, values.shape, 0, rhs), values, jnp.zeros_like(values))
                     acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
                     new_accs.append(tuning.mma(acc, weights, values, interpret=interpret))
-                return new_accs, new_largest, total
+                return new_accs, new_largest, total, *bytes_ahead
 
             for stage in range(num_stages - 1):
 
@@ -316,6 +322,8 @@ def _attend(
 
             largest = plgpu.layout_cast(jnp.full((ROWS,), tuning.MASKED_SCORE, jnp.float32), out.reduce(1))
             carry = ([zeros(width) for _, width in columns], largest, zeros(tokens))
+            if is_bytes:
+                carry += (bytes_of.begin(load_page_ids(first), load_page_ids(first + 1)),)
             queries = plgpu.load(q_ref.at[seq, head], layout=lhs, optimized=False)
             full = functools.partial(attend_block, queries, is_full=True)
             masked = functools.partial(attend_block, queries, is_full=False)
@@ -325,7 +333,7 @@ def _attend(
                 begin = jnp.clip(begin, first, end)
                 carry = lax.fori_loop(first, begin, masked, carry)
             carry = lax.fori_loop(begin, end, full, carry)
-            accs, largest, total = lax.fori_loop(end, last, masked, carry)
+            accs, largest, total, *_ = lax.fori_loop(end, last, masked, carry)
 
             is_only_item = spans_ref[seq, 1] == 1
             total = total.sum(axis=1)
@@ -359,7 +367,7 @@ def _attend(
             last = jnp.minimum(part_end, run_end) - offset
             pl.when(first < last)(functools.partial(attend, seq, first, last))
 
-    transforms = tuning.smem_transforms(head_dim, dtype, 32 if config.has_tma else page_size)
+    transforms = tuning.smem_transforms(head_dim, dtype, 32 if config.has_tma or is_bytes else page_size)
     stages = plgpu.SMEM((num_stages, tokens, head_dim), dtype, transforms=transforms)
     barrier = plgpu.Barrier(num_arrivals=pages, num_barriers=num_stages)
     items = plgpu.kernel(
@@ -374,7 +382,7 @@ def _attend(
             stages,
             plgpu.SMEM((ROWS, tokens), dtype, transforms=tuning.smem_transforms(tokens, dtype)),
             *(plgpu.SMEM((ROWS, width), jnp.float32) for _, width in columns),
-            *([barrier, barrier] if config.has_tma else []),
+            *([barrier, barrier] if has_copies else []),
         ],
         # The heads of a part run next to each other: a page holds all of them.
         grid=(config.num_parts, kv_heads),
@@ -382,6 +390,9 @@ def _attend(
         kernel_name="paged_decode",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=tuning.interpret_params(interpret),
-    )(rows, kv_pages, block_tables, context_lens, *work, *padded_sinks)
+    )(
+        rows, quantized_tile.flat(kv_pages) if is_bytes else kv_pages, block_tables, context_lens,
+        *work, *padded_sinks, *biases,
+    )  # fmt: skip
     combine(*items, work.spans, sinks, out_ref, interpret=interpret)
     return jax.freeze(out_ref), items[1]

@@ -1,9 +1,16 @@
-"""Keys and values of a byte per number: how a row of the pool is stored, and what it stands for.
+"""Keys and values of a byte per number: how the pool stores them, and what they stand for.
 
 A row, the key or the value of one token and kv head, is D numbers of a byte and one byte more, its scale:
 
     int8         -128 ... 127 times the scale    the pool's dtype is int8
     fp8_e4m3     float8_e4m3fn times the scale   the pool's dtype is uint8, and holds the bits
+
+A tile of a page, its S keys or values of one kv head, has the numbers of all rows first, so that GPUs can
+load words of them, and all scales behind them:
+
+    | row 0: D numbers | row 1: D numbers | ... | row S - 1: D numbers | S scales |
+
+Its shape is [S, D + 1], so that nobody who moves whole tiles needs to know; `rows_of` makes rows of it.
 
 A token's bytes depend on its own numbers alone, so that whatever is written once never changes: under a scale
 for a block it would, as a block is filled token by token. The scale is a power of two, as in the OCP's MX
@@ -64,11 +71,32 @@ def quantize(x: Float[Array, "*n d"], dtype: jnp.dtype) -> Array:
     return jnp.concatenate([values, scale], axis=-1)
 
 
+def rows_of(tiles: Array) -> Array:
+    """Returns the rows [..., S, D + 1], each with its scale, that are in tiles [..., S, D + 1] of a pool.
+
+    In a pool of floats, tiles are rows already.
+    """
+    if not is_quantized(tiles):
+        return tiles
+    *others, size, row = tiles.shape
+    numbers, scales = jnp.split(tiles.reshape(*others, size * row), [size * (row - 1)], axis=-1)
+    return jnp.concatenate([numbers.reshape(*others, size, row - 1), scales[..., None]], axis=-1)
+
+
+def tiles_of(rows: Array) -> Array:
+    """Returns the tiles whose rows these are: the reverse of rows_of."""
+    if not is_quantized(rows):
+        return rows
+    *others, size, row = rows.shape
+    numbers = rows[..., :-1].reshape(*others, size * (row - 1))
+    return jnp.concatenate([numbers, rows[..., -1]], axis=-1).reshape(rows.shape)
+
+
 def dequantize(rows: Array, dtype: jnp.dtype) -> Array:
-    """Returns the numbers [..., D] that rows of any pool stand for; those of a pool of floats are converted.
+    """Returns the numbers [..., D] that rows stand for; those of a pool of floats are converted.
 
     Args:
-        rows: [..., D + 1] of a quantised pool, [..., D] of another.
+        rows: [..., D + 1] for a quantised pool, [..., D] for another.
         dtype: Of the result; float32 and bfloat16 hold quantised numbers exactly.
     """
     if not is_quantized(rows):

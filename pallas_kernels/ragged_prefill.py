@@ -31,9 +31,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jax_paged.pallas_kernels import ragged_tile, tuning
+from jax_paged.pallas_kernels import quantized_tile, ragged_tile, tuning
 from jax_paged.pallas_kernels.paged_decode import paged_decode
-from jax_paged.pallas_kernels.ragged_tile import WGMMA_ROWS, Carry, Kernel, Tile
+from jax_paged.pallas_kernels.quantization import is_quantized
+from jax_paged.pallas_kernels.ragged_tile import WGMMA_ROWS, Carry, Kernel
 from jax_paged.pallas_kernels.tuning import LOG2E, MASKED_SCORE, KernelConfig
 
 ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
@@ -50,13 +51,14 @@ def ragged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " h"] | None = None,
+    distance_bias: Float[Array, "h n"] | None = None,
     config: KernelConfig | None = None,
     interpret: bool = False,
 ) -> Float[Array, "t h d"]:
     """See ops.ragged_attention.
 
     Args:
-        config: Tile sizes; None for those of prefill_config.
+        config: Tile sizes; None for those of ragged_tile.prefill_config.
         interpret: Whether to run in the interpreter.
 
     Raises:
@@ -71,28 +73,32 @@ def ragged_attention(
             "allowed for ragged_attention with backend 'pallas': 8.0 to 9.0"
         )
     (num_tokens, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
-    num_seqs, group = context_lens.shape[0], num_heads // kv_heads
-    is_masked_and_capped = window is not None and soft_cap is not None
-    config = config or prefill_config(gpu, head_dim, page_size, q.dtype.itemsize, is_masked_and_capped)
+    num_seqs, group, is_bytes = context_lens.shape[0], num_heads // kv_heads, is_quantized(kv_pages)
+    is_heavy = (window is not None and soft_cap is not None) or distance_bias is not None
+    is_heavy |= is_bytes and (head_dim % 64 > 0 or kv_pages.dtype == jnp.uint8)
+    config = config or ragged_tile.prefill_config(
+        gpu, head_dim, page_size, q.dtype.itemsize, is_heavy=is_heavy, is_bytes=is_bytes
+    )
     num_tiles = num_tokens // (config.block_rows // group) + num_seqs
     kernel = Kernel(
         config, num_tiles, kv_heads, group, page_size, head_dim, q.dtype, scale, window, soft_cap,
-        sinks is not None, interpret,
+        sinks is not None, distance_bias is not None, is_bytes, interpret,
     )  # fmt: skip
     tuning.check_smem(kernel.smem_bytes, gpu, f"ragged_attention with head_dim {head_dim} and {config}")
 
     attend = functools.partial(_attend, kernel, q, kv_pages, block_tables)
     if num_seqs == 1:
-        return attend(context_lens, query_start_loc, sinks)
+        return attend(context_lens, query_start_loc, sinks, distance_bias)
     # A single query would walk its context in one tile, on one multiprocessor: paged_decode splits it.
     starts = query_start_loc[:-1]
     is_single = query_start_loc[1:] - starts == 1
     rows, lens = q.at[starts].get(mode="clip"), jnp.where(is_single, context_lens, 0)
     single = paged_decode(
         rows, kv_pages, block_tables, lens,
-        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, interpret=interpret,
+        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, distance_bias=distance_bias,
+        interpret=interpret,
     )  # fmt: skip
-    out = attend(jnp.where(is_single, 0, context_lens), query_start_loc, sinks)
+    out = attend(jnp.where(is_single, 0, context_lens), query_start_loc, sinks, distance_bias)
     return out.at[jnp.where(is_single, starts, num_tokens)].set(single, mode="drop")
 
 
@@ -105,6 +111,7 @@ def _attend(
     context_lens: Int[Array, " b"],
     query_start_loc: Int[Array, " b1"],
     sinks: Float[Array, " h"] | None,
+    distance_bias: Float[Array, "h n"] | None,
 ) -> Float[Array, "t h d"]:
     """Gathers queries into tiles, attends, gathers back; jitted, so that equal layers are lowered once."""
     config, num_tiles, kv_heads, group, page_size, head_dim, *_ = kernel
@@ -112,7 +119,7 @@ def _attend(
     padding, soft_cap = config.block_rows - queries * group, kernel.soft_cap
 
     # [T, H, D] -> [N, K, R, D]
-    tiles, row = plan_tiles(context_lens, query_start_loc, num_tiles, queries)
+    tiles, row = ragged_tile.plan_tiles(context_lens, query_start_loc, num_tiles, queries)
     q_tiles = q.at[row[:, None] + jnp.arange(queries)].get(mode="clip")
     q_tiles = q_tiles.reshape(num_tiles, queries, kv_heads, group, head_dim).swapaxes(1, 2)
     q_tiles = q_tiles.reshape(num_tiles, kv_heads, -1, head_dim)
@@ -125,13 +132,16 @@ def _attend(
     if kernel.window is not None:
         first_query = context_lens - (query_start_loc[1:] - query_start_loc[:-1])
         is_live &= first_token + page_size > (first_query - kernel.window + 1)[:, None]
-    operands = [tiles, q_tiles, kv_pages, jnp.where(is_live, tables, 0)]
+    pool = quantized_tile.flat(kv_pages) if kernel.is_bytes else kv_pages
+    operands = [tiles, q_tiles, pool, jnp.where(is_live, tables, 0)]
     if sinks is not None:
         # Less the soft cap, which ragged_tile.softmax leaves out of every score. Finite, as a row that sees
         # nothing in its first step would get -inf - -inf, which is NaN.
         sinks = jnp.maximum((sinks.astype(jnp.float32) - (soft_cap or 0)) * LOG2E, MASKED_SCORE)
         rows = jnp.tile(sinks.reshape(kv_heads, group), (1, queries))
         operands.append(jnp.pad(rows, ((0, 0), (0, padding))))
+    if distance_bias is not None:
+        operands.append(distance_bias.astype(jnp.float32).reshape(-1) * LOG2E)
     out = (_wgmma_kernel if config.has_tma else _mma_kernel)(kernel)(*operands)
 
     # And back.
@@ -146,59 +156,14 @@ def _attend(
     return jnp.where((is_padding | (context_lens[seq] == 0))[:, None, None], 0, out)
 
 
-def prefill_config(
-    gpu: tuning.Target, head_dim: int, page_size: int, itemsize: int, is_masked_and_capped: bool = False
-) -> KernelConfig:
-    """Returns the largest tiles that spill no registers, on sm_90 with as many stages as fit, up to four.
-
-    With three warpgroups a thread has 168 registers, with two all 255, which head_dim 256 needs. Moving
-    registers between warpgroups does not help: nvJitLink, with which JAX links kernels, ignores setmaxnreg.
-    On sm_80 two stages let two blocks of threads share a multiprocessor.
-    """
-    is_wide = head_dim > 128
-    rows = (64 if is_wide else 128) if gpu.has_tma else (32 if is_wide else 64)
-    tokens = max(page_size, 64 if gpu.has_tma and is_masked_and_capped else rows)
-    rest = gpu.smem_bytes - 1024 - rows * head_dim * itemsize
-    num_stages = max(2, min(4, rest // (2 * tokens * head_dim * itemsize))) if gpu.has_tma else 2
-    return KernelConfig(rows, tokens, num_stages, num_parts=0, has_tma=gpu.has_tma)
-
-
-def plan_tiles(
-    context_lens: Int[Array, " b"], query_start_loc: Int[Array, " b1"], num_tiles: int, queries: int
-) -> tuple[Int[Array, "n 4"], Int[Array, " n"]]:
-    """Plans the tiles of a batch; T // Q + B of them hold any batch.
-
-    Returns:
-        The work list, one Tile per row, and the row of q that each tile starts at.
-    """
-    starts = query_start_loc[:-1] // queries + jnp.arange(context_lens.shape[0])
-    tile = jnp.arange(num_tiles)
-    seq = jnp.sum(tile[:, None] >= starts, axis=1) - 1
-    row = query_start_loc[seq] + (tile - starts[seq]) * queries
-    end, context_len = query_start_loc[seq + 1], context_lens[seq]
-    count = jnp.clip(end - row, 0, queries)
-    first = context_len - end + row
-    last = jnp.where((count > 0) & (context_len > 0), first + count, 0)
-    return jnp.stack(Tile(seq, first, last, context_len), axis=1).astype(jnp.int32), row
-
-
-def _tile_of_block(kernel: Kernel, tiles_ref: Any) -> tuple[Array, Array, Tile]:
-    """Returns kv head, index and tile of this block of threads.
-
-    The last tiles of a prompt see most tokens, so they go first, those of all heads: the last name of a grid
-    changes fastest.
-    """
-    index = kernel.num_tiles - 1 - lax.axis_index("tile")
-    tile = Tile(*(tiles_ref[index, column] for column in range(len(Tile._fields))))
-    return lax.axis_index("head"), index, tile
-
-
 def _make(kernel: Kernel, body: Callable[..., None], scratch_types: list[Any], **threads: Any) -> Any:
     shape = (kernel.num_tiles, kernel.kv_heads, kernel.config.block_rows, kernel.head_dim)
 
     def call(tiles_ref, q_ref, kv_ref, tables_ref, *rest):
-        sinks_ref, out_ref, *scratch = rest if kernel.has_sinks else (None, *rest)
-        body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, out_ref, *scratch)
+        rest = list(rest)
+        sinks_ref = rest.pop(0) if kernel.has_sinks else None
+        bias_ref = rest.pop(0) if kernel.has_bias else None
+        body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, bias_ref, *rest)
 
     return plgpu.kernel(
         call,
@@ -220,11 +185,14 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
     num_computing = config.block_rows // WGMMA_ROWS
 
     def body(
-        tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, out_ref,
+        tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, bias_ref, out_ref,
         q_s, k_s, v_s, p_s, q_bar, k_bar, v_bar, k_free, v_free, is_clean,
     ):  # fmt: skip
-        head, index, tile = _tile_of_block(kernel, tiles_ref)
+        head, index, tile = ragged_tile.of_block(kernel, tiles_ref)
         begin, *_middle, end = ragged_tile.spans(kernel, tile)
+        bytes_of = quantized_tile.Pages(kv_ref, head, page_size, kernel.head_dim, kernel.interpret)
+        pages_of = functools.partial(ragged_tile.pages_of, kernel, tile, tables_ref)
+        second = jnp.minimum(begin + 1, end - 1)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when((warpgroup == num_computing) & (end > begin))
@@ -233,15 +201,29 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                 rows = pl.ds(i * WGMMA_ROWS, WGMMA_ROWS)
                 plgpu.copy_gmem_to_smem(q_ref.at[index, head, rows], q_s.at[i], q_bar)
 
-            @pl.loop(begin, end)
-            def _(step):
+            def copy(step):
                 slot = lax.rem(step, jnp.int32(num_stages))
-                pages = ragged_tile.pages_of(kernel, tile, step, tables_ref)
+                pages = pages_of(step)
                 for which, (ref, bar, free) in enumerate(((k_s, k_bar, k_free), (v_s, v_bar, v_free))):
                     pl.when(step - begin >= num_stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
                     for i, page in enumerate(pages):
                         target = ref.at[slot, pl.ds(i * page_size, page_size)]
                         plgpu.copy_gmem_to_smem(kv_ref.at[page, which, head], target, bar.at[slot])
+
+            def unpack(step, ahead):
+                """Writes the numbers of a step to its stage; loads what it can of the next ones."""
+                slot, (pages, *tiles) = lax.rem(step, jnp.int32(num_stages)), ahead
+                for which, (ref, bar, free) in enumerate(((k_s, k_bar, k_free), (v_s, v_bar, v_free))):
+                    pl.when(step - begin >= num_stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+                    tiles[which] = bytes_of.advance(ref.at[slot], which, tiles[which], pages)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(bar.at[slot])
+                return pages_of(jnp.minimum(step + 2, end - 1)), *tiles
+
+            if kernel.is_bytes:
+                lax.fori_loop(begin, end, unpack, bytes_of.begin(pages_of(begin), pages_of(second)))
+            else:
+                pl.loop(begin, end)(copy)
 
             @pl.loop(jnp.maximum(begin, end - num_stages), end)
             def _(step):  # a kernel must not end with an arrival that nobody waited for
@@ -264,7 +246,8 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
                 scores = multiply(own_q, k_s.at[slot].transpose((1, 0)), tokens)
                 plgpu.barrier_arrive(k_free.at[slot])
                 live = None if is_full else ragged_tile.live(kernel, tile, first_row, step, wgmma)
-                probs, (acc, largest, total) = ragged_tile.softmax(kernel, scores, carry, live)
+                bias = ragged_tile.bias(kernel, tile, head, first_row, step, wgmma, bias_ref)
+                probs, (acc, largest, total) = ragged_tile.softmax(kernel, scores, carry, live, bias)
                 if is_full:
                     plgpu.barrier_wait(v_bar.at[slot])
                 if kernel.interpret:  # where wgmma takes no operand from registers and no accumulator
@@ -315,7 +298,8 @@ def _wgmma_kernel(kernel: Kernel) -> Callable[..., Array]:
 
     transforms = tuning.smem_transforms(head_dim, kernel.dtype)
     stages = plgpu.SMEM((num_stages, tokens, head_dim), kernel.dtype, transforms=transforms)
-    loaded = plgpu.Barrier(num_arrivals=tokens // page_size, num_barriers=num_stages)
+    arrivals = 1 if kernel.is_bytes else tokens // page_size
+    loaded = plgpu.Barrier(num_arrivals=arrivals, num_barriers=num_stages)
     free = plgpu.Barrier(num_arrivals=num_computing, num_barriers=num_stages)
     scratch_types = [
         plgpu.SMEM((num_computing, WGMMA_ROWS, head_dim), kernel.dtype, transforms=transforms),
@@ -339,45 +323,71 @@ def _mma_kernel(kernel: Kernel) -> Callable[..., Array]:
     mma = functools.partial(tuning.mma, interpret=kernel.interpret)
     pages = tokens // page_size
 
-    def body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, out_ref, k_s, v_s, p_s):
-        head, index, tile = _tile_of_block(kernel, tiles_ref)
+    def body(tiles_ref, q_ref, kv_ref, tables_ref, sinks_ref, bias_ref, out_ref, k_s, v_s, p_s):
+        head, index, tile = ragged_tile.of_block(kernel, tiles_ref)
         begin, *_middle, end = ragged_tile.spans(kernel, tile)
+        bytes_of = quantized_tile.Pages(kv_ref, head, page_size, kernel.head_dim, kernel.interpret)
+        pages_of = functools.partial(ragged_tile.pages_of, kernel, tile, tables_ref)
+        second = jnp.minimum(begin + 1, end - 1)
 
         def copy(step: Array) -> None:
-            page_ids = ragged_tile.pages_of(kernel, tile, step, tables_ref)
+            page_ids = pages_of(step)
             for which, ref in enumerate((k_s, v_s)):
                 for i, page in enumerate(page_ids):
                     target = ref.at[lax.rem(step, jnp.int32(2)), pl.ds(i * page_size, page_size)]
                     tuning.copy_to_smem(kv_ref.at[page, which, head], target, None)
 
-        def attend(step: Array, carry: Carry, *, is_full: bool) -> Carry:
-            slot = lax.rem(step, jnp.int32(2))
-            # The keys have arrived; and as all warps meet here, the other slot has been read.
-            plgpu.wait_gmem_to_smem(pages)
-            pl.when(step + 1 < end)(lambda: copy(step + 1))
+        def unpack(step, ahead):
+            """Writes the numbers of a step to shared memory; loads what it can of the next ones.
+
+            All warps have multiplied the keys of the step before; here they meet after its values.
+            """
+            page_ids, *tiles = ahead
+            for which, ref in enumerate((k_s, v_s)):
+                tiles[which] = bytes_of.advance(ref.at[0], which, tiles[which], page_ids)
+                if which == 0:
+                    plgpu.wait_gmem_to_smem(0)
+            return pages_of(jnp.minimum(step + 2, end - 1)), *tiles
+
+        def attend(step: Array, carry: Any, *, is_full: bool) -> Any:
+            if kernel.is_bytes:
+                slot, (*carry, ahead) = 0, carry
+                ahead = [unpack(step, ahead)]
+            else:
+                slot, ahead = lax.rem(step, jnp.int32(2)), []
+                # The keys have arrived; and as all warps meet here, the other slot has been read.
+                plgpu.wait_gmem_to_smem(pages)
+                pl.when(step + 1 < end)(lambda: copy(step + 1))
             # Loaded again at every step, as no registers are left to keep them.
             queries = plgpu.load(q_ref.at[index, head], layout=lhs, optimized=False)
             keys = plgpu.load(k_s.at[slot].T, layout=rhs, optimized=False)
             scores = plgpu.layout_cast(jnp.zeros((kernel.rows, tokens), jnp.float32), out)
             live = None if is_full else ragged_tile.live(kernel, tile, 0, step, out)
+            bias = ragged_tile.bias(kernel, tile, head, 0, step, out, bias_ref)
             probs, (acc, largest, total) = ragged_tile.softmax(
-                kernel, mma(scores, queries, keys), carry, live
+                kernel, mma(scores, queries, keys), carry, live, bias
             )
             p_s[...] = probs
-            tuning.wait_cp_async(step + 1 >= end, 0, 2 * pages)  # for the values, and for the others' p_s
+            if kernel.is_bytes:
+                plgpu.wait_gmem_to_smem(0)
+            else:
+                tuning.wait_cp_async(step + 1 >= end, 0, 2 * pages)  # for the values, and for the others' p_s
             probs = plgpu.load(p_s, layout=lhs, optimized=False)
             values = plgpu.load(v_s.at[slot], layout=rhs, optimized=False)
             if not is_full:
                 values = ragged_tile.clear_dead(kernel, tile, values, step * tokens, rhs)
-            return mma(acc, probs, values), largest, total
+            return mma(acc, probs, values), largest, total, *ahead
 
         @pl.when(end > begin)
         def _():
-            copy(begin)
-            carry = ragged_tile.start(kernel, out, sinks_ref.at[head] if kernel.has_sinks else None)
+            carry: Any = ragged_tile.start(kernel, out, sinks_ref.at[head] if kernel.has_sinks else None)
+            if kernel.is_bytes:
+                carry += (bytes_of.begin(pages_of(begin), pages_of(second)),)
+            else:
+                copy(begin)
             tuning.store(out_ref.at[index, head], ragged_tile.walk(kernel, tile, attend, carry))
 
-    transforms = tuning.smem_transforms(kernel.head_dim, kernel.dtype, page_size)
+    transforms = tuning.smem_transforms(kernel.head_dim, kernel.dtype, 32 if kernel.is_bytes else page_size)
     stages = plgpu.SMEM((config.num_stages, tokens, kernel.head_dim), kernel.dtype, transforms=transforms)
     probs = plgpu.SMEM(
         (kernel.rows, tokens), kernel.dtype, transforms=tuning.smem_transforms(tokens, kernel.dtype)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from jax_paged.pallas_kernels import tuning
 from jax_paged.pallas_kernels.tuning import LOG2E, MASKED_SCORE, KernelConfig
@@ -49,6 +49,8 @@ class Kernel(NamedTuple):
     window: int | None
     soft_cap: float | None
     has_sinks: bool
+    has_bias: bool
+    is_bytes: bool
     interpret: bool
 
     @property
@@ -63,6 +65,60 @@ class Kernel(NamedTuple):
         staged = config.num_stages * 2 * config.block_tokens * self.head_dim
         beside = config.block_rows * (self.head_dim if config.has_tma else config.block_tokens)
         return (staged + beside) * itemsize
+
+
+def prefill_config(
+    gpu: tuning.Target,
+    head_dim: int,
+    page_size: int,
+    itemsize: int,
+    *,
+    is_heavy: bool = False,
+    is_bytes: bool = False,
+) -> KernelConfig:
+    """Returns the largest tiles that spill no registers, on sm_90 with as many stages as fit, up to four.
+
+    With three warpgroups a thread has 168 registers, with two all 255, which head_dim 256 needs. Moving
+    registers between warpgroups does not help: nvJitLink, with which JAX links kernels, ignores setmaxnreg.
+    On sm_80 two stages let two blocks of threads share a multiprocessor. Of a quantised pool, registers hold
+    the second stage, which is why the tiles are smaller there.
+    """
+    is_wide = head_dim > 128
+    rows = (64 if is_wide else 128) if gpu.has_tma else (32 if is_wide or is_bytes else 64)
+    tokens = max(page_size, 64 if gpu.has_tma and is_heavy else rows)
+    rest = gpu.smem_bytes - 1024 - rows * head_dim * itemsize
+    num_stages = max(2, min(4, rest // (2 * tokens * head_dim * itemsize))) if gpu.has_tma else 2 - is_bytes
+    return KernelConfig(rows, tokens, num_stages, num_parts=0, has_tma=gpu.has_tma)
+
+
+def plan_tiles(
+    context_lens: Int[Array, " b"], query_start_loc: Int[Array, " b1"], num_tiles: int, queries: int
+) -> tuple[Int[Array, "n 4"], Int[Array, " n"]]:
+    """Plans the tiles of a batch; T // Q + B of them hold any batch.
+
+    Returns:
+        The work list, one Tile per row, and the row of q that each tile starts at.
+    """
+    starts = query_start_loc[:-1] // queries + jnp.arange(context_lens.shape[0])
+    tile = jnp.arange(num_tiles)
+    seq = jnp.sum(tile[:, None] >= starts, axis=1) - 1
+    row = query_start_loc[seq] + (tile - starts[seq]) * queries
+    end, context_len = query_start_loc[seq + 1], context_lens[seq]
+    count = jnp.clip(end - row, 0, queries)
+    first = context_len - end + row
+    last = jnp.where((count > 0) & (context_len > 0), first + count, 0)
+    return jnp.stack(Tile(seq, first, last, context_len), axis=1).astype(jnp.int32), row
+
+
+def of_block(kernel: Kernel, tiles_ref: Any) -> tuple[Array, Array, Tile]:
+    """Returns kv head, index and tile of this block of threads.
+
+    The last tiles of a prompt see most tokens, so they go first, those of all heads: the last name of a grid
+    changes fastest.
+    """
+    index = kernel.num_tiles - 1 - lax.axis_index("tile")
+    tile = Tile(*(tiles_ref[index, column] for column in range(len(Tile._fields))))
+    return lax.axis_index("head"), index, tile
 
 
 def spans(kernel: Kernel, tile: Tile) -> tuple[Array, Array, Array, Array]:
@@ -84,7 +140,7 @@ def walk(kernel: Kernel, tile: Tile, attend: Callable[..., Carry], carry: Carry)
     if kernel.window is not None:
         carry = lax.fori_loop(begin, full_begin, masked, carry)
     carry = lax.fori_loop(full_begin, full_end, functools.partial(attend, is_full=True), carry)
-    acc, _, total = lax.fori_loop(full_end, end, masked, carry)
+    acc, _, total, *_ = lax.fori_loop(full_end, end, masked, carry)
     factor = lax.integer_pow(jnp.where(total > 0, total, 1.0), -1)
     return (acc * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(kernel.dtype)
 
@@ -99,7 +155,9 @@ def start(kernel: Kernel, layout: Any, sinks_ref: Any) -> Carry:
     return acc, *(plgpu.layout_cast(x, layout.reduce(1)) for x in (largest, total))
 
 
-def softmax(kernel: Kernel, scores: Array, carry: Carry, live: Array | None) -> tuple[Array, Carry]:
+def softmax(
+    kernel: Kernel, scores: Array, carry: Carry, live: Array | None, bias: Array | None
+) -> tuple[Array, Carry]:
     """Returns the probabilities of a step, relative to the largest score so far, and the new carry."""
     acc, largest, total = carry
     factor = kernel.scale * LOG2E
@@ -108,6 +166,8 @@ def softmax(kernel: Kernel, scores: Array, carry: Carry, live: Array | None) -> 
         # A power takes fewer registers than a division.
         power = jnp.exp2(scores * (2 * factor / kernel.soft_cap))
         scores, factor = -2 * lax.integer_pow(power + 1, -1), kernel.soft_cap * LOG2E
+    if bias is not None:
+        scores, factor = scores * factor + bias, 1.0
     if live is not None:
         # Infinite: a finite score times the factor, less itself, is not 0 in a fused multiply-add.
         scores = jnp.where(live, scores, -jnp.inf)
@@ -118,15 +178,40 @@ def softmax(kernel: Kernel, scores: Array, carry: Carry, live: Array | None) -> 
     return probs.astype(kernel.dtype), (acc, new_largest, total * decay + probs.sum(axis=1))
 
 
-def live(kernel: Kernel, tile: Tile, first_row: Array | int, step: Array, layout: Any) -> Array:
-    """Returns which tokens of a step each row sees; what rows past the tile's last see does not matter."""
+def distances(
+    kernel: Kernel, tile: Tile, first_row: Array | int, step: Array, layout: Any
+) -> tuple[Array, Array]:
+    """Returns how far each row's query is behind each token of a step, and the number of the row's head."""
     shape = (kernel.rows, kernel.config.block_tokens)
     row = first_row + plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=layout.reduce(1))
-    position = lax.div(row, jnp.full_like(row, kernel.group)) + tile.first
+    query = lax.div(row, jnp.full_like(row, kernel.group))
+    position = query + tile.first
     # The step is added to the tokens, not to the positions: otherwise the compiler keeps all columns in
     # registers.
     token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + step * kernel.config.block_tokens
-    distance = lax.broadcast_in_dim(position, shape, [0]) - token
+    return lax.broadcast_in_dim(position, shape, [0]) - token, row - query * kernel.group
+
+
+def bias(
+    kernel: Kernel, tile: Tile, head: Array, first_row: Array | int, step: Array, layout: Any, table_ref: Any
+) -> Array | None:
+    """Returns what is added to the scores of a step in base 2, by distance; None for nothing.
+
+    Args:
+        table_ref: float32 [H * n] in base 2, or None.
+    """
+    if table_ref is None:
+        return None
+    distance, own = distances(kernel, tile, first_row, step, layout)
+    bias_len = table_ref.shape[0] // (kernel.kv_heads * kernel.group)
+    first = lax.broadcast_in_dim((head * kernel.group + own) * bias_len, distance.shape, [0])
+    index = first + jnp.clip(distance, 0, bias_len - 1)
+    return tuning.look_up(table_ref, index, layout, interpret=kernel.interpret)
+
+
+def live(kernel: Kernel, tile: Tile, first_row: Array | int, step: Array, layout: Any) -> Array:
+    """Returns which tokens of a step each row sees; what rows past the tile's last see does not matter."""
+    distance, _ = distances(kernel, tile, first_row, step, layout)
     # One comparison does for both ends: a token ahead of the row wraps around to a large distance.
     return distance >= 0 if kernel.window is None else distance.astype(jnp.uint32) < kernel.window
 
@@ -140,7 +225,7 @@ def clear_dead(kernel: Kernel, tile: Tile, values: Array, first_token: Array, la
     return jnp.where(live, values, jnp.zeros_like(values))
 
 
-def pages_of(kernel: Kernel, tile: Tile, step: Array, tables_ref: Any) -> list[Array]:
+def pages_of(kernel: Kernel, tile: Tile, tables_ref: Any, step: Array) -> list[Array]:
     """Returns the pages of a step."""
     pages = kernel.config.block_tokens // kernel.page_size
     return [tables_ref[tile.seq, step * pages + i] for i in range(pages)]

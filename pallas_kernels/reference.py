@@ -9,14 +9,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_paged.pallas_kernels.quantization import dequantize
+from jax_paged.pallas_kernels.quantization import dequantize, is_quantized, rows_of
 
 
 def write_kv(kv_pages: Array, k: Array, v: Array, slot_mapping: Array) -> Array:
     """Writes k[t] and v[t] to slot slot_mapping[t]."""
-    page, offset = slot_mapping // kv_pages.shape[3], slot_mapping % kv_pages.shape[3]
-    kv_pages = kv_pages.at[page, 0, :, offset].set(k.astype(kv_pages.dtype), mode="drop")
-    return kv_pages.at[page, 1, :, offset].set(v.astype(kv_pages.dtype), mode="drop")
+    num_pages, _, kv_heads, page_size, row_size = kv_pages.shape
+    page, offset = slot_mapping // page_size, slot_mapping % page_size
+    size = row_size - is_quantized(kv_pages)
+    numbers = offset[:, None] * size + jnp.arange(size)
+    place = jnp.concatenate([numbers, page_size * size + offset[:, None]], axis=1)[:, :row_size]
+    tiles = kv_pages.reshape(num_pages, 2, kv_heads, page_size * row_size)
+    for which, rows in enumerate((k, v)):
+        rows = rows.astype(kv_pages.dtype).swapaxes(1, 2)
+        tiles = tiles.at[page[:, None], which, :, place].set(rows, mode="drop")
+    return tiles.reshape(kv_pages.shape)
 
 
 def copy_blocks(kv_pages: Array, src: Array, dst: Array) -> Array:
@@ -61,7 +68,7 @@ def ragged_attention(
     if window is not None:
         live &= token > position - window
 
-    tokens = dequantize(kv_pages[block_tables], jnp.dtype("float32"))
+    tokens = dequantize(rows_of(kv_pages[block_tables]), jnp.dtype("float32"))
     tokens = tokens.transpose(0, 1, 4, 2, 3, 5)  # [B, M, S, 2, K, D]
     tokens = tokens.reshape(len(block_tables), len(token), *tokens.shape[3:])[seq]
     tokens = jnp.where(live[:, :, None, None, None], tokens, 0)  # what a dead slot holds may be NaN

@@ -29,6 +29,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_paged.pallas_kernels import ops, reference
+from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
 
 OPS = ("write_kv", "copy_blocks", "paged_decode", "ragged_attention")
 # Long enough for an item of the work list to hold many blocks; a prompt that fills several tiles.
@@ -74,6 +75,7 @@ class Suite:
         page_size: Tokens per page.
         dtype: Of queries, keys and values.
         max_len: Tokens of the longest sequence; LONGEST stands for all longer ones.
+        kv_cache_dtype: What the pool holds: "auto" for the dtype above, or a name of quantization.DTYPES.
     """
 
     variants: tuple[Variant, ...]
@@ -82,11 +84,17 @@ class Suite:
     page_size: int
     dtype: str
     max_len: int
+    kv_cache_dtype: str = "auto"
 
     @classmethod
     def of_values(cls, values: dict[str, Any]) -> "Suite":
         """Returns the suite that dataclasses.asdict made the values of."""
         return cls(**values | {"variants": tuple(Variant(**v) for v in values["variants"])})
+
+    def stored(self, numbers: np.ndarray) -> Array:
+        """Returns the pool that holds these numbers."""
+        pool = jnp.asarray(numbers)
+        return tiles_of(quantize(pool, DTYPES.get(self.kv_cache_dtype, pool.dtype)))
 
     @property
     def bound(self) -> float:
@@ -166,7 +174,7 @@ def make_case(
     q = rng.standard_normal((start[-1] + padding, variant.heads, suite.head_dim), np.float32)
     q[start[-1] :] = np.nan
     integers = [tables, np.array([n for n, _ in pairs]), start][: 3 if op == "ragged_attention" else 2]
-    args = q.astype(suite.dtype), pool, *(x.astype(np.int32) for x in integers)
+    args = q.astype(suite.dtype), suite.stored(pool), *(x.astype(np.int32) for x in integers)
     options = {"scale": variant.scale, "window": window, "soft_cap": variant.soft_cap}
     if variant.has_bias:
         options["distance_bias"] = jnp.asarray(rng.standard_normal((variant.heads, 65), np.float32))
@@ -204,6 +212,7 @@ def move_cases(suite: Suite) -> Iterator[Case]:
     slots = rng.permutation(num_slots)[: num_slots // 2].astype(np.int32)
     slots[::7] = num_slots + np.arange(len(slots[::7]))
     k, v = rng.standard_normal((2, len(slots), *shape[2::2]), np.float32).astype(suite.dtype)
+    pool = suite.stored(pool)
     yield Case("write_kv", "write_kv", tuple(jax.device_put((pool, k, v, slots))))
     src, dst = rng.permutation(num_pages).reshape(2, -1).astype(np.int32)
     src[3], dst[5] = num_pages, num_pages + 7
@@ -213,6 +222,9 @@ def move_cases(suite: Suite) -> Iterator[Case]:
 def expected(case: Case) -> Array:
     """Returns what the reference says; of attention one head at a time, as it takes so much memory."""
     run, options = getattr(reference, case.op), case.options
+    if case.op == "write_kv":
+        pool, k, v, slots = case.args
+        return jax.jit(run)(pool, quantize(k, pool.dtype), quantize(v, pool.dtype), slots)
     if case.moves:
         return jax.jit(run)(*case.args)
 

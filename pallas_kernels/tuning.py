@@ -6,9 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import backend as jax_backend
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
 from jaxtyping import Array, Float, Int
 
 LOG2E = 1.4426950408889634
@@ -109,10 +114,11 @@ def check_shape(q: Array, kv_pages: Array, *, interpret: bool) -> None:
         kv_pages: [P, 2, K, S, D].
         interpret: Whether the kernel runs in the interpreter, which supports float32 too.
     """
-    _, _, kv_heads, page_size, head_dim = kv_pages.shape
+    _, _, kv_heads, page_size, _ = kv_pages.shape
+    head_dim = q.shape[2]
     dtypes = ("bfloat16", "float16", "float32") if interpret else ("bfloat16", "float16")
     for name, value, allowed in (
-        ("dtype", kv_pages.dtype.name, dtypes),
+        ("dtype", q.dtype.name, dtypes),
         ("head_dim", head_dim, HEAD_DIMS),
         ("page_size", page_size, PAGE_SIZES),
         ("query heads per kv head", q.shape[1] // kv_heads, range(1, MAX_GROUP_SIZE + 1)),
@@ -172,6 +178,36 @@ def iota(shape: tuple[int, ...], dimension: int, layout: Any) -> Int[Array, "m n
     """
     line = plgpu.broadcasted_iota(jnp.int32, (shape[dimension],), 0, layout=layout.reduce(1 - dimension))
     return jax.lax.broadcast_in_dim(line, shape, [dimension])
+
+
+def look_up(table_ref: Any, index: Int[Array, "m n"], layout: Any, *, interpret: bool) -> Float[Array, "m n"]:
+    """Returns elements of a float32 table in global memory: of any index, which Pallas has no load for.
+
+    Args:
+        table_ref: [N].
+        index: In range.
+        layout: Of the index and the result.
+        interpret: Whether the kernel runs in the interpreter.
+    """
+    if interpret:
+        return table_ref[...][index]
+
+    result = plgpu.ShapeDtypeStruct(index.shape, jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=result)
+    def load(_: Any, table: Any, places: Any) -> Any:
+        f32, pointer = ir.F32Type.get(), mgpu_utils.memref_ptr(table)
+        registers = np.empty_like(places.registers)
+        for at, register in np.ndenumerate(places.registers):
+            elements = [
+                llvm.load(f32, mgpu_utils.getelementptr(pointer, [vector.extract(register, [], [i])], f32))
+                for i in range(ir.VectorType(register.type).shape[0])
+            ]
+            vectors = [vector.broadcast(ir.VectorType.get((1,), f32), x) for x in elements]
+            registers[at] = mgpu_utils.vector_concat(vectors)
+        return mgpu.FragmentedArray(_registers=registers, _layout=places.layout, _is_signed=None)
+
+    return load(table_ref, index)
 
 
 def store(ref: Any, value: Array) -> None:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jax_paged.pallas_kernels.quantization import dequantize, is_quantized
+from jax_paged.pallas_kernels.quantization import dequantize, is_quantized, rows_of
 from jax_paged.pallas_kernels.shared_tiles import SharedTiles, shared_tiles
 
 # Finite, as the difference of two infinities is NaN. A row with nothing to attend to has an exponent so far
@@ -56,7 +56,17 @@ def write_kv(
         kv = jnp.pad(kv, ((0, 1), (0, 0), (0, 0), (0, 0)))
         slot_mapping = jnp.pad(slot_mapping, (0, 1), constant_values=num_pages * page_size)
     page, offset = slot_mapping // page_size, slot_mapping % page_size
-    return kv_pages.at[page, :, :, offset].set(kv, mode="drop")
+    if not is_quantized(kv_pages):
+        return kv_pages.at[page, :, :, offset].set(kv, mode="drop")
+    head_dim = kv.shape[-1] - 1
+    tiles = kv_pages.reshape(*kv_pages.shape[:3], -1)
+    windows = lax.ScatterDimensionNumbers(
+        update_window_dims=(1, 2, 3), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 3)
+    )
+    for rows, start in ((kv[..., :-1], offset * head_dim), (kv[..., -1:], page_size * head_dim + offset)):
+        place = jnp.stack([page, start], axis=1)
+        tiles = lax.scatter(tiles, place, rows, windows, mode="drop")
+    return tiles.reshape(kv_pages.shape)
 
 
 def copy_blocks(
@@ -282,7 +292,7 @@ def _attend(
         if not is_quantized(kv_pages):
             return loaded.astype(dtype)
         stored = lax.optimization_barrier(loaded).reshape(-1, page_size, row_size)
-        return dequantize(stored, dtype).reshape(len(loaded), -1)
+        return dequantize(rows_of(stored), dtype).reshape(len(loaded), -1)
 
     def as_tokens(loaded: Array) -> Array:
         # A loop over whole page tiles is made of vectors; fused with the reshape it would go by head_dim, and

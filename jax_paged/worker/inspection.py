@@ -13,7 +13,7 @@ from jax_paged.checks import check, check_int
 from jax_paged.core.block_pool import NULL_BLOCK
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput
 from jax_paged.models.attention import AttentionMetadata, KVCacheSpec, window_of
-from jax_paged.pallas_kernels.quantization import dequantize
+from jax_paged.pallas_kernels.quantization import dequantize, rows_of
 from jax_paged.worker.model_runner import ModelRunner
 from jax_paged.worker.programs import Program, TraceContext
 
@@ -54,7 +54,7 @@ class InspectProgram(Program):
                 out = paged.attend(layer, q, k, v, **options)
                 if layer in self.layers:
                     array, group = layout.places[layer]
-                    keys = dequantize(pool[array][metadata.block_tables[group, 0], 0], q.dtype)
+                    keys = dequantize(rows_of(pool[array][metadata.block_tables[group, 0], 0]), q.dtype)
                     last = metadata.context_lens[group, 0] - metadata.query_start_loc[1]
                     places = last + jnp.arange(self.num_tokens)
                     found[layer] = probabilities(specs[layer], q, keys, places, **options)
@@ -124,7 +124,7 @@ class Inspector:
         self._runner = runner
         self._compiled: dict[Program, jax.stages.Compiled] = {}
         dtype = runner.context.dtype
-        self._gather = jax.jit(lambda pool, blocks: dequantize(pool[blocks], dtype))
+        self._gather = jax.jit(lambda pool, blocks: dequantize(rows_of(pool[blocks]), dtype))
 
     def read_kv(
         self, layer: int, block_tables: BlockTables, num_tokens: list[int]

@@ -96,7 +96,7 @@ def choose_backend(
     Raises:
         ValueError: If the backend can't be used here, or there is no such model.
     """
-    backend = resolve_backend(args.attention_backend, args.kv_cache_dtype, name="attention_backend")
+    backend = resolve_backend(args.attention_backend, name="attention_backend")
     if args.attention_backend != "auto":
         return backend, "asked for"
     device = jax.devices()[0]
@@ -106,10 +106,6 @@ def choose_backend(
         return backend, "auto, on a CPU"
     if device.platform != "gpu" or attend is not None:
         return backend, f"auto, {'with attention of your own' if attend else 'without an NVIDIA GPU'}"
-    if args.kv_cache_dtype != "auto":
-        why = f"the Pallas kernels take no quantised cache (kv_cache_dtype={args.kv_cache_dtype!r})"
-        _LOGGER.warning("attention runs in XLA: %s", why)
-        return backend, f"auto: {why}"
     verdict = check(suite_of(args, loaded))
     if verdict.outcome == "passed":
         _LOGGER.info("attention runs in the Pallas kernels: %s", verdict.reason)
@@ -159,6 +155,7 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
         page_size=args.block_size,
         dtype=str(hidden.dtype),
         max_len=min(max_len, self_check.LONGEST),
+        kv_cache_dtype=args.kv_cache_dtype,
     )
 
 

@@ -23,7 +23,7 @@ from jax_paged.models.hooks import Hook, check_hooks
 from jax_paged.models.layers import TENSOR
 from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.native import products
-from jax_paged.pallas_kernels.quantization import DTYPES, quantize
+from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
 from jax_paged.worker import prompt_logprobs
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
@@ -271,7 +271,12 @@ class ModelRunner:
     def fill_kv_cache(self, value: float) -> None:
         """Overwrites the whole pool, whatever sequences keep there: to see that nobody reads stale blocks."""
         row = quantize(jnp.full(self._context.layout.head_dim, value), self._context.layout.dtype)
-        self._kv_cache = [jax.device_put(jnp.broadcast_to(row, x.shape), x.sharding) for x in self._kv_cache]
+        self._kv_cache = [
+            jax.device_put(
+                jnp.broadcast_to(tiles_of(jnp.broadcast_to(row, x.shape[3:])), x.shape), x.sharding
+            )
+            for x in self._kv_cache
+        ]
 
     def close(self) -> None:
         """Frees pool and weights (not those of a model that the caller brought); the runner is done."""

@@ -55,17 +55,19 @@ const Kernels& choose_kernels(int64_t max_width) {
 
 namespace {
 
-// The pool as bytes: tiles [page_size, head_dim] of 2 * kv_heads per page, keys before values.
+// The pool as bytes: 2 * kv_heads tiles per page, keys before values; a quantised one's have a scale per row behind
+// all rows.
 struct Pool {
   char* data;
-  int64_t pages, tiles, page_size, row_bytes;
+  int64_t pages, tiles, page_size, row_bytes, scale_bytes;
 
   explicit Pool(ffi::AnyBuffer buffer)
       : data(static_cast<char*>(buffer.untyped_data())),
         pages(buffer.dimensions()[0]),
         tiles(2 * buffer.dimensions()[2]),
         page_size(buffer.dimensions()[3]),
-        row_bytes(buffer.dimensions()[4] * int64_t(ffi::ByteWidth(buffer.element_type()))) {}
+        row_bytes(buffer.dimensions()[4] * int64_t(ffi::ByteWidth(buffer.element_type()))),
+        scale_bytes(ffi::ByteWidth(buffer.element_type()) == 1) {}
 
   int64_t page_bytes() const { return tiles * page_size * row_bytes; }
 };
@@ -85,10 +87,12 @@ ffi::Error WriteKv(ffi::ThreadPool threads, ffi::AnyBuffer kv_pages, ffi::AnyBuf
     for (int64_t t = part * PART; t < std::min((part + 1) * PART, tokens); t++) {
       const int64_t slot = slots[t];
       if (slot >= pool.pages * pool.page_size) continue;
-      char* to = pool.data + slot / pool.page_size * pool.page_bytes() + slot % pool.page_size * pool.row_bytes;
-      for (int64_t i = 0; i < pool.tiles; i++) {
+      char* to = pool.data + slot / pool.page_size * pool.page_bytes();
+      const int64_t offset = slot % pool.page_size, bytes = pool.row_bytes - pool.scale_bytes;
+      for (int64_t i = 0; i < pool.tiles; i++, to += pool.page_size * pool.row_bytes) {
         const char* row = from[i / kv_heads] + (t * kv_heads + i % kv_heads) * pool.row_bytes;
-        std::memcpy(to + i * pool.page_size * pool.row_bytes, row, pool.row_bytes);
+        std::memcpy(to + offset * bytes, row, bytes);
+        std::memcpy(to + pool.page_size * bytes + offset, row + bytes, pool.scale_bytes);
       }
     }
   };

@@ -36,7 +36,7 @@ constexpr int64_t MANY_HEADS = 8;
 constexpr int64_t LINE = 16;
 
 enum class DType { kFloat32, kBFloat16, kFloat16 };
-// What the pool holds: numbers of that type, or rows of head_dim + 1 bytes, see quantization.py.
+// What the pool holds: numbers of that type, or bytes and scales, see quantization.py.
 enum class PoolType { kAsQueries, kInt8, kFloat8 };
 
 // The arguments of an op, with the names that ops.py has for them.

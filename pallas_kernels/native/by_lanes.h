@@ -56,10 +56,10 @@ static void unpack(const Attention& a, const Item& item, int64_t head, int which
     if (!IS_QUANTIZED<E> && a.head_dim == row) {
       for (int64_t i = 0; i < n * row; i += WIDTH) store(to + i, load(from + i));
     } else {
-      for (int64_t i = 0; i < n; i++, from += row_elements<E>(a.head_dim)) {
+      for (int64_t i = 0; i < n; i++, from += a.head_dim) {
         for (int64_t d = 0; d < row; d += WIDTH) {
           Vec numbers = load(from + d, greater(a.head_dim - d, 0));
-          if constexpr (IS_QUANTIZED<E>) numbers *= scale_of(from, a.head_dim);
+          if constexpr (IS_QUANTIZED<E>) numbers *= scale_of(scales_at<E>(a, item, head, which, t + i));
           store(to + i * row + d, numbers);
         }
       }

@@ -3,10 +3,13 @@
 
 // Multiplies what `group` query heads have for n tokens by the scales of these.
 template <class E>
-INLINE void multiply_by_scales(const E* rows, int64_t n, int64_t head_dim, int64_t group, float* scores) {
+INLINE void multiply_by_scales(const Attention& a, const Item& item, int64_t head, int which, int64_t first, int64_t n,
+                               float* scores) {
   if constexpr (IS_QUANTIZED<E>) {
+    const int64_t group = a.group();
+    const E* scales = scales_at<E>(a, item, head, which, first);
     for (int64_t t = 0; t < n; t++) {
-      const float scale = scale_of(rows + t * row_elements<E>(head_dim), head_dim);
+      const float scale = scale_of(scales + t);
       for (int64_t g = 0; g < group; g++) scores[g * SCORES + t] *= scale;
     }
   }
@@ -19,7 +22,7 @@ static void score_rows(const float* queries, int64_t query_stride, const E* keys
   constexpr int T = WIDTH / R;
   for (int64_t t = 0; t < n; t += T) {
     const E* key[T];
-    for (int i = 0; i < T; i++) key[i] = keys + lesser(t + i, n - 1) * row_elements<E>(head_dim);
+    for (int i = 0; i < T; i++) key[i] = keys + lesser(t + i, n - 1) * head_dim;
     for (int i = 0; i < T; i++) {
       for (int64_t d = 0; d < head_dim; d += 64 / sizeof(E)) __builtin_prefetch(key[i] + next + d, 0, 2);
     }
@@ -47,7 +50,7 @@ INLINE void add_values(const float* weights, const E* values, int64_t n, int64_t
     for (int v = 0; v < V; v++) sum[r][v] = load(sums + r * stride + v * WIDTH);
   }
   for (int64_t t = 0; t < n; t++) {
-    const E* value = values + t * row_elements<E>(head_dim);
+    const E* value = values + t * head_dim;
     for (int v = 0; v < V; v++) {
       if (v * WIDTH * sizeof(E) % 64 == 0) __builtin_prefetch(value + next + v * WIDTH, 0, 2);
       const Vec x = load(value + v * WIDTH);
@@ -134,7 +137,7 @@ static void attend_by_rows(const Attention& a, const Item& item, float* scratch)
           score_rows<r()>(queries + (query_head + g) * row, row, keys, n, a.head_dim, next,
                           scores + g * SCORES + t - first);
         });
-        multiply_by_scales(keys, n, a.head_dim, group, scores + t - first);
+        multiply_by_scales<P>(a, item, head, 0, t, n, scores + t - first);
       }
       for (int64_t g = 0; g < group; g++) {
         const int64_t h = query_head + g;
@@ -144,7 +147,7 @@ static void attend_by_rows(const Attention& a, const Item& item, float* scratch)
       for (int64_t t = first, n; t < end; t += n) {
         n = tokens_together(a, t, end);
         const P* values = token_at<P>(a, item, head, 1, t);
-        multiply_by_scales(values, n, a.head_dim, group, scores + t - first);
+        multiply_by_scales<P>(a, item, head, 1, t, n, scores + t - first);
         const int64_t next =
             token_at<P>(a, item, next_head, 1, is_last ? lesser(next_token + t - first, item.end - 1) : t) - values;
         in_fours(group, [&](auto r, int64_t g) {

@@ -101,7 +101,7 @@ static void unpack_tiles(const Attention& a, const Item& item, int64_t head, int
                          BFloat16* to) {
   for (int64_t t = first; t < padded(end, TILE); t++, to += a.head_dim) {
     const E* from = token_at<E>(a, item, head, which, t);
-    const float scale = scale_of(from, a.head_dim);
+    const float scale = scale_of(scales_at<E>(a, item, head, which, t));
     for (int64_t d = 0; d < a.head_dim; d += PAIRS) {
       const auto pairs = _mm512_cvtne2ps_pbh(load(from + d + WIDTH) * scale, load(from + d) * scale);
       _mm512_storeu_si512(to + d, bits_as<__m512i>(pairs));

@@ -33,27 +33,33 @@ static int64_t scratch_floats(const Attention& a, const Item& item) {
   return (2 * a.row() + BLOCK + 4 + BLOCK / 2) * lanes + BLOCK * a.row() + unpacked;
 }
 
-// Whether a pool of E has a scale behind the numbers of each row.
+// Whether a pool of E has a scale for each row.
 template <class E>
 constexpr bool IS_QUANTIZED = sizeof(E) == 1;
 
-// Elements from one token to the next.
+// The tile of a token's page with the keys (which = 0) or values (1) of one head.
 template <class E>
-INLINE int64_t row_elements(int64_t head_dim) {
-  return head_dim + IS_QUANTIZED<E>;
-}
-
-template <class E>
-INLINE float scale_of(const E* row, int64_t head_dim) {
-  return bits_as<float>(uint32_t(uint8_t(row[head_dim].bits)) << 23);
-}
-
-// The first element of a token's keys (which = 0) or values (1) in one head.
-template <class E>
-INLINE const E* token_at(const Attention& a, const Item& item, int64_t head, int which, int64_t token) {
+INLINE const E* page_tile(const Attention& a, const Item& item, int64_t head, int which, int64_t token) {
   const int64_t page = a.tables[item.seq * a.columns + token / a.page_size];
   const int64_t tile = (page * 2 + which) * a.kv_heads + head;
-  return static_cast<const E*>(a.pool) + (tile * a.page_size + token % a.page_size) * row_elements<E>(a.head_dim);
+  return static_cast<const E*>(a.pool) + tile * a.page_size * (a.head_dim + IS_QUANTIZED<E>);
+}
+
+// The first element of a token's keys or values in one head.
+template <class E>
+INLINE const E* token_at(const Attention& a, const Item& item, int64_t head, int which, int64_t token) {
+  return page_tile<E>(a, item, head, which, token) + token % a.page_size * a.head_dim;
+}
+
+// The scale of a token, before those of the tokens that follow in its page.
+template <class E>
+INLINE const E* scales_at(const Attention& a, const Item& item, int64_t head, int which, int64_t token) {
+  return page_tile<E>(a, item, head, which, token) + a.page_size * a.head_dim + token % a.page_size;
+}
+
+template <class E>
+INLINE float scale_of(const E* at) {
+  return bits_as<float>(uint32_t(uint8_t(at->bits)) << 23);
 }
 
 // Tokens from `token` on that lie in one page, up to `end`.

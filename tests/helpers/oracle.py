@@ -124,6 +124,13 @@ def quantized(x, kind):
     return rows.view(POOL_DTYPES[kind]), numbers.astype(np.float64) * factor
 
 
+def tiled(rows):
+    """Returns rows [..., S, D + 1] as a pool keeps them: the numbers of all S rows, then their scales."""
+    *others, size, row = rows.shape
+    numbers = rows[..., :-1].reshape(*others, size * (row - 1))
+    return np.concatenate([numbers, rows[..., -1]], axis=-1).reshape(rows.shape)
+
+
 def relative_error(got, want):
     got = np.asarray(got).astype(np.float64)
     assert np.isfinite(got).all()

@@ -76,6 +76,19 @@ def test_ragged(gpu, head_dim, page_size):
 
 
 @pytest.mark.parametrize("gpu", [A100, H100])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (80, 16), (96, 64), (128, 32), (256, 16)])
+@pytest.mark.parametrize("kind", [jnp.int8, jnp.uint8])
+def test_quantised_pools_and_biases(gpu, head_dim, page_size, kind):
+    q, _, tables, lens = specs(16, 2, head_dim, page_size, jnp.bfloat16)
+    pool = jax.ShapeDtypeStruct((512, 2, 2, page_size, head_dim + 1), kind)
+    rows, start = jax.ShapeDtypeStruct((8, 2, head_dim), jnp.bfloat16), jax.ShapeDtypeStruct((9,), jnp.int32)
+    options = {"scale": 0.1, "distance_bias": jnp.zeros((16, 40))}
+    assert kernels(lower(gpu, ops.ragged_attention, q, pool, tables, lens, start, **options))
+    assert kernels(lower(gpu, ops.write_kv, pool, rows, rows, lens))
+    assert kernels(lower(gpu, ops.copy_blocks, pool, lens, lens))
+
+
+@pytest.mark.parametrize("gpu", [A100, H100])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 128), (1, 64), (3, 80)])
 def test_write_and_copy(gpu, dtype, kv_heads, head_dim):

@@ -9,7 +9,15 @@ import importlib.util
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.oracle import TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
+from helpers.oracle import (
+    TOLERANCE,
+    make_case,
+    paged_decode,
+    quantized,
+    ragged_attention,
+    relative_error,
+    tiled,
+)
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.ops.gpu import attention_mgpu
 
@@ -34,16 +42,22 @@ def is_wrong(gpu, op):
     from ptx_emulator.memory import KernelError
 
     options = {"scale": 0.1}
+    q, pool, *rest = DECODE if op.startswith("decode") else RAGGED
+    numbers = pool
+    if op.endswith("bytes"):
+        rows, numbers = quantized(pool, "int8")
+        pool = jnp.asarray(tiled(rows))
     try:
         with emulated_gpu(gpu).installed():
-            if op == "decode":
-                want = paged_decode(*DECODE, **options)
-                config = decode_kernel.decode_config(tuning.target(), DECODE[1].shape, DECODE[1].dtype)
+            if op.startswith("decode"):
+                want = paged_decode(q, numbers, *rest, **options)
+                config = decode_kernel.decode_config(tuning.target(), pool.shape, pool.dtype)
                 config = dataclasses.replace(config, num_parts=2)
-                got = decode_kernel.paged_decode(*DECODE, config=config, **options)
+                got = decode_kernel.paged_decode(q, pool, *rest, config=config, **options)
             else:
-                want = ragged_attention(*RAGGED, **options)
-                got = ops.ragged_attention(*RAGGED[:4], jnp.asarray(RAGGED[4]), backend="pallas", **options)
+                want = ragged_attention(q, numbers, *rest, **options)
+                rest[-1] = jnp.asarray(rest[-1])
+                got = ops.ragged_attention(q, pool, *rest, backend="pallas", **options)
     except KernelError as error:
         print(error)
         return True
@@ -63,7 +77,7 @@ def leave_out(monkeypatch, owner, name, number):
     return calls
 
 
-@pytest.mark.parametrize("op", ["decode", "ragged"])
+@pytest.mark.parametrize("op", ["decode", "decode bytes", "ragged", "ragged bytes"])
 @pytest.mark.parametrize("gpu", ["h100", "a100"])
 def test_nothing_planted(gpu, op, monkeypatch):
     from ptx_emulator.gpu import emulated_gpu
@@ -113,7 +127,12 @@ def test_a_missing_wait(op, number, monkeypatch):
 # In the order in which the kernels are traced.
 FENCES = {
     "decode": ("weights of full blocks", "weights of masked blocks", "result"),
+    "decode bytes": (
+        *("keys of full blocks", "weights of full blocks"),
+        *("keys of masked blocks", "weights of masked blocks", "result"),
+    ),
     "ragged": ("cleaned values", "queries", "result"),
+    "ragged bytes": ("keys", "values", "cleaned values", "queries", "result"),
 }
 
 

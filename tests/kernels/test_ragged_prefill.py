@@ -10,7 +10,7 @@ from helpers.oracle import OUT_OF_POOL, TOLERANCE, make_case, ragged_attention, 
 from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_paged.pallas_kernels import ragged_prefill, tuning
+from jax_paged.pallas_kernels import ragged_prefill, ragged_tile, tuning
 from jax_paged.pallas_kernels.paged_decode import paged_decode
 
 RACE = "RACE DETECTED"
@@ -24,7 +24,7 @@ def test_tiles_cover_every_query_once(queries, num_seqs):
     rng = np.random.default_rng(num_seqs)
     num_tokens = 800
     num_tiles = num_tokens // queries + num_seqs
-    plan = jax.jit(functools.partial(ragged_prefill.plan_tiles, num_tiles=num_tiles, queries=queries))
+    plan = jax.jit(functools.partial(ragged_tile.plan_tiles, num_tiles=num_tiles, queries=queries))
     for _ in range(20):
         lens = rng.zipf(1.4, size=num_seqs).clip(0, 800 // num_seqs) * (rng.random(num_seqs) < 0.9)
         contexts = lens + rng.integers(0, 100, num_seqs) * (lens > 0)
@@ -73,7 +73,7 @@ def test_groups_head_dims_and_pages(is_sm80, heads, kv_heads, head_dim, page_siz
     config = None
     if is_sm80:
         use_cp_async(monkeypatch)
-        config = ragged_prefill.prefill_config(A100, head_dim, page_size, itemsize=2)
+        config = ragged_tile.prefill_config(A100, head_dim, page_size, itemsize=2)
     got = run(*case, config, scale=head_dim**-0.5)
     assert relative_error(got, ragged_attention(*case, scale=head_dim**-0.5)) < TOLERANCE[dtype]
 
@@ -94,7 +94,7 @@ def test_pages_before_the_window_may_be_gone(is_sm80, flags, monkeypatch):
     config = None
     if is_sm80:
         use_cp_async(monkeypatch)
-        config = ragged_prefill.prefill_config(A100, 64, 16, itemsize=2)
+        config = ragged_tile.prefill_config(A100, 64, 16, itemsize=2)
     got = run(q, pool, tables, lens, start, config, scale=0.2, sinks=jnp.asarray(sinks), **flags)
     assert relative_error(got, want) < TOLERANCE["bfloat16"]
 

@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 
 TYPES: dict[str, Any] = {
-    "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32,
-    "f32": np.float32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64, "pred": np.bool_,
-    "bf16": ml_dtypes.bfloat16, "f16": np.float16,
+    "b8": np.uint8, "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16,
+    "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32, "b64": np.uint64,
+    "u64": np.uint64, "s64": np.int64, "pred": np.bool_, "bf16": ml_dtypes.bfloat16, "f16": np.float16,
 }  # fmt: skip
 
 # Of arrays [32] that have the opcode's last type, but for the counts of shifts.

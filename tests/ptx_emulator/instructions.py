@@ -191,6 +191,20 @@ def _bfe(a: Assembler, opcode: Any, operands: Any) -> Run:
     return _alu(a, lambda x: x << bits - first - count >> bits - count, [kind], kind, operands[:2])
 
 
+def _prmt(a: Assembler, opcode: Any, operands: Any) -> Run:
+    """Picks bytes of two words; a selector's digit of 8 and more asks for a byte's sign in its place."""
+    assert opcode == ("prmt", "b32"), opcode
+    digits = [int(operands[3].rstrip("U"), 0) >> 4 * i & 15 for i in range(4)]
+
+    def permute(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        both = np.stack([low, high], axis=1).view(np.uint8)
+        signs = (both.view(np.int8) >> 7).view(np.uint8)
+        picked = [(signs if digit & 8 else both)[:, digit & 7] for digit in digits]
+        return np.ascontiguousarray(np.stack(picked, axis=1)).view(np.uint32)[:, 0]
+
+    return _alu(a, permute, ["b32", "b32"], "b32", operands[:3])
+
+
 def _cvt(a: Assembler, opcode: Any, operands: Any) -> Run:
     *modifiers, target, source = opcode[1:]
     if target in ("bf16x2", "f16x2"):
@@ -202,7 +216,10 @@ def _cvt(a: Assembler, opcode: Any, operands: Any) -> Run:
             return next(bits) << 16 | next(bits)
 
         return _alu(a, pack, [source, source], "b32", operands)
-    assert modifiers == ([] if target[0] in "su" and source[0] in "su" else ["rn"]), opcode
+    is_exact = (target[0] in "su" and source[0] in "su") or (source, target) == ("f16", "f32")
+    assert modifiers == ([] if is_exact else ["rn"]), opcode
+    if target == "s8":  # which no register is: it is extended
+        return _alu(a, lambda x: x.astype(np.int8).astype(np.int16), [source], "s16", operands)
     return _alu(a, lambda x: x.astype(TYPES[target]), [source], target, operands)
 
 
@@ -307,7 +324,7 @@ def _access(a: Assembler, opcode: Any, operands: Any) -> Run:
     count = next((int(part[1]) for part in opcode if re.fullmatch(r"v\d", part)), 1)
     element = np.dtype(TYPES[opcode[-1]]).itemsize
     address = a.address(operands[1 if is_load else 0])
-    dtype = {2: np.uint16, 4: np.uint32, 8: np.uint64}[element]
+    dtype = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[element]
     vector = [name.strip() for name in operands[0 if is_load else 1].strip("{} ").split(",")]
     targets = [a.register(name) for name in vector] if is_load else []
     sources = [] if is_load else [a.source(name, dtype) for name in vector]
@@ -342,7 +359,7 @@ def _access(a: Assembler, opcode: Any, operands: Any) -> Run:
 
 
 BUILDERS: dict[str, Callable[[Assembler, tuple[str, ...], tuple[str, ...]], Run]] = {
-    "mov": _mov, "shl": _shift, "shr": _shift, "mul": _mul, "mad": _mad, "bfe": _bfe, "cvt": _cvt,
-    "cvta": _cvta, "setp": _setp, "selp": _selp, "elect": _elect, "shfl": _shfl, "bra": _bra, "ret": _ret,
-    "prefetch": _nothing, "setmaxnreg": _nothing, "bar": _bar, "ld": _access, "st": _access,
+    "mov": _mov, "shl": _shift, "shr": _shift, "mul": _mul, "mad": _mad, "bfe": _bfe, "prmt": _prmt,
+    "cvt": _cvt, "cvta": _cvta, "setp": _setp, "selp": _selp, "elect": _elect, "shfl": _shfl, "bra": _bra,
+    "ret": _ret, "prefetch": _nothing, "setmaxnreg": _nothing, "bar": _bar, "ld": _access, "st": _access,
 }  # fmt: skip

@@ -125,6 +125,26 @@ def test_conversions():
     np.testing.assert_array_equal(halves, n.astype(np.uint64) >> 32 | n.astype(np.uint64) << 32)
 
 
+def test_bytes():
+    x, y = integers(np.uint32), integers(np.uint32)
+    both = [int(a) | int(b) << 32 for a, b in zip(x, y, strict=True)]
+    for selector in (0x7770, 0x9991, 0xF4C2):
+        want = []
+        for word in both:
+            picked = [word >> 8 * (digit & 7) & 255 for digit in (selector >> 4 * i & 15 for i in range(4))]
+            signs = [selector >> 4 * i & 8 for i in range(4)]
+            found = [(byte >> 7) * 255 if s else byte for byte, s in zip(picked, signs, strict=True)]
+            want.append(int.from_bytes(bytes(found), "little"))
+        got = compute(f"prmt.b32 {{d}}, {{0}}, {{1}}, {selector:#x}U;", np.uint32, x, y)
+        np.testing.assert_array_equal(got, want)
+    got = compute("cvt.s8.s32 {d}, {0};", np.int16, x.view(np.int32))
+    np.testing.assert_array_equal(got, x.astype(np.uint8).view(np.int8))
+    halves = RNG.normal(size=32).astype(np.float16)
+    halves[:3] = 6e-8, np.inf, -0.0
+    got = compute("cvt.f32.f16 {d}, {0};", np.float32, halves)
+    np.testing.assert_array_equal(got, halves.astype(np.float32))
+
+
 def test_comparisons_and_nan():
     x, y = np.repeat(np.float32([0, 1, np.nan, -1]), 8), np.tile(np.float32([0, 1, np.nan, -1]), 8)
     is_nan = np.isnan(x) | np.isnan(y)

@@ -48,6 +48,15 @@ def test_right_and_faster(tmp_path):
     assert "passed: right on this device" in verdict.table()
 
 
+def test_quantised_pools_are_checked_too(tmp_path):
+    suite = suite_of(EngineArgs(kv_cache_dtype="fp8_e4m3", max_model_len=100))
+    assert suite.kv_cache_dtype == "fp8_e4m3"
+    suite = dataclasses.replace(SUITE, kv_cache_dtype=suite.kv_cache_dtype)
+    verdict = check(suite, tmp_path, candidate="xla", rival="xla")
+    assert verdict.outcome in ("passed", "slower"), verdict
+    assert [row["what"] for row in verdict.rows] == ["error"] * 4 + ["us"] * 2
+
+
 def test_one_element_that_is_wrong(tmp_path):
     verdict = check(SUITE, tmp_path, candidate=STAND_IN + "wrong")
     assert verdict.outcome == "wrong"
