@@ -8,11 +8,12 @@ sequence. What each has for itself is a sequence with a table that begins there.
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels import tuning
-from jax_paged.pallas_kernels.paged_decode import with_denominators
+from jax_paged.pallas_kernels.paged_decode import attend_with_stats, decode_config, work_list
 from jax_paged.pallas_kernels.shared_tiles import shared_tiles
 
 
@@ -53,3 +54,33 @@ def paged_decode(
     out = sum(x.astype(jnp.float32) * w[..., None] for x, w in zip(values, weights, strict=False))
     total = sum(weights)
     return (out / jnp.where(total > 0, total, 1)[..., None]).astype(q.dtype)
+
+
+def with_denominators(
+    q: Float[Array, "b h d"],
+    kv_pages: Float[Array, "p 2 k s d"],
+    block_tables: Int[Array, "b m"],
+    context_lens: Int[Array, " b"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+    interpret: bool,
+) -> tuple[Float[Array, "b h d"], Float[Array, "b h"]]:
+    """Returns what paged_decode does, and the logarithm to base 2 of each denominator; -inf of no context."""
+    tuning.check_shape(q, kv_pages, interpret=interpret)
+    gpu = tuning.target(interpret=interpret)
+    config = decode_config(gpu, kv_pages.shape, kv_pages.dtype)
+    work = work_list(context_lens, config.num_parts, config.block_tokens, None)
+    out, stats = attend_with_stats(
+        q, kv_pages, block_tables, context_lens, work, None, None,
+        scale, None, soft_cap, config, gpu, interpret,
+    )  # fmt: skip
+    item, (first, count) = jnp.arange(len(stats)), work.spans.T
+    is_its = (item >= first[:, None]) & (item < (first + count)[:, None])
+    seq = jnp.where(is_its.any(0), is_its.argmax(0), len(q))
+    group = q.shape[1] // kv_pages.shape[2]
+    tops, sums = (stats[:, :, i, :group].reshape(len(stats), -1) for i in range(2))
+    # What is in no sequence was never written.
+    top = jax.ops.segment_max(jnp.where(seq[:, None] < len(q), tops, -jnp.inf), seq, len(q) + 1)
+    parts = jnp.where(seq[:, None] < len(q), sums * jnp.exp2(tops - top[seq]), 0)
+    return out, (top + jnp.log2(jax.ops.segment_sum(parts, seq, len(q) + 1)))[:-1]

@@ -187,18 +187,18 @@ def paged_decode(
     _check_shared(shared_blocks, context_lens, window)
     _check("block_tables", block_tables.shape[:1], q.shape[:1])
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
-    options["distance_bias"] = distance_bias
     if (implementation := _choose(backend, q)) in _COMPLETE:
-        options["shared_blocks"] = shared_blocks
+        options |= {"distance_bias": distance_bias, "shared_blocks": shared_blocks}
         return _COMPLETE[implementation].paged_decode(q, kv_pages, block_tables, context_lens, **options)
     options["interpret"] = implementation == "pallas_interpret"
     if shared_blocks is not None:
         from jax_paged.pallas_kernels import cascade
 
-        _check_none(backend, distance_bias=distance_bias)
-        del options["window"], options["distance_bias"]
+        _check_none(f"{backend} with shared_blocks", distance_bias=distance_bias)
+        del options["window"]
         options["shared_blocks"] = shared_blocks
         return cascade.paged_decode(q, kv_pages, block_tables, context_lens, **options)
+    options["distance_bias"] = distance_bias
     from jax_paged.pallas_kernels import paged_decode as decode_kernel
 
     return decode_kernel.paged_decode(q, kv_pages, block_tables, context_lens, **options)

@@ -69,40 +69,10 @@ def paged_decode(
     gpu = tuning.target(interpret=interpret)
     config = config or decode_config(gpu, kv_pages.shape, kv_pages.dtype)
     work = work_list(context_lens, config.num_parts, config.block_tokens, window)
-    return _attend(
+    return attend_with_stats(
         q, kv_pages, block_tables, context_lens, work, sinks, distance_bias,
         scale, window, soft_cap, config, gpu, interpret,
     )[0]  # fmt: skip
-
-
-def with_denominators(
-    q: Float[Array, "b h d"],
-    kv_pages: Float[Array, "p 2 k s d"],
-    block_tables: Int[Array, "b m"],
-    context_lens: Int[Array, " b"],
-    *,
-    scale: float,
-    soft_cap: float | None,
-    interpret: bool,
-) -> tuple[Float[Array, "b h d"], Float[Array, "b h"]]:
-    """Returns what paged_decode does, and the logarithm to base 2 of each denominator; -inf of no context."""
-    tuning.check_shape(q, kv_pages, interpret=interpret)
-    gpu = tuning.target(interpret=interpret)
-    config = decode_config(gpu, kv_pages.shape, kv_pages.dtype)
-    work = work_list(context_lens, config.num_parts, config.block_tokens, None)
-    out, stats = _attend(
-        q, kv_pages, block_tables, context_lens, work, None, None,
-        scale, None, soft_cap, config, gpu, interpret,
-    )  # fmt: skip
-    item, (first, count) = jnp.arange(len(stats)), work.spans.T
-    is_its = (item >= first[:, None]) & (item < (first + count)[:, None])
-    seq = jnp.where(is_its.any(0), is_its.argmax(0), len(q))
-    group = q.shape[1] // kv_pages.shape[2]
-    tops, sums = (stats[:, :, i, :group].reshape(len(stats), -1) for i in range(2))
-    # What is in no sequence was never written.
-    top = jax.ops.segment_max(jnp.where(seq[:, None] < len(q), tops, -jnp.inf), seq, len(q) + 1)
-    parts = jnp.where(seq[:, None] < len(q), sums * jnp.exp2(tops - top[seq]), 0)
-    return out, (top + jnp.log2(jax.ops.segment_sum(parts, seq, len(q) + 1)))[:-1]
 
 
 def decode_config(gpu: tuning.Target, pool_shape: tuple[int, ...], dtype: Any) -> tuning.KernelConfig:
@@ -175,7 +145,7 @@ def work_list(context_lens: Int[Array, " b"], num_parts: int, block_tokens: int,
 
 
 @functools.partial(jax.jit, static_argnums=range(7, 13))
-def _attend(
+def attend_with_stats(
     q: Float[Array, "b h d"],
     kv_pages: Float[Array, "p 2 k s d"],
     block_tables: Int[Array, "b m"],
@@ -189,7 +159,7 @@ def _attend(
     config: tuning.KernelConfig,
     gpu: tuning.Target,
     interpret: bool,
-) -> Float[Array, "b h d"]:
+) -> tuple[Float[Array, "b h d"], Float[Array, "n k 2 r"]]:
     """Runs the kernel, which finishes sequences with one item, and combine, which finishes the others.
 
     Jitted, so that equal layers are lowered once.

@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.oracle import POOL_DTYPES, TOLERANCE, make_case, quantized, ragged_attention, relative_error
+from helpers.oracle import (
+    POOL_DTYPES,
+    TOLERANCE,
+    make_case,
+    quantized,
+    ragged_attention,
+    relative_error,
+    tiled,
+)
 
 from jax_paged.pallas_kernels import native, ops
 from jax_paged.pallas_kernels.native import attention
@@ -77,7 +85,7 @@ def check(
     held = pool
     if kind is not None:
         rows, held = quantized(np.asarray(pool).astype(np.float32), kind)
-        pool = jnp.asarray(rows)
+        pool = jnp.asarray(tiled(rows))
     options = {"scale": 0.3, **(flags or {})}
     want = ragged_attention(q, held, safe, lens_array, start, **options)
     arrays = {k: jnp.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}

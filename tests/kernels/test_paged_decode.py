@@ -89,14 +89,14 @@ def test_a_missing_wait_is_caught(monkeypatch, capsys, missing):
         calls.append(barrier)
 
     monkeypatch.setattr(plgpu, "barrier_wait", all_waits_but_one)
-    kernel._attend.clear_cache()  # so that it is traced anew, and not left behind
+    kernel.attend_with_stats.clear_cache()  # so that it is traced anew, and not left behind
     is_caught = False
     try:
         jax.block_until_ready(decode(q, pool, tables, lens))
     except jax.errors.JaxRuntimeError as error:
         is_caught = RACE in str(error)
     finally:
-        kernel._attend.clear_cache()
+        kernel.attend_with_stats.clear_cache()
         reset_gpu_interpret_mode_state()
     assert len(calls) == 4
     assert is_caught or RACE in capsys.readouterr().out
