@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -211,7 +212,7 @@ class EncoderRunner:
         self._pending.clear()
 
     def _encode(
-        self, rows: list[int], scheduled: list[ScheduledSequence], program: EncodeTextsProgram
+        self, rows: list[int], scheduled: Sequence[ScheduledSequence], program: EncodeTextsProgram
     ) -> _PendingBatch:
         tokens = np.zeros((len(rows), program.num_tokens), np.int32)
         texts, kinds = np.zeros((3, len(rows)), np.int32), []
