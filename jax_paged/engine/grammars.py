@@ -268,8 +268,9 @@ def _json(value: Any) -> str:
     from llguidance import LLMatcher
 
     # Between its tokens a model that is unsure would write whitespace forever.
-    own = {"whitespace_flexible": False, "lenient": False}
-    return LLMatcher.grammar_from_json_schema(value, overrides=own)
+    return LLMatcher.grammar_from_json_schema(
+        value, overrides={"whitespace_flexible": False, "lenient": False}
+    )
 
 
 def _tags(value: Any, is_special: Callable[[str], bool]) -> str:

@@ -28,8 +28,7 @@ class CheckedRequest:
         prompt_token_ids: The prompt's tokens; of an encoder-decoder model, those of the decoder.
         encoder_prompt: The text for the encoder; None if there is none.
         encoder_token_ids: Tokens for the encoder; empty for a decoder.
-        params: The engine's own copy: max_tokens is filled in and fits max_model_len, -1 is resolved, and
-            bad_words_token_ids holds the tokens of bad_words.
+        params: The engine's own copy: max_tokens is filled in, -1 resolved, bad_words are token ids too.
         beam_params: A copy too, if the request is a beam search.
         cache_salt: Only requests of equal salt share cached prefixes.
         priority: Requests of a lower value are served earlier.

@@ -87,8 +87,8 @@ def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> 
     logits, number = jax.ShapeDtypeStruct((vocab_size,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     for p in processors:
         state = jax.tree.map(jnp.asarray, p.state)
-        args = ExtraArgs(jax.ShapeDtypeStruct((p.num_args,), jnp.float32), number, number)
-        result = jax.eval_shape(p.fn, logits, state, args)
+        args: Any = (jax.ShapeDtypeStruct((p.num_args,), jnp.float32), number, number)
+        result = jax.eval_shape(p.fn, logits, state, ExtraArgs(*args))
         ok = isinstance(result, tuple) and len(result) == 2 and _like(result, (logits, state))
         if not ok:
             raise ValueError(

@@ -39,7 +39,7 @@ from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
 from jax_paged.worker.pooling import PoolProgram, plan_pooling
 from jax_paged.worker.programs import Program, SeatArrays, TraceContext
-from jax_paged.worker.prompt_logprobs import PendingPromptLogprobs, PromptLogprobsProgram
+from jax_paged.worker.prompt_logprobs import PromptLogprobsProgram
 from jax_paged.worker.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.results import PendingStep
 from jax_paged.worker.sampler import Sampler
@@ -292,12 +292,8 @@ class ModelRunner:
     def fill_kv_cache(self, value: float) -> None:
         """Overwrites the whole pool, whatever sequences keep there: to see that nobody reads stale blocks."""
         row = quantize(jnp.full(self._context.layout.head_dim, value), self._context.layout.dtype)
-        self._kv_cache = [
-            jax.device_put(
-                jnp.broadcast_to(tiles_of(jnp.broadcast_to(row, x.shape[3:])), x.shape), x.sharding
-            )
-            for x in self._kv_cache
-        ]
+        tile = tiles_of(jnp.broadcast_to(row, self._kv_cache[0].shape[3:]))
+        self._kv_cache = [jax.device_put(jnp.broadcast_to(tile, x.shape), x.sharding) for x in self._kv_cache]
 
     def close(self) -> None:
         """Frees pool and weights (not those of a model that the caller brought); the runner is done."""
@@ -342,7 +338,9 @@ class ModelRunner:
             num_top=num_top,
             results=results,
             details=details if (num_top >= 0).any() else None,
-            prompt_logprobs=self._begin_prompt_logprobs(output, targets, hidden) if targets else [],
+            prompt_logprobs=prompt_logprobs.begin_rows(
+                self._run, self._prompt_logprobs, self._weights, hidden, output, targets, self._place
+            ),
             redrawn=redrawn,
             captured=captured,
             capturing=self._input_batch.capturing(output, self.config.capturing) if captured else {},
@@ -359,19 +357,6 @@ class ModelRunner:
             num_seqs=output.num_logits_rows,
             num_steps=self.config.num_scheduler_steps if output.burst else 1,
         )
-
-    def _begin_prompt_logprobs(
-        self, output: SchedulerOutput, targets: dict[int, tuple[list[int], int]], hidden: Array
-    ) -> list[PendingPromptLogprobs]:
-        pending, first = [], 0
-        given = self._run, self._prompt_logprobs, self._weights, hidden
-        for i, row in enumerate(output.scheduled):
-            if i in targets:
-                tokens, num_top = targets[i]
-                results = prompt_logprobs.begin(*given, first, tokens, self._place)
-                pending.append(PendingPromptLogprobs(i, len(tokens), num_top, results))
-            first += row.num_tokens
-        return pending
 
     def _run(self, program: Program, *args: Any) -> Any:
         return self._compiled.run(program, *args)

@@ -134,3 +134,23 @@ def begin(
         packed[1, : len(chunk)] = chunk
         results.append(run(program, weights, hidden, place(packed)))
     return results
+
+
+def begin_rows(
+    run: Callable[..., Any],
+    program: PromptLogprobsProgram,
+    weights: list[Array],
+    hidden: Array,
+    output: SchedulerOutput,
+    targets: dict[int, tuple[list[int], int]],
+    place: Callable[[np.ndarray], Array],
+) -> list[PendingPromptLogprobs]:
+    """Starts computing what `row_targets` has found for a step; the other arguments are those of `begin`."""
+    pending, first = [], 0
+    for i, row in enumerate(output.scheduled if targets else ()):
+        if i in targets:
+            tokens, num_top = targets[i]
+            results = begin(run, program, weights, hidden, first, tokens, place)
+            pending.append(PendingPromptLogprobs(i, len(tokens), num_top, results))
+        first += row.num_tokens
+    return pending
