@@ -2,9 +2,9 @@
 
     python benchmarks/structured_output.py
 
-The tokenizer is made up: all bytes, and random words of two to nine characters. Each row follows a schema
-of its own, along tokens drawn from its masks. Reported are, per step, the time to take in the tokens and to
-write the masks, and the time in which they become an input of the step.
+The tokenizer is made up: all bytes, and random words, one in twenty of them of punctuation. Each row follows
+a schema of its own, along tokens drawn from its masks. Reported are, per step, the time to take in the tokens
+and to write the masks, and the time in which they become an input of the step.
 """
 
 import json
@@ -29,11 +29,14 @@ class MadeUpTokenizer:
 
     def __init__(self) -> None:
         rng = random.Random(0)
-        letters = string.ascii_letters + string.digits + "_-.:,{}[]\"' "
         words = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
         while len(words) < VOCAB_SIZE - 1:
-            word = "".join(rng.choices(letters, k=rng.randint(2, 9)))
-            words[word.replace(" ", "Ġ")] = None
+            if rng.random() < 0.05:
+                word = "".join(rng.choices(string.punctuation, k=rng.randint(2, 4)))
+            else:
+                space = "Ġ" * rng.randint(0, 1)  # as many words in vocabularies begin
+                word = space + "".join(rng.choices(string.ascii_letters, k=rng.randint(2, 9)))
+            words[word] = None
         vocab = {"<eos>": EOS} | {word: i for i, word in enumerate(words, 1)}
         self._backend = tokenizers.Tokenizer(models.BPE(vocab, []))
         self._backend.add_special_tokens(["<eos>"])
