@@ -19,7 +19,7 @@ REASONING, CONTENT, NAME, ARGUMENTS, CALL, TAG = "reasoning", "content", "name",
 
 # White space, bounded: a model that writes nothing else must not make the search for a tag slow.
 _W = r"\s{0,16}"
-_QUOTED = r'[^"\\]{1,256}'
+_QUOTED = r'[^"\\<\[]{1,256}'  # no tag, at which another region might end
 _KEY = rf'{_W}\{{{_W}"name"{_W}:{_W}"'
 _VALUE = rf'"{_W},{_W}"(?:arguments|parameters)"{_W}:{_W}'
 
@@ -150,7 +150,7 @@ _DEEPSEEK = ToolFormat(
             rf"{_W}(?:<｜tool▁calls▁begin｜>{_W})?<｜tool▁call▁begin｜>{_W}"
             r"(?:function<｜tool▁sep｜>)?(?!function<)",
             rf"{_W}(?:```{_W})?<｜tool▁call▁end｜>",
-            r"[^\n<]{1,256}?",
+            r"[\w.-]{1,256}",
             rf"(?:{_W}```json{_W}|<｜tool▁sep｜>{_W})",
         ),
     ),
@@ -166,7 +166,7 @@ _DEEPSEEK = ToolFormat(
     tags=tuple(
         f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
     ),
-    last=rf"{_W}<｜tool▁calls▁end｜>{_W}",
+    last=rf"(?<=<｜tool▁call▁end｜>){_W}<｜tool▁calls▁end｜>{_W}",
 )
 
 TOOL_FORMATS = {

@@ -53,7 +53,7 @@ class OutputParser:
                 continue
             if field in (NAME, CALL) and kind == "region_open":
                 self._calls.append(_Call(len(self._calls)))
-            if self._parallel or len(self._calls) == 1:
+            if self._calls and (self._parallel or len(self._calls) == 1):
                 self._take(new, field, event)
         if REASONING in new:
             new["reasoning_content"] = new[REASONING]  # its older name

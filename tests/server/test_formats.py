@@ -216,6 +216,8 @@ def test_random_text_loses_nothing(tools):
         "\n",
         "x",
         '"',
+        "```json",
+        "function",
     ]
     without_thoughts = response_template(TOOL_FORMATS[tools], None, False)
     for seed in range(300):
