@@ -230,7 +230,6 @@ def test_tokenize_a_conversation(served):
         ("/responses", {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
         ("/responses", {"input": "a", "background": True}, "background"),
         ("/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
-        ("/responses", {"input": "a", "text": {"format": {"type": "json_object"}}}, "text"),
         ("/responses", {"input": "a", "truncation": "auto"}, "truncation"),
     ],
 )
