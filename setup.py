@@ -21,17 +21,19 @@ FOLDER = "jax_paged/pallas_kernels/native"
 HEADERS = Path(jaxlib.__file__).parent / "include"
 
 # Where no compiler is installed, pip brings Zig for the time of the build, which has Clang and the C++
-# library in it. There are wheels of it for these; the C library is that of the oldest Linux that
-# jaxlib runs on.
-ZIG_MACHINES = ("x86_64", "aarch64")
-ZIG_TARGET = f"{platform.machine()}-linux-gnu.2.27"
+# library in it. A target that is named keeps to the instructions that all processors of its kind have; the
+# rest brings decode attention from 0.7 to 0.8 up to 0.8 to 1 times the speed of GCC's.
+ZIG = (
+    *(sys.executable, "-m", "ziglang", "c++", "-target", "x86_64-linux-gnu.2.27", "-fPIC", "-DNDEBUG"),
+    *("-mtune=sapphirerapids", "-fomit-frame-pointer"),
+)
 
 
 def needs_zig() -> bool:
     """Returns whether there is no C++ compiler, and Zig can take its place."""
     compiler = os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++"
     is_installed = any(shutil.which(name) for name in (compiler.split()[0], "c++", "g++", "clang++"))
-    return not is_installed and sys.platform == "linux" and platform.machine() in ZIG_MACHINES
+    return not is_installed and sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 class BuildNative(build_ext):
@@ -40,11 +42,7 @@ class BuildNative(build_ext):
     def build_extensions(self) -> None:
         """Compiles and links the library."""
         if needs_zig():
-            # A target that is named keeps to the instructions that all processors of its kind have; tuned for
-            # newer ones, Clang does not gather what it can load.
-            zig = [sys.executable, "-m", "ziglang", "c++", "-target", ZIG_TARGET, "-fPIC", "-DNDEBUG"]
-            zig += ["-mtune=sapphirerapids"] if platform.machine() == "x86_64" else []
-            link = [*zig, "-shared", "-s"]
+            zig, link = list(ZIG), [*ZIG, "-shared", "-s"]
             self.compiler.set_executables(
                 compiler=zig,
                 compiler_so=zig,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 # Tokens are handed over at most this often, times the number of streams: each takes server and client 30 us
-# of cores that the model may need. For 64 streams it is every 96 ms. Who reads sees no steps of up to 0.1 s.
+# of cores that the model may need. For 64 streams it is every 96 ms.
 _SECONDS_PER_STREAM = 0.0015
 _LONGEST_TURN_S = 0.1
 

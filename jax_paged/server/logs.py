@@ -34,7 +34,7 @@ def configure(level: LogLevel, form: LogFormat, stream: TextIO | None = None) ->
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
-    # Nobody writes which line or thread a record is of: to find that takes half of a record's time.
+    # Nobody writes which line or thread a record is of, which takes time to find.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     for name, least in (("jax_paged", level), ("uvicorn", "warning")):

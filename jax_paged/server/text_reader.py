@@ -8,7 +8,7 @@ from typing import Any
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.server.responses import too_long
 
-# Characters that are tokenized in about 10 ms, and those that take no longer than to wake a thread.
+# Characters that are tokenized in about 10 ms, and so few that no thread is woken for them.
 _LONG_TEXT = 16_384
 _SHORT_TEXT = 1024
 # Bytes that are parsed in a few ms; seconds of the lane per byte, twice as long as 2 MB took on a busy core.

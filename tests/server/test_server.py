@@ -353,8 +353,9 @@ def test_errors_are_short(served, body, start, end):
     assert len(message) < 620
 
 
+@pytest.mark.parametrize("is_long", [False, True])
 @pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
-def test_requests_are_checked_beside_the_event_loop(served, path, monkeypatch):
+def test_long_texts_are_read_beside_the_event_loop(served, path, is_long, monkeypatch):
     check, loops = served.engine.check_request, []
 
     def recorded(*args, **kwargs):
@@ -362,9 +363,10 @@ def test_requests_are_checked_beside_the_event_loop(served, path, monkeypatch):
         return check(*args, **kwargs)
 
     monkeypatch.setattr(served.engine, "check_request", recorded)
-    body = {"prompt": "a"} if path == "/completions" else {"messages": CHAT}
+    text = "    " * 300 if is_long else "a"
+    body = {"prompt": text} if path == "/completions" else {"messages": [{"role": "user", "content": text}]}
     served.post(path, **body, max_tokens=1)
-    assert loops == [None]
+    assert [loop is None for loop in loops] == [is_long]
 
 
 def test_unknown_model_and_path(served):
