@@ -5,6 +5,7 @@ Most of what the tests cost is compiling, and many of their engines are equal. T
 """
 
 import os
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -22,3 +23,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, value in {"jax_compilation_cache_dir": str(folder), **SETTINGS}.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)  # for the programs that tests start
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drop_compiled_programs() -> Iterator[None]:
+    """A file's programs go with it: each of them holds memory maps, of which Linux gives a process 65,530."""
+    yield
+    jax.clear_caches()
