@@ -180,18 +180,19 @@ class SamplingParams:
         self._note_token_ids(problems)
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             problems.note(check_choice, name, getattr(self, name), (True, False))
-        skip, name = self.skip_reading_prefix_cache, "skip_reading_prefix_cache"
-        if self.prompt_logprobs is None:
-            problems.note(check_choice, name, skip, (None, True, False))
-        else:
-            problems.note(check_choice, f"{name} (prompt_logprobs is not None)", skip, (None, True))
+        skip, has_none = self.skip_reading_prefix_cache, self.prompt_logprobs is None
+        name = f"skip_reading_prefix_cache{'' if has_none else ' (prompt_logprobs is not None)'}"
+        problems.note(check_choice, name, skip, (None, True, False) if has_none else (None, True))
         form, forced = self.structured_outputs, self.forced_token_ids
-        ok = form is None or isinstance(form, StructuredOutputsParams)
-        problems.note(check, ok, "structured_outputs", form, "None or StructuredOutputsParams")
+        if not isinstance(form, StructuredOutputsParams | None):
+            problems.note(check, False, "structured_outputs", form, "None or StructuredOutputsParams")
         if form is not None:
             problems.note(check, not forced, "forced_token_ids (structured_outputs is given)", forced, "None")
         problems.note(self._check_functions)
         problems.note(check_choice, "output_kind", self.output_kind, tuple(RequestOutputKind))
+        problems.note(check_choice, "pooling", self.pooling, (None, "LAST", "MEAN", "CLS", "ALL"))
+        if self.second_text is not None:
+            problems.note(check_int, "second_text", self.second_text, 0)
         problems.raise_if_any()
 
     def clone(self) -> Self:
@@ -200,9 +201,8 @@ class SamplingParams:
         for name, value in vars(self).items():
             if name == "logits_processors":  # the user's own, with what they keep
                 continue
-            if isinstance(
-                value, list | tuple | dict | StructuredOutputsParams
-            ):  # a call per field would take most of the time
+            # A call per field would take most of the time.
+            if isinstance(value, list | tuple | dict | StructuredOutputsParams):
                 setattr(own, name, copy.deepcopy(value))
         return own
 

@@ -104,7 +104,7 @@ class GenerationRoutes(TextRoutes):
             check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
             reader = self._readers.reader_of(body)
-            texts = [body.messages, reader and reader.tools, body.chat_template_kwargs]
+            texts = [body.messages, *filter(None, (reader and reader.tools, body.chat_template_kwargs))]
             checked = await self._texts.read(
                 "messages", texts, self._check_chat, tokenizer, params, body, reader
             )

@@ -96,6 +96,8 @@ BAD: dict[str, list[Any]] = {
     "logits_processors": [5, [5], print, True],
     "extra_args": [5, "a", ["a"], [1.0], True],
     "structured_outputs": [{"json": {}}, {}, "a+", True],
+    "pooling": ["last", "FIRST", True, 0],
+    "second_text": [-1, *NOT_INTEGERS],
 }
 
 

@@ -5,7 +5,6 @@ Most of what the tests cost is compiling, and many of their engines are equal. T
 """
 
 import os
-from collections.abc import Iterator
 
 import jax
 import pytest
@@ -16,17 +15,27 @@ SETTINGS = {
 }
 
 
+# Each program holds memory maps, of which Linux gives a process 65,530; a hundred tests have up to 10,000.
+TESTS_THAT_SHARE_PROGRAMS = 100
+
+
+class ProgramsGoNowAndThen:
+    """Drops what JAX keeps compiled, after so many tests."""
+
+    def __init__(self) -> None:
+        self._num_tests = 0
+
+    def pytest_runtest_teardown(self) -> None:
+        self._num_tests += 1
+        if self._num_tests % TESTS_THAT_SHARE_PROGRAMS == 0:
+            jax.clear_caches()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ProgramsGoNowAndThen())
     if jax.config.jax_compilation_cache_dir is not None:
         return
     folder = config.rootpath / ".pytest_cache" / "compiled"
     for name, value in {"jax_compilation_cache_dir": str(folder), **SETTINGS}.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)  # for the programs that tests start
-
-
-@pytest.fixture(scope="module", autouse=True)
-def drop_compiled_programs() -> Iterator[None]:
-    """A file's programs go with it: each of them holds memory maps, of which Linux gives a process 65,530."""
-    yield
-    jax.clear_caches()

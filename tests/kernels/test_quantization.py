@@ -239,12 +239,12 @@ def test_planted_bugs_are_seen(bug, monkeypatch):
     q, rows, numbers, tables, lens, _ = case
     load = quantized_tile.Pages.load
     monkeypatch.setattr(quantized_tile.Pages, "load", lambda *args: bug(load, *args))
-    decode_kernel._attend.clear_cache()
+    decode_kernel.attend_with_stats.clear_cache()
     try:
         args = q, rows, tables, lens
         got = ops.paged_decode(*args, scale=0.125, backend="pallas_interpret")
     finally:
-        decode_kernel._attend.clear_cache()
+        decode_kernel.attend_with_stats.clear_cache()
     want = paged_decode(q, numbers, tables, lens, scale=0.125)
     got = np.asarray(got).astype(np.float64)
     assert not np.linalg.norm(got - want) < 2 * TOLERANCE["bfloat16"] * np.linalg.norm(want)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Served, serving  # pyright: ignore[reportMissingImports]
 from pydantic import TypeAdapter
+from server.conftest import Served, serving
 
 from jax_paged import AsyncLLMEngine, EngineArgs
 from jax_paged.server import answers

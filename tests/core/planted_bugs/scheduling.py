@@ -154,7 +154,7 @@ SCHEDULING = [
     ),
     Mutation(
         "core/stop_conditions.py",
-        "group.beam_params is not None or group.sampling_params.bad_words_token_ids",
+        "group.beam_params is not None or knows",
         "group.beam_params is not None",
         "bad words are looked for without the last token",
     ),

@@ -59,8 +59,8 @@ WORKER = [
     ),
     Mutation(
         "worker/batch_builder.py",
-        "bias, mask, changes[:, :num_ahead])",
-        "bias, mask, changes[:, :0])",
+        "mask, changes[:, :num_ahead], num_shared)",
+        "mask, changes[:, :0], num_shared)",
         "changes of tables that do not fit into the buffer are dropped",
     ),
     Mutation(
