@@ -26,10 +26,11 @@ def copy_blocks(
     num_pages, _, kv_heads, page_size, row_size = kv_pages.shape
     is_bytes = is_quantized(kv_pages)
     head_dim = row_size - is_bytes
-    if page_size * head_dim % 128:
+    if page_size * head_dim % 128 or head_dim % (16 if is_bytes else 1):
         raise ValueError(
             f"kv_pages has page_size {page_size} and head_dim {head_dim}; allowed with backend 'pallas': "
-            "a product that is a multiple of 128"
+            "a product that is a multiple of 128, and in a pool of bytes head_dim one of 16. Backend 'xla' "
+            "takes any"
         )
     pool_ref = jax.new_ref(quantized_tile.flat(kv_pages) if is_bytes else kv_pages)
 

@@ -17,14 +17,13 @@ A quantised pool, of int8 or uint8 (fp8_e4m3), has tiles [S, D + 1] of bytes: se
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from jax_paged.pallas_kernels import native, reference, xla
+from jax_paged.pallas_kernels import checks, native, reference, xla
 from jax_paged.pallas_kernels.native import attention as native_ops
-from jax_paged.pallas_kernels.quantization import is_quantized, quantize, row_size
+from jax_paged.pallas_kernels.quantization import quantize
 
 # Kernels are imported where they are called: a CPU has no use for Mosaic, which takes a fifth of a second.
 Backend = Literal["auto", "native", "pallas", "pallas_interpret", "reference", "xla"]
@@ -99,10 +98,11 @@ def write_kv(
     Returns:
         The pool with the tokens written.
     """
-    _check_pool(kv_pages)
-    _check("k", k.shape, (slot_mapping.shape[0], kv_pages.shape[2], _head_dim(kv_pages)))
-    _check("v", v.shape, k.shape)
-    _check_int32(slot_mapping=slot_mapping)
+    checks.check_pool(kv_pages)
+    checks.check_shape("k", k.shape, (slot_mapping.shape[0], kv_pages.shape[2], checks.head_dim_of(kv_pages)))
+    checks.check_shape("v", v.shape, k.shape)
+    checks.check_int32(slot_mapping=slot_mapping)
+    checks.check_slots(kv_pages, slot_mapping)
     implementation = _choose(backend, k)
     k, v = quantize(k, kv_pages.dtype), quantize(v, kv_pages.dtype)
     if implementation in _COMPLETE:
@@ -133,10 +133,12 @@ def copy_blocks(
     Returns:
         The pool with the pages copied.
     """
-    _check_pool(kv_pages)
-    _check("dst", dst.shape, src.shape)
-    _check_int32(src=src, dst=dst)
-    if (implementation := _choose(backend, src)) in _COMPLETE:
+    checks.check_pool(kv_pages)
+    checks.check_shape("dst", dst.shape, src.shape)
+    checks.check_int32(src=src, dst=dst)
+    implementation = _choose(backend, src)
+    checks.check_copies(kv_pages, src, dst, may_overlap=implementation in _COMPLETE)
+    if implementation in _COMPLETE:
         return _COMPLETE[implementation].copy_blocks(kv_pages, src, dst)
     from jax_paged.pallas_kernels import copy_blocks as copy_kernel
 
@@ -182,10 +184,11 @@ def paged_decode(
 
     Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, SOSP 2023.
     """
-    _check_attention(q, kv_pages, block_tables, context_lens)
-    _check_options(q, window, soft_cap, sinks, distance_bias)
-    _check_shared(shared_blocks, context_lens, window)
-    _check("block_tables", block_tables.shape[:1], q.shape[:1])
+    checks.check_attention(q, kv_pages, block_tables, context_lens)
+    checks.check_options(q, scale, window, soft_cap, sinks, distance_bias)
+    checks.check_shared(shared_blocks, context_lens, window)
+    checks.check_shape("block_tables", block_tables.shape[:1], q.shape[:1])
+    checks.check_pages(kv_pages, block_tables, context_lens, window=window)
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if (implementation := _choose(backend, q)) in _COMPLETE:
         options |= {"distance_bias": distance_bias, "shared_blocks": shared_blocks}
@@ -194,7 +197,7 @@ def paged_decode(
     if shared_blocks is not None:
         from jax_paged.pallas_kernels import cascade
 
-        _check_none(f"{backend} with shared_blocks", distance_bias=distance_bias)
+        checks.check_none(f"{backend} with shared_blocks", distance_bias=distance_bias)
         del options["window"]
         options["shared_blocks"] = shared_blocks
         return cascade.paged_decode(q, kv_pages, block_tables, context_lens, **options)
@@ -242,18 +245,20 @@ def ragged_attention(
     Returns:
         Attention in the dtype of q; exactly 0 in rows from query_start_loc[B] on.
     """
-    _check_attention(q, kv_pages, block_tables, context_lens)
-    _check_options(q, window, soft_cap, sinks, distance_bias)
-    _check_shared(shared_blocks, context_lens, window)
-    _check("query_start_loc", query_start_loc.shape, (block_tables.shape[0] + 1,))
-    _check_int32(query_start_loc=query_start_loc)
+    checks.check_attention(q, kv_pages, block_tables, context_lens)
+    checks.check_options(q, scale, window, soft_cap, sinks, distance_bias)
+    checks.check_shared(shared_blocks, context_lens, window)
+    checks.check_shape("query_start_loc", query_start_loc.shape, (block_tables.shape[0] + 1,))
+    checks.check_int32(query_start_loc=query_start_loc)
+    checks.check_queries(q, context_lens, query_start_loc)
+    checks.check_pages(kv_pages, block_tables, context_lens, query_start_loc, window=window)
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     options["distance_bias"] = distance_bias
     if (implementation := _choose(backend, q)) in _COMPLETE:
         options["shared_blocks"] = shared_blocks
         attend = _COMPLETE[implementation].ragged_attention
         return attend(q, kv_pages, block_tables, context_lens, query_start_loc, **options)
-    _check_none(backend, shared_blocks=shared_blocks)
+    checks.check_none(backend, shared_blocks=shared_blocks)
     from jax_paged.pallas_kernels import ragged_prefill
 
     options["interpret"] = implementation == "pallas_interpret"
@@ -293,78 +298,3 @@ def check_inputs(
         (~np.isin(dst, src), "a page is both read and written"),
     ):
         assert np.all(ok), message
-
-
-def _check(name: str, shape: tuple[int, ...], allowed: tuple[int, ...]) -> None:
-    if tuple(shape) != tuple(allowed):
-        raise ValueError(
-            f"{name} has shape {tuple(shape)}; allowed with the other arguments: {tuple(allowed)}"
-        )
-
-
-def _check_int32(**arrays: Array) -> None:
-    for name, array in arrays.items():
-        if array.dtype != jnp.int32:
-            raise ValueError(f"{name} has dtype {array.dtype}; allowed: int32")
-
-
-def _check_pool(kv_pages: Array) -> None:
-    if kv_pages.ndim != 5 or kv_pages.shape[1] != 2:
-        raise ValueError(
-            f"kv_pages has shape {kv_pages.shape}; allowed: [pages, 2, kv_heads, page_size, head_dim]"
-        )
-
-
-def _head_dim(kv_pages: Array) -> int:
-    return kv_pages.shape[4] - row_size(0, kv_pages.dtype)
-
-
-def _check_attention(q: Array, kv_pages: Array, block_tables: Array, context_lens: Array) -> None:
-    _check_pool(kv_pages)
-    kv_heads, head_dim = kv_pages.shape[2], _head_dim(kv_pages)
-    if q.ndim != 3 or q.shape[2] != head_dim or q.shape[1] % kv_heads:
-        raise ValueError(
-            f"q has shape {q.shape}; allowed with kv_pages {kv_pages.shape}: "
-            f"[rows, a multiple of {kv_heads} heads, {head_dim}]"
-        )
-    allowed = "float32, bfloat16, float16" if is_quantized(kv_pages) else str(kv_pages.dtype)
-    if str(q.dtype) not in allowed.split(", "):
-        raise ValueError(f"q has dtype {q.dtype}; allowed with kv_pages of {kv_pages.dtype}: {allowed}")
-    if block_tables.ndim != 2:
-        raise ValueError(f"block_tables has shape {block_tables.shape}; allowed: [sequences, pages]")
-    _check("context_lens", context_lens.shape, block_tables.shape[:1])
-    _check_int32(block_tables=block_tables, context_lens=context_lens)
-
-
-def _check_options(
-    q: Array,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Array | None,
-    distance_bias: Array | None,
-) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; allowed: None or at least 1")
-    if sinks is not None:
-        _check("sinks", sinks.shape, q.shape[1:2])
-    if distance_bias is not None:
-        if distance_bias.ndim != 2 or distance_bias.shape[0] != q.shape[1] or distance_bias.shape[1] < 1:
-            raise ValueError(
-                f"distance_bias has shape {distance_bias.shape}; allowed with q: ({q.shape[1]}, 1 or more)"
-            )
-        if soft_cap is not None:
-            raise ValueError(f"soft_cap is {soft_cap}; allowed with distance_bias: None")
-
-
-def _check_shared(shared_blocks: Array | None, context_lens: Array, window: int | None) -> None:
-    if shared_blocks is not None:
-        _check("shared_blocks", shared_blocks.shape, context_lens.shape)
-        _check_int32(shared_blocks=shared_blocks)
-        if window is not None:
-            raise ValueError(f"window is {window}; allowed with shared_blocks: None")
-
-
-def _check_none(backend: str, **arrays: Array | None) -> None:
-    for name, array in arrays.items():
-        if array is not None:
-            raise ValueError(f"{name} has shape {array.shape}; allowed with backend {backend!r}: None")

@@ -312,9 +312,6 @@ def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]
     """
     other = kernels_of(rival)
     cases = [*move_cases(suite), *attention_cases(suite, is_timed=False)]
-    # Where a backend has no kernel of its own for them there is nothing to check.
-    has_loop = candidate in get_args(ops.Implementation) and implementation_of(candidate) == "loop"
-    experts = () if has_loop else suite.experts
 
     def attempt[T](case: Case, call: Callable[..., T], *args: Any) -> T:
         note({"begin": case.name})
@@ -329,6 +326,9 @@ def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]
 
     try:
         ours = kernels_of(candidate)
+        # Where a backend has no kernel of its own for them there is nothing to check.
+        has_loop = candidate in get_args(ops.Implementation) and implementation_of(candidate) == "loop"
+        experts = () if has_loop else suite.experts
         calls = [jax.jit(functools.partial(getattr(ours, case.op), **case.options)) for case in cases]
         for call, case in zip(calls, cases, strict=True):
             call.eval_shape(*case.args)  # the ops refuse when they are traced, and nothing has run yet

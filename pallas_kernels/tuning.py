@@ -114,7 +114,7 @@ def check_smem(smem_bytes: int, gpu: Target, what: str) -> None:
     if smem_bytes > gpu.smem_bytes:
         raise ValueError(
             f"{what} needs {smem_bytes} bytes of shared memory; allowed on compute capability "
-            f"{gpu.capability[0]}.{gpu.capability[1]}: {gpu.smem_bytes}"
+            f"{gpu.capability[0]}.{gpu.capability[1]}: {gpu.smem_bytes}. Backend 'xla' takes any shape"
         )
 
 
@@ -169,7 +169,7 @@ def smem_transforms(head_dim: int, dtype: jnp.dtype, cp_async_rows: int = 32) ->
             return gpu.TilingTransform((8, swizzle // dtype.itemsize)), gpu.SwizzleTransform(swizzle)
     raise ValueError(
         f"head_dim is {head_dim} and page_size {cp_async_rows}; allowed with backend 'pallas' and this "
-        "head_dim below compute capability 9.0: page_size 32 or 64"
+        "head_dim below compute capability 9.0: page_size 32 or 64. Backend 'xla' takes any"
     )
 
 

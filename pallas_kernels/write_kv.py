@@ -37,7 +37,10 @@ def write_kv(
     is_bytes = is_quantized(kv_pages)
     head_dim = row_size - is_bytes
     if head_dim % 16:
-        raise ValueError(f"kv_pages has head_dim {head_dim}; allowed with backend 'pallas': a multiple of 16")
+        raise ValueError(
+            f"kv_pages has head_dim {head_dim}; allowed with backend 'pallas': a multiple of 16. "
+            "Backend 'xla' takes any"
+        )
     layout = tuning.row_layout(kv_heads * head_dim)
     pool_ref = jax.new_ref(quantized_tile.flat(kv_pages) if is_bytes else kv_pages)
     rows = [x[..., :head_dim] for x in (k, v)]

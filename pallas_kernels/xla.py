@@ -254,6 +254,8 @@ def _attend(
     num_pages, _, kv_heads, page_size, row_size = kv_pages.shape
     num_tiles, _, rows, head_dim = tiles.queries.shape
     dtype = jnp.promote_types(tiles.queries.dtype, kv_pages.dtype)
+    if is_quantized(kv_pages) and dtype == jnp.float16:
+        dtype = jnp.dtype("float32")  # quantised numbers have a larger range than float16
     pages = max(1, ITEM_TOKENS // page_size)
     tokens = pages * page_size
     max_num_items = num_tiles * -(-block_tables.shape[1] // pages)

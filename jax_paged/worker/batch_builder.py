@@ -183,7 +183,9 @@ class BatchBuilder:
         if not self._shared_groups:
             return 0
         batch = self._input_batch
-        most = np.where(num_tokens == 1, (start - batch.num_dropped[seats]) // self._block_size, 0)
+        # Where blocks were dropped, equal last blocks do not tell that those before them are equal.
+        can_share = (num_tokens == 1) & (batch.num_dropped[seats] == 0)
+        most = np.where(can_share, start // self._block_size, 0)
         tables = batch.block_tables[self._shared_groups[0]]
         shared[:] = shared_blocks(tables, seats, most, self._block_size)
         return num_saved_tokens(shared, tables, seats, self._block_size)

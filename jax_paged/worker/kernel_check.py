@@ -52,6 +52,8 @@ self_check.main(task)
 """
 _COMPILERS = "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin nvidia-cuda-nvcc-cu12 nvidia-cuda-nvcc"
 _OUTPUT_CHARACTERS = 2000
+# Times on a GPU that others use differ by so much.
+_NOISE = 1.03
 
 Outcome = Literal["passed", "slower", "wrong", "crashed", "hung", "unsupported", "not run"]
 
@@ -79,7 +81,7 @@ class Verdict:
         """Returns all of it for people to read."""
         lines = [f"{'':<64}{'':>6}{'is':>10}{'at most':>10}"]
         for row in self.rows:
-            mark = " TOO LARGE" if row["value"] > row["limit"] else ""
+            mark = " TOO LARGE" if _is_over(row) else ""
             lines.append(f"{row['case']:<64}{row['what']:>6}{row['value']:>10.3g}{row['limit']:>10.3g}{mark}")
         return "\n".join([*lines, f"{self.outcome}: {self.reason} ({self.seconds:.0f} s)", self.output])
 
@@ -111,13 +113,22 @@ def choose_backend(
     if verdict.outcome == "passed":
         _LOGGER.info("attention runs in the Pallas kernels: %s", verdict.reason)
         return "pallas", f"auto: {verdict.reason}"
-    command = f"jax-paged check-kernels --model {args.model}"
+    command = _command(args)
     advice = f". Please open an issue with what `{command}` prints"
     if verdict.outcome in ("unsupported", "not run"):
         advice = f". `{command}` shows more"
     why = f"pallas {verdict.outcome}: {verdict.reason}"
     _LOGGER.warning("attention runs in XLA, not in the Pallas kernels; %s%s", why, advice)
     return backend, f"auto; {why}"
+
+
+def _command(args: EngineArgs) -> str:
+    """Returns the command that checks the same kernels by hand."""
+    options = [f"--model {args.model}"]
+    for name in ("dtype", "block_size", "max_model_len", "kv_cache_dtype"):
+        if (value := getattr(args, name)) != getattr(EngineArgs, name):
+            options.append(f"--{name.replace('_', '-')} {value}")
+    return f"jax-paged check-kernels {' '.join(options)}"
 
 
 def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None) -> Suite:
@@ -315,6 +326,10 @@ def _end(process: subprocess.Popen[Any]) -> None:
             _LOGGER.warning("process %d, which checked the kernels, can't be ended", process.pid)
 
 
+def _is_over(row: dict[str, Any]) -> bool:
+    return row["value"] > row["limit"] * (_NOISE if row["what"] == "us" else 1)
+
+
 def _judge(lines: list[str], end: Outcome, how: str) -> tuple[Outcome, str, tuple[dict[str, Any], ...]]:
     """Returns outcome, reason and rows, from the events of a process and how it has ended."""
     events: list[dict[str, Any]] = []
@@ -327,7 +342,7 @@ def _judge(lines: list[str], end: Outcome, how: str) -> tuple[Outcome, str, tupl
         return ("not run", how, rows) if case is None else (end, f"{case}: {how}", rows)
     if events[-1]["end"] != "done":
         return events[-1]["end"], events[-1]["reason"], rows
-    over = [row for row in rows if row["value"] > row["limit"]]
+    over = [row for row in rows if _is_over(row)]
     over = [row for row in over if row["what"] == "error"] or over
     if over:
         texts = [f"{r['case']} ({r['what']} {r['value']:.3g}, at most {r['limit']:.3g})" for r in over]

@@ -105,4 +105,6 @@ def _call(
 def _check_dtype(kv_pages: Array) -> None:
     if kv_pages.dtype.name not in DTYPES:
         allowed = " or ".join(DTYPES)
-        raise ValueError(f"kv_pages has dtype {kv_pages.dtype}; allowed with backend 'native': {allowed}")
+        raise ValueError(
+            f"kv_pages has dtype {kv_pages.dtype}; allowed with backend 'native': {allowed}; with 'xla' any"
+        )

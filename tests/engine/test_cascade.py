@@ -11,7 +11,9 @@ from helpers.real_model import (
     TOLERANCE,
     VOCAB_SIZE,
     Request,
+    add,
     assert_no_block_lost,
+    finished_outputs,
     make_engine,
     run,
     tokens_of,
@@ -95,6 +97,25 @@ def test_requests_with_shared_prefixes(engines: tuple[LLMEngine, LLMEngine]) -> 
 def test_two_hundred_requests_with_prefixes_of_all_lengths(engines: tuple[LLMEngine, LLMEngine]) -> None:
     for seed in range(10):
         assert check(engines, shared_requests(seed, 20)) > 500
+
+
+def test_rows_that_dropped_blocks_attend_by_themselves(engines: tuple[LLMEngine, LLMEngine]) -> None:
+    """Their tables may end with the same blocks, behind others."""
+    (request,) = [r for r in shared_requests(3, 5, max_tokens=30) if len(r.prompt) > 100][:1]
+    found = []
+    for engine in engines:
+        run(engine, [request])
+        add(engine, [request] * 8)
+        begun = set()
+        while len(begun) < 8:
+            begun |= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
+        for i in range(8):
+            held = np.flatnonzero(engine.page_table(str(i)).entries["num_tokens"])
+            engine.drop_kv(str(i), [n for n in held.tolist() if n != i % 2])
+        before = engine.num_shared_tokens
+        found.append(tokens_of(list(finished_outputs(engine).values())))
+        assert engine.num_shared_tokens == before
+    assert found[0] == found[1]
 
 
 def test_samples_and_beams(engines: tuple[LLMEngine, LLMEngine]) -> None:

@@ -387,3 +387,82 @@ def test_check_inputs(name, value, message):
     ops.check_inputs(4, 16, **CHECKED)
     with pytest.raises(AssertionError, match=message):
         ops.check_inputs(4, 16, **{**CHECKED, name: np.array(value)})
+
+
+def bad_calls():
+    """What each op refuses when it is called with arrays; a change of a call that is right."""
+    nan, inf = float("nan"), float("inf")
+    for name, values in {
+        "scale": [nan, inf],
+        "window": [0, -1, 2.5],
+        "soft_cap": [0.0, -5.0, nan, inf],
+        "context_lens": [[-1, 5], [33, 5]],
+        "block_tables": [[[1, 4], [3, 0]], [[-1, 2], [3, 0]]],
+        "query_start_loc": [[0, 3, 2], [-1, 1, 4], [0, 1, 9]],
+        "kv_pages": [np.zeros((4, 2, 0, 16, 32)), np.zeros((4, 2, 2, 16, 32), np.int16)],
+        "slot_mapping": [[-1, 5], [5, 5]],
+        "src": [[-1, 1]],
+        "dst": [[2, -3], [2, 2]],
+    }.items():
+        for value in values:
+            yield name, value
+    yield "block_tables", np.zeros((2, 0), np.int32)
+
+
+@pytest.mark.parametrize("backend", ["xla", "native", "reference"])
+@pytest.mark.parametrize(("name", "value"), bad_calls())
+def test_arguments_that_no_backend_takes(name, value, backend):
+    if backend == "native" and not native.is_built():
+        pytest.skip(str(native.problem()))
+    pool = np.zeros((4, 2, 2, 16, 32), np.float32)
+    attention = {
+        "kv_pages": pool,
+        "block_tables": [[1, 2], [3, 0]],
+        "context_lens": [20, 5],
+        "scale": 0.2,
+        "window": None,
+        "soft_cap": None,
+    }
+    calls = {
+        ops.ragged_attention: attention | {"q": np.zeros((6, 4, 32)), "query_start_loc": [0, 1, 4]},
+        ops.paged_decode: attention | {"q": np.zeros((2, 4, 32))},
+        ops.write_kv: {
+            "kv_pages": pool,
+            "k": np.zeros((2, 2, 32)),
+            "v": np.zeros((2, 2, 32)),
+            "slot_mapping": [5, 64],
+        },
+        ops.copy_blocks: {"kv_pages": pool, "src": [1, 2], "dst": [2, 3]},
+    }
+    num_refused = 0
+    for op, right in calls.items():
+        if name not in right:
+            continue
+
+        def call(args, op=op):
+            kinds = {list: np.int32, np.ndarray: None}
+            arrays = {k: jnp.asarray(x, kinds[type(x)]) if type(x) in kinds else x for k, x in args.items()}
+            arrays |= {k: arrays[k].astype("float32") for k in ("q", "k", "v") if k in arrays}
+            return op(**arrays, backend=backend)
+
+        call(right)
+        with pytest.raises(ValueError, match=rf"^{name}.* (is|has) .*allowed"):
+            call(right | {name: value})
+        num_refused += 1
+    assert num_refused >= 1
+
+
+def test_entries_that_nobody_reads_may_be_anything():
+    q, pool, tables = jnp.zeros((2, 4, 32)), jnp.zeros((4, 2, 2, 16, 32)), jnp.array([[-9, 2], [3, 99]])
+    ops.paged_decode(q, pool, tables, jnp.array([32, 16]), scale=1.0, window=16, backend="xla")
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8"])
+def test_numbers_beyond_the_range_of_float16(kind):
+    """A quantised pool holds them, whatever the dtype of the queries."""
+    pool = jnp.zeros((2, 2, 1, 16, 33), kind)
+    k = jnp.full((1, 1, 32), -65400, jnp.float16)
+    pool = ops.write_kv(pool, k, jnp.ones_like(k), jnp.array([16]), backend="xla")
+    args = jnp.ones((1, 1, 32), jnp.float16), pool, jnp.array([[1]]), jnp.array([1])
+    for backend in ("xla", "reference"):
+        assert np.all(np.asarray(ops.paged_decode(*args, scale=0.1, backend=backend)) == 1), backend

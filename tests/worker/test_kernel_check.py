@@ -1,5 +1,6 @@
 """The check behind `auto` on a GPU, with stand-ins for its kernels: a CPU has everything else of it."""
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -43,9 +44,13 @@ def test_right_and_faster(tmp_path):
     assert cases_of(verdict) == [*moves, *attention, *(f"write_kv + {op}" for op in attention)]
     assert [row["what"] for row in verdict.rows] == ["error"] * 6 + ["us"] * 4
     assert all(row["value"] <= row["limit"] for row in verdict.rows)
-    start = time.perf_counter()
-    assert check(ALL, tmp_path, candidate="xla", rival=STAND_IN + "slow") == verdict
-    assert time.perf_counter() - start < 2, "the kept verdict is read, and nothing is run"
+    assert verdict.seconds < 60
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        assert check(ALL, tmp_path, candidate="xla", rival=STAND_IN + "slow") == verdict
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.05, "the kept verdict is read, and nothing is run"
     assert "passed: right on this device" in verdict.table()
 
 
@@ -288,6 +293,35 @@ def test_auto_goes_by_the_verdict(on_gpu, monkeypatch, caplog, outcome, verdict)
     asks = "open an issue with what `jax-paged check-kernels --model pagelet` prints"
     assert (asks in record.message) == (outcome in ("slower", "wrong", "crashed", "hung"))
     assert ("shows more" in record.message) == (outcome in ("unsupported", "not run"))
+
+
+def test_the_command_that_is_named_checks_the_same(on_gpu, monkeypatch, caplog):
+    monkeypatch.setattr(kernel_check, "check", lambda suite: Verdict("slower", "because", 1.0))
+    args = EngineArgs(dtype="bfloat16", block_size=32, max_model_len=100, kv_cache_dtype="int8")
+    choose_backend(args, None, None)
+    options = "--model pagelet --dtype bfloat16 --block-size 32 --max-model-len 100 --kv-cache-dtype int8"
+    assert f"`jax-paged check-kernels {options}`" in caplog.text
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    assert suite_of(EngineArgs.from_cli_args(parser.parse_args(options.split()))) == suite_of(args)
+
+
+def test_a_device_that_has_no_kernels_is_unsupported(monkeypatch):
+    def refuse(backend):
+        raise ValueError("the device Tesla T4 has compute capability 7.5")
+
+    monkeypatch.setattr(self_check, "implementation_of", refuse)
+    with pytest.raises(self_check._Ended, match=r"unsupported.*compute capability 7\.5"):
+        self_check.run(SUITE, "xla", "xla", lambda event: None)
+
+
+def test_times_that_differ_by_noise_are_equal():
+    row = {"case": "a", "what": "us", "limit": 100.0}
+    assert [kernel_check._is_over(row | {"value": value}) for value in (99.0, 102.0, 104.0)] == [
+        False,
+        False,
+        True,
+    ]
+    assert kernel_check._is_over(row | {"what": "error", "value": 101.0})
 
 
 @pytest.mark.parametrize("outcome", ["passed", "wrong"])

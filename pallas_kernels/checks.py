@@ -1,0 +1,213 @@
+"""What the ops take: shapes, dtypes and options, and, where their values are known, indices.
+
+Inside a trace nobody knows values: there an engine answers for them (ops.check_inputs).
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array
+
+from jax_paged.pallas_kernels.quantization import is_quantized, row_size
+
+_DTYPES = ("float32", "bfloat16", "float16", "int8", "uint8")
+
+
+def check_shape(name: str, shape: tuple[int, ...], allowed: tuple[int, ...]) -> None:
+    """Raises ValueError unless a shape is the one that the other arguments ask for."""
+    if tuple(shape) != tuple(allowed):
+        raise ValueError(
+            f"{name} has shape {tuple(shape)}; allowed with the other arguments: {tuple(allowed)}"
+        )
+
+
+def check_int32(**arrays: Array) -> None:
+    """Raises ValueError unless all arrays are of int32."""
+    for name, array in arrays.items():
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} has dtype {array.dtype}; allowed: int32")
+
+
+def check_pool(kv_pages: Array) -> None:
+    """Raises ValueError unless an array can be a layer's pool."""
+    if kv_pages.ndim != 5 or kv_pages.shape[1] != 2 or 0 in kv_pages.shape:
+        raise ValueError(
+            f"kv_pages has shape {kv_pages.shape}; allowed: [pages, 2, kv_heads, page_size, head_dim], "
+            "none of them 0"
+        )
+    if str(kv_pages.dtype) not in _DTYPES:
+        raise ValueError(f"kv_pages has dtype {kv_pages.dtype}; allowed: {', '.join(_DTYPES)}")
+
+
+def head_dim_of(kv_pages: Array) -> int:
+    """Returns how many numbers a key has in a pool."""
+    return kv_pages.shape[4] - row_size(0, kv_pages.dtype)
+
+
+def check_attention(q: Array, kv_pages: Array, block_tables: Array, context_lens: Array) -> None:
+    """Raises ValueError unless shapes and dtypes go together."""
+    check_pool(kv_pages)
+    kv_heads, head_dim = kv_pages.shape[2], head_dim_of(kv_pages)
+    if q.ndim != 3 or q.shape[2] != head_dim or q.shape[1] % kv_heads or not q.shape[1]:
+        raise ValueError(
+            f"q has shape {q.shape}; allowed with kv_pages {kv_pages.shape}: "
+            f"[rows, a multiple of {kv_heads} heads, {head_dim}]"
+        )
+    allowed = "float32, bfloat16, float16" if is_quantized(kv_pages) else str(kv_pages.dtype)
+    if str(q.dtype) not in allowed.split(", "):
+        raise ValueError(f"q has dtype {q.dtype}; allowed with kv_pages of {kv_pages.dtype}: {allowed}")
+    if block_tables.ndim != 2 or 0 in block_tables.shape:
+        raise ValueError(
+            f"block_tables has shape {block_tables.shape}; allowed: [sequences, pages], neither of 0"
+        )
+    check_shape("context_lens", context_lens.shape, block_tables.shape[:1])
+    check_int32(block_tables=block_tables, context_lens=context_lens)
+
+
+def check_options(
+    q: Array,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Array | None,
+    distance_bias: Array | None,
+) -> None:
+    """Raises ValueError unless the options are in their ranges, and go together."""
+    if not isinstance(scale, Tracer) and not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; allowed: a finite number")
+    if window is not None and (not isinstance(window, int | np.integer) or window < 1):
+        raise ValueError(f"window is {window}; allowed: None or an integer of at least 1")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(f"soft_cap is {soft_cap}; allowed: None or a finite number above 0")
+    if sinks is not None:
+        check_shape("sinks", sinks.shape, q.shape[1:2])
+    if distance_bias is not None:
+        if distance_bias.ndim != 2 or distance_bias.shape[0] != q.shape[1] or distance_bias.shape[1] < 1:
+            raise ValueError(
+                f"distance_bias has shape {distance_bias.shape}; allowed with q: ({q.shape[1]}, 1 or more)"
+            )
+        if soft_cap is not None:
+            raise ValueError(f"soft_cap is {soft_cap}; allowed with distance_bias: None")
+
+
+def check_shared(shared_blocks: Array | None, context_lens: Array, window: int | None) -> None:
+    """Raises ValueError unless shared_blocks fits the sequences."""
+    if shared_blocks is not None:
+        check_shape("shared_blocks", shared_blocks.shape, context_lens.shape)
+        check_int32(shared_blocks=shared_blocks)
+        if window is not None:
+            raise ValueError(f"window is {window}; allowed with shared_blocks: None")
+
+
+def check_none(backend: str, **arrays: Array | None) -> None:
+    """Raises ValueError if something is given that a backend does not take."""
+    for name, array in arrays.items():
+        if array is not None:
+            raise ValueError(
+                f"{name} has shape {array.shape}; allowed with backend {backend!r}: None; "
+                "backends 'xla' and 'native' take it"
+            )
+
+
+def check_queries(q: Array, context_lens: Array, query_start_loc: Array) -> None:
+    """Raises ValueError if the rows of sequences are not rows of q, where values are known."""
+    known = _known(context_lens, query_start_loc)
+    if known is None:
+        return
+    lens, starts = known
+    _check_range("query_start_loc", starts, 0, len(q))
+    num_queries = np.diff(starts)
+    if (num_queries < 0).any():
+        raise ValueError(f"query_start_loc is {starts.tolist()}; allowed: numbers that do not decrease")
+    if (num_queries > lens).any():
+        b = int((num_queries > lens).argmax())
+        raise ValueError(
+            f"context_lens[{b}] is {lens[b]}; allowed: at least the {num_queries[b]} queries of the sequence"
+        )
+
+
+def check_pages(
+    kv_pages: Array,
+    block_tables: Array,
+    context_lens: Array,
+    query_start_loc: Array | None = None,
+    *,
+    window: int | None,
+) -> None:
+    """Raises ValueError if a sequence would read beside its table or the pool, where values are known.
+
+    Args:
+        kv_pages: The pool.
+        block_tables: int32 [B, M]; entries that nobody reads may be anything.
+        context_lens: int32 [B].
+        query_start_loc: int32 [B + 1]; None for one query per sequence.
+        window: None for none.
+    """
+    known = _known(block_tables, context_lens, *(() if query_start_loc is None else (query_start_loc,)))
+    if known is None:
+        return
+    tables, lens, *starts = known
+    num_pages, page_size, columns = kv_pages.shape[0], kv_pages.shape[3], np.arange(tables.shape[1])
+    _check_range("context_lens", lens, 0, len(columns) * page_size)
+    num_queries = np.diff(starts[0]) if starts else np.minimum(lens, 1)
+    first = np.zeros_like(lens) if window is None else np.maximum(lens - num_queries - window + 1, 0)
+    is_read = (columns * page_size < lens[:, None]) & (columns >= first[:, None] // page_size)
+    is_read &= num_queries[:, None] > 0
+    _check_range("block_tables", np.where(is_read, tables, 0), 0, num_pages - 1)
+
+
+def check_slots(kv_pages: Array, slot_mapping: Array) -> None:
+    """Raises ValueError if slots are negative, or written twice, where values are known."""
+    if (known := _known(slot_mapping)) is not None:
+        (slots,) = known
+        _check_range("slot_mapping", slots, 0, None)
+        _check_different("slot_mapping", slots[slots < kv_pages.shape[0] * kv_pages.shape[3]])
+
+
+def check_copies(kv_pages: Array, src: Array, dst: Array, *, may_overlap: bool) -> None:
+    """Raises ValueError if pages are negative, or written twice, where values are known.
+
+    Args:
+        kv_pages: The pool.
+        src: int32 [N].
+        dst: int32 [N].
+        may_overlap: Whether a page may be both read and written.
+    """
+    if (known := _known(src, dst)) is None:
+        return
+    _check_range("src", known[0], 0, None)
+    _check_range("dst", known[1], 0, None)
+    is_copied = (known[0] < kv_pages.shape[0]) & (known[1] < kv_pages.shape[0])
+    read, written = (pages[is_copied] for pages in known)
+    _check_different("dst", written)
+    both = np.intersect1d(read, written)
+    if len(both) and not may_overlap:
+        raise ValueError(
+            f"dst has page {both[0]}, which src has too; allowed with the Pallas backends: other pages than "
+            "src; backends 'xla' and 'native' take it"
+        )
+
+
+def _known(*arrays: Any) -> list[np.ndarray] | None:
+    """Returns the values of arrays as int64; None inside a trace."""
+    if any(isinstance(array, Tracer) for array in arrays):
+        return None
+    return [np.asarray(array).astype(np.int64) for array in arrays]
+
+
+def _check_range(name: str, values: np.ndarray, low: int, high: int | None) -> None:
+    is_wrong = (values < low) | (values > (values if high is None else high))
+    if is_wrong.any():
+        where = np.argwhere(is_wrong)[0]
+        allowed = f"at least {low}" if high is None else f"an integer in [{low}, {high}]"
+        index = ", ".join(map(str, where))
+        raise ValueError(f"{name}[{index}] is {values[tuple(where)]}; allowed: {allowed}")
+
+
+def _check_different(name: str, values: np.ndarray) -> None:
+    found, counts = np.unique(values, return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(f"{name} has {found[counts.argmax()]} twice; allowed: different numbers")
