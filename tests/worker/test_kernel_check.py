@@ -54,6 +54,7 @@ def test_right_and_faster(tmp_path):
     assert "passed: right on this device" in verdict.table()
 
 
+@pytest.mark.slow
 def test_quantised_pools_are_checked_too(tmp_path):
     suite = suite_of(EngineArgs(kv_cache_dtype="fp8_e4m3", max_model_len=100))
     assert suite.kv_cache_dtype == "fp8_e4m3"
@@ -134,12 +135,14 @@ def test_experts_that_are_wrong(tmp_path):
     assert verdict.reason.startswith("grouped_matmul, 66 rows, 6 x 64 x 64 (error ")
 
 
+@pytest.mark.slow
 def test_experts_that_are_slow(tmp_path):
     verdict = check(EXPERTS, tmp_path, candidate=STAND_IN + "slow_experts", rival="xla")
     assert verdict.outcome == "slower"
     assert "grouped_matmul, 64 rows, 6 x 64 x 64 (us " in verdict.reason
 
 
+@pytest.mark.slow
 def test_experts_without_a_kernel_are_not_checked(tmp_path):
     """On a GPU without wgmma they are the same loop in both backends, and either could be the slower one."""
     verdict = check(EXPERTS, tmp_path, candidate="xla", rival=STAND_IN + "slow")
