@@ -59,6 +59,7 @@ class EmulatedGpu:
             mock.patch.object(plgpu, "kernel", self.kernel),
             mock.patch.object(tuning, "target", return_value=self.target),
             mock.patch.object(ops, "_choose", lambda backend, *_: ops._implementation(backend)),
+            mock.patch.object(ops, "resolve_backend", ops._implementation),
         ):
             yield
 
