@@ -62,7 +62,14 @@ def test_ragged(gpu, head_dim, page_size):
 
 
 @pytest.mark.parametrize("gpu", [A100, H100])
-@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 16), (80, 16), (96, 64), (128, 32), (256, 16)])
+@pytest.mark.parametrize(
+    ("head_dim", "page_size"),
+    [
+        (64, 16),
+        (128, 32),
+        *(pytest.param(*s, marks=pytest.mark.slow) for s in [(80, 16), (96, 64), (256, 16)]),
+    ],
+)
 @pytest.mark.parametrize("kind", [jnp.int8, jnp.uint8])
 def test_quantised_pools_and_biases(gpu, head_dim, page_size, kind):
     q, _, tables, lens = specs(16, 2, head_dim, page_size, jnp.bfloat16)
