@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels import native
 
-DTYPES = ("float32", "bfloat16", "float16", "int8", "uint8")
 # A window that no context fills.
 NO_WINDOW = 2**31 - 1
 # Floats in the widest vectors of any processor: those of a tile (AMX), which multiply bfloat16 only.
@@ -23,7 +22,6 @@ def write_kv(
     slot_mapping: Int[Array, " t"],
 ) -> Float[Array, "p 2 k s d"]:
     """See ops.write_kv."""
-    _check_dtype(kv_pages)
     k, v = k.astype(kv_pages.dtype), v.astype(kv_pages.dtype)
     return _call("jax_paged_write_kv", kv_pages, k, v, slot_mapping, input_output_aliases={0: 0})
 
@@ -32,7 +30,6 @@ def copy_blocks(
     kv_pages: Float[Array, "p 2 k s d"], src: Int[Array, " n"], dst: Int[Array, " n"]
 ) -> Float[Array, "p 2 k s d"]:
     """See ops.copy_blocks."""
-    _check_dtype(kv_pages)
     return _call("jax_paged_copy_blocks", kv_pages, src, dst, input_output_aliases={0: 0})
 
 
@@ -70,7 +67,6 @@ def ragged_attention(
         query_start_loc: Empty if every sequence has one query.
         max_width: Floats in the widest vectors to use: 256, 16, 8 or 4; fewer where the processor has none.
     """
-    _check_dtype(kv_pages)
     sinks = np.zeros(0, np.float32) if sinks is None else sinks.astype(jnp.float32)
     no_bias = np.zeros((q.shape[1], 0), np.float32)
     bias = no_bias if distance_bias is None else distance_bias.astype(jnp.float32)
@@ -100,11 +96,3 @@ def _call(
     shape = jax.ShapeDtypeStruct(result.shape, result.dtype)
     call = jax.ffi.ffi_call(native.target(symbol), shape, input_output_aliases=input_output_aliases)
     return call(result, *args, **attributes)
-
-
-def _check_dtype(kv_pages: Array) -> None:
-    if kv_pages.dtype.name not in DTYPES:
-        allowed = " or ".join(DTYPES)
-        raise ValueError(
-            f"kv_pages has dtype {kv_pages.dtype}; allowed with backend 'native': {allowed}; with 'xla' any"
-        )
