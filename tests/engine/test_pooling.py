@@ -258,7 +258,8 @@ def test_texts_come_and_go(make: Callable[..., LLM]) -> None:
 
 def test_who_pools() -> None:
     folder = str(FIXTURES / "qwen3_reranker")
-    with LLM(folder, kv_cache_memory_bytes=2**20) as llm:
+    small = {"kv_cache_memory_bytes": 2**20, "max_num_seqs": 2, "max_num_batched_tokens": 32}
+    with LLM(folder, **small) as llm:
         assert llm.llm_engine.config.pooling is None
         assert "pool" not in llm.compile_plan().split()
         with pytest.raises(
@@ -267,5 +268,5 @@ def test_who_pools() -> None:
             llm.embed("no")
     with pytest.raises(ValueError, match="runner is 'generate'; allowed with LlamaModel"):
         LLM(str(FIXTURES / "llama_mean"), runner="generate")
-    with LLM(folder, runner="pooling", kv_cache_memory_bytes=2**20) as llm:
+    with LLM(folder, runner="pooling", **small) as llm:
         assert len(llm.embed("no", use_tqdm=False)[0].outputs.embedding) == 32
