@@ -4,7 +4,6 @@ llguidance is imported when a request first asks for a form.
 """
 
 import collections
-import concurrent.futures
 import functools
 import itertools
 import json
@@ -16,16 +15,17 @@ import numpy as np
 
 from jax_paged.checks import check
 from jax_paged.core.scheduler_output import SchedulerOutput, TokenMasks
+from jax_paged.engine.form_trial import FormTrial, compiled
 from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.structured_outputs import StructuredOutputsParams
+from jax_paged.structured_outputs import JSON_WRITING, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Seconds. Schemas of the largest size that is allowed take a tenth.
+# Seconds of a processor. Most schemas of the largest size that is allowed take a tenth.
 MAX_COMPILE_S = 5.0
 MAX_CACHED = 64
-_NUM_THREADS = 2
+_DEAD_END = "NoExtensionBias"  # an error of llguidance
 # Tokens of whitespace that a chat template may put behind what closes the thinking that it has left out.
 _MAX_BEHIND = 4
 
@@ -117,6 +117,12 @@ class Matcher:
         self._num_tokens = len(token_ids)
         return self._num_when_complete
 
+    @property
+    def problem(self) -> str:
+        """Why llguidance has given up; "" if it has not, or has come to a dead end."""
+        error = self._state.get_error().partition("<non-verbose/>")[0].strip()
+        return "" if error == _DEAD_END else error
+
     def fill(self, row: np.ndarray) -> None:
         """Writes the mask of the next token: none is allowed where the form has a dead end.
 
@@ -141,7 +147,7 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles forms, in threads of its own; may be called from any thread.
+    """Compiles forms, after a trial in a process of its own; may be called from any thread.
 
     Args:
         tokenizer: Of the model.
@@ -153,7 +159,7 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._end_token_ids = tokenizer, vocab_size, end_token_ids
         self._compiled: collections.OrderedDict[str, Grammar] = collections.OrderedDict()
         self._lock = threading.Lock()
-        self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "grammar")
+        self._trial = FormTrial(self._settings)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """Returns a form, compiled or found.
@@ -169,14 +175,12 @@ class Grammars:
             if found is not None:
                 self._compiled.move_to_end(key)
                 return found
-        _ = self._ll_tokenizer  # takes a second with a large vocabulary, once
         try:
-            root = self._threads.submit(self._root, params.kind, value).result(MAX_COMPILE_S)
-        except TimeoutError:
-            name = f"structured_outputs.{params.kind}"
-            raise ValueError(
-                f"{name} takes more than {MAX_COMPILE_S:g} s to compile; allowed: less"
-            ) from None
+            source = self._source(params.kind, value)
+            self._trial.try_form(source, MAX_COMPILE_S)
+            root = compiled(self._ll_tokenizer, source)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs.{params.kind} can't be used: {error}") from error
         num_words = -(-self._ll_tokenizer.vocab_size // 32)
         after = params.starts_after or ""
         grammar = Grammar(root, self._end_token_ids, num_words, after, self._tokenizer)
@@ -186,33 +190,24 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return grammar
 
-    @functools.cached_property
-    def _ll_tokenizer(self) -> "LLTokenizer":
+    def close(self) -> None:
+        """Ends what is still being compiled."""
+        self._trial.close()
+
+    def _settings(self) -> dict[str, Any]:
+        """Returns the arguments of LLTokenizer."""
         from llguidance import LLTokenizer
 
         check(bool(self._end_token_ids), "structured_outputs", "given", "None, as the model has no end token")
         source = self._tokenizer.to_json()
-        own = LLTokenizer(source)
-        size = max(own.vocab_size, self._vocab_size)
-        return LLTokenizer(source, n_vocab=size, eos_token=sorted(self._end_token_ids))
+        size = max(LLTokenizer(source).vocab_size, self._vocab_size)
+        return {"tokenizer": source, "n_vocab": size, "eos_token": sorted(self._end_token_ids)}
 
-    def _root(self, kind: str, value: Any) -> "LLMatcher":
-        from llguidance import LLMatcher, LLParserLimits
+    @functools.cached_property
+    def _ll_tokenizer(self) -> "LLTokenizer":  # takes a second with a large vocabulary
+        from llguidance import LLTokenizer
 
-        name = f"structured_outputs.{kind}"
-        limits = LLParserLimits(verbose_errors=False)
-        try:
-            source = self._source(kind, value)
-            root = LLMatcher(self._ll_tokenizer, source, log_level=0, limits=limits)
-            if not root.is_error():
-                root.compute_bitmask()  # what copies then know already; and what can't be met is found
-        except ValueError as error:
-            raise ValueError(f"{name} can't be used: {error}") from error
-        if root.is_error():
-            problem = " ".join(root.get_error().removesuffix("<non-verbose/>").split())
-            problem = "nothing meets it" if problem == "NoExtensionBias" else problem
-            raise ValueError(f"{name} can't be used: {problem}")
-        return root
+        return LLTokenizer(**self._settings())
 
     def _source(self, kind: str, value: Any) -> str:
         """Returns a form in llguidance's terms."""
@@ -267,10 +262,7 @@ def token_masks(output: SchedulerOutput, matchers: dict[int, tuple[Matcher, list
 def _json(value: Any) -> str:
     from llguidance import LLMatcher
 
-    # Between its tokens a model that is unsure would write whitespace forever.
-    return LLMatcher.grammar_from_json_schema(
-        value, overrides={"whitespace_flexible": False, "lenient": False}
-    )
+    return LLMatcher.grammar_from_json_schema(value, overrides={**JSON_WRITING, "lenient": False})
 
 
 def _tags(value: Any, is_special: Callable[[str], bool]) -> str:
@@ -291,7 +283,7 @@ def _tags(value: Any, is_special: Callable[[str], bool]) -> str:
         trigger = next((text for text in triggers if item["begin"].startswith(text)), None)
         check(trigger is not None, "begin", item["begin"], f"text that starts with one of {triggers}")
         assert trigger is not None, "just checked"
-        schema = item["schema"] | {"x-guidance": {"whitespace_flexible": False}}
+        schema = item["schema"] | {"x-guidance": {**JSON_WRITING}}
         tags.append(StructTag(trigger=trigger, begin=item["begin"], grammar=schema, end=item["end"]))
     # llguidance takes a trigger in angle brackets for a token of its own.
     bracketed = {tag.trigger for tag in tags if tag.trigger[0] == "<" and tag.trigger[-1] == ">"}

@@ -12,8 +12,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax_paged.structured_outputs import JSON_WRITING
+
 # How the JSON of a grammar is spaced: as chat templates write it.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPACING = {**JSON_WRITING, "item_separator": ", ", "key_separator": ": "}
 
 REASONING, CONTENT, NAME, ARGUMENTS, CALL, TAG = "reasoning", "content", "name", "arguments", "call", "tag"
 

@@ -20,7 +20,15 @@ from jax_paged.sampling_params import SamplingParams
 from jax_paged.server.conversation import messages_for, messages_of_input
 from jax_paged.server.event_stream import EventStream, unless_gone
 from jax_paged.server.forms import TextFormat
-from jax_paged.server.generation import TextRoutes, bad_input, check_all, check_model, client_of, tokenizer_of
+from jax_paged.server.generation import (
+    TextRoutes,
+    bad_input,
+    check_all,
+    check_model,
+    client_of,
+    has_form,
+    tokenizer_of,
+)
 from jax_paged.server.limits import check_sizes
 from jax_paged.server.logprobs import chat_logprobs
 from jax_paged.server.parts import Part
@@ -104,7 +112,9 @@ class ResponsesRoute(TextRoutes):
                 check_int("the number of messages in input", len(body.input), 0, self._options.max_messages)
             params = body.sampling_params(self._config.sampling_defaults)
             texts = [body.instructions, body.input]
-            checked = await self._texts.read("input", texts, self._check, tokenizer, params, body)
+            checked = await self._texts.read(
+                "input", texts, self._check, tokenizer, params, body, with_form=has_form(params)
+            )
         answer = _Answer(body, checked[0].params, self._model_name)
         call = Call(
             checked, 1, {"id": answer.response_id}, answer.item, request.state.record, client_of(request)

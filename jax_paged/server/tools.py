@@ -22,7 +22,7 @@ from jax_paged.server.parsed_chat import OutputParser, parsed_choices
 from jax_paged.server.parts import NamedTool, Tool
 from jax_paged.server.protocol import ChatRequest
 from jax_paged.server.responses import MakeChoice
-from jax_paged.structured_outputs import StructuredOutputsParams
+from jax_paged.structured_outputs import StructuredOutputsParams, check_counts
 
 # Tokens at the end of a prompt that tell whether the model is thinking.
 _NUM_LAST_TOKENS = 32
@@ -247,7 +247,8 @@ def _check_schema(name: str, schema: Any) -> None:
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema of a function's arguments: no others than it names, where it names them plainly."""
     parameters = function.get("parameters") or {}
-    is_closed = parameters.keys() <= _PLAIN
+    check_counts("tools", parameters)
+    is_closed = "properties" in parameters and parameters.keys() <= _PLAIN
     return {"type": "object", **({"additionalProperties": False} if is_closed else {}), **parameters}
 
 

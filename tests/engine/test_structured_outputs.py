@@ -17,7 +17,6 @@ from helpers.schemas import SchemaMaker
 
 from jax_paged import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
-from jax_paged.engine import grammars
 from jax_paged.lab.recording import replay
 
 SCHEMA = {
@@ -219,7 +218,7 @@ def test_schemas(request: pytest.FixtureRequest, model: str, seeds: range) -> No
     assert num_preemptions > 0
     whole = [key for key, reason in reasons.items() if reason == "stop"]
     assert {*reasons.values()} <= {"stop", "length"}
-    assert len(whole) > 0.9 * len(reasons)
+    assert len(whole) > 0.8 * len(reasons)  # open objects may go on for ever
     for name, index in whole:
         check(schemas[name], texts[name, index])
 
@@ -246,10 +245,12 @@ def test_what_is_no_form(form: dict[str, Any], message: str) -> None:
         StructuredOutputsParams(**form)
 
 
-def test_a_form_that_takes_too_long_to_compile(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.0)
-    with pytest.raises(ValueError, match=r"structured_outputs.regex takes more than 0 s to compile"):
-        generate(llm, [params(0, {"regex": "slow{3}"})])
+def test_a_form_that_is_given_up_says_why(llm: LLM) -> None:
+    form = {"grammar": 'start: e\ne: e e | /[a-z]/ | "(" e ")" | e "x" e'}
+    (output,) = generate(llm, [params(0, form, min_tokens=100)])
+    (completion,) = output.outputs
+    assert completion.finish_reason == "abort"
+    assert str(completion.stop_reason).startswith(f"{NO_TOKEN_ALLOWED}: parser error: Too many items")
 
 
 def test_forks_rollbacks_and_states_follow_the_form(llm: LLM) -> None:
@@ -314,7 +315,7 @@ def test_any_tokens_that_the_masks_allow_have_the_form(
     completions = [(name, c) for name, output in outputs.items() for c in output.outputs]
     assert {c.finish_reason for _, c in completions} <= {"stop", "length"}
     whole = [(name, c.text) for name, c in completions if c.finish_reason == "stop"]
-    assert len(whole) > 0.9 * len(completions)
+    assert len(whole) > 0.8 * len(completions)  # open objects may go on for ever
     for name, text in whole:
         check(schemas[name], text)
 
