@@ -39,6 +39,7 @@ class Grammar:
         num_words: Of a mask, each of 32 tokens; those behind the model's vocabulary mean nothing.
         starts_after: Text behind which the form begins; "" if it begins with the output.
         tokenizer: Of the model.
+        ll_tokenizer: The same, for llguidance.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class Grammar:
         num_words: int,
         starts_after: str,
         tokenizer: Tokenizer,
+        ll_tokenizer: "LLTokenizer",
     ) -> None:
         self._root = root
         self.end_token_ids = end_token_ids
         self.num_words = num_words
         self._starts_after = starts_after
         self._tokenizer = tokenizer
+        self._ll_tokenizer = ll_tokenizer
 
     def matcher(self, prompt_token_ids: list[int], *, ignores_eos: bool) -> "Matcher":
         """Returns what follows one output of the form, from its first token on.
@@ -62,19 +65,37 @@ class Grammar:
             prompt_token_ids: The text that the form begins behind may stand at its end.
             ignores_eos: Whether the request goes on after an end token: then none is allowed.
         """
-        waits = bool(self._starts_after) and not self.begins_behind(prompt_token_ids, _MAX_BEHIND)
+        behind = self._behind(prompt_token_ids, _MAX_BEHIND) if self._starts_after else ""
+        waits = behind is None or bool(behind.strip())
         return Matcher(self, self._root.deep_copy(), waits=waits, ignores_eos=ignores_eos)
 
-    def begins_behind(self, token_ids: list[int], num_blank: int = 0) -> bool:
-        """Returns whether some tokens end with the text that the form begins behind.
+    def begun(self, token_ids: list[int]) -> "LLMatcher | None":
+        """Returns the state behind the text that the form begins behind; None if no text ends with it.
+
+        Args:
+            token_ids: At least the last ones of a text. The last one may hold more than the end of it.
+        """
+        behind = self._behind(token_ids)
+        if behind is None:
+            return None
+        state = self._root.deep_copy()
+        begin = self._ll_tokenizer.greedy_tokenize(behind)
+        if state.validate_tokens(begin) < len(begin):
+            begin = self._ll_tokenizer.greedy_tokenize(behind.lstrip())  # white space belongs to the tag
+        state.consume_tokens(begin)
+        return state
+
+    def _behind(self, token_ids: list[int], num_more: int = 0) -> str | None:
+        """Returns what stands behind the text that the form begins behind; None if that is not there.
 
         Args:
             token_ids: At least the last ones of a text.
-            num_blank: How many tokens of whitespace may follow it.
+            num_more: How many tokens may follow.
         """
-        num_tokens = len(self._starts_after.encode()) + num_blank  # each of at least a byte
+        num_tokens = len(self._starts_after.encode()) + num_more  # each of at least a byte
         text = self._tokenizer.decode(token_ids[-num_tokens:], skip_special_tokens=False)
-        return (text.rstrip() if num_blank else text).endswith(self._starts_after)
+        _, tag, behind = text.rpartition(self._starts_after)
+        return behind if tag else None
 
 
 class Matcher:
@@ -111,7 +132,10 @@ class Matcher:
         """
         for n in range(self._num_tokens, len(token_ids)):
             if self._waits:
-                self._waits = not self.grammar.begins_behind(token_ids[: n + 1])
+                begun = self.grammar.begun(token_ids[: n + 1])
+                if begun is not None:
+                    self._state, self._waits = begun, False
+                    self._num_when_complete = n + 1 if begun.is_stopped() and begun.is_accepting() else None
             elif self._num_when_complete is None and self._state.consume_token(token_ids[n]):
                 self._num_when_complete = n + 1 if self._state.is_stopped() else None
         self._num_tokens = len(token_ids)
@@ -183,7 +207,7 @@ class Grammars:
             raise ValueError(f"structured_outputs.{params.kind} can't be used: {error}") from error
         num_words = -(-self._ll_tokenizer.vocab_size // 32)
         after = params.starts_after or ""
-        grammar = Grammar(root, self._end_token_ids, num_words, after, self._tokenizer)
+        grammar = Grammar(root, self._end_token_ids, num_words, after, self._tokenizer, self._ll_tokenizer)
         with self._lock:
             self._compiled[key] = grammar
             if len(self._compiled) > MAX_CACHED:
@@ -223,7 +247,7 @@ class Grammars:
             case "grammar":
                 return LLMatcher.grammar_from_lark(value)
             case "choice":
-                texts = [json.dumps(text, ensure_ascii=False) for text in value]
+                texts = [json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") for text in value]
                 return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
             case _:
                 return _tags(value, self._is_special)

@@ -338,7 +338,7 @@ def test_any_tokens_that_the_masks_allow_have_the_form(
         ({"regex": r"(ab|c)*d{2,3}"}, r"(ab|c)*d{2,3}"),
         ({"regex": r"[à-ü日本]{1,4}"}, r"[à-ü日本]{1,4}"),
         ({"regex": r"[0-9]{4}-(0[1-9]|1[0-2])"}, r"[0-9]{4}-(0[1-9]|1[0-2])"),
-        ({"choice": ["é", "a\tb", "a\\nb", '"', ""]}, r'é|a\tb|a\\nb|"|'),
+        ({"choice": ["é", "a\tb", "a\\nb", '"', "", "\x7f"]}, r'é|a\tb|a\\nb|"||\x7f'),
         ({"grammar": 'start: "(" start ")" | "x"'}, r"\(*x\)*"),
         (
             {"grammar": "start: word (SEP word){1,3}\nword: /[a-c]{1,3}/\nSEP: / ?, ?/"},

@@ -7,8 +7,10 @@ import time
 
 import jsonschema
 import pytest
+from pydantic import TypeAdapter
 
 from jax_paged.engine import grammars
+from jax_paged.server.answers import ResponseAnswer
 
 SCHEMA = {
     "type": "object",
@@ -78,6 +80,8 @@ def test_responses(served):
     answer = served.client.post("/responses", json=body)
     assert "x-ignored-fields" not in answer.headers
     jsonschema.validate(json.loads(answer.json()["output"][0]["content"][0]["text"]), SCHEMA)
+    assert answer.json()["text"]["format"] == form
+    TypeAdapter(ResponseAnswer).validate_python(answer.json(), extra="forbid")
 
 
 def test_a_dead_end_is_an_error_and_no_stop(served):
