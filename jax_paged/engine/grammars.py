@@ -73,17 +73,16 @@ class Grammar:
         """Returns the state behind the text that the form begins behind; None if no text ends with it.
 
         Args:
-            token_ids: At least the last ones of a text. The last one may hold more than the end of it.
+            token_ids: At least the last ones of a text. The last one may hold the beginning of the form as
+                well, or white space, which belongs to neither.
         """
         behind = self._behind(token_ids)
-        if behind is None:
-            return None
-        state = self._root.deep_copy()
-        begin = self._ll_tokenizer.greedy_tokenize(behind)
-        if state.validate_tokens(begin) < len(begin):
-            begin = self._ll_tokenizer.greedy_tokenize(behind.lstrip())  # white space belongs to the tag
-        state.consume_tokens(begin)
-        return state
+        for text in () if behind is None else (behind, behind.lstrip()):
+            state, begin = self._root.deep_copy(), self._ll_tokenizer.greedy_tokenize(text)
+            if not begin or state.validate_tokens(begin) == len(begin):
+                state.consume_tokens(begin)
+                return state
+        return None
 
     def _behind(self, token_ids: list[int], num_more: int = 0) -> str | None:
         """Returns what stands behind the text that the form begins behind; None if that is not there.
