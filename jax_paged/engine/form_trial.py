@@ -21,8 +21,8 @@ _STACK_BYTES = 2**21
 # Of the process's addresses. A tokenizer takes some hundred megabytes.
 _MEMORY_BYTES = 2**33
 # Per mask: parser items (20 per ms) and steps of the lexer (14 per ms), so that no form holds up a step.
-_STEP_ITEMS = 10_000
-_STEP_FUEL = 100_000
+_STEP_ITEMS = 4_000
+_STEP_FUEL = 40_000
 _CLOSED = "the engine is closed"
 
 
