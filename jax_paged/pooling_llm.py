@@ -113,8 +113,9 @@ class PoolingMethods(abc.ABC):
         params = PoolingParams() if pooling_params is None else pooling_params
         config = self.llm_engine.config
         if config.pooling is not None and not config.pooling.labels:
-            texts = [text for pair in pairs for text in pair]
-            found = self._pool("embed", texts, dataclasses.replace(params, task="embed"), *given)
+            texts, which = pooling.distinct([text for pair in pairs for text in pair])
+            pooled = self._pool("embed", texts, dataclasses.replace(params, task="embed"), *given)
+            found = [pooled[i] for i in which]
             return [
                 ScoringRequestOutput(
                     a.request_id,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
+from jax_paged.engine import pooling
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
@@ -21,7 +22,8 @@ from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.request_stream import CumulativeOutputs, RequestStream
 from jax_paged.engine.statistics import EngineStatistics
 from jax_paged.inputs import Prompt
-from jax_paged.outputs import RequestOutput
+from jax_paged.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class AsyncLLMEngine:
     async def submit(
         self,
         prompt: Prompt | CheckedRequest,
-        sampling_params: SamplingParams | BeamSearchParams | None,
+        sampling_params: SamplingParams | BeamSearchParams | PoolingParams | None,
         request_id: str,
         *,
         cache_salt: str = "",
@@ -145,6 +147,33 @@ class AsyncLLMEngine:
         try:
             async for part in stream:
                 yield part if kind is RequestOutputKind.DELTA else outputs.add(part)
+        finally:
+            stream.abort()
+
+    async def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput]]:
+        """Pools a prompt; the only output is the last. Leaving the loop early aborts it.
+
+        Args:
+            prompt: As LLMEngine.check_request takes it.
+            pooling_params: What to make of it; without a task it is the model's first.
+            request_id: No unfinished request may have the same.
+            priority: As LLMEngine.check_request takes it.
+
+        Raises:
+            ValueError: If the model can't do it, or the engine can't run it.
+            EngineDeadError: If the engine has failed or is closed.
+        """
+        config = self.engine.config
+        params = pooling.resolved(pooling_params, None, config)
+        stream = await self.submit(prompt, params, request_id, priority=priority, whole=True)
+        assert config.pooling is not None, "it can pool"
+        try:
+            async for output in stream:
+                data = pooling.data_of(output, params, config.pooling)
+                facts = output.prompt_token_ids, output.num_cached_tokens
+                yield PoolingRequestOutput(request_id, PoolingOutput(data), *facts)
         finally:
             stream.abort()
 

@@ -4,7 +4,6 @@ llguidance is imported when a request first asks for a form.
 """
 
 import collections
-import concurrent.futures
 import functools
 import itertools
 import json
@@ -16,16 +15,17 @@ import numpy as np
 
 from jax_paged.checks import check
 from jax_paged.core.scheduler_output import SchedulerOutput, TokenMasks
+from jax_paged.engine.form_trial import FormTrial, compiled
 from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.structured_outputs import StructuredOutputsParams
+from jax_paged.structured_outputs import JSON_WRITING, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Seconds. Schemas of the largest size that is allowed take a tenth.
+# Seconds of a processor. Most schemas of the largest size that is allowed take a tenth.
 MAX_COMPILE_S = 5.0
 MAX_CACHED = 64
-_NUM_THREADS = 2
+_DEAD_END = "NoExtensionBias"  # an error of llguidance
 # Tokens of whitespace that a chat template may put behind what closes the thinking that it has left out.
 _MAX_BEHIND = 4
 
@@ -39,6 +39,7 @@ class Grammar:
         num_words: Of a mask, each of 32 tokens; those behind the model's vocabulary mean nothing.
         starts_after: Text behind which the form begins; "" if it begins with the output.
         tokenizer: Of the model.
+        ll_tokenizer: The same, for llguidance.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class Grammar:
         num_words: int,
         starts_after: str,
         tokenizer: Tokenizer,
+        ll_tokenizer: "LLTokenizer",
     ) -> None:
         self._root = root
         self.end_token_ids = end_token_ids
         self.num_words = num_words
         self._starts_after = starts_after
         self._tokenizer = tokenizer
+        self._ll_tokenizer = ll_tokenizer
 
     def matcher(self, prompt_token_ids: list[int], *, ignores_eos: bool) -> "Matcher":
         """Returns what follows one output of the form, from its first token on.
@@ -62,19 +65,36 @@ class Grammar:
             prompt_token_ids: The text that the form begins behind may stand at its end.
             ignores_eos: Whether the request goes on after an end token: then none is allowed.
         """
-        waits = bool(self._starts_after) and not self.begins_behind(prompt_token_ids, _MAX_BEHIND)
+        behind = self._behind(prompt_token_ids, _MAX_BEHIND) if self._starts_after else ""
+        waits = behind is None or bool(behind.strip())
         return Matcher(self, self._root.deep_copy(), waits=waits, ignores_eos=ignores_eos)
 
-    def begins_behind(self, token_ids: list[int], num_blank: int = 0) -> bool:
-        """Returns whether some tokens end with the text that the form begins behind.
+    def begun(self, token_ids: list[int]) -> "LLMatcher | None":
+        """Returns the state behind the text that the form begins behind; None if no text ends with it.
+
+        Args:
+            token_ids: At least the last ones of a text. The last one may hold the beginning of the form as
+                well, or white space, which belongs to neither.
+        """
+        behind = self._behind(token_ids)
+        for text in () if behind is None else (behind, behind.lstrip()):
+            state, begin = self._root.deep_copy(), self._ll_tokenizer.greedy_tokenize(text)
+            if not begin or state.validate_tokens(begin) == len(begin):
+                state.consume_tokens(begin)
+                return state
+        return None
+
+    def _behind(self, token_ids: list[int], num_more: int = 0) -> str | None:
+        """Returns what stands behind the text that the form begins behind; None if that is not there.
 
         Args:
             token_ids: At least the last ones of a text.
-            num_blank: How many tokens of whitespace may follow it.
+            num_more: How many tokens may follow.
         """
-        num_tokens = len(self._starts_after.encode()) + num_blank  # each of at least a byte
+        num_tokens = len(self._starts_after.encode()) + num_more  # each of at least a byte
         text = self._tokenizer.decode(token_ids[-num_tokens:], skip_special_tokens=False)
-        return (text.rstrip() if num_blank else text).endswith(self._starts_after)
+        _, tag, behind = text.rpartition(self._starts_after)
+        return behind if tag else None
 
 
 class Matcher:
@@ -111,11 +131,20 @@ class Matcher:
         """
         for n in range(self._num_tokens, len(token_ids)):
             if self._waits:
-                self._waits = not self.grammar.begins_behind(token_ids[: n + 1])
+                begun = self.grammar.begun(token_ids[: n + 1])
+                if begun is not None:
+                    self._state, self._waits = begun, False
+                    self._num_when_complete = n + 1 if begun.is_stopped() and begun.is_accepting() else None
             elif self._num_when_complete is None and self._state.consume_token(token_ids[n]):
                 self._num_when_complete = n + 1 if self._state.is_stopped() else None
         self._num_tokens = len(token_ids)
         return self._num_when_complete
+
+    @property
+    def problem(self) -> str:
+        """Why llguidance has given up; "" if it has not, or has come to a dead end."""
+        error = self._state.get_error().partition("<non-verbose/>")[0].strip()
+        return "" if error == _DEAD_END else error
 
     def fill(self, row: np.ndarray) -> None:
         """Writes the mask of the next token: none is allowed where the form has a dead end.
@@ -141,7 +170,7 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles forms, in threads of its own; may be called from any thread.
+    """Compiles forms, after a trial in a process of its own; may be called from any thread.
 
     Args:
         tokenizer: Of the model.
@@ -153,7 +182,7 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._end_token_ids = tokenizer, vocab_size, end_token_ids
         self._compiled: collections.OrderedDict[str, Grammar] = collections.OrderedDict()
         self._lock = threading.Lock()
-        self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "grammar")
+        self._trial = FormTrial(self._settings)
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """Returns a form, compiled or found.
@@ -169,50 +198,39 @@ class Grammars:
             if found is not None:
                 self._compiled.move_to_end(key)
                 return found
-        _ = self._ll_tokenizer  # takes a second with a large vocabulary, once
         try:
-            root = self._threads.submit(self._root, params.kind, value).result(MAX_COMPILE_S)
-        except TimeoutError:
-            name = f"structured_outputs.{params.kind}"
-            raise ValueError(
-                f"{name} takes more than {MAX_COMPILE_S:g} s to compile; allowed: less"
-            ) from None
+            source = self._source(params.kind, value)
+            self._trial.try_form(source, MAX_COMPILE_S)
+            root = compiled(self._ll_tokenizer, source)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs.{params.kind} can't be used: {error}") from error
         num_words = -(-self._ll_tokenizer.vocab_size // 32)
         after = params.starts_after or ""
-        grammar = Grammar(root, self._end_token_ids, num_words, after, self._tokenizer)
+        grammar = Grammar(root, self._end_token_ids, num_words, after, self._tokenizer, self._ll_tokenizer)
         with self._lock:
             self._compiled[key] = grammar
             if len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
         return grammar
 
-    @functools.cached_property
-    def _ll_tokenizer(self) -> "LLTokenizer":
+    def close(self) -> None:
+        """Ends what is still being compiled."""
+        self._trial.close()
+
+    def _settings(self) -> dict[str, Any]:
+        """Returns the arguments of LLTokenizer."""
         from llguidance import LLTokenizer
 
         check(bool(self._end_token_ids), "structured_outputs", "given", "None, as the model has no end token")
         source = self._tokenizer.to_json()
-        own = LLTokenizer(source)
-        size = max(own.vocab_size, self._vocab_size)
-        return LLTokenizer(source, n_vocab=size, eos_token=sorted(self._end_token_ids))
+        size = max(LLTokenizer(source).vocab_size, self._vocab_size)
+        return {"tokenizer": source, "n_vocab": size, "eos_token": sorted(self._end_token_ids)}
 
-    def _root(self, kind: str, value: Any) -> "LLMatcher":
-        from llguidance import LLMatcher, LLParserLimits
+    @functools.cached_property
+    def _ll_tokenizer(self) -> "LLTokenizer":  # takes a second with a large vocabulary
+        from llguidance import LLTokenizer
 
-        name = f"structured_outputs.{kind}"
-        limits = LLParserLimits(verbose_errors=False)
-        try:
-            source = self._source(kind, value)
-            root = LLMatcher(self._ll_tokenizer, source, log_level=0, limits=limits)
-            if not root.is_error():
-                root.compute_bitmask()  # what copies then know already; and what can't be met is found
-        except ValueError as error:
-            raise ValueError(f"{name} can't be used: {error}") from error
-        if root.is_error():
-            problem = " ".join(root.get_error().removesuffix("<non-verbose/>").split())
-            problem = "nothing meets it" if problem == "NoExtensionBias" else problem
-            raise ValueError(f"{name} can't be used: {problem}")
-        return root
+        return LLTokenizer(**self._settings())
 
     def _source(self, kind: str, value: Any) -> str:
         """Returns a form in llguidance's terms."""
@@ -228,7 +246,7 @@ class Grammars:
             case "grammar":
                 return LLMatcher.grammar_from_lark(value)
             case "choice":
-                texts = [json.dumps(text, ensure_ascii=False) for text in value]
+                texts = [json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") for text in value]
                 return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
             case _:
                 return _tags(value, self._is_special)
@@ -267,10 +285,7 @@ def token_masks(output: SchedulerOutput, matchers: dict[int, tuple[Matcher, list
 def _json(value: Any) -> str:
     from llguidance import LLMatcher
 
-    # Between its tokens a model that is unsure would write whitespace forever.
-    return LLMatcher.grammar_from_json_schema(
-        value, overrides={"whitespace_flexible": False, "lenient": False}
-    )
+    return LLMatcher.grammar_from_json_schema(value, overrides={**JSON_WRITING, "lenient": False})
 
 
 def _tags(value: Any, is_special: Callable[[str], bool]) -> str:
@@ -291,7 +306,7 @@ def _tags(value: Any, is_special: Callable[[str], bool]) -> str:
         trigger = next((text for text in triggers if item["begin"].startswith(text)), None)
         check(trigger is not None, "begin", item["begin"], f"text that starts with one of {triggers}")
         assert trigger is not None, "just checked"
-        schema = item["schema"] | {"x-guidance": {"whitespace_flexible": False}}
+        schema = item["schema"] | {"x-guidance": {**JSON_WRITING}}
         tags.append(StructTag(trigger=trigger, begin=item["begin"], grammar=schema, end=item["end"]))
     # llguidance takes a trigger in angle brackets for a token of its own.
     bracketed = {tag.trigger for tag in tags if tag.trigger[0] == "<" and tag.trigger[-1] == ">"}

@@ -83,6 +83,11 @@ class InputProcessor:
             raise ValueError(f"generation_config.json of {config.model_name!r}: {error}") from error
         self._max_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
 
+    def close(self) -> None:
+        """Ends what is still being checked."""
+        if self._grammars is not None:
+            self._grammars.close()
+
     @property
     def default_params(self) -> SamplingParams:
         """A copy of the sampling parameters of requests that bring none."""
@@ -136,11 +141,9 @@ class InputProcessor:
             ValueError: If they can't be used.
         """
         form = params.structured_outputs
-        if form is None:
-            return None
-        check(self._grammars is not None, "structured_outputs", form, "None, as the engine has no tokenizer")
-        assert self._grammars is not None, "just checked"
-        return self._grammars.compile(form)
+        if form is not None and self._grammars is None:
+            raise ValueError("structured_outputs is given; allowed: None, as the engine has no tokenizer")
+        return form and self._grammars and self._grammars.compile(form)
 
     def _check_priority(self, priority: int) -> None:
         check_int("priority", priority, -(2**63), 2**63 - 1)
@@ -178,10 +181,8 @@ class InputProcessor:
             return _Tokenized(None, self._checked_ids("prompt", prompt))
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         names = {"prompt", "prompt_token_ids", "cache_salt"}
-        # What vLLM's prompts may have and a text model does not take.
-        empty = {
-            name for name in ("multi_modal_data", "mm_processor_kwargs") if prompt.get(name) in (None, {})
-        }
+        others = "multi_modal_data", "mm_processor_kwargs"  # in vLLM's prompts; a text model takes none
+        empty = {name for name in others if prompt.get(name) in (None, {})}
         ok = prompt.keys() <= names | empty and (text is not None or token_ids is not None)
         allowed = (
             'a dict with one of the keys "prompt" and "prompt_token_ids", or both, and maybe "cache_salt"'
@@ -330,9 +331,8 @@ class InputProcessor:
             problems.note(self._resolve_logprobs, params, name)
         num_words = len(params.bad_words_token_ids or ())
         problems.note(check_int, "the number of bad words", num_words, 0, MAX_BAD_WORDS)
-        if params.stop_strings and self._tokenizer is None:
-            ok, allowed = False, "None, as the engine has no tokenizer"
-            problems.note(check, ok, "stop", params.stop, allowed)
+        ok = self._tokenizer is not None or not params.stop_strings
+        problems.note(check, ok, "stop", params.stop, "None, as the engine has no tokenizer")
         problems.raise_if_any()
 
     # Both together.

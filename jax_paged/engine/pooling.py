@@ -1,7 +1,7 @@
 """Pooling requests: which there are, how they are checked, and what they return."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,6 +109,14 @@ def data_of(output: RequestOutput, params: PoolingParams, spec: PoolingSpec) -> 
     if not (spec.normalize if activates is None else activates):
         return data
     return data / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), 1e-12)
+
+
+def distinct(texts: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Returns the texts that differ, in order, and which of them each text is."""
+    places: dict[str, int] = {}
+    which = [places.setdefault(repr(text), len(places)) for text in texts]
+    first = dict(zip(reversed(which), reversed(texts), strict=True))
+    return [first[i] for i in range(len(places))], which
 
 
 def similarity(a: np.ndarray, b: np.ndarray) -> float:

@@ -262,6 +262,7 @@ class RequestEngine:
         if not self._closed:
             self._closed = True
             self._loop.requests.clear()
+            self.input_processor.close()
             self.executor.close()
 
     def __enter__(self) -> Self:

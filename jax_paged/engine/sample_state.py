@@ -4,6 +4,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
 from jax_paged.engine.detokenizer import Detokenizer
 from jax_paged.engine.grammars import Grammar, Matcher
 from jax_paged.engine.stop_strings import StopStrings
@@ -132,6 +133,13 @@ class SampleState:
         if self._detokenizer is not None:
             self._detokenizer.restore(values["detokenizer"])
 
+    @property
+    def _stop_reason(self) -> int | str | None:
+        reason = self.seq.stop_reason
+        if reason == NO_TOKEN_ALLOWED and self.matcher is not None and self.matcher.problem:
+            return f"{reason}: {self.matcher.problem}"
+        return reason
+
     def output(self, index: int, *, is_last: bool) -> CompletionOutput:
         """Returns all of it as it stands, in lists if it `is_last`, else in snapshots."""
         detokenizer, logprobs = self._detokenizer, self._logprobs
@@ -142,7 +150,7 @@ class SampleState:
             cumulative_logprob=self.seq.cumulative_logprob,
             logprobs=None if logprobs is None else snapshot(logprobs, is_last=is_last),
             finish_reason=self.seq.status.finish_reason,
-            stop_reason=self.seq.stop_reason,
+            stop_reason=self._stop_reason,
         )
 
     def take_delta(self, index: int) -> CompletionOutput:
@@ -156,7 +164,7 @@ class SampleState:
             cumulative_logprob=self.seq.cumulative_logprob,
             logprobs=None if logprobs is None else logprobs[first_token:],
             finish_reason=self.seq.status.finish_reason,
-            stop_reason=self.seq.stop_reason,
+            stop_reason=self._stop_reason,
         )
         self._num_tokens_taken += len(delta.token_ids)
         self._num_chars_taken += len(delta.text)

@@ -125,6 +125,19 @@ class OutputMessage(TypedDict):
     content: list[OutputText]
 
 
+class ReasoningText(TypedDict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(TypedDict):
+    id: str
+    type: Literal["reasoning"]
+    status: Literal["completed"]
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
 class OutputTokensDetails(TypedDict):
     reasoning_tokens: int
 
@@ -142,7 +155,11 @@ class IncompleteDetails(TypedDict):
 
 
 class ResponseFormatAnswer(TypedDict):
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    name: NotRequired[str]
+    schema: NotRequired[dict[str, Any]]
+    strict: NotRequired[bool]
+    description: NotRequired[str]
 
 
 class ResponseTextAnswer(TypedDict):
@@ -155,7 +172,7 @@ class ResponseAnswer(TypedDict):
     created_at: int
     status: Literal["completed", "incomplete"]
     model: str
-    output: list[OutputMessage]
+    output: list[ReasoningItem | OutputMessage]
     error: None
     incomplete_details: IncompleteDetails | None
     instructions: str | None

@@ -12,14 +12,19 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax_paged.structured_outputs import JSON_WRITING
+
 # How the JSON of a grammar is spaced: as chat templates write it.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPACING = {**JSON_WRITING, "item_separator": ", ", "key_separator": ": "}
 
 REASONING, CONTENT, NAME, ARGUMENTS, CALL, TAG = "reasoning", "content", "name", "arguments", "call", "tag"
+# One of these stands before arguments, in all formats.
+BEFORE_ARGUMENTS = ('"arguments"', '"parameters"', "[TOOL_CALLS]", "｜>")
 
 # White space, bounded: a model that writes nothing else must not make the search for a tag slow.
 _W = r"\s{0,16}"
 _QUOTED = r'[^"\\<\[]{1,256}'  # no tag, at which another region might end
+_STRING = r'"(?:[^"\\]|\\.)*+"'
 _KEY = rf'{_W}\{{{_W}"name"{_W}:{_W}"'
 _VALUE = rf'"{_W},{_W}"(?:arguments|parameters)"{_W}:{_W}'
 
@@ -109,7 +114,7 @@ _HERMES = ToolFormat(
     calls=(CallPattern(rf"{_W}<tool_call>{_KEY}", rf"</tool_call>{_W}"),),
     texts=(CallText('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n"),),
     tags=("<tool_call>", "</tool_call>"),
-    whole=rf'{_W}<tool_call>{_W}\{{{_W}"arguments"{_W}:{_W}(?P<arguments>(?:(?!</tool_call>).)*?){_W},'
+    whole=rf'{_W}<tool_call>{_W}\{{{_W}"arguments"{_W}:{_W}(?P<arguments>(?:{_STRING}|(?!</tool_call>)[^"])*?){_W},'
     rf'{_W}"name"{_W}:{_W}"(?P<name>{_QUOTED})"{_W}\}}{_W}(?:</tool_call>{_W}|\Z)',
 )
 

@@ -81,7 +81,14 @@ class GenerationRoutes(TextRoutes):
             prompts = as_prompts(body.prompt)
             check(bool(prompts), "prompt", prompts, "at least one prompt")
             checked = await self._texts.read(
-                "prompt", list(prompts), check_all, self._engine, prompts, params, body
+                "prompt",
+                list(prompts),
+                check_all,
+                self._engine,
+                prompts,
+                params,
+                body,
+                with_form=has_form(params),
             )
         n = body.num_outputs
         call = Call(
@@ -106,7 +113,14 @@ class GenerationRoutes(TextRoutes):
             reader = self._readers.reader_of(body)
             texts = [body.messages, *filter(None, (reader and reader.tools, body.chat_template_kwargs))]
             checked = await self._texts.read(
-                "messages", texts, self._check_chat, tokenizer, params, body, reader
+                "messages",
+                texts,
+                self._check_chat,
+                tokenizer,
+                params,
+                body,
+                reader,
+                with_form=has_form(params) or bool(reader and reader.forced),
             )
         n, num_top, stream = body.num_outputs, body.top_logprobs or 0, bool(body.stream)
         choice = chat_deltas(num_top) if stream else chat_messages(num_top)
@@ -196,6 +210,11 @@ def check_all(
                 engine.engine.config.max_model_len,
             )
     return requests
+
+
+def has_form(params: SamplingParams | BeamSearchParams) -> bool:
+    """Returns whether outputs have a form, which takes its time to compile."""
+    return isinstance(params, SamplingParams) and params.structured_outputs is not None
 
 
 def tokenizer_of(engine: AsyncLLMEngine) -> Tokenizer:

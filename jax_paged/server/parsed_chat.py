@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_paged.outputs import CompletionOutput, RequestOutput
-from jax_paged.server.formats import ARGUMENTS, CALL, CONTENT, NAME, REASONING
+from jax_paged.server.formats import ARGUMENTS, BEFORE_ARGUMENTS, CALL, CONTENT, NAME, REASONING
 from jax_paged.server.responses import MakeChoice
 
 # What may stand behind arguments and close what they stand in.
 _CLOSING = "}] \t\r\n"
 _MAX_CLOSING = 2
+# Characters that may stand between a marker of arguments and them: a name, an id and white space.
+_MOST_BETWEEN = 400
 
 
 class OutputParser:
@@ -28,6 +30,9 @@ class OutputParser:
         self._parser = ResponseParser(template, prefix="")
         self._parallel = parallel
         self._calls: list[_Call] = []
+        self._last = ""  # text that was parsed
+        self._is_first = False  # whether nothing of the arguments that have opened has come
+        self._object: _OpenObject | None = None  # what they are, up to its last brace
 
     @property
     def has_calls(self) -> bool:
@@ -41,10 +46,41 @@ class OutputParser:
             text: What has come since the last call.
             is_last: Whether nothing follows.
         """
-        events = self._parser.feed(text)
-        if is_last:
-            events += self._parser.finalize()[1]
         new: dict[str, Any] = {}
+        while text:
+            if self._object is not None:  # the parser would take what stands in its strings for tags
+                num = self._object.num_inside(text)
+                if self._counts:
+                    self._calls[-1].add(new, text[:num])
+                if num < len(text):
+                    self._object = None
+            else:
+                num = self._num_up_to_brace(text)
+                self._last = (self._last + text[:num])[-_MOST_BETWEEN:]
+                self._read(new, self._parser.feed(text[:num]))
+            text = text[num:]
+        if is_last:
+            self._read(new, self._parser.finalize()[1])
+        if REASONING in new:
+            new["reasoning_content"] = new[REASONING]  # its older name
+        if "tool_calls" in new:
+            new["tool_calls"] = list(new["tool_calls"].values())
+        return new
+
+    def _num_up_to_brace(self, text: str) -> int:
+        """Returns how many characters there are up to the brace that may begin arguments, or to the end."""
+        num = 0
+        while num := text.find("{", num) + 1:
+            if any(marker in (self._last + text[:num])[-_MOST_BETWEEN:] for marker in BEFORE_ARGUMENTS):
+                return num
+        return len(text)
+
+    @property
+    def _counts(self) -> bool:
+        """Whether the newest call is not dropped."""
+        return self._parallel or len(self._calls) == 1
+
+    def _read(self, new: dict[str, Any], events: list[dict[str, Any]]) -> None:
         for event in events:
             field, kind = event["field"].rstrip("0123456789"), event["type"]
             if field in (CONTENT, REASONING):
@@ -53,13 +89,13 @@ class OutputParser:
                 continue
             if field in (NAME, CALL) and kind == "region_open":
                 self._calls.append(_Call(len(self._calls)))
-            if self._calls and (self._parallel or len(self._calls) == 1):
+            if self._calls and self._counts:
                 self._take(new, field, event)
-        if REASONING in new:
-            new["reasoning_content"] = new[REASONING]  # its older name
-        if "tool_calls" in new:
-            new["tool_calls"] = list(new["tool_calls"].values())
-        return new
+            if field == ARGUMENTS and kind == "region_open":
+                self._is_first = True
+            elif field == ARGUMENTS and kind == "region_chunk" and self._is_first and event["text"].strip():
+                self._is_first = False
+                self._object = _OpenObject() if event["text"].strip() == "{" else None
 
     def _take(self, new: dict[str, Any], field: str, event: dict[str, Any]) -> None:
         """Adds what an event tells of the newest call."""
@@ -80,6 +116,31 @@ class OutputParser:
                 call.end(new)
             case _:
                 pass
+
+
+class _OpenObject:
+    """Finds the end of a JSON object whose first brace has come."""
+
+    def __init__(self) -> None:
+        self._depth = 1
+        self._is_string = self._is_escaped = False
+
+    def num_inside(self, text: str) -> int:
+        """Returns how many of the next characters stand before its last brace."""
+        for i, character in enumerate(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif character == '"':
+                self._is_string = not self._is_string
+            elif self._is_string:
+                self._is_escaped = character == "\\"
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return i
+        return len(text)
 
 
 class _Call:

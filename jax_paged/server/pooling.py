@@ -145,7 +145,8 @@ class PoolingRoutes(TextRoutes):
 
     async def score(self, body: ScoreRequest, request: Request) -> Response:
         """POST /score: how well texts fit, one with each of several or pair by pair."""
-        scores, found = await self._scores(body, body.text_1, body.text_2, request)
+        given = {"text_1": body.text_1, "text_2": body.text_2}
+        scores, found = await self._scores(body, given, request)
         data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
         return self._listed("score", data, found)
 
@@ -154,7 +155,8 @@ class PoolingRoutes(TextRoutes):
         with bad_input(body):
             if body.top_n is not None:
                 check_int("top_n", body.top_n, 0)
-        scores, found = await self._scores(body, body.query, body.documents, request)
+        given = {"query": body.query, "documents": body.documents}
+        scores, found = await self._scores(body, given, request)
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
         results = [
             {"index": i, "document": {"text": body.documents[i]}, "relevance_score": scores[i]} for i in best
@@ -164,25 +166,32 @@ class PoolingRoutes(TextRoutes):
         return json_response({**head, "usage": usage, "results": results})
 
     async def _scores(
-        self, body: PoolingBody, first: Any, second: Any, request: Request
+        self, body: PoolingBody, given: dict[str, Any], request: Request
     ) -> tuple[list[float], list[_Pooled]]:
         with bad_input(body):
-            for name, texts in (("text_1", first), ("text_2", second)):
+            for name, texts in given.items():
                 each = texts if isinstance(texts, list) else [texts]
                 ok = bool(each) and all(isinstance(text, str) and text for text in each)
                 check(ok, name, texts, "text that is not empty, or a list of such")
-            pairs = pooling.pairs_of(first, second)
+            pairs = pooling.pairs_of(*given.values())
+            name = f"the number of texts in {body.prompt_field}"
+            check_int(name, len(pairs), 1, _MAX_TEXTS)
         spec = self._config.pooling
         if spec is None or spec.labels:
             found = await self._pooled("score", body, pairs, request)
             return [float(pooled.data[0]) for pooled in found], found
-        texts = [text for pair in pairs for text in pair]
-        found = await self._pooled("embed", body, texts, request)
-        both = zip(found[::2], found[1::2], strict=True)
-        return [pooling.similarity(a.data, b.data) for a, b in both], found
+        texts, which = pooling.distinct([text for pair in pairs for text in pair])
+        found = await self._pooled("embed", body, texts, request, 2 * _MAX_TEXTS)
+        both = zip(which[::2], which[1::2], strict=True)
+        return [pooling.similarity(found[i].data, found[j].data) for i, j in both], found
 
     async def _pooled(
-        self, task: PoolingTask | None, body: PoolingBody, inputs: Any, request: Request
+        self,
+        task: PoolingTask | None,
+        body: PoolingBody,
+        inputs: Any,
+        request: Request,
+        most: int = _MAX_TEXTS,
     ) -> list[_Pooled]:
         check_model(body, self._model_name)
         with bad_input(body):
@@ -192,7 +201,7 @@ class PoolingRoutes(TextRoutes):
             prompts = as_prompts(inputs)
             check(bool(prompts), body.prompt_field, prompts, "at least one text")
             name = f"the number of prompts in {body.prompt_field}"
-            check_int(name, len(prompts), 1, _MAX_TEXTS)
+            check_int(name, len(prompts), 1, most)
             texts = [list(p) if isinstance(p, tuple) else p for p in prompts]
             checked = await self._texts.read(
                 body.prompt_field, texts, self._check_all, prompts, params, body.priority or 0

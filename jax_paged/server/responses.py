@@ -115,7 +115,10 @@ def request_error(output: RequestOutput) -> ApiError | None:
     """Returns the error that a request has ended with, or None."""
     for completion in output.outputs:
         reason = completion.stop_reason
-        if reason == NO_TOKEN_ALLOWED and completion.finish_reason == "abort":
+        text = reason if completion.finish_reason == "abort" and isinstance(reason, str) else ""
+        if text.startswith(f"{NO_TOKEN_ALLOWED}: "):
+            return ApiError(f"the form of the output can't be followed any further: {shortened(text, 300)}")
+        if text == NO_TOKEN_ALLOWED:
             return ApiError(
                 "the request leaves no token: allowed_token_ids, bad_words, min_tokens and the form of the "
                 "output exclude all"

@@ -19,15 +19,25 @@ from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.server.conversation import messages_for, messages_of_input
 from jax_paged.server.event_stream import EventStream, unless_gone
+from jax_paged.server.formats import CONTENT, REASONING
 from jax_paged.server.forms import TextFormat
-from jax_paged.server.generation import TextRoutes, bad_input, check_all, check_model, client_of, tokenizer_of
+from jax_paged.server.generation import (
+    TextRoutes,
+    bad_input,
+    check_all,
+    check_model,
+    client_of,
+    has_form,
+    tokenizer_of,
+)
 from jax_paged.server.limits import check_sizes
 from jax_paged.server.logprobs import chat_logprobs
+from jax_paged.server.parsed_chat import OutputParser
 from jax_paged.server.parts import Part
 from jax_paged.server.protocol import Generation, within
 from jax_paged.server.responses import ApiError, json_response, usage
 from jax_paged.server.streaming import Call
-from jax_paged.server.tools import behind_thoughts
+from jax_paged.server.tools import ChatReader
 
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
 
@@ -84,6 +94,12 @@ class ResponsesRequest(Generation):
     def _format(self) -> TextFormat | None:
         return self.text and self.text.format
 
+    @property
+    def text_format(self) -> dict[str, Any]:
+        """The format of the text, as it is answered."""
+        given = self._format
+        return {"type": "text"} if given is None else given.model_dump(by_alias=True, exclude_none=True)
+
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
         if self.max_output_tokens is not None:
             check_int("max_output_tokens", self.max_output_tokens, 1)
@@ -104,8 +120,13 @@ class ResponsesRoute(TextRoutes):
                 check_int("the number of messages in input", len(body.input), 0, self._options.max_messages)
             params = body.sampling_params(self._config.sampling_defaults)
             texts = [body.instructions, body.input]
-            checked = await self._texts.read("input", texts, self._check, tokenizer, params, body)
-        answer = _Answer(body, checked[0].params, self._model_name)
+            thinking = self._readers.reasoning
+            reader = None if thinking is None else ChatReader(None, None, (), True, thinking)
+            checked = await self._texts.read(
+                "input", texts, self._check, tokenizer, params, body, reader, with_form=has_form(params)
+            )
+        parser = reader and reader.parser(tokenizer, checked[0].prompt_token_ids)
+        answer = _Answer(body, checked[0].params, self._model_name, parser)
         call = Call(
             checked, 1, {"id": answer.response_id}, answer.item, request.state.record, client_of(request)
         )
@@ -114,15 +135,20 @@ class ResponsesRoute(TextRoutes):
         )
 
     def _check(
-        self, tokenizer: Tokenizer, params: SamplingParams, body: ResponsesRequest
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        body: ResponsesRequest,
+        reader: ChatReader | None,
     ) -> list[CheckedRequest]:
         messages = messages_of_input(body.input, body.instructions)
         prompt = tokenizer.encode_chat(messages_for(tokenizer, messages))
-        params = behind_thoughts(params, self._readers.reasoning)
-        return check_all(self._engine, [prompt], params, body)
+        own = reader.params(params, tokenizer) if reader else params
+        return check_all(self._engine, [prompt], own, body)
 
     async def _whole(self, answer: "_Answer", call: Call) -> Response:
         output = [part async for part in self._runner.parts(call, whole=True)][-1]
+        answer.take(output.outputs[0])
         return json_response(answer.ended(output))
 
     async def _stream(self, answer: "_Answer", call: Call) -> Response:
@@ -136,15 +162,14 @@ class ResponsesRoute(TextRoutes):
             async with contextlib.aclosing(self._runner.parts(call)) as parts:
                 async for part in parts:
                     (new,) = part.outputs
-                    delta = answer.delta(new) if new.text or new.logprobs else None
+                    events = [] if whole is not None else answer.beginning()
+                    events += answer.deltas(new)
                     if whole is None:
                         whole = part
-                        for event in answer.beginning():
-                            yield numbers.event(event)
                     else:
                         whole.extend(part)
-                    if delta is not None:
-                        yield numbers.event(delta)
+                    for event in events:
+                        yield numbers.event(event)
         except ApiError as error:
             if whole is None:
                 raise
@@ -174,13 +199,19 @@ class _Answer:
         body: What the client asked for.
         params: What that means.
         model_name: The model's name for clients.
+        parser: Tells thoughts from the text; None where all is text.
     """
 
-    def __init__(self, body: ResponsesRequest, params: SamplingParams, model_name: str) -> None:
+    def __init__(
+        self, body: ResponsesRequest, params: SamplingParams, model_name: str, parser: OutputParser | None
+    ) -> None:
         self.response_id = f"resp_{uuid.uuid4().hex}"
         self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._thoughts_id = f"rs_{uuid.uuid4().hex}"
         self._num_top = body.top_logprobs or 0
-        self._place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        self._parser = parser
+        self._thoughts = self._text = ""
+        self._has_message = False  # told of
         self._fields = {
             "id": self.response_id,
             "object": "response",
@@ -192,7 +223,7 @@ class _Answer:
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_logprobs": self._num_top,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": body.text_format},
             "tools": [],
             "tool_choice": body.tool_choice or "auto",
             "parallel_tool_calls": True,
@@ -214,7 +245,10 @@ class _Answer:
             "status": "incomplete" if is_cut else "completed",
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [self.item(0, completion, output)],
+            "output": [
+                *([self._thought("completed")] if self._thoughts else []),
+                self.item(0, completion, output),
+            ],
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": counts["prompt_tokens_details"],
@@ -224,45 +258,96 @@ class _Answer:
             },
         }
 
+    def take(self, new: CompletionOutput) -> tuple[str, str]:
+        """Returns the thoughts and the text that a new part of the output brings."""
+        found = {CONTENT: new.text}
+        if self._parser is not None:
+            found = self._parser.feed(new.text, is_last=new.finish_reason is not None)
+        thoughts, text = found.get(REASONING, ""), found.get(CONTENT, "")
+        self._thoughts += thoughts
+        self._text += text
+        return thoughts, text
+
+    def beginning(self) -> list[dict[str, Any]]:
+        """Returns the events before the output."""
+        response = {**self._unfinished("in_progress"), "error": None}
+        return [
+            {"type": "response.created", "response": response},
+            {"type": "response.in_progress", "response": response},
+        ]
+
+    def deltas(self, new: CompletionOutput) -> list[dict[str, Any]]:
+        """Returns the events of a new part of the output."""
+        is_thinking = bool(self._thoughts)
+        thoughts, text = self.take(new)
+        logprobs = [] if thoughts else chat_logprobs(new, self._num_top) or []
+        events = []
+        if thoughts:
+            events += (
+                [] if is_thinking else [self._thinking("response.output_item.added", item=self._thought())]
+            )
+            events.append(self._thinking("response.reasoning_text.delta", content_index=0, delta=thoughts))
+        if text or (logprobs and not self._parser):
+            delta = {"type": "response.output_text.delta", **self._place, "delta": text, "logprobs": logprobs}
+            events += [*self._opening(), delta]
+        return events
+
+    def _opening(self) -> list[dict[str, Any]]:
+        """Returns the events between the thoughts and the text."""
+        if self._has_message:
+            return []
+        self._has_message = True
+        events = []
+        if self._thoughts:
+            done = {"content_index": 0, "text": self._thoughts}
+            events.append(self._thinking("response.reasoning_text.done", **done))
+            events.append(self._thinking("response.output_item.done", item=self._thought("completed")))
+        message = {**self._message("in_progress"), "content": []}
+        return [
+            *events,
+            {
+                "type": "response.output_item.added",
+                "output_index": self._place["output_index"],
+                "item": message,
+            },
+            {"type": "response.content_part.added", **self._place, "part": self._part(None)},
+        ]
+
+    def ending(self, output: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the events after the output."""
+        response, part = self.ended(output), self._part(output.outputs[0])
+        text = {"text": part["text"], "logprobs": part["logprobs"]}
+        index = self._place["output_index"]
+        return [
+            *self._opening(),
+            {"type": "response.output_text.done", **self._place, **text},
+            {"type": "response.content_part.done", **self._place, "part": part},
+            {"type": "response.output_item.done", "output_index": index, "item": response["output"][index]},
+            {"type": f"response.{response['status']}", "response": response},
+        ]
+
     def item(self, _: int, completion: CompletionOutput, __: RequestOutput) -> dict[str, Any]:
         """Returns the message of an output that has come to its end."""
         status = "incomplete" if completion.finish_reason == "length" else "completed"
         return {**self._message(status), "content": [self._part(completion)]}
 
-    def beginning(self) -> list[dict[str, Any]]:
-        """Returns the events before the text."""
-        response = {**self._unfinished("in_progress"), "error": None}
-        return [
-            {"type": "response.created", "response": response},
-            {"type": "response.in_progress", "response": response},
-            {
-                "type": "response.output_item.added",
-                "output_index": 0,
-                "item": {**self._message("in_progress"), "content": []},
-            },
-            {"type": "response.content_part.added", **self._place, "part": self._part(None)},
-        ]
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item_id, "output_index": int(bool(self._thoughts)), "content_index": 0}
 
-    def delta(self, new: CompletionOutput) -> dict[str, Any]:
-        """Returns the event of a new part of the text."""
-        logprobs = chat_logprobs(new, self._num_top) or []
+    def _thinking(self, kind: str, **fields: Any) -> dict[str, Any]:
+        place = {"output_index": 0} if "item" in fields else {"item_id": self._thoughts_id, "output_index": 0}
+        return {"type": kind, **place, **fields}
+
+    def _thought(self, status: str = "in_progress") -> dict[str, Any]:
+        parts = [] if status == "in_progress" else [{"type": "reasoning_text", "text": self._thoughts}]
         return {
-            "type": "response.output_text.delta",
-            **self._place,
-            "delta": new.text,
-            "logprobs": logprobs,
+            "id": self._thoughts_id,
+            "type": "reasoning",
+            "summary": [],
+            "content": parts,
+            "status": status,
         }
-
-    def ending(self, output: RequestOutput) -> list[dict[str, Any]]:
-        """Returns the events after the text."""
-        response, part = self.ended(output), self._part(output.outputs[0])
-        text = {"text": part["text"], "logprobs": part["logprobs"]}
-        return [
-            {"type": "response.output_text.done", **self._place, **text},
-            {"type": "response.content_part.done", **self._place, "part": part},
-            {"type": "response.output_item.done", "output_index": 0, "item": response["output"][0]},
-            {"type": f"response.{response['status']}", "response": response},
-        ]
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         """Returns the event of a response that has failed after its first part."""
@@ -278,5 +363,5 @@ class _Answer:
     def _part(self, completion: CompletionOutput | None) -> dict[str, Any]:
         text, logprobs = "", None
         if completion is not None:
-            text, logprobs = completion.text, chat_logprobs(completion, self._num_top)
+            text, logprobs = self._text, chat_logprobs(completion, self._num_top)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}

@@ -27,7 +27,7 @@ from jax_paged.server.app import OpenAIServer
 from jax_paged.server.logs import configure
 from jax_paged.server.options import BatchOptions, ReasoningParser, ServerOptions, ToolCallParser
 
-_URLS = ("/v1/completions", "/v1/chat/completions")
+_URLS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank")
 _FAILED, _INTERRUPTED = 1, 130
 
 
@@ -246,7 +246,7 @@ class Batch:
         response = entry["response"]
         if response is not None and response["status_code"] == 200:
             self._summary.num_answered += 1
-            self._summary.num_tokens += response["body"]["usage"]["completion_tokens"]
+            self._summary.num_tokens += response["body"]["usage"].get("completion_tokens", 0)
         else:
             self._summary.num_failed += 1
         rate = self._summary.num_tokens / max(self._bar.format_dict["elapsed"], 0.1)

@@ -1,6 +1,7 @@
 """What clients send is read so that nobody else is held up: a lane for what is long, and a limit to it."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -14,6 +15,8 @@ _SHORT_TEXT = 1024
 # Bytes that are parsed in a few ms; seconds of the lane per byte, twice as long as 2 MB took on a busy core.
 LONG_BODY = 256 * 1024
 _SECONDS_PER_BYTE = 3e-8
+# That wait for forms to compile. The other threads are for texts: a slow form holds none of them up.
+_NUM_FORM_THREADS = 4
 # How long the lane rests after a text, in times of what the text took.
 _REST = 3
 
@@ -63,8 +66,16 @@ class TextReader:
         self._max_model_len = max_model_len
         self._max_characters = tokenizer.max_characters(max_model_len) if tokenizer else None
         self._lane = lane
+        self._forms = concurrent.futures.ThreadPoolExecutor(_NUM_FORM_THREADS, "forms")
 
-    async def read[T](self, name: str, texts: list[Any], function: Callable[..., T], *args: Any) -> T:
+    async def read[T](
+        self,
+        name: str,
+        texts: list[Any],
+        function: Callable[..., T],
+        *args: Any,
+        with_form: bool = False,
+    ) -> T:
         """Calls a function, in a thread if it may take long, unless a text is more than max_model_len tokens.
 
         Args:
@@ -72,6 +83,7 @@ class TextReader:
             texts: What will be tokenized; each a string, or lists and dicts of strings.
             function: Tokenizes them.
             args: Of the function.
+            with_form: Whether the function compiles the form of an output as well.
 
         Raises:
             ApiError: If a text is too long.
@@ -86,11 +98,14 @@ class TextReader:
                 name,
             )
         # Token ids have no characters, but a number.
-        if len(texts) == 1 and isinstance(texts[0], str | list) and longest + len(texts[0]) <= _SHORT_TEXT:
+        is_short = len(texts) == 1 and isinstance(texts[0], str | list)
+        is_short = is_short and longest + len(texts[0]) <= _SHORT_TEXT
+        if is_short and not with_form:
             return _called(function, *args)
         is_long = sum(sizes) > _LONG_TEXT
         async with self._lane.turn() if is_long else contextlib.nullcontext():
-            return await asyncio.to_thread(_called, function, *args)
+            threads, loop = self._forms if with_form else None, asyncio.get_running_loop()
+            return await loop.run_in_executor(threads, _called, function, *args)
 
 
 def _called[T](function: Callable[..., T], *args: Any) -> T:

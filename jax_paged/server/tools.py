@@ -22,7 +22,7 @@ from jax_paged.server.parsed_chat import OutputParser, parsed_choices
 from jax_paged.server.parts import NamedTool, Tool
 from jax_paged.server.protocol import ChatRequest
 from jax_paged.server.responses import MakeChoice
-from jax_paged.structured_outputs import StructuredOutputsParams
+from jax_paged.structured_outputs import StructuredOutputsParams, check_counts
 
 # Tokens at the end of a prompt that tell whether the model is thinking.
 _NUM_LAST_TOKENS = 32
@@ -118,9 +118,18 @@ class ChatReader:
             prompt: The conversation's token ids.
             stream: Whether the choices are parts.
         """
-        template = response_template(self.format, self.reasoning, self._is_thinking(tokenizer, prompt))
-        parsers = [OutputParser(template, parallel=self.parallel) for _ in range(num_choices)]
+        parsers = [self.parser(tokenizer, prompt) for _ in range(num_choices)]
         return parsed_choices(choice, parsers, stream=stream)
+
+    def parser(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> OutputParser:
+        """Returns what takes one output apart.
+
+        Args:
+            tokenizer: Of the model.
+            prompt: The conversation's token ids.
+        """
+        template = response_template(self.format, self.reasoning, self._is_thinking(tokenizer, prompt))
+        return OutputParser(template, parallel=self.parallel)
 
     def _is_thinking(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
         if self.reasoning is None:
@@ -247,7 +256,8 @@ def _check_schema(name: str, schema: Any) -> None:
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema of a function's arguments: no others than it names, where it names them plainly."""
     parameters = function.get("parameters") or {}
-    is_closed = parameters.keys() <= _PLAIN
+    check_counts("tools", parameters)
+    is_closed = not parameters or ("properties" in parameters and parameters.keys() <= _PLAIN)
     return {"type": "object", **({"additionalProperties": False} if is_closed else {}), **parameters}
 
 

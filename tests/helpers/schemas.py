@@ -31,7 +31,8 @@ class SchemaMaker:
     def schema(self) -> Schema:
         """Returns a schema of an object, an array or, rarely, of something smaller."""
         rng = self._rng
-        kind = rng.choices([self._object, self._array, self._with_definitions, self._value], [8, 2, 2, 1])[0]
+        kinds = [self._object, self._open_object, self._array, self._with_definitions, self._value]
+        kind = rng.choices(kinds, [8, 3, 2, 2, 1])[0]
         schema = kind(rng.randint(1, 3))
         if rng.random() < 0.3:
             schema |= {
@@ -46,6 +47,7 @@ class SchemaMaker:
         leaves = [self._string, self._integer, self._number, self._enum, self._const, self._plain]
         inner = [
             self._object,
+            self._open_object,
             self._array,
             self._tuple,
             self._any_of,
@@ -136,6 +138,25 @@ class SchemaMaker:
                 "maxProperties": 2,
             }
         return schema
+
+    def _open_object(self, depth: int) -> Schema:
+        """Returns one with keys that it does not name, so short that they often come again."""
+        rng = self._rng
+        names = rng.sample(NAMES, rng.randint(0, 3))
+        named: Schema = {"type": "object", "properties": {name: self._value(depth) for name in names}}
+        kind = rng.randrange(4)
+        if kind == 0:  # as pydantic writes a model
+            return {**named, "required": rng.sample(names, rng.randint(0, len(names)))}
+        more = len(names) + rng.randint(0, 2)
+        named |= {
+            "required": names,
+            "maxProperties": more,
+            "minProperties": rng.randint(0, min(more, len(names) + 1)),
+        }
+        if kind == 1:
+            return named | {"additionalProperties": self._value(0)}
+        named |= {"patternProperties": {"^[ab]?$": self._value(0), "^[cd]{1,2}$": self._value(0)}}
+        return named | {"additionalProperties": False if kind == 2 else {"type": "boolean"}}
 
     def _array(self, depth: int) -> Schema:
         rng = self._rng

@@ -12,6 +12,21 @@ from jax_paged.server.parsed_chat import OutputParser
 
 F = ("f", json.dumps({"a": {"b": [{"c": "}"}]}, "text": 'x; y, "z" </tool {'}))
 G = ("get_more-2", "{}")
+# Arguments that hold what would end or begin a call elsewhere.
+H = (
+    "save",
+    json.dumps({"text": 'a </tool_call> "b\\" {[', "items": [{"a": 1}, {"name": "x", "arguments": {}}]}),
+)
+J = (
+    "save",
+    json.dumps(
+        {
+            "text": 'a\n```<｜tool▁call▁end｜> [TOOL_CALLS]x[ARGS]{} ; {"name": "x", "parameters": {}}',
+            "next": [{"y": 1}, {"name": "x", "parameters": {"name": "z"}}],
+        },
+        ensure_ascii=False,
+    ),
+)
 
 
 @dataclasses.dataclass
@@ -81,6 +96,21 @@ WELL = [
         None,
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{F[1]}<｜tool▁call▁end｜>",
         calls=(F,),
+    ),
+]
+WELL += [
+    Written("hermes", None, f"{hermes(*H)}\n{hermes(*G)} so", content="so", calls=(H, G)),
+    Written(
+        "hermes", None, f'<tool_call>\n{{"arguments": {H[1]}, "name": "save"}}\n</tool_call>', calls=(H,)
+    ),
+    Written("mistral", None, f"[TOOL_CALLS] [{plain(*H)}, {plain(*J)}, {plain(*G)}]", calls=(H, J, G)),
+    Written("mistral", None, f"[TOOL_CALLS]save[ARGS]{J[1]}[TOOL_CALLS]get_more-2{{}}", calls=(J, G)),
+    Written("llama3", None, f"{plain(*J, 'parameters')}; {plain(*H, 'parameters')}", calls=(J, H)),
+    Written(
+        "deepseek_r1",
+        None,
+        f"<｜tool▁calls▁begin｜>{deepseek(*J)}\n{deepseek(*H)}<｜tool▁calls▁end｜>",
+        calls=(J, H),
     ),
 ]
 BADLY = [

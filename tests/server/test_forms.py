@@ -2,9 +2,15 @@
 
 import json
 import re
+import threading
+import time
 
 import jsonschema
 import pytest
+from pydantic import TypeAdapter
+
+from jax_paged.engine import grammars
+from jax_paged.server.answers import ResponseAnswer
 
 SCHEMA = {
     "type": "object",
@@ -74,6 +80,8 @@ def test_responses(served):
     answer = served.client.post("/responses", json=body)
     assert "x-ignored-fields" not in answer.headers
     jsonschema.validate(json.loads(answer.json()["output"][0]["content"][0]["text"]), SCHEMA)
+    assert answer.json()["text"]["format"] == form
+    TypeAdapter(ResponseAnswer).validate_python(answer.json(), extra="forbid")
 
 
 def test_a_dead_end_is_an_error_and_no_stop(served):
@@ -82,3 +90,34 @@ def test_a_dead_end_is_an_error_and_no_stop(served):
     )
     assert answer.status_code == 400
     assert "leaves no token" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions", "/responses"])
+def test_a_slow_form_holds_nobody_up(served, monkeypatch, path):
+    """Neither the event loop, nor the threads that read texts, nor other forms for long."""
+    monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.5)
+    served.complete(guided_regex="a", max_tokens=2)
+    slow = {"allOf": [{"type": "string", "pattern": f".*a.{{{10 + i}}}b.*"} for i in range(40)]}
+    body = {"/completions": {"prompt": "a"}, "/responses": {"input": "a"}}.get(
+        path, {"messages": [{"role": "user", "content": "a"}]}
+    )
+    answers = []
+
+    def ask():
+        form = {"structured_outputs": {"json": slow}, **body}
+        answers.append(served.client.post(path, json=form, timeout=60))
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    longest = 0.0
+    while any(thread.is_alive() for thread in threads):
+        start = time.monotonic()
+        assert served.client.get("../health").status_code == 200
+        served.complete("a block table " * 90, max_tokens=1)  # is read in a thread
+        longest = max(longest, time.monotonic() - start)
+    assert longest < 0.5, "a form takes that long at least"
+    for answer in answers:
+        assert answer.status_code == 400
+        assert "takes more than 0.5 s to compile" in answer.json()["error"]["message"]
+    assert served.complete(guided_regex="b{3}", max_tokens=8)["choices"][0]["text"] == "bbb"

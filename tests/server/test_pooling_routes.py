@@ -1,7 +1,9 @@
 """The routes that pool: their answers against transformers, and their errors."""
 
+import asyncio
 import base64
 import contextlib
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +13,11 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 from server.conftest import Served, serving
+from tqdm import tqdm
 
-from jax_paged import AsyncLLMEngine, EngineArgs
+from jax_paged import AsyncLLMEngine, EngineArgs, PoolingParams
 from jax_paged.server import answers
+from jax_paged.server.run_batch import Batch, Done, Summary
 
 FIXTURES = Path(__file__).parent.parent / "models" / "pooling_fixtures"
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 2**22}
@@ -116,6 +120,50 @@ def test_scores_and_ranks(by_name: dict[str, Served], name: str) -> None:
     assert len(served.post("/rerank", query=query, documents=documents, top_n=2)["results"]) == 2
 
 
+def test_a_text_of_many_pairs_is_read_once(by_name: dict[str, Served]) -> None:
+    served, query, documents = by_name["qwen3_embedder"], "what is a block table", ["a", "b", "a", "b b"]
+    encode = served.engine.tokenizer.encode  # pyright: ignore[reportOptionalMemberAccess]
+    num_tokens = sum(len(encode(text)) for text in {query, *documents})
+    body = served.post("/score", text_1=query, text_2=documents)
+    assert body["usage"]["prompt_tokens"] == num_tokens
+    alone = [served.post("/score", text_1=query, text_2=text)["data"][0]["score"] for text in documents]
+    np.testing.assert_allclose([entry["score"] for entry in body["data"]], alone, atol=1e-6)
+    most = served.post("/rerank", query=query, documents=["a"] * 2048)
+    assert len(most["results"]) == 2048
+
+
+def test_encode_of_an_asyncio_engine(by_name: dict[str, Served]) -> None:
+    case = cases_of("qwen3_embedder")[3]
+
+    async def encoded() -> list[Any]:
+        prompt, params = {"prompt_token_ids": case["token_ids"]}, PoolingParams(task="embed")
+        return [o async for o in by_name["qwen3_embedder"].server.engine.encode(prompt, params, "one")]
+
+    (output,) = asyncio.run(encoded())
+    np.testing.assert_allclose(output.outputs.data, unit(case["pooled"]), atol=1e-6)
+    assert (output.request_id, output.prompt_token_ids) == ("one", case["token_ids"])
+
+
+def test_a_file_of_pooling_requests(by_name: dict[str, Served], tmp_path: Path) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/embeddings": {"input": ["a", "b"]},
+        "/v1/score": {"text_1": "a", "text_2": "b"},
+        "/v1/rerank": {"query": "a", "documents": ["b", "c"]},
+    }
+    lines = [{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in bodies.items()]
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    summary, output = Summary(), io.BytesIO()
+    done, engine = Done.read(tmp_path / "out.jsonl"), by_name["qwen3_embedder"].server.engine
+    with tqdm(total=3, disable=True) as bar:
+        asyncio.run(Batch(engine, "qwen3_embedder", done, summary, output, bar).run(file))
+    entries = map(json.loads, output.getvalue().splitlines())
+    found = {entry["custom_id"]: entry["response"] for entry in entries}
+    assert {url: response["status_code"] for url, response in found.items()} == dict.fromkeys(bodies, 200)
+    assert len(found["/v1/embeddings"]["body"]["data"]) == 2
+    assert (summary.num_answered, summary.num_tokens) == (3, 0)
+
+
 @pytest.mark.parametrize(
     ("name", "path", "body", "param", "message"),
     [
@@ -133,6 +181,9 @@ def test_scores_and_ranks(by_name: dict[str, Served], name: str) -> None:
         ("llama_classifier", "score", {"text_1": "a", "text_2": "b"}, None, "task is 'score'"),
         ("llama_classifier", "completions", {"prompt": "a"}, None, "PoolingParams, as Llama"),
         ("qwen2_classifier", "score", {"text_1": ["a", "b"], "text_2": ["a"]}, None, "allowed: 1 or 1"),
+        ("qwen3_embedder", "rerank", {"query": "", "documents": ["b"]}, "query", "query is ''"),
+        ("qwen3_embedder", "rerank", {"query": "a", "documents": ["b", ""]}, "documents", "documents is"),
+        ("qwen3_embedder", "rerank", {"query": "a", "documents": ["b"] * 2049}, "documents", "is 2049"),
         ("qwen2_classifier", "rerank", {"query": "a", "documents": []}, "documents", "at least 1"),
         ("qwen2_classifier", "rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "is -1"),
     ],

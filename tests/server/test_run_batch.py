@@ -96,7 +96,7 @@ def test_bad_lines_are_reported_and_do_not_stop_the_others(run, capsys):
         ("[1]\n", "not a JSON object"),
         ({**line("a"), "custom_id": 7}, "custom_id is 7"),
         ({**line("b"), "method": "GET"}, "method is 'GET'"),
-        ({**line("c"), "url": "/v1/embeddings"}, "url is '/v1/embeddings'"),
+        ({**line("c"), "url": "/v1/models"}, "url is '/v1/models'"),
         ({**line("d"), "body": "x"}, "body is 'x'"),
         (line("e", stream=True), "stream is true"),
         (line("good"), "custom_id is 'good', as in an earlier line"),

@@ -8,12 +8,15 @@ import pytest
 from helpers.copying_model import write_copying_model
 from helpers.listening import listening
 from jsonschema import validate
+from pydantic import TypeAdapter
 
 from jax_paged import AsyncLLMEngine, EngineArgs
 from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.server.answers import ResponseAnswer
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.conversation import messages_for
 from jax_paged.server.options import ServerOptions
+from jax_paged.server.tools import _parameters
 
 WEATHER = {
     "type": "object",
@@ -346,3 +349,44 @@ def test_a_template_that_knows_no_tools(served):
         json={"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "tool_choice": "none"},
     )
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize(
+    ("text", "thoughts", "content"),
+    [
+        ("<think>\nIs it {so}?\n</think>\n\nIt is.", "Is it {so}?", "It is."),
+        ("No thoughts.", "", "No thoughts."),
+        ("<think>\nToo long", "Too long", ""),
+    ],
+)
+def test_responses_tell_thoughts_from_text(chats_of, text, thoughts, content):
+    client = chats_of(reasoning="qwen3").client
+    body = {"input": text, "temperature": 0}
+    answer = client.post("/responses", json=body).json()
+    TypeAdapter(ResponseAnswer).validate_python(answer, extra="forbid")
+    *thinking, message = answer["output"]
+    assert message["content"][0]["text"] == content
+    assert [item["content"][0]["text"] for item in thinking] == [thoughts] * bool(thoughts)
+    assert [item["type"] for item in thinking] == ["reasoning"] * bool(thoughts)
+    events = []
+    with client.stream("POST", "/responses", json={**body, "stream": True}) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: "):
+                events.append(json.loads(line.removeprefix("data: ")))
+    for kind, expected in (("reasoning_text", thoughts), ("output_text", content)):
+        deltas = [event["delta"] for event in events if event["type"] == f"response.{kind}.delta"]
+        assert "".join(deltas) == expected
+        assert [e["text"] for e in events if e["type"] == f"response.{kind}.done"] == [expected] * (
+            kind == "output_text" or bool(thoughts)
+        )
+    items = {e["output_index"]: e["item"] for e in events if e["type"] == "response.output_item.done"}
+    assert [items[i] for i in range(len(items))] == events[-1]["response"]["output"]
+    added = [e["item"]["id"] for e in events if e["type"] == "response.output_item.added"]
+    assert added == [item["id"] for item in events[-1]["response"]["output"]]
+
+
+def test_a_free_form_tool_can_be_forced_to_be_told_something():
+    assert _parameters({"name": "f", "parameters": {"type": "object"}}) == {"type": "object"}
+    assert _parameters({"name": "f"}) == {"type": "object", "additionalProperties": False}
+    named = {"type": "object", "properties": {"a": True}}
+    assert _parameters({"name": "f", "parameters": named})["additionalProperties"] is False
