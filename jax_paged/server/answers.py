@@ -172,7 +172,7 @@ class ResponseAnswer(TypedDict):
     created_at: int
     status: Literal["completed", "incomplete"]
     model: str
-    output: list[ReasoningItem | OutputMessage]
+    output: list[OutputMessage | ReasoningItem]
     error: None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
