@@ -94,31 +94,31 @@ def test_embeddings_and_their_sizes(make: Callable[..., LLM]) -> None:
         np.testing.assert_allclose(output.outputs.embedding, want / np.linalg.norm(want), atol=1e-6)
 
 
-def test_long_texts_beside_generation(make: Callable[..., LLM]) -> None:
+@pytest.mark.parametrize("pooling_type", ["LAST", pytest.param("MEAN", marks=pytest.mark.slow)])
+def test_long_texts_beside_generation(make: Callable[..., LLM], pooling_type: str) -> None:
     """In one engine, with chunks, cached prefixes and few blocks: as alone, and nothing is traced anew."""
     cases = [case for case in cases_of("qwen3_embedder") if len(case["token_ids"]) > 15]
-    for pooling_type in ("LAST", "MEAN"):
-        small = {"max_num_batched_tokens": 16, "block_size": 4, "num_gpu_blocks_override": 40}
-        llm = make("qwen3_embedder", pooler_config={"pooling_type": pooling_type}, **small)
-        engine = llm.llm_engine
-        engine.executor.wait_until_compiled()
-        want = {i: pooled(llm, [case])[0] for i, case in enumerate(cases)}
-        prompts = [case["token_ids"][:30] for case in cases]
-        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        texts = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
-        num_traces = engine.executor.runner.num_traces  # pyright: ignore[reportAttributeAccessIssue]
-        for i, case in enumerate(cases):
-            prompt, given = prompt_of(case)
-            engine.add_request(f"pool-{i}", prompt, given)
-            engine.add_request(f"generate-{i}", prompts[i], params)
-        outputs = {}
-        while engine.has_unfinished_requests():
-            outputs |= {o.request_id: o for o in engine.step() if o.finished}
-        for i in range(len(cases)):
-            found = outputs[f"pool-{i}"].outputs[0].captured["pooled"]
-            np.testing.assert_allclose(found, want[i], rtol=0, atol=1e-6 * np.linalg.norm(want[i]))
-            assert outputs[f"generate-{i}"].outputs[0].token_ids == texts[i]
-        assert engine.executor.runner.num_traces == num_traces  # pyright: ignore[reportAttributeAccessIssue]
+    small = {"max_num_batched_tokens": 16, "block_size": 4, "num_gpu_blocks_override": 40}
+    llm = make("qwen3_embedder", pooler_config={"pooling_type": pooling_type}, **small)
+    engine = llm.llm_engine
+    engine.executor.wait_until_compiled()
+    want = {i: pooled(llm, [case])[0] for i, case in enumerate(cases)}
+    prompts = [case["token_ids"][:30] for case in cases]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    texts = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    num_traces = engine.executor.runner.num_traces  # pyright: ignore[reportAttributeAccessIssue]
+    for i, case in enumerate(cases):
+        prompt, given = prompt_of(case)
+        engine.add_request(f"pool-{i}", prompt, given)
+        engine.add_request(f"generate-{i}", prompts[i], params)
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {o.request_id: o for o in engine.step() if o.finished}
+    for i in range(len(cases)):
+        found = outputs[f"pool-{i}"].outputs[0].captured["pooled"]
+        np.testing.assert_allclose(found, want[i], rtol=0, atol=1e-6 * np.linalg.norm(want[i]))
+        assert outputs[f"generate-{i}"].outputs[0].token_ids == texts[i]
+    assert engine.executor.runner.num_traces == num_traces  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_all_hidden_states(make: Callable[..., LLM]) -> None:

@@ -119,6 +119,7 @@ def test_right_but_slower(tmp_path):
 EXPERTS = dataclasses.replace(SUITE, experts=(Experts(2, 6, 64, 64),))
 
 
+@pytest.mark.slow
 def test_experts_that_are_right(tmp_path):
     candidate, rival = STAND_IN + "interpreted_experts", STAND_IN + "slow_experts"
     verdict = check(EXPERTS, tmp_path, candidate=candidate, rival=rival)
