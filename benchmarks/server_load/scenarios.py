@@ -123,7 +123,7 @@ async def overload(seconds: float = 10) -> list[Figure]:
 
 async def drain() -> list[Figure]:
     """SIGTERM while 20 short and 20 long streams run."""
-    timeout = 6.0
+    timeout = 3.0
     with serving("--shutdown-timeout", str(timeout)) as server:
         await server.wait_until_compiled()
         await server.ask(CHAT, GOOD)
