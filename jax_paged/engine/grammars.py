@@ -65,18 +65,21 @@ class Grammar:
             prompt_token_ids: The text that the form begins behind may stand at its end.
             ignores_eos: Whether the request goes on after an end token: then none is allowed.
         """
-        behind = self._behind(prompt_token_ids, _MAX_BEHIND) if self._starts_after else ""
+        behind = (
+            self._behind(prompt_token_ids, len(prompt_token_ids), _MAX_BEHIND) if self._starts_after else ""
+        )
         waits = behind is None or bool(behind.strip())
         return Matcher(self, self._root.deep_copy(), waits=waits, ignores_eos=ignores_eos)
 
-    def begun(self, token_ids: list[int]) -> "LLMatcher | None":
+    def begun(self, token_ids: list[int], stop: int) -> "LLMatcher | None":
         """Returns the state behind the text that the form begins behind; None if no text ends with it.
 
         Args:
-            token_ids: At least the last ones of a text. The last one may hold the beginning of the form as
-                well, or white space, which belongs to neither.
+            token_ids: Of a text.
+            stop: How many of them there are yet. The last one may hold the beginning of the form as well, or
+                white space, which belongs to neither.
         """
-        behind = self._behind(token_ids)
+        behind = self._behind(token_ids, stop)
         for text in () if behind is None else (behind, behind.lstrip()):
             state, begin = self._root.deep_copy(), self._ll_tokenizer.greedy_tokenize(text)
             if not begin or state.validate_tokens(begin) == len(begin):
@@ -84,15 +87,16 @@ class Grammar:
                 return state
         return None
 
-    def _behind(self, token_ids: list[int], num_more: int = 0) -> str | None:
+    def _behind(self, token_ids: list[int], stop: int, num_more: int = 0) -> str | None:
         """Returns what stands behind the text that the form begins behind; None if that is not there.
 
         Args:
-            token_ids: At least the last ones of a text.
+            token_ids: Of a text.
+            stop: How many of them there are yet.
             num_more: How many tokens may follow.
         """
         num_tokens = len(self._starts_after.encode()) + num_more  # each of at least a byte
-        text = self._tokenizer.decode(token_ids[-num_tokens:], skip_special_tokens=False)
+        text = self._tokenizer.decode(token_ids[max(0, stop - num_tokens) : stop], skip_special_tokens=False)
         _, tag, behind = text.rpartition(self._starts_after)
         return behind if tag else None
 
@@ -131,7 +135,7 @@ class Matcher:
         """
         for n in range(self._num_tokens, len(token_ids)):
             if self._waits:
-                begun = self.grammar.begun(token_ids[: n + 1])
+                begun = self.grammar.begun(token_ids, n + 1)
                 if begun is not None:
                     self._state, self._waits = begun, False
                     self._num_when_complete = n + 1 if begun.is_stopped() and begun.is_accepting() else None

@@ -65,17 +65,17 @@ def test_a_form_that_never_compiles_is_refused(
         forms.compile(StructuredOutputsParams(regex="good"))
 
 
+def compile_slowly(forms: Grammars, form: dict[str, Any], errors: list[ValueError]) -> None:
+    try:
+        forms.compile(StructuredOutputsParams(**form))
+    except ValueError as error:
+        errors.append(error)
+
+
 def test_waiting_behind_a_slow_form_is_no_fault(forms: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.7)
-    errors: list[Exception] = []
-
-    def compile_slowly() -> None:
-        try:
-            forms.compile(StructuredOutputsParams(**SLOW[0]))
-        except ValueError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=compile_slowly) for _ in range(3)]
+    errors: list[ValueError] = []
+    threads = [threading.Thread(target=compile_slowly, args=(forms, SLOW[0], errors)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for i in range(3):
@@ -86,16 +86,9 @@ def test_waiting_behind_a_slow_form_is_no_fault(forms: Grammars, monkeypatch: py
 
 
 def test_closing_ends_what_compiles(forms: Grammars) -> None:
-    errors: list[Exception] = []
-
-    def compile_slowly() -> None:
-        try:
-            forms.compile(StructuredOutputsParams(**SLOW[1]))
-        except ValueError as error:
-            errors.append(error)
-
+    errors: list[ValueError] = []
     forms.compile(StructuredOutputsParams(regex="a"))
-    thread = threading.Thread(target=compile_slowly)
+    thread = threading.Thread(target=compile_slowly, args=(forms, SLOW[1], errors))
     thread.start()
     time.sleep(0.2)
     start = time.monotonic()
