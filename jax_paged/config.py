@@ -10,9 +10,11 @@ from typing import Any, Literal, Self, get_args
 from jax_paged.checks import Problems, check, check_choice, check_int, check_number
 from jax_paged.cli_args import add_options, values_of
 from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.speculation import Speculation
 from jax_paged.ignored_arguments import ANY, Ignored, ignores
 from jax_paged.models.pooling import PoolingSpec
 from jax_paged.pooling_params import PoolerConfig
+from jax_paged.speculative_config import SpeculativeConfig
 
 AttentionBackend = Literal["auto", "native", "pallas", "pallas_interpret", "xla"]
 MatmulBackend = Literal["auto", "onednn", "xla"]
@@ -65,7 +67,6 @@ _IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
     "revision": (None,),
     "rope_scaling": (None, {}),
     "rope_theta": (None,),
-    "speculative_config": (None,),
     "speculative_model": (None,),
     "task": ("auto", "generate"),
     "tokenizer_mode": ("auto",),
@@ -122,6 +123,8 @@ class EngineArgs:
         num_scheduler_steps: Decode steps that are done in one while no request waits (a burst): the host then
             is not needed in between, but tokens come that many at a time, and a newcomer waits for the end of
             the burst. 1 for none.
+        speculative_config: How tokens are drafted, to be verified several in a step: a SpeculativeConfig or
+            its fields, such as {"method": "ngram"}. Outputs stay what they are without. None drafts nothing.
         batch_invariant: Whether the tokens and log-probabilities of a request are the same to the bit
             whatever runs beside it, and however it is cut into chunks, preempted or served from the cache
             (on a CPU). Every step is then padded to the largest shape of its kind, and prompts attend token
@@ -180,6 +183,7 @@ class EngineArgs:
     seed: int = 0
     runner: Literal["auto", "generate", "pooling"] = "auto"
     pooler_config: PoolerConfig | dict[str, Any] | None = None
+    speculative_config: SpeculativeConfig | dict[str, Any] | None = None
     hf_overrides: dict[str, Any] | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
     attention_backend: AttentionBackend = "auto"
@@ -211,6 +215,10 @@ class EngineArgs:
         note(check_choice, "scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         note(check_choice, "runner", self.runner, ("auto", "generate", "pooling"))
         note(_pooler_config, self.pooler_config)
+        note(SpeculativeConfig.of, self.speculative_config)
+        ok = self.speculative_config is None or not self.batch_invariant
+        allowed = "None with batch_invariant, as tokens with drafts are computed in other shapes"
+        note(check, ok, "speculative_config", self.speculative_config, allowed)
         ok = self.hf_overrides is None or isinstance(self.hf_overrides, dict)
         note(check, ok, "hf_overrides", self.hf_overrides, "None or a dict of fields of config.json")
         note(check_choice, "preemption_mode", self.preemption_mode, (None, "recompute", "swap"))
@@ -242,6 +250,11 @@ class EngineArgs:
     def pooler(self) -> PoolerConfig:
         """pooler_config as an object."""
         return _pooler_config(self.pooler_config)
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """speculative_config as an object."""
+        return SpeculativeConfig.of(self.speculative_config)
 
     @staticmethod
     def add_cli_args[P: argparse.ArgumentParser](parser: P) -> P:
@@ -309,6 +322,7 @@ class EngineConfig:
         logits_processors: How many numbers each logits processor takes, by name.
         stateful: Names of those that keep something from token to token.
         pooling: What the model makes of texts; None if it only draws tokens.
+        speculation: How tokens are drafted; None if none are.
     """
 
     model_name: str
@@ -347,6 +361,7 @@ class EngineConfig:
     logits_processors: Mapping[str, int] = dataclasses.field(default_factory=dict)
     stateful: frozenset[str] = frozenset()
     pooling: PoolingSpec | None = None
+    speculation: Speculation | None = None
 
 
 def cache_dir(name: str) -> str:

@@ -115,7 +115,7 @@ class RequestEditor:
         if copies is None:
             return False
         step.copies += copies
-        step.drafts[seq] = token_ids
+        step.drafts[seq], step.scores_drafts = token_ids, True
         step.longer_rows.append((group, seq, 1, (seq,)))
         step.budget -= 1 + len(token_ids)
         return True

@@ -44,6 +44,8 @@ class ModelRunnerOutput:
             name: NumPy arrays.
         num_shared_tokens: Tokens that were read once for several sequences, each of these after the first
             counted.
+        drafts: If a model on the device has drafted: one list per entry of SchedulerOutput.samples, in place
+            of the NO_TOKEN that the step has there.
     """
 
     step_id: int
@@ -53,3 +55,4 @@ class ModelRunnerOutput:
     prompt_logprobs: list[list[TokenLogprobs]]
     captured: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
     num_shared_tokens: int = 0
+    drafts: list[list[int]] = dataclasses.field(default_factory=list)

@@ -10,6 +10,7 @@ from jax_paged.checks import check_choice, check_int, check_number
 from jax_paged.core.admission import Admission, Answer
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.burst_planner import BurstPlanner
+from jax_paged.core.draft_planner import DraftPlanner
 from jax_paged.core.preemption import Preemption, PreemptionMode
 from jax_paged.core.request_edits import RequestEdit, RequestEditor
 from jax_paged.core.request_queues import RequestQueues
@@ -19,6 +20,7 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.seats import Seats
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.sequence_updater import SequenceUpdater, StepUpdate
+from jax_paged.core.speculation import Speculation
 from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.step_edits import take_back, with_rows
 from jax_paged.core.stop_conditions import StopConditions
@@ -60,6 +62,7 @@ class Scheduler:
         delay_factor: New requests wait until the first has waited this many times as long as the last step
             with a prompt took, so that more of them are computed together.
         burst_size: Decode steps done in one while no request waits and the blocks are at hand; 1 for none.
+        speculation: How drafts of tokens are made; None for no drafts.
 
     Raises:
         ValueError: If a value is out of range.
@@ -81,6 +84,7 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         delay_factor: float = 0.0,
         burst_size: int = 1,
+        speculation: Speculation | None = None,
     ) -> None:
         check_int("max_num_seqs", max_num_seqs, 1)
         check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
@@ -128,6 +132,8 @@ class Scheduler:
             enable_chunked_prefill,
         )
         self._bursts = BurstPlanner(block_manager, self.queues, stop_conditions, burst_size)
+        max_rows = speculation.max_rows(max_num_batched_tokens) if speculation else 0
+        self.drafts = DraftPlanner(block_manager, self.queues, stop_conditions, speculation, max_rows)
         self.editor = RequestEditor(block_manager, self.queues, self._preemption, self.max_num_seqs)
         self._step_ids = itertools.count()
         self._num_in_flight = 0
@@ -141,7 +147,7 @@ class Scheduler:
     @property
     def can_run_ahead(self) -> bool:
         """Whether the next step can be scheduled before the results of those in flight are there."""
-        return self.has_unfinished and not self._is_short
+        return self.has_unfinished and not self._is_short and not self.drafts.waits
 
     def find(self, seq_id: int) -> tuple[SequenceGroup, Sequence] | None:
         """Returns the sequence that steps name by an id, with its request; None if it has left its seat."""
@@ -223,7 +229,7 @@ class Scheduler:
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=self._num_in_flight > 0)
         admission = self._admission
         admission.begin_step(now)
-        if self._bursts.plan(step):
+        if self.drafts.plan(step) or self._bursts.plan(step):
             pass
         elif self.enable_chunked_prefill:
             self._fill(step, now, admission.first, None)
@@ -260,7 +266,10 @@ class Scheduler:
     def edit_request(self, edit: RequestEdit) -> SequenceGroup:
         """Applies an edit between two steps; returns the request, of a fork the new one."""
         assert not self._num_in_flight, "a step in flight knows the request as it was"
-        return self.editor.apply(edit)
+        group = self.editor.apply(edit)
+        for seq in group.sequences:
+            self.drafts.forget(seq)
+        return group
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
         """Takes in the result of a step: appends tokens, caches full blocks, ends and frees what is done.
@@ -277,7 +286,9 @@ class Scheduler:
         self._num_in_flight -= 1
         if not self._num_in_flight:
             self._is_short = False
-        return self._updater.update(output, result, now)
+        update = self._updater.update(output, result, now)
+        self.drafts.observe(output, result, update.new_tokens)
+        return update
 
     def _built(self, step: StepBuilder) -> SchedulerOutput:
         self._num_in_flight += 1

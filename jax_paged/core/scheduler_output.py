@@ -174,6 +174,7 @@ class SchedulerOutput:
         ended_seq_ids: Sequences that have ended since the step before, by the id that they had last.
         token_masks: Of rows whose request has a form (structured_outputs); put in when the step is
             dispatched, as it takes the tokens before. None if there are none.
+        scores_drafts: Whether log-probabilities of the drafts themselves are wanted.
     """
 
     step_id: int
@@ -192,3 +193,4 @@ class SchedulerOutput:
     burst: tuple[int, ...] = ()
     ended_seq_ids: tuple[int, ...] = ()
     token_masks: TokenMasks | None = None
+    scores_drafts: bool = False

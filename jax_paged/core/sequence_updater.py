@@ -103,9 +103,8 @@ class SequenceUpdater:
                     self._note_computed(*found, row.start, row.start + row.num_tokens)
         new_tokens: list[NewTokens] = []
         beams: dict[SequenceGroup, list[tuple[Sequence, list[int], list[float]]]] = {}
-        for (i, seq_id, num_logits), token_ids, logprobs in zip(
-            output.samples, result.token_ids, result.logprobs, strict=True
-        ):
+        samples = zip(output.samples, result.token_ids, result.logprobs, strict=True)
+        for place, ((i, seq_id, num_logits), token_ids, logprobs) in enumerate(samples):
             seat = seats.get(seq_id)
             if seat is None or seat.seq.status is not SequenceStatus.RUNNING:
                 continue
@@ -133,6 +132,8 @@ class SequenceUpdater:
                 ending = after_token(group, seq)
             else:
                 drafts = row.token_ids[len(row.token_ids) + 1 - num_logits :]
+                if result.drafts:
+                    drafts = result.drafts[place]
                 n, ending = self._accept(group, seq, token_ids, logprobs, drafts)
                 token_ids, logprobs = token_ids[:n], logprobs[:n]
             if seq_id == row.seq_id:

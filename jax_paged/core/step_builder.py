@@ -23,6 +23,7 @@ class StepBuilder:
         self.is_burst = False  # of decode steps: rows of one token draw as many as they are said to compute
         self.rows_of_one: list[Row] = []  # that compute one token
         self.longer_rows: list[Row] = []
+        self.scores_drafts = False
         self.drafts: dict[Sequence, list[int]] = {}  # tokens to compute after those that a sequence has
         self.swap_out: Copies = []
         self.swap_in: Copies = []
@@ -63,5 +64,6 @@ class StepBuilder:
             + sum(map(len, self.drafts.values()))
             + sum([not sampling for _, _, _, sampling in rows]),
             ended_seq_ids=seats.take_ended(),
+            scores_drafts=self.scores_drafts,
             burst=tuple([num_tokens for _, _, num_tokens, _ in rows]) if self.is_burst else (),
         )

@@ -47,6 +47,9 @@ def take_back(output: SchedulerOutput, rows: Iterable[int], seats: Seats, manage
         manager: Owner of the blocks.
     """
     dropped = {i: output.burst[i] if output.burst else output.scheduled[i].num_tokens for i in rows}
+    for sample in output.samples:
+        if sample.row in dropped:
+            dropped[sample.row] -= sample.num_logits - 1  # drafts are no tokens of the sequence yet
     for i, num_tokens in dropped.items():
         row = output.scheduled[i]
         seat = seats.by_id[row.seq_id]

@@ -81,6 +81,15 @@ class StopConditions:
             return False
         return self.can_run_ahead(group, seq)
 
+    def can_draft(self, group: SequenceGroup) -> bool:
+        """Returns whether tokens of a request may be drawn behind drafts.
+
+        Not those of beams, nor where something follows tokens one by one: bad words, logits processors, hooks.
+        """
+        params = group.sampling_params
+        follows = params.bad_words_token_ids or params.logits_processors or params.extra_args
+        return not (group.beam_params or follows or params.hook_args or params.pooling)
+
     @staticmethod
     def without_room(group: SequenceGroup) -> SequenceStatus:
         """Returns the status of a request that can't run (on) even in an empty pool."""

@@ -78,14 +78,15 @@ class BatchBuilder:
         """Pads a step to a bucket.
 
         Args:
-            output: At most bucket.num_seqs rows, as many rows of logits, and bucket.num_tokens tokens; one
-                token per row if bucket.is_decode.
+            output: At most bucket.num_seqs rows, bucket.num_logits rows of logits, and bucket.num_tokens
+                tokens; one token per row if bucket.is_decode.
             logits_rows: Of the step.
             bucket: The shape.
         """
         rows, batch = output.scheduled, self._input_batch
         n, total = len(rows), output.num_batched_tokens
-        assert max(n, len(logits_rows.rows)) <= bucket.num_seqs, (n, len(logits_rows.rows), bucket)
+        assert n <= bucket.num_seqs, (n, bucket)
+        assert len(logits_rows.rows) <= bucket.num_logits, (len(logits_rows.rows), bucket)
         assert total <= bucket.num_tokens, (total, bucket)
         columns = batch.hook_args.shape[1], batch.processor_args.shape[1]
         fields, size = layout(bucket, len(self._groups), *columns)
@@ -135,7 +136,9 @@ class BatchBuilder:
         view["hook_args"][:n] = batch.hook_args[seats].view(np.int32)
         view["processor_args"][:num_drawn] = self._processor_args(sample_seats).view(np.int32)
         self._fill_forced(view["forced_tokens"], sample_seats, sample_positions)
-        if num_drawn != len(output.samples):
+        if bucket.num_drafts:
+            view["num_drafts"][: len(logits_rows.rows)] = logits_rows.num_drafts
+        elif num_drawn != len(output.samples):
             counted = count_seats[count_seats < batch.num_seats]
             assert len(np.unique(counted)) == len(counted), (
                 "a sample with penalties has several rows of logits: the tokens drawn from the earlier ones "
@@ -242,8 +245,8 @@ class BatchBuilder:
         biases = {j: rule.bias for j, rule in rules if rule.bias}
         if not biases:
             return None, None
-        ids = np.full((bucket.num_seqs, MAX_BIAS_IDS), self._vocab_size, np.int32)
-        values = np.zeros((bucket.num_seqs, MAX_BIAS_IDS), np.float32)
+        ids = np.full((bucket.num_logits, MAX_BIAS_IDS), self._vocab_size, np.int32)
+        values = np.zeros((bucket.num_logits, MAX_BIAS_IDS), np.float32)
         for j, bias in biases.items():
             assert len(bias) <= MAX_BIAS_IDS, f"{len(bias)} tokens of a sequence get a bias"
             ids[j, : len(bias)] = list(bias)
@@ -271,11 +274,11 @@ class BatchBuilder:
 
 
 def empty_sampling_inputs(
-    num_seqs: int, vocab_size: int, num_mask_words: int
+    num_logits: int, vocab_size: int, num_mask_words: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns bias_ids, bias_values and token_mask without any effect, for the steps that need none."""
     return (
-        np.full((num_seqs, MAX_BIAS_IDS), vocab_size, np.int32),
-        np.zeros((num_seqs, MAX_BIAS_IDS), np.float32),
-        np.full((num_seqs, num_mask_words), -1, np.int32),
+        np.full((num_logits, MAX_BIAS_IDS), vocab_size, np.int32),
+        np.zeros((num_logits, MAX_BIAS_IDS), np.float32),
+        np.full((num_logits, num_mask_words), -1, np.int32),
     )

@@ -13,16 +13,31 @@ class Bucket:
     Args:
         is_decode: Whether every row has just one token, and row b is token row b.
         num_tokens: Token rows.
-        num_seqs: Rows, and as many rows of logits.
+        num_seqs: Rows, and as many rows of logits, unless there are drafts.
         num_steps: Decode steps that are done in one; 1 unless it serves bursts.
+        num_drafts: Most drafts of a row; 0 unless it serves speculation. Then there is a row of logits for
+            each token row.
     """
 
     is_decode: bool
     num_tokens: int
     num_seqs: int
     num_steps: int = 1
+    num_drafts: int = 0
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits."""
+        return self.num_tokens if self.num_drafts else self.num_seqs
+
+    @property
+    def kind(self) -> tuple[bool, int, int]:
+        """What it serves; shapes of one kind differ in size alone."""
+        return self.is_decode, self.num_steps, self.num_drafts
 
     def __str__(self) -> str:
+        if self.num_drafts:
+            return f"verify {self.num_tokens}x{self.num_seqs}"
         if self.num_steps > 1:
             return f"burst {self.num_steps}x{self.num_seqs}"
         return f"decode {self.num_seqs}" if self.is_decode else f"mixed {self.num_tokens}x{self.num_seqs}"
@@ -85,3 +100,16 @@ def plan_bursts(buckets: list[Bucket], burst_size: int) -> list[Bucket]:
     """Returns the shapes of bursts, in ascending order: those of decode steps, none for a burst size of 1."""
     decode = [b for b in buckets if b.is_decode and burst_size > 1]
     return [dataclasses.replace(bucket, num_steps=burst_size) for bucket in decode]
+
+
+def plan_verifying(max_num_seqs: int, max_rows: int, num_drafts: int) -> list[Bucket]:
+    """Returns the shapes of steps with drafts, in ascending order: they double, as rows have 1 token or more.
+
+    Args:
+        max_num_seqs: Maximum rows of a step.
+        max_rows: Token rows of the largest.
+        num_drafts: Most drafts of a row; 0 for no shapes.
+    """
+    doubled = {2**i for i in range(1, max_rows.bit_length())} | {max_rows}
+    sizes = sorted(n for n in doubled if n > 1) if num_drafts else []
+    return [Bucket(False, n, min(n, max_num_seqs), num_drafts=num_drafts) for n in sizes]

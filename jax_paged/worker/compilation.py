@@ -134,7 +134,7 @@ class CompiledPrograms:
         }
         # After the largest come the small programs, then the small buckets: they make a lone user's steps
         # quick.
-        kinds = {(b.is_decode, b.num_steps): b for b in buckets}
+        kinds = {b.kind: b for b in buckets}
         largest = [StepProgram(kinds[kind]) for kind in sorted(kinds)]
         needed = [*largest, *others]
         self._needed = frozenset(needed)
@@ -176,19 +176,31 @@ class CompiledPrograms:
         return self._num_compiled, len(self._programs) - len(self._skipped)
 
     def smallest_ready(
-        self, *, is_decode: bool, num_tokens: int, num_seqs: int, num_steps: int = 1
+        self,
+        *,
+        is_decode: bool,
+        num_tokens: int,
+        num_seqs: int,
+        num_logits: int,
+        num_steps: int = 1,
+        num_drafts: int = 0,
     ) -> Bucket:
         """Returns the smallest compiled bucket that a step fits in.
 
         Args:
             is_decode: Whether each row has one token, and the bucket may serve such steps only.
             num_tokens: Of all rows together.
-            num_seqs: Rows, or rows of logits if these are more.
+            num_seqs: Rows.
+            num_logits: Rows of logits.
             num_steps: Decode steps that are done in one.
+            num_drafts: Most drafts of a row.
         """
         for bucket in self.buckets:
             fits = bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
+            fits &= bucket.num_logits >= num_logits and bucket.num_drafts >= num_drafts
             fits &= (bucket.is_decode, bucket.num_steps) == (is_decode, num_steps)
+            if num_drafts == 0:
+                fits &= bucket.num_drafts == 0
             if fits and self._is_compiled(StepProgram(bucket)):
                 return bucket
         raise AssertionError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")

@@ -16,11 +16,13 @@ class LogitsRows(NamedTuple):
         tokens_back: int64 [L], how many tokens before the row's last one.
         samples: int64 [N], index in SchedulerOutput.samples of the first N rows of logits, which something
             is drawn from. Those of one sample stand together, in order of position.
+        num_drafts: int64 [L], how many drafts each stands behind.
     """
 
     rows: np.ndarray
     tokens_back: np.ndarray
     samples: np.ndarray
+    num_drafts: np.ndarray
 
     @property
     def num_drawn(self) -> int:
@@ -40,6 +42,7 @@ def plan_logits_rows(output: SchedulerOutput) -> LogitsRows:
         samples = np.repeat(samples, num_logits)
         ends = np.cumsum(num_logits)
         rows, tokens_back = rows[samples], ends[samples] - 1 - np.arange(len(samples))
+        num_logits = num_logits[samples]
     is_sampled = np.zeros(len(output.scheduled), bool)
     is_sampled[rows] = True
     if not is_sampled.all():
@@ -47,4 +50,6 @@ def plan_logits_rows(output: SchedulerOutput) -> LogitsRows:
         rows = np.append(rows, others)
         tokens_back = np.append(tokens_back, np.zeros(len(others), np.int64))
     assert len(rows) == output.num_logits_rows, (len(rows), output.num_logits_rows)
-    return LogitsRows(rows, tokens_back, samples)
+    num_drafts = np.zeros(len(rows), np.int64)
+    num_drafts[: len(samples)] = num_logits - 1 - tokens_back[: len(samples)]
+    return LogitsRows(rows, tokens_back, samples, num_drafts)

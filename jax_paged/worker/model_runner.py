@@ -28,7 +28,13 @@ from jax_paged.worker import host_processors, prompt_logprobs
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
 from jax_paged.worker.block_tables import WriteBlockTablesProgram, write_block_tables
-from jax_paged.worker.buckets import Bucket, plan_buckets, plan_bursts, plan_invariant_buckets
+from jax_paged.worker.buckets import (
+    Bucket,
+    plan_buckets,
+    plan_bursts,
+    plan_invariant_buckets,
+    plan_verifying,
+)
 from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
 from jax_paged.worker.encoder import build_encoder_inputs, plan_encoders
 from jax_paged.worker.input_batch import InputBatch
@@ -143,7 +149,9 @@ class ModelRunner:
 
         def free_bytes(config: EngineConfig) -> int:
             # What the largest step needs is found out with a tiny pool.
-            needed = step_bytes(context_of(config, num_blocks=2), config.num_scheduler_steps)
+            needed = step_bytes(
+                context_of(config, num_blocks=2), config.num_scheduler_steps, _verifying(config)
+            )
             return free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization)
 
         self.config = resolve_config(
@@ -211,7 +219,7 @@ class ModelRunner:
         self._has_mixed = not all(bucket.is_decode for bucket in buckets)
         # Last, as it leaves threads behind.
         self._compiled = CompiledPrograms(
-            [*buckets, *plan_bursts(buckets, self.config.num_scheduler_steps)],
+            [*buckets, *plan_bursts(buckets, self.config.num_scheduler_steps), *_verifying(self.config)],
             [
                 *self._encoders,
                 *self._mover.programs,
@@ -306,7 +314,7 @@ class ModelRunner:
         del self._compiled, self._context, self._seat_arrays
 
     def _step(self, output: SchedulerOutput, logits_rows: LogitsRows) -> PendingStep:
-        targets = prompt_logprobs.row_targets(output, logits_rows, self._input_batch)
+        targets = prompt_logprobs.row_targets(output, self._input_batch)
         functions = self._input_batch.functions
         pooling = plan_pooling(output, self._input_batch, self._context)
         bucket = self._bucket(output, wants_hidden=bool(targets or functions or pooling))
@@ -354,8 +362,12 @@ class ModelRunner:
         return self._compiled.smallest_ready(
             is_decode=num_tokens == len(output.scheduled) and not (wants_hidden and self._has_mixed),
             num_tokens=num_tokens,
-            num_seqs=output.num_logits_rows,
+            num_seqs=len(output.scheduled),
+            num_logits=output.num_logits_rows,
             num_steps=self.config.num_scheduler_steps if output.burst else 1,
+            num_drafts=0
+            if output.scores_drafts
+            else max([s.num_logits - 1 for s in output.samples], default=0),
         )
 
     def _run(self, program: Program, *args: Any) -> Any:
@@ -389,9 +401,18 @@ class ModelRunner:
             self._kv_cache = self._run(program, self._weights, self._kv_cache, *placed)
 
     def _empty(self, bucket: Bucket) -> tuple[Array, Array, Array]:
-        if bucket.num_seqs not in self._empty_inputs:
+        if bucket.num_logits not in self._empty_inputs:
             inputs = empty_sampling_inputs(
-                bucket.num_seqs, self.config.vocab_size, self._context.num_mask_words
+                bucket.num_logits, self.config.vocab_size, self._context.num_mask_words
             )
-            self._empty_inputs[bucket.num_seqs] = jax.device_put(inputs, self._replicated)
-        return self._empty_inputs[bucket.num_seqs]
+            self._empty_inputs[bucket.num_logits] = jax.device_put(inputs, self._replicated)
+        return self._empty_inputs[bucket.num_logits]
+
+
+def _verifying(config: EngineConfig) -> list[Bucket]:
+    """Returns the shapes of steps with drafts."""
+    speculation = config.speculation
+    if speculation is None:
+        return []
+    max_rows = speculation.max_rows(config.max_num_batched_tokens)
+    return plan_verifying(config.max_num_seqs, max_rows, speculation.num_tokens)

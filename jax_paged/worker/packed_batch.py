@@ -1,15 +1,16 @@
 """One int32 buffer per step, moved to the device in one transfer: its fields, and how the device reads them.
 
-The fields lie one after the other (floats as their bits). T token rows, B rows and as many rows of logits,
-G cache groups, C changes of block tables:
+The fields lie one after the other (floats as their bits). T token rows, B rows, L rows of logits (B of them,
+but T in steps with drafts), G cache groups, C changes of block tables:
 
     of the token rows:   tokens [T] | positions [T] | slot_mapping [G, T]
     of the rows:         seats [B] | context_lens [G, B] | query_start_loc [B + 1] | shared_blocks [B]
     of the block tables: table_changes [2, C]
-    of the logits rows:  logits_rows [B] | sample_positions [B] | sample_seats [B] | count_seats [B]
-                         | sampling [B, 12] | forced_tokens [B, K]
-    of hooks:            hook_args [B, A] | processor_args [B, P]
+    of the logits rows:  logits_rows [L] | sample_positions [L] | sample_seats [L] | count_seats [L]
+                         | sampling [L, 12] | forced_tokens [L, K]
+    of hooks:            hook_args [B, A] | processor_args [L, P]
     of bursts:           max_draws [B] | end_tokens [B, E]
+    of drafts:           num_drafts [L]
 
 The block tables themselves lie on the device, by seat (block_tables.py); a row that is not used has a seat
 that does not exist. A token that the host does not know yet is NO_TOKEN, always the last of its row.
@@ -20,7 +21,8 @@ counts its penalties read; a row of logits without penalties has a seat that doe
 steps (K is 1 elsewhere), -1 for what is drawn. hook_args holds, for each row and each hook, whether it is on,
 and its arguments: A columns in all; processor_args the same for each row of logits and each logits processor,
 where 2 stands for one that begins. A row of a burst draws at most max_draws tokens, and none after one of
-its E = MAX_END_TOKENS end tokens, which are padded with -1.
+its E = MAX_END_TOKENS end tokens, which are padded with -1. num_drafts says of each row of logits behind how
+many drafts it stands: the token rows up to its own, and their rows of logits, are those in front of it.
 """
 
 import math
@@ -75,6 +77,7 @@ def layout(
 ) -> tuple[dict[str, Field], int]:
     """Returns the fields of a bucket's buffer, and the buffer's length."""
     t, b, g = bucket.num_tokens, bucket.num_seqs, num_groups
+    num_logits = bucket.num_logits
     shapes: dict[str, tuple[int, ...]] = {
         "tokens": (t,),
         "positions": (t,),
@@ -84,17 +87,19 @@ def layout(
         "query_start_loc": (b + 1,),
         "shared_blocks": (b,),
         "table_changes": (2, num_step_changes(bucket, g)),
-        "logits_rows": (b,),
-        "sample_positions": (b,),
-        "sample_seats": (b,),
-        "count_seats": (b,),
-        "sampling": (b, NUM_SAMPLING_COLUMNS),
-        "forced_tokens": (b, bucket.num_steps),
+        "logits_rows": (num_logits,),
+        "sample_positions": (num_logits,),
+        "sample_seats": (num_logits,),
+        "count_seats": (num_logits,),
+        "sampling": (num_logits, NUM_SAMPLING_COLUMNS),
+        "forced_tokens": (num_logits, bucket.num_steps),
         "hook_args": (b, num_hook_columns),
-        "processor_args": (b, num_processor_columns),
+        "processor_args": (num_logits, num_processor_columns),
     }
     if bucket.num_steps > 1:
         shapes |= {"max_draws": (b,), "end_tokens": (b, MAX_END_TOKENS)}
+    if bucket.num_drafts:
+        shapes["num_drafts"] = (num_logits,)
     fields, start = {}, 0
     for name, shape in shapes.items():
         fields[name] = Field(start, shape)
@@ -171,7 +176,12 @@ def attention_metadata(
 
 
 def sampling_batch(
-    fields: dict[str, Array], token_counts: Array, bias_ids: Array, bias_values: Array, token_mask: Array
+    fields: dict[str, Array],
+    token_counts: Array,
+    bias_ids: Array,
+    bias_values: Array,
+    token_mask: Array,
+    drafts: Array | None = None,
 ) -> SamplingBatch:
     """Returns what the sampler reads: part of an unpacked buffer, and the arrays beside it."""
     columns = fields["sampling"].T
@@ -191,4 +201,5 @@ def sampling_batch(
         token_mask=token_mask,
         bias_ids=bias_ids,
         bias_values=bias_values,
+        drafts=drafts,
     )

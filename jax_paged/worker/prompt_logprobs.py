@@ -12,7 +12,6 @@ from jaxtyping import Array
 from jax_paged.core.runner_output import TokenLogprobs
 from jax_paged.core.scheduler_output import ScheduledSequence, SchedulerOutput
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.logits_rows import LogitsRows
 from jax_paged.worker.programs import Program, TraceContext, bits
 from jax_paged.worker.sampler import token_logprobs
 
@@ -81,12 +80,10 @@ class PendingPromptLogprobs:
         return [TokenLogprobs(*values) for values in columns]
 
 
-def row_targets(
-    output: SchedulerOutput, logits_rows: LogitsRows, batch: InputBatch
-) -> dict[int, tuple[list[int], int]]:
+def row_targets(output: SchedulerOutput, batch: InputBatch) -> dict[int, tuple[list[int], int]]:
     """Returns rows whose prompt or drafts get log-probabilities: the tokens, and how many likely ones."""
     rows, targets = output.scheduled, {}
-    if logits_rows.num_drawn > len(output.samples):
+    if output.scores_drafts:
         targets = {s.row: (rows[s.row].token_ids[1:], 0) for s in output.samples if s.num_logits > 1}
     if not batch.prompts:
         return targets

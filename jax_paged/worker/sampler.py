@@ -45,6 +45,8 @@ class SamplingBatch:
         keeps_draw: [B] bool, whether a token that is drawn without the mask, and that it allows, stays.
         bias_ids: [B, N] int32, the tokens of bias_values, padded with vocab_size.
         bias_values: [B, N] float32, finite or -inf.
+        drafts: [B, K] int32, of rows with penalties the tokens that token_counts does not count yet, padded
+            with vocab_size; None if there are none.
     """
 
     temperature: Float[Array, " b"]
@@ -65,6 +67,7 @@ class SamplingBatch:
     keeps_draw: Bool[Array, " b"]
     bias_ids: Int[Array, "b n"]
     bias_values: Float[Array, "b n"]
+    drafts: Int[Array, "b k"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -264,7 +267,10 @@ def _penalise_counts(x: Float[Array, "b v"], batch: SamplingBatch) -> Float[Arra
 
 def _token_counts(batch: SamplingBatch) -> Int[Array, "b v"]:
     """Returns the token counts of the rows with penalties; those of the other rows are of no effect."""
-    return batch.token_counts.at[batch.count_seats].get(mode="clip")
+    counts = batch.token_counts.at[batch.count_seats].get(mode="clip")
+    if batch.drafts is None:
+        return counts
+    return counts.at[jnp.arange(len(counts))[:, None], batch.drafts].add(1, mode="drop")
 
 
 def _argmax(x: Float[Array, "b v"]) -> Int[Array, " b"]:

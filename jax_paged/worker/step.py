@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_paged.core.runner_output import NO_TOKEN
 from jax_paged.models.hooks import num_columns
@@ -28,6 +28,33 @@ def known_tokens(fields: dict[str, Array], last_tokens: Int[Array, " s"]) -> Int
     last = tokens.at[rows].get(mode="clip")
     drawn = last_tokens.at[seats].get(mode="clip")
     return tokens.at[rows].set(jnp.where(last == NO_TOKEN, drawn, last), mode="drop")
+
+
+def drafts_before(
+    fields: dict[str, Array], tokens: Int[Array, " t"], bucket: Bucket, vocab_size: int
+) -> Int[Array, "l k"]:
+    """Returns the drafts that each row of logits stands behind, padded with vocab_size."""
+    back = jnp.arange(bucket.num_drafts)
+    rows = jnp.maximum(fields["logits_rows"][:, None] - back, 0)
+    return jnp.where(back < fields["num_drafts"][:, None], tokens.at[rows].get(mode="clip"), vocab_size)
+
+
+def accepted(
+    fields: dict[str, Array], tokens: Int[Array, " t"], drawn: Int[Array, " l"]
+) -> tuple[Bool[Array, " l"], Bool[Array, " l"]]:
+    """Returns which rows of logits count, and which of them is the last of its sequence.
+
+    A row counts if every draft that it stands behind was drawn in its place. Rows of one sequence stand
+    together, so the row before that of a draft has drawn what is compared with it.
+    """
+    behind = fields["num_drafts"]
+    drafts = tokens[fields["logits_rows"]]
+    is_wrong = (behind > 0) & (jnp.roll(drawn, 1) != drafts)
+    num_wrong = jnp.cumsum(is_wrong.astype(jnp.int32))
+    first = jnp.maximum(jnp.arange(len(behind)) - behind, 0)
+    counts = num_wrong == num_wrong[first]
+    has_successor = jnp.concatenate([((behind > 0) & counts)[1:], jnp.zeros(1, bool)])
+    return counts, counts & ~has_successor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +109,11 @@ class TracedStep:
         hooks = context.hooks_at(self.weights, self.hook_columns(), captured) if context.hooks else {}
         hidden, kv_cache = model.paged(tokens, kv_cache, metadata, hooks)
         logits = model.logits(hidden[fields["logits_rows"]])
-        batch = sampling_batch(fields, token_counts, self.bias_ids, self.bias_values, self.token_mask)
+        drafts = (
+            drafts_before(fields, tokens, self.bucket, logits.shape[1]) if self.bucket.num_drafts else None
+        )
+        arrays = self.bias_ids, self.bias_values, self.token_mask
+        batch = sampling_batch(fields, token_counts, *arrays, drafts)
         processed = None
         if context.processors:
             columns = lax.bitcast_convert_type(fields["processor_args"], jnp.float32)
@@ -99,7 +130,11 @@ class TracedStep:
             is_processed=context.is_processed,
             own=context.sampler,
         )
-        token_counts = add_tokens(token_counts, batch.count_seats, drawn.token_ids)
+        count_seats = batch.count_seats
+        if self.bucket.num_drafts:
+            is_accepted, _ = accepted(fields, tokens, drawn.token_ids)
+            count_seats = jnp.where(is_accepted, count_seats, len(token_counts))
+        token_counts = add_tokens(token_counts, count_seats, drawn.token_ids)
         return drawn, hidden, captured, kv_cache, token_counts, states
 
     def hook_columns(self) -> Float[Array, "t columns"]:
@@ -180,9 +215,9 @@ class StepProgram(Program):
 
     Its arguments are weights, pool, SeatArrays (these two are donated), and the arrays of StepInputs. It
     returns:
-        int32 [4, B]: token ids, bits of their log-probabilities, whether the logits were finite, whether any
+        int32 [4, L]: token ids, bits of their log-probabilities, whether the logits were finite, whether any
             token could be chosen.
-        int32 [B, 1 + 2N]: rank, most likely token ids, bits of their log-probabilities.
+        int32 [L, 1 + 2N]: rank, most likely token ids, bits of their log-probabilities.
         The hidden states of all token rows, padded to those of the largest step if the step is mixed.
         The pool.
         The SeatArrays.
@@ -223,19 +258,23 @@ class StepProgram(Program):
                 drawn, hidden, captured, kv_cache, token_counts, states = run
                 results, details = packed_results(drawn)
                 last = drawn.token_ids
+                if bucket.num_drafts:
+                    _, is_last = accepted(fields, tokens, drawn.token_ids)
+                    seats = jnp.where(is_last, fields["sample_seats"], context.max_num_seqs)
+                    fields["sample_seats"] = seats
                 padding = 0 if bucket.is_decode else context.max_num_batched_tokens - bucket.num_tokens
                 hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
             last_tokens = last_tokens.at[fields["sample_seats"]].set(last, mode="drop")
             seat_arrays = SeatArrays(token_counts, block_tables, last_tokens, states)
             return results, details, hidden, kv_cache, seat_arrays, captured
 
-        pool, b = context.pool(), bucket.num_seqs
+        pool, num_logits = context.pool(), bucket.num_logits
         _, size = layout(bucket, num_groups, *columns)
         inputs = [
             context.shape((size,), jnp.int32),
-            context.shape((b, MAX_BIAS_IDS), jnp.int32),
-            context.shape((b, MAX_BIAS_IDS), jnp.float32),
-            context.shape((b, context.num_mask_words), jnp.int32),
+            context.shape((num_logits, MAX_BIAS_IDS), jnp.int32),
+            context.shape((num_logits, MAX_BIAS_IDS), jnp.float32),
+            context.shape((num_logits, context.num_mask_words), jnp.int32),
         ]
         replicated = context.replicated
         out_shardings = (*[replicated] * 3, [context.pool_sharding] * len(pool), *[replicated] * 2)
@@ -243,23 +282,30 @@ class StepProgram(Program):
         return jitted.trace(context.weights, pool, context.seat_arrays(), *inputs)
 
 
-def step_bytes(context: TraceContext, burst_size: int) -> int:
+def step_bytes(context: TraceContext, burst_size: int, verifying: list[Bucket]) -> int:
     """Returns the memory that an engine needs beside weights and pool; the largest step tells.
 
     Args:
         context: With a small pool: its size does not matter.
         burst_size: Decode steps of a burst, whose results lie beside those of a step; 1 for no bursts.
+        verifying: Shapes of steps with drafts.
     """
     buckets = plan_buckets(context.max_num_seqs, context.max_num_batched_tokens)
-    largest = max(buckets, key=lambda b: b.num_tokens)
-    memory = StepProgram(largest).lower(context).compile().memory_analysis()
-    assert memory is not None, "a GPU's compiler tells what a program needs"
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    largest = {b.kind: b for b in [*sorted(buckets, key=lambda b: b.num_tokens)[-1:], *verifying]}
     row_bytes = 4 * (2 * MAX_BIAS_IDS + context.num_mask_words)
     # What steps without biases and masks read, of every size; and what a step with them brings along.
-    sampling_inputs = row_bytes * (sum({b.num_seqs for b in buckets}) + context.max_num_seqs)
+    num_rows = {b.num_logits for b in [*buckets, *verifying]}
+    sampling_inputs = row_bytes * (sum(num_rows) + max(num_rows))
     kept = jax.tree.leaves(context.seat_arrays())
     seat_arrays = sum(math.prod(x.shape) * x.dtype.itemsize for x in kept)
-    step = memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes
+    step = max(_program_bytes(StepProgram(bucket), context) for bucket in largest.values())
     burst_rows = burst_size * context.max_num_seqs if burst_size > 1 else 0
     return step + sampling_inputs + seat_arrays + 4 * burst_rows * (6 + 2 * context.max_logprobs)
+
+
+def _program_bytes(program: StepProgram, context: TraceContext) -> int:
+    """Returns the memory that a step needs beside its arguments."""
+    memory = program.lower(context).compile().memory_analysis()
+    assert memory is not None, "a GPU's compiler tells what a program needs"
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes

@@ -1,0 +1,239 @@
+"""Speculation: whether the next step also computes drafts of the tokens that may follow, and which."""
+
+import weakref
+from typing import NamedTuple
+
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.ngram_index import NgramIndex
+from jax_paged.core.request_queues import RequestQueues
+from jax_paged.core.runner_output import NO_TOKEN, ModelRunnerOutput
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.core.sequence_updater import NewTokens
+from jax_paged.core.speculation import Acceptance, Speculation, chosen_drafts, chosen_length
+from jax_paged.core.step_builder import StepBuilder
+from jax_paged.core.stop_conditions import StopConditions
+
+
+class _Drafted:
+    """What is known of a sequence's drafts.
+
+    Attributes:
+        index: Of "ngram", its tokens.
+        guess: Of "ngram", tokens that were expected and not verified: the next ones tell whether they would
+            have been accepted, so that a sequence whose text begins to repeat is noticed at no cost.
+        num_right: How many of the guess have come so far.
+    """
+
+    __slots__ = ("acceptance", "guess", "index", "num_right")
+
+    def __init__(self, speculation: Speculation) -> None:
+        self.acceptance = Acceptance()
+        self.index = NgramIndex(speculation.min_match, speculation.max_match)
+        self.guess: list[int] = []
+        self.num_right = 0
+
+
+class _Decoding(NamedTuple):
+    """A sequence that decodes: its drafts, and how likely each is accepted."""
+
+    group: SequenceGroup
+    seq: Sequence
+    drafts: list[int]
+    rate: float
+
+
+class DraftPlanner:
+    """Decides whether the next step verifies drafts, and gives their tokens blocks.
+
+    A draft is computed with the tokens before it, in one step, and every token is drawn with its own seed and
+    position: the updater accepts tokens up to the first that is not its draft. So outputs are what they
+    would be without drafts, and drafts only decide how many tokens a step brings.
+
+    Args:
+        block_manager: Owner of the blocks.
+        queues: Owner of the requests.
+        stop_conditions: Say which sequences can have drafts, and how many.
+        speculation: How drafts are made; None for none.
+        max_tokens: Token rows of the largest step with drafts.
+
+    Attributes:
+        num_rows: Rows with drafts that were verified.
+        num_drafts: Drafts that were verified.
+        num_accepted: Drafts that were drawn, by their place behind the last token.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        queues: RequestQueues,
+        stop_conditions: StopConditions,
+        speculation: Speculation | None,
+        max_tokens: int,
+    ) -> None:
+        self.speculation = speculation
+        self.num_rows = self.num_drafts = 0
+        self.num_accepted = [0] * (speculation.num_tokens if speculation else 0)
+        self._manager = block_manager
+        self._queues = queues
+        self._stop_conditions = stop_conditions
+        self._max_tokens = max_tokens
+        self._by_sequence: weakref.WeakKeyDictionary[Sequence, _Drafted] = weakref.WeakKeyDictionary()
+        self._pays = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next step has drafts, which are known when the results of those before are there."""
+        return self._pays and not self._queues.waiting and not self._queues.swapped
+
+    def plan(self, step: StepBuilder) -> bool:
+        """Makes an empty step one with drafts of the running sequences, if nobody waits and drafts pay.
+
+        Returns:
+            Whether it is one; if not, nothing but windows has changed.
+        """
+        if self.speculation is None or step.is_ahead or self._queues.waiting or self._queues.swapped:
+            return False
+        decoding = self._decoding(is_ahead=False)
+        chosen = [] if decoding is None else self._chosen(decoding)
+        self._pays = any(chosen)
+        if decoding is None or not self._pays:
+            return False
+        rows = [(seq, 1 + n) for (_, seq, _, _), n in zip(decoding, chosen, strict=True)]
+        copies = self._manager.append_slots(rows)
+        if copies is None:
+            return False
+        step.copies += copies
+        step.is_short = True  # of which drafts are accepted
+        for (group, seq, drafts, _), n in zip(decoding, chosen, strict=True):
+            if n:
+                step.drafts[seq] = drafts[:n]
+            (step.longer_rows if n else step.rows_of_one).append((group, seq, 1, (seq,)))
+            step.budget -= 1 + n
+        return True
+
+    def observe(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, new_tokens: list[NewTokens]
+    ) -> None:
+        """Takes in what a step has brought, of which the sequences have accepted `new_tokens`."""
+        if self.speculation is None:
+            return
+        drafted: dict[int, list[int]] = {}
+        for i, sample in enumerate(output.samples):
+            if sample.num_logits > 1:
+                row = output.scheduled[sample.row].token_ids
+                drafted[sample.seq_id] = result.drafts[i] if result.drafts else row[1 - sample.num_logits :]
+        for group, seq, token_ids, _ in new_tokens:
+            if drafts := drafted.get(seq.seq_id):
+                self._count(seq, drafts, token_ids)
+            elif self.speculation.method == "ngram" and self._can_draft(group):
+                self._compare(seq, token_ids)
+        decoding = None if self._queues.waiting or self._queues.swapped else self._decoding(is_ahead=True)
+        self._pays = decoding is not None and any(self._chosen(decoding))
+
+    def forget(self, seq: Sequence) -> None:
+        """Forgets a sequence whose tokens have changed otherwise than by new ones."""
+        self._by_sequence.pop(seq, None)
+
+    def _decoding(self, *, is_ahead: bool) -> list[_Decoding] | None:
+        """Returns the running sequences, if all decode, and their drafts; None if there is none.
+
+        Args:
+            is_ahead: Whether tokens may be pending: then drafts are those of the tokens that are known.
+        """
+        assert self.speculation is not None
+        found, has_drafts = [], False
+        for group in self._queues.running.values():
+            can_draft = self._can_draft(group)
+            for seq in group.unfinished:
+                num_left = self._stop_conditions.num_left(group, seq)
+                if num_left <= 0:
+                    continue
+                if not seq.has_output or seq.num_new_tokens != 1 or seq not in self._manager.block_tables:
+                    return None
+                if group.beam_params is not None:
+                    return None  # they are forked and freed together
+                drafts: list[int] = []
+                most = min(self.speculation.num_tokens, num_left - 1)
+                if can_draft and most > 0:
+                    assert is_ahead or not seq.num_pending, "drafts follow the last token"
+                    drafts = self._drafts(seq, most)
+                has_drafts |= bool(drafts)
+                kept = self._by_sequence.get(seq)
+                found.append(_Decoding(group, seq, drafts, kept.acceptance.rate if kept else 0.0))
+        return found if has_drafts and len(found) < self._max_tokens else None
+
+    def _can_draft(self, group: SequenceGroup) -> bool:
+        assert self.speculation is not None
+        # The masks of a form follow the drafts, which a model's only the device knows.
+        knows = self.speculation.method != "ngram" and group.sampling_params.structured_outputs
+        return not knows and self._stop_conditions.can_draft(group)
+
+    def _drafts(self, seq: Sequence, most: int) -> list[int]:
+        assert self.speculation is not None
+        kept = self._kept(seq)
+        if self.speculation.method == "ngram":
+            return kept.index.propose(most)
+        return [NO_TOKEN] * most
+
+    def _kept(self, seq: Sequence) -> _Drafted:
+        """Returns what is known of a sequence, with all of its tokens."""
+        assert self.speculation is not None
+        kept = self._by_sequence.get(seq)
+        if kept is None:
+            kept = self._by_sequence[seq] = _Drafted(self.speculation)
+        if self.speculation.method == "ngram":
+            for token_id in seq.tokens(len(kept.index), len(seq)):
+                kept.index.append(token_id)
+        return kept
+
+    def _chosen(self, decoding: list[_Decoding]) -> list[int]:
+        """Returns how many drafts of each sequence to verify."""
+        assert self.speculation is not None
+        most = [len(d.drafts) for d in decoding]
+        if not self.speculation.is_adaptive:
+            room = self._max_tokens - len(decoding)
+            return [min(n, max(0, room - sum(most[:i]))) for i, n in enumerate(most)]
+        rates = [d.rate for d in decoding]
+        if self.speculation.method == "ngram":
+            return chosen_drafts(rates, most, self.speculation.num_free_rows, self._max_tokens)
+        k = chosen_length(rates, most, self.speculation, self._max_tokens)
+        return [min(k, n) for n in most]
+
+    def _count(self, seq: Sequence, drafts: list[int], token_ids: list[int]) -> None:
+        """Takes in how many drafts a sequence has accepted."""
+        num_accepted = _num_equal(drafts, token_ids)
+        self.num_rows += 1
+        self.num_drafts += len(drafts)
+        for i in range(num_accepted):
+            self.num_accepted[i] += 1
+        if kept := self._by_sequence.get(seq):
+            # Of a sequence that ended at a draft, those behind it tell nothing.
+            num_known = len(token_ids) if num_accepted == len(token_ids) else len(drafts)
+            kept.acceptance.note(num_accepted, min(len(drafts), num_known))
+            kept.guess, kept.num_right = [], 0
+
+    def _compare(self, seq: Sequence, token_ids: list[int]) -> None:
+        """Looks how far a guess is right, as if it had been verified, and guesses anew where it ends."""
+        assert self.speculation is not None
+        kept = self._by_sequence.get(seq)
+        if kept is None or len(kept.index) + len(token_ids) != len(seq):
+            if not seq.status.is_finished:
+                self._kept(seq)
+            return
+        for token_id in token_ids:
+            if kept.guess:
+                is_right = token_id == kept.guess[kept.num_right]
+                kept.num_right += is_right
+                if not is_right or kept.num_right == len(kept.guess):
+                    kept.acceptance.note(kept.num_right, len(kept.guess))
+                    kept.guess, kept.num_right = [], 0
+            kept.index.append(token_id)
+            if not kept.guess:
+                kept.guess = kept.index.propose(self.speculation.num_tokens)
+
+
+def _num_equal(drafts: list[int], token_ids: list[int]) -> int:
+    """Returns how many tokens are those that were drafted, up to the first that is not."""
+    pairs = zip(drafts, token_ids, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafts), len(token_ids)))

@@ -1,0 +1,60 @@
+"""Finds where the last tokens of a text stood before in it: what followed there is a draft of what follows."""
+
+# Earlier places that are compared; the latest ones, as texts repeat what they have just said.
+_NUM_PLACES = 8
+
+
+class NgramIndex:
+    """The tokens of one sequence, and where each run of a few tokens ends in them.
+
+    Args:
+        min_match: Tokens that have to be equal.
+        max_match: Tokens that are compared: the place with most equal tokens wins, the latest of several.
+
+    Source: prompt lookup decoding, github.com/apoorvumang/prompt-lookup-decoding.
+    """
+
+    def __init__(self, min_match: int, max_match: int) -> None:
+        self._min_match, self._max_match = min_match, max_match
+        self._tokens: list[int] = []
+        # By a run of min_match tokens: the positions behind it, but for the run that stands last.
+        self._places: dict[tuple[int, ...], list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def append(self, token_id: int) -> None:
+        """Adds a token behind the others."""
+        tokens, n = self._tokens, self._min_match
+        if len(tokens) >= n:
+            self._places.setdefault(tuple(tokens[-n:]), []).append(len(tokens))
+        tokens.append(token_id)
+
+    def propose(self, num_tokens: int) -> list[int]:
+        """Returns what followed the last tokens where they stood before: at most num_tokens tokens.
+
+        What follows may reach into its own continuation: a text that repeats every 3 tokens goes on so.
+        """
+        tokens = self._tokens
+        places = self._places.get(tuple(tokens[-self._min_match :]), ())
+        best, longest = 0, 0
+        for place in places[: -_NUM_PLACES - 1 : -1]:
+            length = self._match(place)
+            if length > longest:
+                best, longest = place, length
+                if length == self._max_match:
+                    break
+        if not longest:
+            return []
+        draft = tokens[best : best + num_tokens]
+        while len(draft) < num_tokens:
+            draft.append(draft[len(draft) - (len(tokens) - best)])
+        return draft
+
+    def _match(self, place: int) -> int:
+        """Returns how many tokens before a place are equal to the last ones."""
+        tokens, n = self._tokens, 0
+        end = len(tokens)
+        while n < self._max_match and n < place and tokens[place - 1 - n] == tokens[end - 1 - n]:
+            n += 1
+        return n
