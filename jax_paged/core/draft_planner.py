@@ -10,9 +10,13 @@ from jax_paged.core.runner_output import NO_TOKEN, ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.core.sequence_updater import NewTokens
-from jax_paged.core.speculation import Acceptance, Speculation, chosen_drafts, chosen_length
+from jax_paged.core.speculation import Acceptance, Speculation, chosen_drafts, chosen_length, padded
 from jax_paged.core.step_builder import StepBuilder
+from jax_paged.core.step_times import StepTimes
 from jax_paged.core.stop_conditions import StopConditions
+
+# Of so many decisions one is the other way round, so that both ways' times and chances stay known.
+_TRIES_OTHER = 64
 
 
 class _Drafted:
@@ -80,6 +84,10 @@ class DraftPlanner:
         self._max_tokens = max_tokens
         self._by_sequence: weakref.WeakKeyDictionary[Sequence, _Drafted] = weakref.WeakKeyDictionary()
         self._pays = False
+        self._num_decisions = 0
+        self._times = StepTimes(speculation) if speculation else None
+        self._is_busy = False  # requests have run since then
+        self._began = 0.0  # the time from which the next result counts
 
     @property
     def waits(self) -> bool:
@@ -95,7 +103,7 @@ class DraftPlanner:
         if self.speculation is None or step.is_ahead or self._queues.waiting or self._queues.swapped:
             return False
         decoding = self._decoding(is_ahead=False)
-        chosen = [] if decoding is None else self._chosen(decoding)
+        chosen = [] if decoding is None else self._decided(decoding)
         self._pays = any(chosen)
         if decoding is None or not self._pays:
             return False
@@ -112,12 +120,23 @@ class DraftPlanner:
             step.budget -= 1 + n
         return True
 
+    def note_schedule(self, now: float, *, is_first: bool) -> None:
+        """Notes when a step was scheduled; the first of those in flight may come after a pause."""
+        if is_first and not self._is_busy:
+            self._began = now
+
     def observe(
-        self, output: SchedulerOutput, result: ModelRunnerOutput, new_tokens: list[NewTokens]
+        self,
+        output: SchedulerOutput,
+        result: ModelRunnerOutput,
+        new_tokens: list[NewTokens],
+        now: float,
     ) -> None:
         """Takes in what a step has brought, of which the sequences have accepted `new_tokens`."""
         if self.speculation is None:
             return
+        self._note_time(output, result, now - self._began)
+        self._began, self._is_busy = now, len(self._queues) > 0
         drafted: dict[int, list[int]] = {}
         for i, sample in enumerate(output.samples):
             if sample.num_logits > 1:
@@ -187,18 +206,53 @@ class DraftPlanner:
                 kept.index.append(token_id)
         return kept
 
-    def _chosen(self, decoding: list[_Decoding]) -> list[int]:
-        """Returns how many drafts of each sequence to verify."""
+    def _chosen(self, decoding: list[_Decoding], *, is_try: bool = False) -> list[int]:
+        """Returns how many drafts of each sequence to verify; in a try, times that were seen don't count."""
         assert self.speculation is not None
         most = [len(d.drafts) for d in decoding]
         if not self.speculation.is_adaptive:
             room = self._max_tokens - len(decoding)
             return [min(n, max(0, room - sum(most[:i]))) for i, n in enumerate(most)]
+        assert self._times is not None
+        num_seqs, times = len(decoding), self._times
+        before = times.plain(num_seqs)
+        if before is None:
+            return [0] * num_seqs
+
+        def cost(num_rows: int, num_passes: int) -> float:
+            seconds = times.expected if is_try else times.verifying
+            return seconds(num_rows, num_passes, num_seqs)
+
         rates = [d.rate for d in decoding]
         if self.speculation.method == "ngram":
-            return chosen_drafts(rates, most, self.speculation.num_free_rows, self._max_tokens)
-        k = chosen_length(rates, most, self.speculation, self._max_tokens)
+            return chosen_drafts(rates, most, self._max_tokens, cost, before)
+        k = chosen_length(rates, most, self._max_tokens, cost, before)
         return [min(k, n) for n in most]
+
+    def _decided(self, decoding: list[_Decoding]) -> list[int]:
+        """Returns what was chosen; now and then the other way round."""
+        assert self.speculation is not None
+        chosen = self._chosen(decoding)
+        self._num_decisions += 1
+        if not self.speculation.is_adaptive or self._num_decisions % _TRIES_OTHER:
+            return chosen
+        if any(chosen):
+            return [0] * len(chosen)
+        return self._chosen(decoding, is_try=True)
+
+    def _note_time(self, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> None:
+        """Takes in how long a step took in which every row decodes."""
+        assert self._times is not None
+        if len(output.samples) != len(output.scheduled) or output.new_sequences:
+            return
+        num_rows = output.num_batched_tokens
+        num_drafts = max([sample.num_logits - 1 for sample in output.samples], default=0)
+        if num_drafts and not output.scores_drafts:
+            num_passes = num_drafts + 1 if result.drafts else 0
+            self._times.note_verifying(padded(num_rows, self._max_tokens), num_passes, seconds)
+        elif num_rows == len(output.scheduled) > 0:
+            num_steps = max(map(len, result.token_ids)) if output.burst else 1
+            self._times.note_plain(num_rows, seconds / max(1, num_steps))
 
     def _count(self, seq: Sequence, drafts: list[int], token_ids: list[int]) -> None:
         """Takes in how many drafts a sequence has accepted."""

@@ -1,4 +1,4 @@
-"""Finds where the last tokens of a text stood before in it: what followed there is a draft of what follows."""
+"""Finds where the last tokens of a text stood before in it: what followed there is a draft."""
 
 # Earlier places that are compared; the latest ones, as texts repeat what they have just said.
 _NUM_PLACES = 8

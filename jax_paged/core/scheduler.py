@@ -229,6 +229,7 @@ class Scheduler:
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=self._num_in_flight > 0)
         admission = self._admission
         admission.begin_step(now)
+        self.drafts.note_schedule(now, is_first=not step.is_ahead)
         if self.drafts.plan(step) or self._bursts.plan(step):
             pass
         elif self.enable_chunked_prefill:
@@ -287,7 +288,7 @@ class Scheduler:
         if not self._num_in_flight:
             self._is_short = False
         update = self._updater.update(output, result, now)
-        self.drafts.observe(output, result, update.new_tokens)
+        self.drafts.observe(output, result, update.new_tokens, now)
         return update
 
     def _built(self, step: StepBuilder) -> SchedulerOutput:

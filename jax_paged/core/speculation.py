@@ -1,14 +1,15 @@
-"""How many drafts are worth being verified: a rule on numbers, without clocks."""
+"""How many drafts are worth being verified: a rule on numbers."""
 
 import dataclasses
-import heapq
+from collections.abc import Callable
 from typing import Literal
 
 from jax_paged.checks import check_choice, check_int, check_number
 
-# What a step with drafts has to bring, in tokens per time, beside one without: such a step waits for the
-# results of the one before it.
-MIN_GAIN = 1.2
+# What a step with drafts has to bring, in tokens per time, beside one without.
+MIN_GAIN = 1.1
+# Drafts that are less likely to be accepted are not looked at.
+_MIN_LIKELY = 0.05
 # How fast old drafts are forgotten in the estimate of how many are accepted, and what it begins with.
 _KEPT, _FIRST_ACCEPTED, _FIRST_TRIED = 0.9, 1.0, 2.0
 
@@ -23,9 +24,9 @@ class Speculation:
         num_tokens: Most drafts of a sequence in one step.
         min_match: Of "ngram", how many tokens have to be equal.
         max_match: Of "ngram", how many are compared.
-        num_free_rows: Token rows whose products take as long as reading the weights: a step of n token rows
-            costs num_free_rows + n.
-        model_cost: What a pass of the draft model costs, as a share of one of the model.
+        num_free_rows: Token rows whose products take as long as reading the weights: until its time is known,
+            a step of n token rows is taken to cost num_free_rows + n.
+        model_cost: What a pass of the draft model is taken to cost until then, as a share of a step of one row.
         is_adaptive: Whether sequences whose drafts do not pay get none; False verifies all that there are.
 
     Raises:
@@ -74,59 +75,77 @@ class Acceptance:
             self.tried = _KEPT * self.tried + 1
 
 
-def chosen_drafts(rates: list[float], most: list[int], num_free_rows: int, max_tokens: int) -> list[int]:
+def chosen_drafts(
+    rates: list[float], most: list[int], max_tokens: int, cost: Callable[[int, int], float], before: float
+) -> list[int]:
     """Returns how many drafts of each sequence bring the most tokens per time; none where none pay enough.
 
-    A step of n token rows costs num_free_rows + n. The j-th draft of a sequence brings a token with the
-    probability rate ** j. Taken in the order of these, drafts are worth it as long as one brings more per
-    row than the step does so far: that is the best choice, as what a draft brings does not depend on others.
+    The j-th draft of a sequence brings a token with the probability rate ** j. Of every size of a step, the
+    likeliest drafts fill it: that is the best choice, as what a draft brings does not depend on others.
 
     Args:
         rates: Of each sequence that decodes, how likely a draft is drawn.
         most: How many drafts there are of each.
-        num_free_rows: As Speculation has it.
         max_tokens: Of the step.
+        cost: Returns the seconds of a step of so many token rows, padding included, and 0 passes.
+        before: Seconds of a step without drafts.
     """
     num_seqs = len(rates)
-    chosen = [0] * num_seqs
-    tokens, cost = float(num_seqs), float(num_free_rows + num_seqs)
-    before = tokens / cost
-    heap = [(-rate, i) for i, rate in enumerate(rates) if most[i]]
-    heapq.heapify(heap)
-    while heap and num_seqs < max_tokens:
-        likely, i = heapq.heappop(heap)
-        if -likely * cost <= tokens:
+    likely: list[tuple[float, int]] = []
+    for i, (rate, n) in enumerate(zip(rates, most, strict=True)):
+        p = rate
+        for _ in range(n):
+            if p < _MIN_LIKELY:
+                break
+            likely.append((p, i))
+            p *= rate
+    likely.sort(reverse=True)
+    best, best_gain = 0, MIN_GAIN
+    tokens, taken = float(num_seqs), 0
+    for size in sizes_up_to(max_tokens):
+        while taken < min(size - num_seqs, len(likely)):
+            tokens += likely[taken][0]
+            taken += 1
+        if taken == 0 or size < num_seqs + taken:
+            continue
+        gain = tokens * before / (num_seqs * cost(size, 0))
+        if gain > best_gain:
+            best, best_gain = taken, gain
+        if taken == len(likely):
             break
+    chosen = [0] * num_seqs
+    for _, i in likely[:best]:
         chosen[i] += 1
-        tokens, cost, num_seqs = tokens - likely, cost + 1, num_seqs + 1
-        if chosen[i] < most[i]:
-            heapq.heappush(heap, (likely * rates[i], i))
-    return chosen if tokens / cost >= MIN_GAIN * before else [0] * len(rates)
+    return chosen
 
 
-def chosen_length(rates: list[float], most: list[int], speculation: Speculation, max_tokens: int) -> int:
+def chosen_length(
+    rates: list[float], most: list[int], max_tokens: int, cost: Callable[[int, int], float], before: float
+) -> int:
     """Returns how many drafts of every sequence bring the most tokens per time, if a model makes them; or 0.
 
-    Args:
-        rates: Of each sequence that decodes, how likely a draft is drawn.
-        most: How many drafts each can take.
-        speculation: What they cost: a pass of the draft model more than there are drafts, as it has to see
-            the last one too.
-        max_tokens: Of the step.
+    The arguments are those of `chosen_drafts`; with k drafts, `cost` is asked for a step with k + 1 passes of
+    the draft model, which has to see the last draft too.
     """
-    num_seqs, free, share = len(rates), speculation.num_free_rows, speculation.model_cost
     best, best_gain = 0, MIN_GAIN
-    likely, tokens, rows = list(rates), float(num_seqs), num_seqs
-    # Without drafts the draft model has a pass too: it must know the tokens.
-    before = tokens / ((free + num_seqs) * (1 + share))
+    likely, tokens, num_rows = list(rates), float(len(rates)), len(rates)
     for k in range(1, max(most, default=0) + 1):
         tokens += sum([p for p, n in zip(likely, most, strict=True) if n >= k])
-        rows += sum([n >= k for n in most])
-        if rows > max_tokens:
+        num_rows += sum([n >= k for n in most])
+        if num_rows > max_tokens:
             break
-        cost = free + rows + share * (k + 1) * (free + num_seqs)
-        gain = tokens / cost / before
+        gain = tokens * before / (len(rates) * cost(padded(num_rows, max_tokens), k + 1))
         if gain > best_gain:
             best, best_gain = k, gain
         likely = [p * rate for p, rate in zip(likely, rates, strict=True)]
     return best
+
+
+def sizes_up_to(max_tokens: int) -> list[int]:
+    """Returns the token rows that steps with drafts are padded to: they double."""
+    return [2**i for i in range(1, max_tokens.bit_length()) if 2**i < max_tokens] + [max_tokens]
+
+
+def padded(num_tokens: int, max_tokens: int) -> int:
+    """Returns the token rows that a step is padded to."""
+    return next(size for size in sizes_up_to(max_tokens) if size >= num_tokens)

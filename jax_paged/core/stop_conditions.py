@@ -84,7 +84,7 @@ class StopConditions:
     def can_draft(self, group: SequenceGroup) -> bool:
         """Returns whether tokens of a request may be drawn behind drafts.
 
-        Not those of beams, nor where something follows tokens one by one: bad words, logits processors, hooks.
+        Not those of beams, nor where something follows them one by one: bad words, logits processors, hooks.
         """
         params = group.sampling_params
         follows = params.bad_words_token_ids or params.logits_processors or params.extra_args

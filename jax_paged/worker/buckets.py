@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from jax_paged.core.speculation import sizes_up_to
+
 # XLA compiles what surrounds the products of fewer rows in another way.
 MIN_INVARIANT_ROWS = 16
 
@@ -110,6 +112,5 @@ def plan_verifying(max_num_seqs: int, max_rows: int, num_drafts: int) -> list[Bu
         max_rows: Token rows of the largest.
         num_drafts: Most drafts of a row; 0 for no shapes.
     """
-    doubled = {2**i for i in range(1, max_rows.bit_length())} | {max_rows}
-    sizes = sorted(n for n in doubled if n > 1) if num_drafts else []
+    sizes = sizes_up_to(max_rows) if num_drafts else []
     return [Bucket(False, n, min(n, max_num_seqs), num_drafts=num_drafts) for n in sizes]
