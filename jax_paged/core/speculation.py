@@ -26,7 +26,8 @@ class Speculation:
         max_match: Of "ngram", how many are compared.
         num_free_rows: Token rows whose products take as long as reading the weights: until its time is known,
             a step of n token rows is taken to cost num_free_rows + n.
-        model_cost: What a pass of the draft model is taken to cost until then, as a share of a step of one row.
+        model_cost: What a pass of the draft model is taken to cost until then, as a share of a pass of the
+            model.
         is_adaptive: Whether sequences whose drafts do not pay get none; False verifies all that there are.
 
     Raises:

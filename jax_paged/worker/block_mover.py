@@ -76,7 +76,7 @@ class BlockMover:
     """Owns the host memory of swapped blocks; moves many blocks per call.
 
     Args:
-        layout: Of the pool.
+        layouts: Of the arrays of the pool, in their order.
         num_blocks: Of the pool.
         num_swap_blocks: Of host memory.
         block_size: Tokens per block.
@@ -90,7 +90,7 @@ class BlockMover:
     def __init__(
         self,
         *,
-        layout: KVCacheLayout,
+        layouts: tuple[KVCacheLayout, ...],
         num_blocks: int,
         num_swap_blocks: int,
         block_size: int,
@@ -101,8 +101,11 @@ class BlockMover:
         self._sharding, self._replicated = kv_cache_sharding(mesh), NamedSharding(mesh, PartitionSpec())
         self._copies = [CopyProgram(n) for n in sorted({FEW_COPIES, max_copies})]
         # One more than can be swapped: block 0 stays unused. Memory is taken as it is written to.
-        shape = layout.pool_shape(num_swap_blocks + 1, block_size)
-        self.host = [np.empty(shape, layout.dtype) for _ in range(layout.num_pools if num_swap_blocks else 0)]
+        self.host = [
+            np.empty(layout.pool_shape(num_swap_blocks + 1, block_size), layout.dtype)
+            for layout in layouts
+            for _ in range(layout.num_pools if num_swap_blocks else 0)
+        ]
 
     @property
     def programs(self) -> list[Program]:

@@ -18,10 +18,11 @@ from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.attention import Attend
 from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.hooks import Hook, check_hooks
 from jax_paged.models.layers import TENSOR
-from jax_paged.models.weights import LoadedModel
+from jax_paged.models.weights import LoadedModel, load_model
 from jax_paged.pallas_kernels.native import products
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
 from jax_paged.worker import host_processors, prompt_logprobs
@@ -36,11 +37,18 @@ from jax_paged.worker.buckets import (
     plan_verifying,
 )
 from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
+from jax_paged.worker.draft_model import DraftModel, check_draft, check_groups, matching_cost
 from jax_paged.worker.encoder import build_encoder_inputs, plan_encoders
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.kept_states import KeptStates
 from jax_paged.worker.kernel_check import choose_backend
-from jax_paged.worker.kv_cache import allocate_kv_cache, device_memory, free_kv_cache_bytes, plan_layout
+from jax_paged.worker.kv_cache import (
+    KVCacheLayout,
+    allocate_kv_cache,
+    device_memory,
+    free_kv_cache_bytes,
+    plan_layout,
+)
 from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
 from jax_paged.worker.pooling import PoolProgram, plan_pooling
@@ -51,7 +59,7 @@ from jax_paged.worker.results import PendingStep
 from jax_paged.worker.sampler import Sampler
 from jax_paged.worker.step import StepProgram, step_bytes
 from jax_paged.worker.token_counts import ResetTokenCountsProgram, reset_token_counts
-from jax_paged.worker.weights import ServedWeights, load, pooling_of
+from jax_paged.worker.weights import ServedWeights, flatten, load, packed, pooling_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -101,8 +109,11 @@ class ModelRunner:
         captured = check_hooks(loaded.model, hooks)
         check_processors(logits_processors, loaded.vocab_size)
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
-        self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=hook_params)
+        draft, draft_weights = _load_draft(args, loaded, layout, mesh, packs=packs)
+        extra = [*hook_params, *draft_weights]
+        self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=extra)
         self._weights = self.served.arrays
+        layouts = (layout,) if draft is None else (layout, draft.layout)
         self._encodes = isinstance(loaded.model, EncoderDecoderLM)
         facts = ModelFacts(
             architecture=loaded.architecture,
@@ -111,11 +122,12 @@ class ModelRunner:
             max_model_len=loaded.max_model_len,
             weight_bytes=loaded.weight_bytes,
             cache_groups=layout.groups,
-            block_bytes=layout.block_bytes(args.block_size),
+            block_bytes=sum(x.block_bytes(args.block_size) for x in layouts),
             eos_token_ids=loaded.eos_token_ids,
             sampling_defaults=loaded.sampling_defaults,
             decoder_start_token_id=loaded.config.decoder_start_token_id if self._encodes else None,
             pooling=pooling_of(args, loaded, is_own=is_own),
+            draft_cost=matching_cost(draft_weights, self._weights[: self.served.model.num_weights]),
         )
 
         def context_of(config: EngineConfig, num_blocks: int) -> TraceContext:
@@ -143,6 +155,7 @@ class ModelRunner:
                 captured=captured,
                 shares_prefixes=config.cascade_attention and attend is None,
                 pooling=facts.pooling,
+                draft=draft,
             )
 
         memory = device_memory(device)
@@ -192,14 +205,18 @@ class ModelRunner:
             shares_prefixes=self._context.shares_prefixes,
         )
         self._mover = BlockMover(
-            layout=layout,
+            layouts=layouts,
             num_blocks=self.config.num_blocks,
             num_swap_blocks=self.config.num_swap_blocks,
             block_size=self.config.block_size,
             max_copies=self.config.max_num_seqs,
             mesh=mesh,
         )
-        self._kv_cache = allocate_kv_cache(layout, self.config.num_blocks, self.config.block_size, mesh)
+        self._kv_cache = [
+            array
+            for x in layouts
+            for array in allocate_kv_cache(x, self.config.num_blocks, self.config.block_size, mesh)
+        ]
         self._seat_arrays: SeatArrays[Array] = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype, device=self._replicated), self._context.seat_arrays()
         )
@@ -299,9 +316,11 @@ class ModelRunner:
 
     def fill_kv_cache(self, value: float) -> None:
         """Overwrites the whole pool, whatever sequences keep there: to see that nobody reads stale blocks."""
-        row = quantize(jnp.full(self._context.layout.head_dim, value), self._context.layout.dtype)
-        tile = tiles_of(jnp.broadcast_to(row, self._kv_cache[0].shape[3:]))
-        self._kv_cache = [jax.device_put(jnp.broadcast_to(tile, x.shape), x.sharding) for x in self._kv_cache]
+        layouts = [layout for layout in self._context.layouts for _ in range(layout.num_pools)]
+        for i, (layout, x) in enumerate(zip(layouts, self._kv_cache, strict=True)):
+            row = quantize(jnp.full(layout.head_dim, value), layout.dtype)
+            tile = tiles_of(jnp.broadcast_to(row, x.shape[3:]))
+            self._kv_cache[i] = jax.device_put(jnp.broadcast_to(tile, x.shape), x.sharding)
 
     def close(self) -> None:
         """Frees pool and weights (not those of a model that the caller brought); the runner is done."""
@@ -416,3 +435,21 @@ def _verifying(config: EngineConfig) -> list[Bucket]:
         return []
     max_rows = speculation.max_rows(config.max_num_batched_tokens)
     return plan_verifying(config.max_num_seqs, max_rows, speculation.num_tokens)
+
+
+def _load_draft(
+    args: EngineArgs, loaded: LoadedModel, layout: KVCacheLayout, mesh: Mesh, *, packs: bool
+) -> tuple[DraftModel | None, list[Array]]:
+    """Loads the model that drafts, in the type of the one that is served; returns it and its weights."""
+    speculative = args.speculative
+    if speculative is None or speculative.model is None:
+        return None, []
+    name = speculative.model
+    dtype = "float32" if loaded.dtype == jnp.float32 else "bfloat16"
+    draft = load_model(resolve_model_dir(name), dtype, None, {})
+    check_draft(draft, loaded, args.max_model_len, name)
+    own = plan_layout(draft.model.kv_cache_specs(), layout.dtype)
+    check_groups(own, layout, name)
+    model = packed(draft.model, in_place=True) if packs else draft.model
+    flat, weights, shardings = flatten(model, mesh)
+    return DraftModel(flat, own), jax.device_put(weights, shardings)

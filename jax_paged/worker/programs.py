@@ -17,6 +17,7 @@ from jax_paged.models.attention import Attend, Backend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.hooks import Hook, at_paths
 from jax_paged.models.pooling import PoolingSpec
+from jax_paged.worker.draft_model import DraftModel
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.logits_processors import LogitsProcessor, state_shapes
 from jax_paged.worker.sampler import SampledTokens, Sampler
@@ -68,6 +69,7 @@ class TraceContext:
         captured: What hooks capture of a row, by name: shapes.
         shares_prefixes: Whether rows may attend to leading blocks together, see shared_prefixes.py.
         pooling: What is made of pooled hidden states; None if nobody pools.
+        draft: A model that drafts tokens; None if none does.
     """
 
     model: FlatModel
@@ -93,6 +95,7 @@ class TraceContext:
     captured: Mapping[str, tuple[int, ...]] = types.MappingProxyType({})
     shares_prefixes: bool = False
     pooling: PoolingSpec | None = None
+    draft: DraftModel | None = None
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -115,9 +118,14 @@ class TraceContext:
         return None if self.mesh is None else kv_cache_sharding(self.mesh)
 
     @property
+    def layouts(self) -> tuple[KVCacheLayout, ...]:
+        """Of the arrays of the pool: those of the model, then those of the draft model."""
+        return (self.layout,) if self.draft is None else (self.layout, self.draft.layout)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block in all arrays of the pool together."""
-        return self.layout.block_bytes(self.block_size)
+        return sum(layout.block_bytes(self.block_size) for layout in self.layouts)
 
     def shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """Returns the shape of an input that lies on every device."""
@@ -125,9 +133,12 @@ class TraceContext:
 
     def pool(self, num_blocks: int | None = None) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of the pool's arrays, or of as many with another number of blocks."""
-        shape = self.layout.pool_shape(num_blocks or self.num_blocks, self.block_size)
-        array = jax.ShapeDtypeStruct(shape, self.layout.dtype, sharding=self.pool_sharding)
-        return [array] * self.layout.num_pools
+        arrays = []
+        for layout in self.layouts:
+            shape = layout.pool_shape(num_blocks or self.num_blocks, self.block_size)
+            array = jax.ShapeDtypeStruct(shape, layout.dtype, sharding=self.pool_sharding)
+            arrays += [array] * layout.num_pools
+        return arrays
 
     def seat_arrays(self) -> SeatArrays[jax.ShapeDtypeStruct]:
         """Returns the shapes of what the device keeps by seat."""
@@ -147,7 +158,8 @@ class TraceContext:
         self, weights: list[Array], columns: Float[Array, "t columns"], captured: dict[str, Array]
     ) -> dict[str, Callable[[Array], Array]]:
         """Returns the hooks as a ForwardContext of token rows has them; see hooks.at_paths."""
-        params = jax.tree.unflatten(self.hook_params, weights[self.model.num_weights :])
+        first = self.model.num_weights
+        params = jax.tree.unflatten(self.hook_params, weights[first : first + self.hook_params.num_leaves])
         return at_paths(self.hooks, params, columns, 1, captured)
 
 

@@ -22,7 +22,8 @@ class PendingStep:
         num_samples: Entries of SchedulerOutput.samples.
         logits_rows: What the columns of `results` stand for.
         num_top: Per drawn token, how many most likely tokens to report; -1 for no log-probabilities.
-        results: int32 [4, B] of StepProgram, or [K, 5, B] of a burst; None if the step computes nothing.
+        results: int32 [4, L] or [5, L] of StepProgram, or [K, 5, B] of a burst; None if the step computes
+            nothing.
         details: int32 [B, 1 + 2N] of StepProgram, or [K, B, 1 + 2N] of a burst; None if no sample wants
             log-probabilities.
         prompt_logprobs: Of rows whose request wants them.
@@ -63,8 +64,8 @@ class PendingStep:
         num_drawn = self.logits_rows.num_drawn
         columns = np.array(self.results)[:, : len(self.logits_rows.rows)]
         for j, (column, _) in self.redrawn.items():
-            columns[:, j] = column
-        token_ids, logprobs, is_finite, has_choice = columns
+            columns[:4, j] = column
+        token_ids, logprobs, is_finite, has_choice = columns[:4]
         finite = np.ones(self.num_rows, bool)
         finite[self.logits_rows.rows[is_finite == 0]] = False
         prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in range(self.num_rows)]
@@ -88,6 +89,10 @@ class PendingStep:
             captured=self._read_captured(lambda x, i, first, n: x[first : first + n])
             | (self.pooled.read() if self.pooled else {}),
             num_shared_tokens=self.num_shared_tokens,
+            # The first row of logits of a sample stands behind the token that it had.
+            drafts=[tokens[1:] for tokens in self._by_sample(columns[4, :num_drawn].tolist())]
+            if len(columns) > 4
+            else [],
         )
 
     def _read_burst(self, results: np.ndarray) -> ModelRunnerOutput:

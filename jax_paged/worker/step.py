@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_paged.core.runner_output import NO_TOKEN
+from jax_paged.models.attention import AttentionMetadata
 from jax_paged.models.hooks import num_columns
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker import logits_processors
@@ -17,7 +18,7 @@ from jax_paged.worker.block_tables import tables_of, write_changes
 from jax_paged.worker.buckets import Bucket, plan_buckets
 from jax_paged.worker.packed_batch import attention_metadata, layout, sampling_batch, unpack
 from jax_paged.worker.programs import Program, SeatArrays, TraceContext, packed_results
-from jax_paged.worker.sampler import SampledTokens, sample
+from jax_paged.worker.sampler import SampledTokens, SamplingBatch, sample
 from jax_paged.worker.token_counts import add_tokens
 
 
@@ -102,12 +103,14 @@ class TracedStep:
         """
         context, fields = self.context, self.fields | moved
         model = context.merge(self.weights)
-        how = context.backend, context.layout.places, context.batch_invariant, context.attend
-        how = *how, context.shares_prefixes
-        metadata = attention_metadata(fields, self.tables, self.bucket, *how)
+        metadata = self.metadata(fields)
+        if context.draft is not None and not self.bucket.num_drafts:
+            _, kv_cache = context.draft.run(self.weights, tokens, kv_cache, metadata)
+        own = kv_cache[: context.layout.num_pools]
         captured: dict[str, Array] = {}
         hooks = context.hooks_at(self.weights, self.hook_columns(), captured) if context.hooks else {}
-        hidden, kv_cache = model.paged(tokens, kv_cache, metadata, hooks)
+        hidden, own = model.paged(tokens, own, metadata, hooks)
+        kv_cache = [*own, *kv_cache[context.layout.num_pools :]]
         logits = model.logits(hidden[fields["logits_rows"]])
         drafts = (
             drafts_before(fields, tokens, self.bucket, logits.shape[1]) if self.bucket.num_drafts else None
@@ -136,6 +139,32 @@ class TracedStep:
             count_seats = jnp.where(is_accepted, count_seats, len(token_counts))
         token_counts = add_tokens(token_counts, count_seats, drawn.token_ids)
         return drawn, hidden, captured, kv_cache, token_counts, states
+
+    def draft(
+        self, tokens: Int[Array, " t"], kv_cache: list[Array], token_counts: Int[Array, "s v"]
+    ) -> tuple[Int[Array, " t"], list[Array]]:
+        """Puts the drafts of a model behind the first token of every row; returns tokens and pool."""
+        context = self.context
+        assert context.draft is not None, "there is a model that drafts"
+        batch = self.sampling_batch(self.fields, tokens, token_counts)
+        how = {"max_logprobs": 1, "own": context.sampler}
+        metadata = self.metadata(self.fields)
+        return context.draft.draft(self.weights, tokens, kv_cache, metadata, batch, how)
+
+    def metadata(self, fields: dict[str, Array]) -> AttentionMetadata:
+        """Returns what the models read of a step."""
+        context = self.context
+        how = context.backend, context.layout.places, context.batch_invariant, context.attend
+        return attention_metadata(fields, self.tables, self.bucket, *how, context.shares_prefixes)
+
+    def sampling_batch(
+        self, fields: dict[str, Array], tokens: Int[Array, " t"], token_counts: Int[Array, "s v"]
+    ) -> SamplingBatch:
+        """Returns the parameters of all rows of logits, behind the drafts among the tokens."""
+        drafts = None
+        if self.bucket.num_drafts:
+            drafts = drafts_before(fields, tokens, self.bucket, token_counts.shape[1])
+        return sampling_batch(fields, token_counts, self.bias_ids, self.bias_values, self.token_mask, drafts)
 
     def hook_columns(self) -> Float[Array, "t columns"]:
         """Returns which hooks are on for each token row, and with which arguments; in padding none is."""
@@ -222,7 +251,8 @@ class StepProgram(Program):
         The pool.
         The SeatArrays.
         What hooks capture of all token rows, float32 [T, ...] or [K, B, ...] of a burst, by name.
-    Of a burst, the first two are those of TracedStep.burst, and there are no hidden states.
+    Where a model drafts, the first has a fifth row: the tokens that the rows of logits stand behind. Of a
+    burst, the first two are those of TracedStep.burst, and there are no hidden states.
     """
 
     bucket: Bucket
@@ -254,10 +284,14 @@ class StepProgram(Program):
                 results, details, last, captured, kv_cache, token_counts, states = burst
                 hidden = None
             else:
+                if context.draft is not None and bucket.num_drafts:
+                    tokens, kv_cache = traced.draft(tokens, kv_cache, token_counts)
                 run = traced.run(tokens, kv_cache, token_counts, states)
                 drawn, hidden, captured, kv_cache, token_counts, states = run
                 results, details = packed_results(drawn)
                 last = drawn.token_ids
+                if context.draft is not None and bucket.num_drafts:
+                    results = jnp.concatenate([results, tokens[None, fields["logits_rows"]]])
                 if bucket.num_drafts:
                     _, is_last = accepted(fields, tokens, drawn.token_ids)
                     seats = jnp.where(is_last, fields["sample_seats"], context.max_num_seqs)
