@@ -33,6 +33,7 @@ class RunningAhead(Simulation):
         )
         self.counts |= {"ahead": 0, "empty": 0, "short": 0, "bursts": 0, "bursts ahead": 0, "cut": 0}
         self.counts |= {"edits": 0, "dropped": 0, "unforked": 0}
+        self.counts |= {"verified": 0, "drafts": 0, "accepted": 0}
 
     @property
     def is_busy(self) -> bool:
@@ -55,7 +56,8 @@ class RunningAhead(Simulation):
         output = self.in_flight.popleft()
         token_ids, logprobs = self.values.execute(output)
         had_first_token = {g for g in self.groups if g.metrics.first_token_time is not None}
-        update = sched.update(output, result_of(output, token_ids, logprobs), self.now)
+        result = result_of(output, token_ids, logprobs)
+        update = sched.update(output, dataclasses.replace(result, drafts=self.values.drafts), self.now)
         self.manager.check_integrity()
         self.check_first_tokens(had_first_token)
         self.check_walk()
@@ -75,6 +77,9 @@ class RunningAhead(Simulation):
         counts["swaps"] += bool(output.blocks_to_swap_out)
         counts["copies"] += len(output.blocks_to_copy)
         counts["short"] += sched._is_short
+        drafts = sched.drafts
+        counts["verified"], counts["drafts"] = drafts.num_rows, drafts.num_drafts
+        counts["accepted"] = sum(drafts.num_accepted)
         return output
 
     def edit(self, output: SchedulerOutput) -> SchedulerOutput:
@@ -102,7 +107,10 @@ class RunningAhead(Simulation):
             self.counts["bursts"] += 1
             self.counts["bursts ahead"] += num_in_flight > 0
         assert len({row.seq_id for row in output.scheduled}) == len(output.scheduled)
-        assert all(NO_TOKEN not in row.token_ids or row.num_tokens == 1 for row in output.scheduled)
+        drafted = {sample.row: sample.num_logits - 1 for sample in output.samples}
+        rows = [row.token_ids[: row.num_tokens - drafted.get(i, 0)] for i, row in enumerate(output.scheduled)]
+        assert all(NO_TOKEN not in token_ids or len(token_ids) == 1 for token_ids in rows)
+        assert not any(drafted.values()) or num_in_flight == 0, "drafts follow the last token"
         if num_in_flight:
             assert not output.preempted, "blocks are taken away that a step in flight may make free"
             assert not output.ended
@@ -110,7 +118,7 @@ class RunningAhead(Simulation):
             self.counts["empty"] += not output.scheduled
         else:
             assert output.scheduled or output.ended or not self.sched.has_unfinished, "no progress"
-            assert all(NO_TOKEN not in row.token_ids for row in output.scheduled)
+            assert all(NO_TOKEN not in token_ids for token_ids in rows)
 
     def check_burst(self, output: SchedulerOutput) -> None:
         queues, manager = self.sched.queues, self.manager
@@ -129,7 +137,8 @@ class RunningAhead(Simulation):
             num_blocks = manager.num_blocks_of(row.start + num_tokens)
             for cache, table in zip(manager.groups, manager.block_tables[seq], strict=True):
                 spare = len(table) - num_blocks  # what a burst that was dropped has got
-                is_right = 0 <= spare <= SPARE_TOKENS if self.setup.edits else spare == 0
+                leaves = self.setup.edits or self.setup.speculation  # drafts that were not accepted
+                is_right = 0 <= spare <= SPARE_TOKENS if leaves else spare == 0
                 assert cache.is_cross or is_right, "a block more or less than needed"
 
 

@@ -23,6 +23,7 @@ from jax_paged.core.runner_output import TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
+from jax_paged.core.speculation import Speculation
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 MAX_MODEL_LEN = 60
@@ -50,6 +51,7 @@ class Setup:
     early_ends: float = 0.03
     edits: float = 0.0  # share of steps from which requests are dropped by hand, before they are computed
     burst_size: int = 1
+    speculation: Speculation | None = None
 
     @classmethod
     def draw(cls, rng: random.Random, **fixed: Any) -> "Setup":
@@ -106,6 +108,7 @@ class Simulation:
             enable_chunked_prefill=setup.chunked,
             delay_factor=setup.delay_factor,
             burst_size=setup.burst_size,
+            speculation=setup.speculation,
         )
         self.now = 0.0
         self.groups: list[SequenceGroup] = []

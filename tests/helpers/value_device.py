@@ -2,13 +2,14 @@
 
 Its cells hold what keys and values depend on, as toy_device.py's do; but whose they are it learns from the
 steps, as a real worker would, and a token that the host does not know yet is the one that it has drawn last.
-In a burst it goes on by itself, until a token ends the sequence.
+In a burst it goes on by itself, until a token ends the sequence. Drafts that the host does not know are its own,
+and most of them right.
 """
 
 import random
 from collections.abc import Callable
 
-from helpers.toy_device import chain_of, extend, next_token, top_logprobs
+from helpers.toy_device import VOCAB_SIZE, chain_of, extend, next_token, top_logprobs
 
 from jax_paged.core.block_pool import NULL_BLOCK
 from jax_paged.core.cache_group import CacheGroup
@@ -43,6 +44,8 @@ class ValueDevice:
         self.texts: dict[int, list[int]] = {}
         self.num_unknown = 0
         self.num_bursts = 0
+        self.drafts: list[list[int]] = []  # of the last step, by sample; empty if the host has made them
+        self._rng = random.Random(0)
 
     def execute(self, output: SchedulerOutput) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
         """Runs a step; returns the tokens of its samples, and what a beam search needs to know of them."""
@@ -68,6 +71,9 @@ class ValueDevice:
                 for position in range(len(text.token_ids)):
                     value = hash((g, position, *text.token_ids))
                     self.cells[text.block_tables[g][position // self.size]][position % self.size] = value
+        num_drafts = {sample.seq_id: sample.num_logits - 1 for sample in output.samples}
+        drafted: dict[int, list[int]] = {}
+        self.drafts = []
         burst = dict(zip([sample.seq_id for sample in output.samples], output.burst, strict=False))
         for seq_id, start, token_ids, new_blocks, replaced in output.scheduled:
             tables, text = self.tables[seq_id], self.texts[seq_id]
@@ -75,6 +81,8 @@ class ValueDevice:
                 table.extend(blocks)
             for g, index, block in replaced:
                 tables[g][index] = block
+            if n := num_drafts.get(seq_id, 0):
+                drafted[seq_id], token_ids = token_ids[-n:], token_ids[:-n]
             if token_ids[-1] == NO_TOKEN:
                 self.num_unknown += 1
                 if self._has_ended(seq_id):
@@ -87,9 +95,12 @@ class ValueDevice:
                 text[start:] = token_ids
             assert text[start : start + len(token_ids)] == token_ids
             self._write(seq_id, start, start + len(token_ids))
+            if NO_TOKEN in drafted.get(seq_id, []):
+                drafted[seq_id] = self._guess(seq_id, n)
+            self._write_drafts(seq_id, drafted.get(seq_id, []))
         for seq_id, start, token_ids, _, _ in output.scheduled:
             if not self._has_ended(seq_id):
-                self._check(seq_id, start, start + len(token_ids))
+                self._check(seq_id, start, start + len(token_ids) - num_drafts.get(seq_id, 0))
         if output.burst:
             assert [row.seq_id for row in output.scheduled] == list(burst)
             tokens = [
@@ -100,7 +111,7 @@ class ValueDevice:
         tokens, logprobs = [], []
         for sample in output.samples:
             row, new = output.scheduled[sample.row], self.sequences[sample.seq_id]
-            stop = row.start + row.num_tokens
+            stop = row.start + row.num_tokens - num_drafts[sample.seq_id]
             if self._has_ended(sample.seq_id):
                 tokens.append(0)  # is dropped
                 logprobs.append(TokenLogprobs(0.0, 0, [], []))
@@ -111,7 +122,42 @@ class ValueDevice:
             logprobs.append(TokenLogprobs(0.0, 0, *top))
             assert len(self.texts[sample.seq_id]) == stop, "a token is drawn after the last one"
             self.texts[sample.seq_id].append(tokens[-1])
-        return [[token_id] for token_id in tokens], [[entry] for entry in logprobs]
+        if drafted:
+            self.drafts = [drafted.get(sample.seq_id, []) for sample in output.samples]
+        every = [[token_id] for token_id in tokens]
+        for drawn, sample in zip(every, output.samples, strict=True):
+            if sample.seq_id in drafted:
+                self._verify(sample.seq_id, drafted[sample.seq_id], drawn)
+        return every, [[entry] * len(drawn) for entry, drawn in zip(logprobs, every, strict=True)]
+
+    def _guess(self, seq_id: int, num_drafts: int) -> list[int]:
+        """Returns drafts of what is drawn next, most of them right."""
+        text, seed, drafts = self.texts[seq_id], self.sequences[seq_id].seed, []
+        chain = self._chain(seq_id, len(text) - 1)
+        for _ in range(num_drafts):
+            right = next_token(chain, seed)
+            drafts.append(right if self._rng.random() < 0.8 else (right + 1) % VOCAB_SIZE)
+            chain = extend(chain, drafts[-1])
+        return drafts
+
+    def _write_drafts(self, seq_id: int, drafts: list[int]) -> None:
+        """Writes what drafts leave in the slots behind the last token."""
+        text = self.texts[seq_id]
+        text.extend(drafts)
+        self._write(seq_id, len(text) - len(drafts), len(text))
+        del text[len(text) - len(drafts) :]
+
+    def _verify(self, seq_id: int, drafts: list[int], drawn: list[int]) -> None:
+        """Draws behind every draft; the text gets the tokens up to the first that is not its draft."""
+        text, seed = self.texts[seq_id], self.sequences[seq_id].seed
+        chain = self._chain(seq_id, len(text) - 2)
+        is_right = True
+        for draft in drafts:
+            is_right &= draft == drawn[-1] and not self._has_ended(seq_id)
+            chain = extend(chain, draft)
+            drawn.append(next_token(chain, seed))
+            if is_right:
+                text.append(drawn[-1])
 
     def _burst(self, seq_id: int, num_tokens: int) -> list[int]:
         """Draws tokens until one ends the sequence; the first one's input is computed already."""
