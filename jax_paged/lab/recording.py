@@ -102,6 +102,7 @@ class RecordedScheduler(Scheduler):
             logprobs=[[entry.logprob for entry in entries] for entries in result.logprobs],
             top=top,
             not_finite=[i for i, is_finite in enumerate(result.is_finite) if not is_finite],
+            drafts=result.drafts,
         )
         return super().update(output, result, now)
 
@@ -283,7 +284,12 @@ def _result(output: SchedulerOutput, event: dict[str, Any]) -> ModelRunnerOutput
         )
     is_finite = [i not in event["not_finite"] for i in range(len(output.scheduled))]
     return ModelRunnerOutput(
-        output.step_id, event["token_ids"], logprobs, is_finite, [[]] * len(output.scheduled)
+        output.step_id,
+        event["token_ids"],
+        logprobs,
+        is_finite,
+        [[]] * len(output.scheduled),
+        drafts=event.get("drafts", []),
     )
 
 
@@ -300,7 +306,7 @@ def _check_equal(step: str, decided: dict[str, Any], recorded: dict[str, Any]) -
 
 
 def _settings(scheduler: Scheduler) -> dict[str, dict[str, Any]]:
-    manager = scheduler.block_manager
+    manager, speculation = scheduler.block_manager, scheduler.drafts.speculation
     return {
         "block_manager": {
             "num_blocks": manager.pool.num_blocks,
@@ -320,5 +326,6 @@ def _settings(scheduler: Scheduler) -> dict[str, dict[str, Any]]:
             "enable_chunked_prefill": scheduler.enable_chunked_prefill,
             "delay_factor": scheduler.delay_factor,
             "burst_size": scheduler.burst_size,
+            "speculation": speculation and dataclasses.asdict(speculation),
         },
     }

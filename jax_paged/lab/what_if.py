@@ -15,6 +15,7 @@ from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceGroup, SequenceStatus
+from jax_paged.core.speculation import Speculation
 
 STEP = np.dtype(
     [
@@ -137,9 +138,11 @@ def arguments_of(
     """Returns the arguments of a Scheduler, from the values of a recording's start."""
     manager, arguments = settings["block_manager"], settings["scheduler"]
     groups = tuple(CacheGroup(**group) for group in manager["groups"])
+    drafts = arguments.get("speculation")
     return arguments | {
         "block_manager": make_manager(**(manager | {"groups": groups})),
         "eos_token_ids": frozenset(arguments["eos_token_ids"]),
+        "speculation": drafts and Speculation(**drafts),
     }
 
 
@@ -316,7 +319,10 @@ def _parts(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 def _changed(start: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of a recording's start with some of them replaced."""
     changed = {owner: dict(start[owner]) for owner in ("block_manager", "scheduler")}
-    changeable = {name: owner for owner, values in changed.items() for name in values if name != "groups"}
+    # Nobody knows what drafts another scheduler would have verified: it serves without.
+    changed["scheduler"]["speculation"] = None
+    fixed = ("groups", "speculation")
+    changeable = {name: owner for owner, values in changed.items() for name in values if name not in fixed}
     for name, value in settings.items():
         if name not in changeable:
             raise ValueError(f"there is no setting {name!r}; allowed: {', '.join(sorted(changeable))}")

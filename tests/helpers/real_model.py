@@ -24,7 +24,7 @@ from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.models.weights import load_model
 from jax_paged.outputs import RequestOutput
 from jax_paged.worker import model_runner
-from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.buckets import Bucket, plan_verifying
 from jax_paged.worker.executor import LocalExecutor
 
 VOCAB_SIZE, EOS = 384, 7
@@ -169,6 +169,7 @@ def make_executor(args: EngineArgs, *, few_buckets: bool = True) -> LocalExecuto
     with pytest.MonkeyPatch.context() as patch:
         if few_buckets:
             patch.setattr(model_runner, "plan_buckets", largest_buckets)
+            patch.setattr(model_runner, "plan_verifying", lambda *sizes: plan_verifying(*sizes)[-1:])
         return LocalExecutor(args)
 
 
@@ -278,6 +279,7 @@ def reschedule(
         "max_model_len": config.max_model_len,
         "eos_token_ids": config.eos_token_ids,
         "burst_size": config.num_scheduler_steps,
+        "speculation": config.speculation,
     }
     engine._loop.scheduler = Scheduler(block_manager=manager, **(limits | settings))
 

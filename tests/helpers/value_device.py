@@ -2,8 +2,8 @@
 
 Its cells hold what keys and values depend on, as toy_device.py's do; but whose they are it learns from the
 steps, as a real worker would, and a token that the host does not know yet is the one that it has drawn last.
-In a burst it goes on by itself, until a token ends the sequence. Drafts that the host does not know are its own,
-and most of them right.
+In a burst it goes on by itself, until a token ends the sequence. Drafts that the host does not know are its
+own, and most of them right.
 """
 
 import random

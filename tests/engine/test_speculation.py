@@ -1,0 +1,276 @@
+"""Tokens that are drafted and verified: every output is that of one token after the other."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.real_model import (
+    TOLERANCE,
+    VOCAB_SIZE,
+    Request,
+    add,
+    assert_no_block_lost,
+    finished_outputs,
+    make_engine,
+    mixed_requests,
+    reschedule,
+    reset,
+    run,
+)
+from helpers.windowed_model import write_windowed_checkpoint
+from safetensors.numpy import load_file, save_file
+
+from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
+from jax_paged.core.speculation import Speculation
+from jax_paged.lab.recording import replay
+from jax_paged.outputs import RequestOutput
+from jax_paged.worker import step
+
+SIZES = {"block_size": 4, "max_num_seqs": 40, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 1200}
+# Methods that draft whatever there is; the random requests of a random model give "ngram" little to find.
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "adaptive": False}
+DRAFT_MODEL = {"method": "draft_model", "adaptive": False}
+
+
+def methods(*sizes: int) -> list[Any]:
+    return [
+        pytest.param({**method, "num_speculative_tokens": k}, id=f"{method['method']} {k}")
+        for method in (NGRAM, DRAFT_MODEL)
+        for k in sizes
+    ]
+
+
+@pytest.fixture(scope="module")
+def other_draft(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model like the one that is served, with other weights: it is right now and then."""
+    folder = tmp_path_factory.mktemp("draft")
+    for path in checkpoint.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    rng = np.random.default_rng(5)
+    tensors = load_file(checkpoint / "model.safetensors")
+    changed = {k: v + rng.normal(0, 0.25 * v.std(), v.shape).astype(v.dtype) for k, v in tensors.items()}
+    save_file(changed, folder / "model.safetensors")
+    return folder
+
+
+def speculating(checkpoint: Path, draft: Path, config: dict[str, Any], **settings: Any) -> LLMEngine:
+    own = {"model": str(draft)} if config["method"] == "draft_model" else {}
+    return make_engine(
+        checkpoint, few_buckets=True, speculative_config={**config, **own}, **{**SIZES, **settings}
+    )
+
+
+def random_requests(seed: int, count: int, max_output: int = 40) -> list[Request]:
+    """Draws requests of every kind; many choose among few tokens, so that their texts repeat."""
+    rng = np.random.default_rng(seed)
+    requests = mixed_requests(seed, count, max_prompt=30, max_output=max_output)
+    shared = rng.integers(0, VOCAB_SIZE, 24).tolist()
+    for i, request in enumerate(requests):
+        params, prompt = request.params, request.prompt
+        params.temperature = [0.0, 0.8, 1.3][int(rng.integers(3))]
+        if rng.random() < 0.6:
+            params.allowed_token_ids = rng.integers(8, VOCAB_SIZE, int(rng.integers(2, 6))).tolist()
+            params.logit_bias, params.min_tokens = None, 0
+        if rng.random() < 0.3:
+            params.n = 4
+        if rng.random() < 0.3:
+            params.stop_token_ids = rng.integers(0, VOCAB_SIZE, 9).tolist()
+        elif rng.random() < 0.2:
+            params.stop = [chr(97 + int(rng.integers(26)))]
+        if rng.random() < 0.5:
+            prompt = shared[: int(rng.integers(1, 25))] + prompt
+        requests[i] = dataclasses.replace(request, prompt=prompt)
+    kind = int(rng.integers(4))
+    some = SamplingParams(temperature=0.8, seed=seed, max_tokens=30)
+    form = StructuredOutputsParams(regex="(ab|cde|ab ab )*f")
+    requests.append(Request(shared[:7], dataclasses.replace(some, structured_outputs=form)))
+    requests.append(Request(shared[:5], dataclasses.replace(some, bad_words_token_ids=[[9, 10], [11]])))
+    if kind == 0:
+        requests.append(Request(shared[:9], SamplingParams(), BeamSearchParams(3, max_tokens=9)))
+    return requests
+
+
+def in_turns(
+    engine: LLMEngine, requests: list[Request], **settings: Any
+) -> tuple[list[RequestOutput], list[RequestOutput]]:
+    """Returns the outputs without drafts, one step at a time, and with them."""
+    depth, engine._loop.max_in_flight = engine._loop.max_in_flight, 1
+    reschedule(reset(engine), speculation=None, burst_size=1)
+    expected = run(engine, requests)
+    engine._loop.max_in_flight = depth
+    reschedule(engine, **settings)
+    return expected, run(engine, requests)
+
+
+def assert_same(expected: list[RequestOutput], outputs: list[RequestOutput]) -> None:
+    for before, after in zip(expected, outputs, strict=True):
+        assert [list(x.token_ids) for x in after.outputs] == [list(x.token_ids) for x in before.outputs]
+        for want, got in zip(before.outputs, after.outputs, strict=True):
+            assert (got.text, got.finish_reason) == (want.text, want.finish_reason)
+            assert got.stop_reason == want.stop_reason
+            assert got.cumulative_logprob == pytest.approx(want.cumulative_logprob, abs=30 * TOLERANCE)
+            for a, b in zip(want.logprobs or (), got.logprobs or (), strict=True):
+                assert a.keys() == b.keys()
+                assert all(abs(a[t].logprob - b[t].logprob) < TOLERANCE for t in a)
+
+
+@pytest.fixture(scope="module", params=methods(3))
+def engine(request: Any, checkpoint: Path, other_draft: Path) -> Iterator[LLMEngine]:
+    with speculating(checkpoint, other_draft, request.param) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_requests(engine: LLMEngine, depth: int) -> None:
+    engine._loop.max_in_flight = depth
+    assert_same(*in_turns(engine, random_requests(depth, 10)))
+    drafts = engine.scheduler.drafts
+    assert drafts.num_rows > 20
+    assert 0 < sum(drafts.num_accepted) < drafts.num_drafts
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_small_pool(engine: LLMEngine, mode: str) -> None:
+    requests = [r for r in random_requests(3, 12) if r.beams is None]
+    expected, outputs = in_turns(engine, requests, num_blocks=60, num_swap_blocks=600, preemption_mode=mode)
+    assert_same(expected, outputs)
+    assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
+    assert engine.scheduler.drafts.num_rows > 10
+
+
+def test_what_unwritten_blocks_hold_does_not_matter(engine: LLMEngine) -> None:
+    requests = random_requests(4, 6)
+    reschedule(reset(engine))
+    expected = run(engine, requests)
+    reschedule(engine)
+    engine.executor.runner.fill_kv_cache(float("nan"))  # pyright: ignore[reportAttributeAccessIssue]
+    assert_same(expected, run(engine, requests))
+    engine.executor.runner.fill_kv_cache(0.0)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_recording_replays(engine: LLMEngine) -> None:
+    reset(engine)
+    lines: list[str] = []
+    engine.record(lines.append)
+    run(engine, random_requests(5, 6))
+    engine.record(None)
+    assert engine.scheduler.drafts.num_rows == 0
+    replay(lines)
+
+
+def test_requests_that_come_go_and_are_edited(engine: LLMEngine) -> None:
+    """A fork, a rollback and a draft by hand, between steps that verify."""
+    reset(engine)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, allowed_token_ids=[9, 20, 31, 42])
+    (expected,) = run(engine, [Request([5, 6, 7], params)])
+    add(engine, [Request([5, 6, 7], params)] * 2)
+    for _ in range(5):
+        engine.step()
+    engine.rollback("0", 3)
+    engine.fork("1", "fork")
+    engine.verify("1", [9, 20])
+    outputs = finished_outputs(engine)
+    assert_no_block_lost(engine)
+    assert {tuple(o.outputs[0].token_ids) for o in outputs.values()} == {tuple(expected.outputs[0].token_ids)}
+    assert len(outputs) == 3
+
+
+@pytest.mark.parametrize("config", methods(3))
+def test_bursts_and_what_pays(checkpoint: Path, other_draft: Path, config: dict[str, Any]) -> None:
+    """With adaptation, steps with drafts, bursts and others follow each other as it happens."""
+    config = {**config, "adaptive": True}
+    with speculating(checkpoint, other_draft, config, num_scheduler_steps=4, async_scheduling=True) as engine:
+        for seed in range(2):
+            assert_same(*in_turns(engine, random_requests(20 + seed, 8)))
+
+
+def test_the_model_itself_drafts_what_it_draws(checkpoint: Path) -> None:
+    with speculating(checkpoint, checkpoint, {**DRAFT_MODEL, "num_speculative_tokens": 3}) as engine:
+        requests = [r for r in random_requests(6, 10) if not r.params.structured_outputs]
+        assert_same(*in_turns(engine, requests))
+        drafts = engine.scheduler.drafts
+        # Those behind the last token of an output, or a stop, count as not accepted.
+        assert sum(drafts.num_accepted) > 0.8 * drafts.num_drafts
+        long = SamplingParams(n=4, temperature=1.3, seed=1, max_tokens=201, ignore_eos=True)
+        reschedule(reset(engine))
+        run(engine, [Request([3, 4], long), Request([9] * 20, dataclasses.replace(long, temperature=0, n=1))])
+        drafts = engine.scheduler.drafts
+        assert sum(drafts.num_accepted) >= 0.99 * drafts.num_drafts > 700
+
+
+def test_layers_with_windows(tmp_path: Path) -> None:
+    write_windowed_checkpoint(tmp_path, 12)
+    with make_engine(tmp_path, few_buckets=True, speculative_config=NGRAM, **SIZES) as engine:
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        prompts = np.random.default_rng(0).integers(0, 64, (4, 30)).tolist()
+        few = [dataclasses.replace(params, allowed_token_ids=[3, 9, 12])] * 4
+        requests = [Request(p, x) for p, x in zip(prompts, few, strict=True)]
+        assert_same(*in_turns(engine, requests))
+        assert sum(engine.scheduler.drafts.num_accepted) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", methods(1, 3, 7))
+def test_three_hundred_random_requests(checkpoint: Path, other_draft: Path, config: dict[str, Any]) -> None:
+    with speculating(checkpoint, other_draft, config, num_scheduler_steps=8) as engine:
+        pools = itertools.cycle([{}, {"num_blocks": 60, "preemption_mode": "swap"}, {"num_blocks": 60}])
+        for seed, pool in zip(range(25), pools, strict=False):
+            engine._loop.max_in_flight = 1 + seed % 2
+            requests = random_requests(100 + seed, 12)
+            if pool:
+                requests = [r for r in requests if r.beams is None]
+            assert_same(*in_turns(engine, requests, num_swap_blocks=600 if pool else None, **pool))
+            assert sum(engine.scheduler.drafts.num_accepted) > 0
+
+
+def test_penalties_that_forget_drafts_are_noticed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted mistake: rows behind drafts count the tokens up to the last known one only."""
+    right = step.drafts_before
+
+    def forgetful(fields: Any, tokens: Any, bucket: Any, vocab_size: int) -> Any:
+        return right(fields, tokens, bucket, vocab_size) * 0 + vocab_size
+
+    monkeypatch.setattr(step, "drafts_before", forgetful)
+    few = {"allowed_token_ids": [9, 20, 31, 42], "ignore_eos": True, "frequency_penalty": 0.3}
+    params = SamplingParams(temperature=0, max_tokens=60, **few)
+    requests = [Request([5, 6, 7 + i], params) for i in range(4)]
+    with speculating(checkpoint, checkpoint, {**NGRAM, "num_speculative_tokens": 5}) as engine:
+        expected, outputs = in_turns(engine, requests)
+        assert [o.outputs[0].token_ids for o in outputs] != [o.outputs[0].token_ids for o in expected]
+        assert sum(engine.scheduler.drafts.num_accepted) > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("ngram", "None, or a dict"),
+        ({"methods": "ngram"}, "a dict with some of method"),
+        ({"method": "medusa"}, "method is 'medusa'"),
+        ({"method": "draft_model"}, "the name or folder of a model that drafts"),
+        ({"method": "ngram", "model": "pagelet"}, "None, as 'ngram' needs none"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
+        (
+            {"num_speculative_tokens": True, "adaptive": 1},
+            "(?s)num_speculative_tokens is True.*adaptive is 1",
+        ),
+        ({"prompt_lookup_min": 5}, "at least prompt_lookup_min, 5"),
+    ],
+)
+def test_bad_settings(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineArgs(speculative_config=config)
+
+
+def test_a_draft_model_that_does_not_fit(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"(?s)pagelet.*vocabulary"):
+        make_engine(checkpoint, speculative_config={"model": "pagelet"})
+
+
+def test_it_is_off_beside_batch_invariance() -> None:
+    with pytest.raises(ValueError, match="None with batch_invariant"):
+        EngineArgs(speculative_config={"method": "ngram"}, batch_invariant=True)
+    assert Speculation("ngram", 3).max_rows(512) == 256
