@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -84,7 +85,7 @@ class ModelRunner:
         use_persistent_cache()
         is_own, loaded = loaded is None, load(args, loaded)
         device = jax.devices()[0]
-        mesh = Mesh(np.array([device]), (TENSOR,))
+        self._mesh = mesh = Mesh(np.array([device]), (TENSOR,))
         self._replicated = NamedSharding(mesh, PartitionSpec())
         matmul_backend = products.resolve_products(args.matmul_backend, loaded.dtype, name="matmul_backend")
         if args.matmul_backend == "auto" and matmul_backend == "xla" and device.platform == "cpu":
@@ -191,12 +192,9 @@ class ModelRunner:
             max_copies=self.config.max_num_seqs,
             mesh=mesh,
         )
-        self._kv_cache = allocate_kv_cache(layout, self.config.num_blocks, self.config.block_size, mesh)
-        self._seat_arrays: SeatArrays[Array] = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype, device=self._replicated), self._context.seat_arrays()
-        )
+        self._states_on_host: list[np.ndarray] = []
+        self.allocate()
         self._kept_states = KeptStates()
-        self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
         self._pending: collections.deque[PendingStep] = collections.deque()
         context, on_cpu = self._context, memory.platform == "cpu"
         is_bfloat16 = on_cpu and loaded.dtype == jnp.bfloat16
@@ -272,7 +270,7 @@ class ModelRunner:
         self._kept_states.keep(output, batch, states)
         resets = batch.update(output)
         states = self._kept_states.bring_back(output, batch, states, self._place)
-        self._move_blocks(output)
+        self._kv_cache = self._mover.move(self._run, self._kv_cache, output)
         self._encode(output)
         counts = reset_token_counts(self._run, self._seat_arrays.token_counts, resets, self._place)
         self._seat_arrays = self._seat_arrays._replace(token_counts=counts, processor_states=states)
@@ -295,13 +293,29 @@ class ModelRunner:
         tile = tiles_of(jnp.broadcast_to(row, self._kv_cache[0].shape[3:]))
         self._kv_cache = [jax.device_put(jnp.broadcast_to(tile, x.shape), x.sharding) for x in self._kv_cache]
 
+    def allocate(self) -> None:
+        """Takes memory for the pool and for what is kept by seat: zeros, but for states of processors."""
+        context, zeros = self._context, functools.partial(jnp.zeros, device=self._replicated)
+        self._kv_cache = allocate_kv_cache(context.layout, context.num_blocks, context.block_size, self._mesh)
+        seats: SeatArrays[Array] = jax.tree.map(lambda x: zeros(x.shape, x.dtype), context.seat_arrays())
+        kept = [self._place(states) for states in self._states_on_host] or seats.processor_states
+        self._seat_arrays = seats._replace(processor_states=kept)
+        self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
+
+    def free(self) -> None:
+        """Frees what `allocate` has taken, between two steps; no sequence goes on in its seat."""
+        self._states_on_host = [np.array(states) for states in self._seat_arrays.processor_states]
+        for array in jax.tree.leaves([self._kv_cache, self._seat_arrays, self._empty_inputs]):
+            array.delete()
+        self._kv_cache, self._empty_inputs = [], {}
+
     def close(self) -> None:
         """Frees pool and weights (not those of a model that the caller brought); the runner is done."""
         self._compiled.stop()
-        for array in jax.tree.leaves([self._kv_cache, self._seat_arrays, self._empty_inputs]):
-            array.delete()
+        if self._kv_cache:
+            self.free()
         self.served.close()
-        self._kv_cache, self._weights, self._empty_inputs = [], [], {}
+        self._weights = []
         self._pending.clear()
         del self._compiled, self._context, self._seat_arrays
 
@@ -364,27 +378,13 @@ class ModelRunner:
     def _place(self, array: np.ndarray) -> Array:
         return jax.device_put(array, self._replicated)
 
-    def _move_blocks(self, output: SchedulerOutput) -> None:
-        """Swaps and copies, in this order: blocks swapped out may be taken again in the same step."""
-        if output.blocks_to_swap_out:
-            self._mover.swap_out(self._run, self._kv_cache, output.blocks_to_swap_out)
-        if output.blocks_to_swap_in:
-            self._kv_cache = self._mover.swap_in(self._run, self._kv_cache, output.blocks_to_swap_in)
-        if output.blocks_to_copy:
-            self._kv_cache = self._mover.copy(self._run, self._kv_cache, output.blocks_to_copy)
-
     def _encode(self, output: SchedulerOutput) -> None:
         """Runs the encoder for requests that begin: what their decoder attends to is written to the pool."""
         config = self.config
+        pool = {"num_blocks": config.num_blocks, "block_size": config.block_size}
         for text in output.to_encode:
             program = next(p for p in self._encoders if p.num_tokens >= len(text.token_ids))
-            inputs = build_encoder_inputs(
-                text,
-                program.num_tokens,
-                groups=config.cache_groups,
-                num_blocks=config.num_blocks,
-                block_size=config.block_size,
-            )
+            inputs = build_encoder_inputs(text, program.num_tokens, groups=config.cache_groups, **pool)
             placed = jax.device_put(inputs, self._replicated)
             self._kv_cache = self._run(program, self._weights, self._kv_cache, *placed)
 
