@@ -207,6 +207,16 @@ class _EngineCollector(Collector):
         info = GaugeMetricFamily("vllm:cache_config_info", "How the pool is made.", labels=list(facts))
         info.add_metric([str(value) for value in facts.values()], 1)
         yield info
+        states = "What sleeps: awake is 0 while anything does; then the level, 1 or 2, says which is 1."
+        asleep = GaugeMetricFamily("vllm:engine_sleep_state", states, labels=[*_LABELS, "sleep_state"])
+        for i, state in enumerate(("awake", "weights_offloaded", "discard_all")):
+            asleep.add_metric([*self._labels, state], int(engine.sleep_level == i))
+        yield asleep
+        version = GaugeMetricFamily(
+            "jax_paged_weight_version_info", "The weights.", labels=["weight_version"]
+        )
+        version.add_metric([engine.weight_version], 1)
+        yield version
         swapped = "Requests whose blocks are in host memory."
         yield GaugeMetricFamily("jax_paged_num_requests_swapped", swapped, value=len(queues.swapped))
         yield GaugeMetricFamily("jax_paged_programs", "Programs to compile.", value=num_programs)
