@@ -59,10 +59,11 @@ def with_weights(
     if problems:
         lines = "".join(f"\n  {problem}" for problem in sorted(problems))
         raise ValueError(f"the weights do not fit the model that is served:{lines}")
-    model = nnx.merge(*nnx.split(like))
-    flat = [(w.path, w.param.replace(x)) for w, x in zip(weights, found, strict=True)]
-    nnx.update(model, nnx.from_flat_state(flat))
-    return model
+    graphdef, state = nnx.split(like)
+    # In variables of their own: those of `like` would be the same ones, and would hold on to the weights.
+    flat = dict(nnx.to_flat_state(state))
+    flat |= {w.path: w.param.replace(x) for w, x in zip(weights, found, strict=True)}
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
 def _check_kind(like: LanguageModel, new: LanguageModel) -> None:
