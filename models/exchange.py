@@ -1,5 +1,6 @@
 """New weights for a model, in any of the forms in which a training loop holds them."""
 
+import dataclasses
 import re
 import types
 from collections.abc import Iterable, Mapping
@@ -67,9 +68,15 @@ def with_weights(
 
 
 def _check_kind(like: LanguageModel, new: LanguageModel) -> None:
-    if type(new) is not type(like) or new.config != like.config:
-        given = f"{type(new).__name__} of {new.config}"
-        raise ValueError(f"weights are those of {given}; allowed: {type(like).__name__} of {like.config}")
+    """Checks that a model is one of the same family and the same sizes."""
+    given, ours = type(new).__name__, type(like).__name__
+    if type(new) is not type(like):
+        raise ValueError(f"the weights are those of a {given}; allowed: of the {ours} that is served")
+    fields = [field.name for field in dataclasses.fields(like.config)]
+    pairs = [(name, getattr(new.config, name), getattr(like.config, name)) for name in fields]
+    other = "".join(f"\n  {name} is {a!r}; allowed: {b!r}" for name, a, b in pairs if a != b)
+    if other:
+        raise ValueError(f"the weights are those of a {given} of another config:{other}")
 
 
 def _take(

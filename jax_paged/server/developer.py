@@ -1,5 +1,6 @@
 """Routes for whoever runs the server, not for its clients: the engine sleeps, wakes, gets other weights."""
 
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,8 @@ from jax_paged.server.generation import bad_input
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.protocol import Body
 from jax_paged.server.responses import ApiError, json_response
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class UpdateWeightsRequest(Body):
@@ -83,6 +86,7 @@ class DeveloperRoutes:
         try:
             await work
         except ValueError as error:
+            _LOGGER.warning("%s", error)  # clients get the beginning of a long message
             raise ApiError(str(error)) from error
         except RuntimeError as error:
             if type(error) is not RuntimeError:  # of the engine, or of XLA
