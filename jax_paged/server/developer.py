@@ -10,6 +10,7 @@ from pydantic import Field
 
 from jax_paged.checks import Problems, check, check_choice
 from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.server.event_stream import unless_gone
 from jax_paged.server.generation import bad_input
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.protocol import Body
@@ -41,8 +42,12 @@ class DeveloperRoutes:
     async def sleep(self, request: Request, level: int = 1, mode: str = "wait") -> Response:
         """POST /sleep: gives the memory of weights and pool to others; answers when it is free."""
         self._check(request, ("level", "mode"))
-        await self._done(self._engine.sleep(level, mode))  # pyright: ignore[reportArgumentType]
-        return json_response({"is_sleeping": True})
+
+        async def answer() -> Response:
+            await self._done(self._engine.sleep(level, mode))  # pyright: ignore[reportArgumentType]
+            return json_response({"is_sleeping": True})
+
+        return await unless_gone(request, answer())
 
     async def wake_up(self, request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
         """POST /wake_up: takes the memory again, or what has one of the tags."""

@@ -230,6 +230,7 @@ class LocalExecutor:
         memory_state.write_blocks(ours["kv_cache"], self.runner.host_blocks, blocks, host_blocks, arrays)
         if with_weights:
             memory_state.write_weights(ours["weights"], arrays)
+            self._source = None
 
     def fingerprint(self) -> tuple[str, str]:
         """Returns hashes of the weights as they are served, and of how such kernels are packed here."""

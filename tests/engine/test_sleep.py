@@ -432,3 +432,40 @@ def test_a_closed_engine_does_not_sleep(scripted: Callable[..., Any]) -> None:
                 await asyncio.wait_for(call(), 10)
 
     asyncio.run(check())
+
+
+MODELS = Path(__file__).parents[1] / "models"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["t5_tied", "mistral_window"])
+def test_other_families_sleep(family: str) -> None:
+    """Encoder outputs are computed again, and blocks behind a window come back."""
+    settings = {"skip_tokenizer_init": True, "max_model_len": 64, **SETTINGS}
+    with make_engine(MODELS / "fixtures" / family, **settings) as engine:
+        prompt = [5, 9, 11, 6, 21, 17, 8, 30, 12, 14]
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        engine.add_request("a", prompt, params)
+        want = all_tokens(finished_outputs(engine))
+        for level in (1, 2):
+            engine.add_request("a", prompt, params)
+            for _ in range(12):
+                engine.step()
+            engine.sleep(level, "keep")
+            engine.wake_up()
+            assert all_tokens(finished_outputs(engine)) == want
+            assert_no_block_lost(engine)
+
+
+def test_a_model_without_a_pool_sleeps() -> None:
+    folder = MODELS / "pooling_fixtures" / "bert_embedder"
+    with LLM(str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=32) as llm:
+        prompt = {"prompt_token_ids": [5, 9, 11, 6]}
+        (want,) = llm.embed(prompt, use_tqdm=False)
+        for level in (1, 2):
+            llm.sleep(level)
+            with pytest.raises(ValueError, match="the engine sleeps"):
+                llm.embed(prompt, use_tqdm=False)
+            llm.wake_up()
+            (output,) = llm.embed(prompt, use_tqdm=False)
+            assert output.outputs.embedding == want.outputs.embedding

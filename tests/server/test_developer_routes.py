@@ -80,7 +80,8 @@ def test_a_server_that_sleeps_says_so(client: httpx.Client, level: int) -> None:
     assert text_of(client) == before
 
 
-def test_a_stream_goes_on_after_a_sleep(client: httpx.Client) -> None:
+def test_a_stream_goes_on_after_a_sleep(client: httpx.Client, steps: Any) -> None:
+    steps.delay_s = 0.002
     body = {**BODY, "max_tokens": 200, "ignore_eos": True}
     whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
     with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
@@ -91,6 +92,19 @@ def test_a_stream_goes_on_after_a_sleep(client: httpx.Client) -> None:
         events = list(lines)
     assert events[-1] == "[DONE]"
     assert text + "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole
+
+
+def test_who_leaves_before_the_server_sleeps_calls_it_off(client: httpx.Client, steps: Any) -> None:
+    steps.delay_s = 0.002
+    body = {**BODY, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        next(lines)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(client.base_url.join("/sleep"), timeout=0.05)
+        assert list(lines)[-1] == "data: [DONE]"
+    assert not is_sleeping(client)
+    assert text_of(client)
 
 
 def test_what_is_wrong_is_refused(client: httpx.Client) -> None:
@@ -138,8 +152,9 @@ def test_weights_of_a_folder(client: httpx.Client, served: Any, tmp_path: Path) 
 
 
 def test_weights_that_can_not_be_served(
-    client: httpx.Client, served: Any, checkpoint: Path, tmp_path: Path
+    client: httpx.Client, served: Any, steps: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
+    steps.delay_s = 0.005
     before, version = text_of(client), client.get("/weight_version").json()
 
     def update(**body: Any) -> httpx.Response:
