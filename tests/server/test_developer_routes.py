@@ -179,7 +179,8 @@ def test_weights_that_can_not_be_served(
     with client.stream(
         "POST", "/v1/completions", json={**BODY, "max_tokens": 400, "ignore_eos": True, "stream": True}
     ) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # which ends the request where nobody holds it
+        next(lines)
         refused(update(model_path=str(PAGELET)), "requests are running")
         refused(update(model_path=str(checkpoint), running="keep"), "vocab_size is 384")
     served.wait_until_idle()
