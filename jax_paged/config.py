@@ -50,7 +50,7 @@ _IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
     "enable_expert_parallel": (False,),
     "enable_lora": (False,),
     "enable_prompt_adapter": (False,),
-    "enable_sleep_mode": (False,),
+    "enable_sleep_mode": (False, True),
     "generation_config": ("auto",),
     "hf_config_path": (None,),
     "hf_token": (None, True),

@@ -3,7 +3,7 @@
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,6 +15,7 @@ from jax_paged.engine.assembly import OwnScheduler
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.llm_engine import LLMEngine
+from jax_paged.engine.sleeping import Mode
 from jax_paged.engine.snapshot import EngineState
 from jax_paged.engine.tokenizer import Messages
 from jax_paged.engine.weight_updates import Running
@@ -127,9 +128,19 @@ class LLM(PoolingMethods):
         engine_args = {"skip_tokenizer_init": tokenizer is None, **engine_args}
         return cls(type(module).__name__, tokenizer, loaded=module, **engine_args)
 
-    def update_weights(self, weights: "NewWeights", *, running: Running = "error") -> None:
+    def update_weights(
+        self, weights: "NewWeights", *, running: Running = "error", weight_version: str | None = None
+    ) -> None:
         """Serves other weights from now on, as LLMEngine.update_weights does."""
-        self.llm_engine.update_weights(weights, running=running)
+        self.llm_engine.update_weights(weights, running=running, weight_version=weight_version)
+
+    def sleep(self, level: int = 1, mode: Mode = "wait") -> None:
+        """Gives the memory of weights and pool to others, as LLMEngine.sleep does."""
+        self.llm_engine.sleep(level, mode)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Takes memory again, as LLMEngine.wake_up does."""
+        self.llm_engine.wake_up(tags)
 
     def generate(
         self,

@@ -189,6 +189,8 @@ class RequestOutput:
         encoder_prompt: The text that an encoder has read; None if it came as token ids, or if there is no
             encoder.
         encoder_prompt_token_ids: The tokens that an encoder has read; None without an encoder.
+        weight_versions: Of the weights that have drawn its tokens, in order, as update_weights names them:
+            several where weights were exchanged meanwhile.
     """
 
     request_id: str
@@ -201,6 +203,12 @@ class RequestOutput:
     num_cached_tokens: int
     encoder_prompt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
+    weight_versions: tuple[str, ...] = ()
+
+    @property
+    def weight_version(self) -> str | None:
+        """The version of the weights that have drawn its newest tokens; None before the first."""
+        return self.weight_versions[-1] if self.weight_versions else None
 
     def __repr__(self) -> str:
         prompt = f"{len(self.prompt_token_ids)} prompt tokens" if self.prompt is None else repr(self.prompt)
@@ -221,6 +229,7 @@ class RequestOutput:
         self.finished = delta.finished
         self.metrics = delta.metrics
         self.num_cached_tokens = delta.num_cached_tokens
+        self.weight_versions = delta.weight_versions
 
     def snapshot(self) -> "RequestOutput":
         """Returns it as it stands; what `extend` appends later does not change that."""

@@ -1,6 +1,8 @@
 """New weights for a model, in any of the forms in which a training loop holds them."""
 
+import dataclasses
 import re
+import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,18 @@ from jaxtyping import Array
 
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import resolve_model_dir
-from jax_paged.models.weights import Weight, load_model, weights_of, with_prefix
+from jax_paged.models.weights import Weight, load_model, outline, weights_of, with_prefix
 
 # A model, its state, tensors by the checkpoint's keys, or what names a checkpoint.
 NewWeights = LanguageModel | nnx.State | Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path
 
 
-def with_weights(like: LanguageModel, new: NewWeights, max_model_len: int) -> LanguageModel:
+def with_weights(
+    like: LanguageModel,
+    new: NewWeights,
+    max_model_len: int,
+    overrides: Mapping[str, Any] = types.MappingProxyType({}),
+) -> LanguageModel:
     """Returns a model of the same structure with other weights; arrays on a device are shared, not copied.
 
     Args:
@@ -27,18 +34,18 @@ def with_weights(like: LanguageModel, new: NewWeights, max_model_len: int) -> La
         new: A model, its nnx.State, tensors by the names of a checkpoint (a mapping or pairs), or a folder or
             hub id.
         max_model_len: As load_model takes it, for a folder.
+        overrides: As load_model takes them, for a folder.
 
     Raises:
         ValueError: If names, shapes or types are not those of `like`; the message lists every problem.
     """
     weights = weights_of(like)
     if isinstance(new, str | Path):
-        dtype = weights[0].param.dtype.name
-        new = load_model(resolve_model_dir(str(new)), dtype, max_model_len).model
+        folder = resolve_model_dir(str(new)), weights[0].param.dtype.name, max_model_len, overrides
+        _check_kind(like, outline(*folder))  # before anything is read
+        new = load_model(*folder).model
     if isinstance(new, LanguageModel):
-        if type(new) is not type(like) or new.config != like.config:
-            given = f"{type(new).__name__} of {new.config}"
-            raise ValueError(f"weights are those of {given}; allowed: {type(like).__name__} of {like.config}")
+        _check_kind(like, new)
         new = nnx.state(new, nnx.Param)
     problems: list[str] = []
     if isinstance(new, nnx.State):
@@ -53,10 +60,23 @@ def with_weights(like: LanguageModel, new: NewWeights, max_model_len: int) -> La
     if problems:
         lines = "".join(f"\n  {problem}" for problem in sorted(problems))
         raise ValueError(f"the weights do not fit the model that is served:{lines}")
-    model = nnx.merge(*nnx.split(like))
-    flat = [(w.path, w.param.replace(x)) for w, x in zip(weights, found, strict=True)]
-    nnx.update(model, nnx.from_flat_state(flat))
-    return model
+    graphdef, state = nnx.split(like)
+    # In variables of their own: those of `like` would be the same ones, and would hold on to the weights.
+    flat = dict(nnx.to_flat_state(state))
+    flat |= {w.path: w.param.replace(x) for w, x in zip(weights, found, strict=True)}
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def _check_kind(like: LanguageModel, new: LanguageModel) -> None:
+    """Checks that a model is one of the same family and the same sizes."""
+    given, ours = type(new).__name__, type(like).__name__
+    if type(new) is not type(like):
+        raise ValueError(f"the weights are those of a {given}; allowed: of the {ours} that is served")
+    fields = [field.name for field in dataclasses.fields(like.config)]
+    pairs = [(name, getattr(new.config, name), getattr(like.config, name)) for name in fields]
+    other = "".join(f"\n  {name} is {a!r}; allowed: {b!r}" for name, a, b in pairs if a != b)
+    if other:
+        raise ValueError(f"the weights are those of a {given} of another config:{other}")
 
 
 def _take(

@@ -194,3 +194,8 @@ class SchedulerOutput:
     ended_seq_ids: tuple[int, ...] = ()
     token_masks: TokenMasks | None = None
     scores_drafts: bool = False
+
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts of a row, in a step that verifies what the engine has drafted; 0 in others."""
+        return 0 if self.scores_drafts else max([sample.num_logits - 1 for sample in self.samples], default=0)

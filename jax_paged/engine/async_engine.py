@@ -9,24 +9,28 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Self
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.engine import pooling
-from jax_paged.engine.errors import EngineDeadError
+from jax_paged.engine.errors import EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.output_processor import RequestState
-from jax_paged.engine.request_stream import CumulativeOutputs, RequestStream
+from jax_paged.engine.request_stream import CumulativeOutputs, Done, RequestStream, put_all, run_for
+from jax_paged.engine.sleeping import Mode
 from jax_paged.engine.statistics import EngineStatistics
+from jax_paged.engine.weight_updates import Running
 from jax_paged.inputs import Prompt
 from jax_paged.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from jax_paged.models.exchange import NewWeights
     from jax_paged.worker.executor import Executor
 
 _LOGGER = logging.getLogger(__name__)
@@ -56,6 +60,8 @@ class AsyncLLMEngine:
         self._submitted: set[RequestStream] = set()  # those that its thread has not taken yet
         self._held: dict[RequestStream, RequestState] = {}  # those whose newest tokens are not delivered yet
         self._last_delivery = -math.inf
+        # Level, mode and what is told when it is done; it waits for running requests.
+        self._falling_asleep: tuple[int, Mode, Future[None]] | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -69,6 +75,13 @@ class AsyncLLMEngine:
     def stopped(self) -> EngineDeadError | None:
         """What requests are told once the engine has stopped; None while it runs."""
         return None if self.error is None else self._stopped()
+
+    @property
+    def asleep(self) -> EngineAsleepError | None:
+        """What requests are told while the engine sleeps, or is about to; None while it takes them."""
+        if self._falling_asleep is None and not self.engine.is_sleeping():
+            return None
+        return EngineAsleepError("the engine sleeps, or is about to; it takes requests when it is woken")
 
     async def submit(
         self,
@@ -96,6 +109,7 @@ class AsyncLLMEngine:
 
         Raises:
             ValueError: If the engine can't run it.
+            EngineAsleepError: If the engine sleeps; in the last moment, the stream raises it.
             EngineDeadError: If the engine has failed or is closed.
         """
         if not isinstance(prompt, CheckedRequest):
@@ -177,7 +191,26 @@ class AsyncLLMEngine:
         finally:
             stream.abort()
 
-    def abort(self, request_id: str | Iterable[str]) -> "_Done":
+    async def update_weights(
+        self, weights: "NewWeights", *, running: Running = "error", weight_version: str | None = None
+    ) -> None:
+        """Serves other weights, between two steps, as LLMEngine.update_weights does."""
+        update = self.engine.update_weights
+        await self._call(lambda: update(weights, running=running, weight_version=weight_version))
+
+    async def sleep(self, level: int = 1, mode: Mode = "wait") -> None:
+        """Gives memory to others, as LLMEngine.sleep does; takes no new requests from now on."""
+        await asyncio.wrap_future(await self._call(lambda: self._begin_to_sleep(level, mode)))
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Takes memory again, as LLMEngine.wake_up does."""
+        await self._call(lambda: self.engine.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Returns whether the engine sleeps, in whole or in part."""
+        return self.engine.is_sleeping()
+
+    def abort(self, request_id: str | Iterable[str]) -> Done:
         """Ends a request, or several; their streams end with what they have, as aborted.
 
         The call alone does it.
@@ -188,7 +221,7 @@ class AsyncLLMEngine:
         """
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             self._calls.put(lambda one=one: self._end(one))
-        return _Done()
+        return Done()
 
     def shutdown(self) -> None:
         """Does what `close` does; the name that vLLM's scripts use."""
@@ -217,6 +250,14 @@ class AsyncLLMEngine:
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame else "no thread\n"
 
+    async def _call[T](self, function: Callable[[], T]) -> T:
+        """Returns what a function does in the engine's thread, between two steps."""
+        done: Future[T] = Future()
+        self._calls.put(lambda: run_for(done, function))
+        if self.error is not None:  # checked after the put, as in submit
+            raise self._stopped()
+        return await asyncio.wrap_future(done)
+
     def _abort(self, stream: RequestStream) -> None:
         self._calls.put(lambda: self._end(stream.request_id, stream))
 
@@ -235,6 +276,8 @@ class AsyncLLMEngine:
             self._deliver([(stream, self._stopped())])
             return
         try:
+            if (asleep := self.asleep) is not None:
+                raise asleep
             self.engine.add_request(stream.request_id, request)
         except ValueError as error:
             self._deliver([(stream, error)])
@@ -257,12 +300,14 @@ class AsyncLLMEngine:
     def _run(self) -> None:
         try:
             while self._serve_calls():
-                if self.engine.has_unfinished_requests():
+                if self._has_work():
                     self._step()
+                self._fall_asleep()
             self.error = self.error or EngineDeadError("the engine is closed")
         except BaseException as error:  # a panic of a library in Rust is no Exception
             self.error = error
             _LOGGER.exception("the engine has failed")
+        self._fall_asleep()
         self._deliver([(stream, self._stopped()) for stream in self._streams.values()])
         self._streams.clear()
         while not self._calls.empty():
@@ -272,7 +317,7 @@ class AsyncLLMEngine:
 
     def _serve_calls(self) -> bool:
         """Serves all calls at hand, waiting for one if there is nothing else to do; False to end."""
-        wait = not self.engine.has_unfinished_requests()
+        wait = not self._has_work()
         while wait or not self._calls.empty():
             call = self._calls.get()
             if call is None:
@@ -280,6 +325,36 @@ class AsyncLLMEngine:
             call()
             wait = False
         return True
+
+    def _has_work(self) -> bool:
+        return self.engine.has_unfinished_requests() and not self.engine.is_sleeping()
+
+    def _begin_to_sleep(self, level: int, mode: Mode) -> Future[None]:
+        if self.error is not None:
+            raise self._stopped()
+        self.engine.check_sleep(level, mode)
+        if self._falling_asleep is not None:
+            raise ValueError("what sleeps already is about to; allowed: nothing, or wait until it does")
+        if mode == "abort":
+            for request_id in list(self._streams):
+                self._end(request_id)
+        self._falling_asleep = level, mode, Future()
+        return self._falling_asleep[2]
+
+    def _fall_asleep(self) -> None:
+        """Goes to sleep once nothing is waited for."""
+        if self._falling_asleep is not None:
+            level, mode, done = self._falling_asleep
+            is_over = self.error is not None or done.cancelled()
+            if is_over or mode == "keep" or not self.engine.has_unfinished_requests():
+                run_for(done, lambda: self._sleep(level, mode))
+                self._falling_asleep = None
+
+    def _sleep(self, level: int, mode: Mode) -> None:
+        if self.error is not None:
+            raise self._stopped()
+        self._deliver_held(time.monotonic(), is_turn=True)
+        self.engine.sleep(level, mode)
 
     def _step(self) -> None:
         self.step_began = time.monotonic()
@@ -297,10 +372,10 @@ class AsyncLLMEngine:
                 self._held[stream] = state
         self._deliver_held(now)
 
-    def _deliver_held(self, now: float) -> None:
+    def _deliver_held(self, now: float, *, is_turn: bool = False) -> None:
         """Hands over outputs: the first and the last of a stream at once, others in turns."""
         turn_s = min(_SECONDS_PER_STREAM * len(self._held), _LONGEST_TURN_S)
-        is_turn = now - self._last_delivery >= turn_s
+        is_turn = is_turn or now - self._last_delivery >= turn_s
         outputs = []
         for stream, state in list(self._held.items()):
             if is_turn or state.is_finished or not stream.has_begun:
@@ -320,26 +395,4 @@ class AsyncLLMEngine:
             by_loop.setdefault(stream.loop, []).append((stream, item))
         for loop, part in by_loop.items():
             with contextlib.suppress(RuntimeError):  # a loop that is closed has no consumers
-                loop.call_soon_threadsafe(_put_all, part)
-
-
-class _Done(Coroutine[Any, Any, None]):
-    """A coroutine that is done; unlike one of an `async def`, it gives no warning if nobody awaits it."""
-
-    def send(self, value: Any) -> NoReturn:
-        raise StopIteration
-
-    def throw(self, typ: Any, val: Any = None, tb: Any = None) -> NoReturn:
-        raise typ if val is None else val
-
-    def close(self) -> None:
-        pass
-
-    def __await__(self) -> Generator[None, None, None]:
-        return
-        yield
-
-
-def _put_all(items: list[tuple[RequestStream, RequestOutput | Exception]]) -> None:
-    for stream, item in items:
-        stream.put(item)
+                loop.call_soon_threadsafe(put_all, part)

@@ -1,5 +1,13 @@
-"""The error of an engine that runs no more."""
+"""The errors of an engine that runs no more, or not now."""
 
 
 class EngineDeadError(RuntimeError):
     """The engine has failed, was stopped, or is closed; the name is vLLM's."""
+
+
+class EngineAsleepError(ValueError):
+    """The engine sleeps, or is about to, and takes nothing to run until it is woken."""
+
+
+# What a request may be told in place of an output, through no fault of its own.
+NOT_RUNNING = (EngineDeadError, EngineAsleepError)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
-from jax_paged.engine import kv_access, recordings, request_edits, scoring, snapshot, weight_updates
+from jax_paged.engine import kv_access, recordings, request_edits, scoring, sleeping, snapshot, weight_updates
 from jax_paged.engine.kv_access import Inspection
 from jax_paged.engine.request_edits import Verification
 from jax_paged.engine.request_engine import RequestEngine
@@ -49,7 +49,13 @@ class LLMEngine(RequestEngine):
         outputs = (state.next_output() for state in self._loop.run(plan))
         return [output for output in outputs if output is not None]
 
-    def update_weights(self, weights: "NewWeights", *, running: weight_updates.Running = "error") -> None:
+    def update_weights(
+        self,
+        weights: "NewWeights",
+        *,
+        running: weight_updates.Running = "error",
+        weight_version: str | None = None,
+    ) -> None:
         """Serves other weights from now on; nothing is compiled, and no cached prefix of older ones is hit.
 
         Args:
@@ -58,16 +64,59 @@ class LLMEngine(RequestEngine):
                 the device are shared: a program that they are donated to takes them away.
             running: What becomes of running requests. With "error" there must be none; "recompute" computes
                 all their tokens again, those they have drawn included; "keep" goes on from the keys and
-                values of the older weights, which no other request is given.
+                values of the older weights, which no other request is given. While the engine sleeps it means
+                nothing: requests that were kept are computed again when it wakes up.
+            weight_version: A name for outputs to carry; None counts the updates.
 
         Pinned prefixes are computed again, under their names; while requests run they are an error.
 
         Raises:
-            ValueError: If the weights do not fit; nothing has changed then.
-            RuntimeError: If requests run, or prefixes are pinned, that must not be.
+            ValueError: If the weights do not fit, and nothing has changed then; or if pinned prefixes can't
+                be computed again.
+            RuntimeError: If requests run, or prefixes are pinned, that must not be; nothing has changed.
         """
-        self._check_open(checks_weights=False)
-        weight_updates.update(self, weights, running)
+        self._check_open(checks_weights=False, may_sleep=True)
+        weight_updates.update(self, self._loop, weights, running, weight_version)
+
+    def sleep(self, level: int = 1, mode: sleeping.Mode = "wait") -> None:
+        """Gives the memory of weights and pool to whatever else this process does, until `wake_up`.
+
+        Arrays that a model in memory shares stay its own. While it sleeps the engine takes no requests
+        (EngineAsleepError), and cached prefixes are forgotten; pinned ones are computed again at the end.
+
+        Args:
+            level: 1 keeps the weights in host memory. 2 drops them: update_weights may bring others before
+                the engine is awake; else they are read again from the folder that they came from.
+            mode: What becomes of running requests. "wait" runs them to their ends first (`step` returns what
+                they bring); "abort" ends them with what they have; "keep" computes all their tokens again
+                after waking.
+
+        Raises:
+            ValueError: If an argument is wrong, or the engine sleeps already; nothing has changed.
+            RuntimeError: If requests are to be kept that can't be computed again; nothing has changed.
+        """
+        self._check_open(checks_weights=False, may_sleep=True)
+        sleeping.sleep(self, self._loop, level, mode)
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Takes memory again; compiles nothing. When nothing sleeps any more, requests run.
+
+        Args:
+            tags: Of what wakes up: "weights", "kv_cache"; None for all that sleeps. Other weights can be
+                brought in between, before the pool takes its memory.
+
+        Raises:
+            ValueError: If a tag is wrong or awake, or there are no weights to wake up with, and nothing has
+                changed then; or if pinned prefixes can't be computed again.
+            RuntimeError: If prefixes are pinned, and a model in memory has got other weights meanwhile;
+                update_weights takes them.
+        """
+        self._check_open(checks_weights=False, may_sleep=True)
+        sleeping.wake_up(self, self._loop, tags)
+
+    def check_sleep(self, level: int, mode: str) -> None:
+        """Raises what `sleep` would, and changes nothing."""
+        sleeping.check_sleep(self, self._loop, level, mode)
 
     def score(
         self,

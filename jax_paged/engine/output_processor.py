@@ -41,6 +41,7 @@ class RequestState:
     ) -> None:
         self.group = group
         self.prompt = prompt
+        self._weight_versions: tuple[str, ...] = ()
         self._encoder_prompt = encoder_prompt
         self.is_finished = False
         self._tokenizer = tokenizer
@@ -63,6 +64,7 @@ class RequestState:
             "prompt": self.prompt,
             "encoder_prompt": self._encoder_prompt,
             "is_finished": self.is_finished,
+            "weight_versions": self._weight_versions,
             "prompt_logprobs": logprobs and [entry and logprob_values(entry) for entry in logprobs],
             "samples": [sample.values() for sample in self._samples],
         }
@@ -81,6 +83,7 @@ class RequestState:
         tokenizer = tokenizer if params.detokenize else None
         state = cls(group, values["prompt"], tokenizer, values["encoder_prompt"], stop, grammar)
         state.is_finished = values["is_finished"]
+        state._weight_versions = tuple(values.get("weight_versions", ()))
         if values["prompt_logprobs"] is not None:
             entries = values["prompt_logprobs"]
             state._prompt_logprobs = [entry and logprob_of_values(entry) for entry in entries]
@@ -99,6 +102,7 @@ class RequestState:
         if self._prompt_logprobs is not None:
             state._prompt_logprobs = list(self._prompt_logprobs)
         state._captured = {0: list(self._captured.get(0, ()))}
+        state._weight_versions = self._weight_versions
         return state
 
     def roll_back(self) -> None:
@@ -112,6 +116,11 @@ class RequestState:
         """
         samples = self._samples
         return samples[seq.index if seq.index < len(samples) else 0].matcher
+
+    def note_weights(self, version: str) -> None:
+        """Notes which weights have drawn its newest tokens."""
+        if self._weight_versions[-1:] != (version,):
+            self._weight_versions += (version,)
 
     def add_prompt_logprobs(self, start: int, logprobs: "list[TokenLogprobs]") -> None:
         """Takes the log-probabilities of the prompt tokens at positions start + 1 and on.
@@ -202,6 +211,7 @@ class RequestState:
             num_cached_tokens=group.metrics.num_cached_tokens,
             encoder_prompt=self._encoder_prompt,
             encoder_prompt_token_ids=self._encoder_token_ids or None,
+            weight_versions=self._weight_versions,
         )
 
     def _completions(self, *, only_new: bool) -> list[CompletionOutput]:

@@ -23,7 +23,7 @@ from jax_paged.engine.assembly import (
     make_tokenizer,
     with_end_token,
 )
-from jax_paged.engine.errors import EngineDeadError
+from jax_paged.engine.errors import EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
 from jax_paged.engine.invariance import check_invariance
 from jax_paged.engine.new_request import check_arrival_time, sequence_group
@@ -97,6 +97,20 @@ class RequestEngine:
     def scheduler(self) -> Scheduler:
         """Decides what each step computes, and owns the blocks."""
         return self._loop.scheduler
+
+    @property
+    def weight_version(self) -> str:
+        """The name of the weights that draw tokens now: what update_weights was told, or how often it ran."""
+        return self._loop.weight_version
+
+    @property
+    def sleep_level(self) -> int:
+        """How deep the engine sleeps: 1 or 2, and 0 while it is awake."""
+        return self._loop.sleep_level
+
+    def is_sleeping(self) -> bool:
+        """Whether anything sleeps, so that no request runs; the name is vLLM's."""
+        return bool(self._loop.asleep)
 
     @property
     def num_shared_tokens(self) -> int:
@@ -225,6 +239,8 @@ class RequestEngine:
 
         An error leaves the step half done and the engine unusable, but for aborting and closing.
         """
+        if self._loop.asleep and self._loop.changed:  # what was drawn before it slept
+            return self._loop.take_changed()
         self._check_open()
         return self._loop.advance()
 
@@ -287,11 +303,13 @@ class RequestEngine:
         self.num_names += 1
         return f"{kind}-{self.num_names - 1}"
 
-    def _check_open(self, *, checks_weights: bool = True) -> None:
+    def _check_open(self, *, checks_weights: bool = True, may_sleep: bool = False) -> None:
         self._check_not_closed()
         if self._loop.failure is not None:
             message = f"the engine has failed: {self._loop.failure!r}; make a new one"
             raise EngineDeadError(message) from self._loop.failure
+        if self._loop.asleep and not may_sleep:
+            raise EngineAsleepError(f"the engine sleeps ({', '.join(self._loop.asleep)}); wake_up() wakes it")
         if checks_weights:
             self.executor.check_weights()
 

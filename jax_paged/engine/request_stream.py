@@ -1,8 +1,9 @@
-"""The outputs of one request as they come to asyncio: parts of it, or all of it so far."""
+"""What the engine hands to asyncio: the outputs of a request, in parts or all so far; results of calls."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import Future
+from typing import Any, NoReturn, Self
 
 from jax_paged.outputs import RequestOutput
 
@@ -110,3 +111,35 @@ class CumulativeOutputs:
         else:
             self._whole.extend(part)
         return self._whole.snapshot()
+
+
+class Done(Coroutine[Any, Any, None]):
+    """A coroutine that is done; unlike one of an `async def`, it gives no warning if nobody awaits it."""
+
+    def send(self, value: Any) -> NoReturn:
+        raise StopIteration
+
+    def throw(self, typ: Any, val: Any = None, tb: Any = None) -> NoReturn:
+        raise typ if val is None else val
+
+    def close(self) -> None:
+        pass
+
+    def __await__(self) -> Generator[None, None, None]:
+        return
+        yield
+
+
+def put_all(items: list[tuple[RequestStream, RequestOutput | Exception]]) -> None:
+    """Gives streams what comes to them, in the event loop that they have in common."""
+    for stream, item in items:
+        stream.put(item)
+
+
+def run_for[T](done: Future[T], function: Callable[[], T]) -> None:
+    """Gives a future what a function returns or raises; does not run it if nobody waits any more."""
+    if done.set_running_or_notify_cancel():
+        try:
+            done.set_result(function())
+        except Exception as error:
+            done.set_exception(error)

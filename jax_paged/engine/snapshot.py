@@ -115,6 +115,7 @@ def take(engine: "LLMEngine", loop: "StepLoop", *, with_weights: bool) -> Engine
         "time": time.monotonic(),
         "seeds": engine.seeds.getstate(),
         "num_names": engine.num_names,
+        "weight_version": [loop.weight_version, loop.num_weight_updates],
         "scheduler": values_of_scheduler(scheduler),
         "requests": requests,
         "changed": [i for i, state in enumerate(states) if state in loop.changed],
@@ -154,6 +155,7 @@ def load(engine: "LLMEngine", loop: "StepLoop", state: EngineState) -> None:
     version, internal, gauss = values["seeds"]
     engine.seeds.setstate((version, tuple(internal), gauss))
     engine.num_names = values["num_names"]
+    loop.weight_version, loop.num_weight_updates = values.get("weight_version", ("0", 0))
     loop.scheduler = scheduler
     loop.requests.update({s.group.request_id: s for s in states if not s.is_finished})
     loop.changed |= dict.fromkeys(states[i] for i in values["changed"])

@@ -34,6 +34,10 @@ class StepLoop:
         observers: Called after each step, with the scheduler and the step that it has taken in.
         failure: What has stopped a step half-way; nothing may be stepped any more then.
         num_shared_tokens: Those of all ModelRunnerOutputs.
+        weight_version: A name of the weights that draw tokens now.
+        num_weight_updates: How often they were exchanged.
+        asleep: Tags of the memory that is given away, see sleeping.py; nothing may be stepped meanwhile.
+        sleep_level: How deep it sleeps; 0 while it is awake.
     """
 
     def __init__(
@@ -47,6 +51,9 @@ class StepLoop:
         self.observers: list[Callable[[Scheduler, SchedulerOutput], None]] = []
         self.failure: BaseException | None = None
         self.num_shared_tokens = 0
+        self.weight_version, self.num_weight_updates = "0", 0
+        self.asleep: tuple[str, ...] = ()
+        self.sleep_level = 0
         self._in_flight: collections.deque[SchedulerOutput] = collections.deque()
         self._plan: StepPlan | None = None  # scheduled, and not dispatched
         # What has changed since advance() or run() last returned.
@@ -101,11 +108,11 @@ class StepLoop:
             if self._plan is not None:
                 self._dispatch(self._plan.output)
             elif self.changed and not self.scheduler.has_unfinished:
-                return self._take_changed()
+                return self.take_changed()
             while not in_flight or (len(in_flight) < most and self.scheduler.can_run_ahead):
                 self._dispatch(self.scheduler.schedule(time.monotonic()))
             self._take_in(in_flight.popleft(), self.executor.result())
-            return self._take_changed()
+            return self.take_changed()
 
     def plan(self) -> StepPlan:
         """Schedules a step and does not run it; a plan before it that has not run is dropped."""
@@ -125,7 +132,7 @@ class StepLoop:
         plan.check(self._plan)
         with self._unfinished_step():
             self._run(plan)
-            return self._take_changed()
+            return self.take_changed()
 
     def run_draft(self, request_id: str, token_ids: list[int]) -> ModelRunnerOutput | None:
         """Runs a step of Scheduler.schedule_draft; what it changes is returned with the next step.
@@ -156,6 +163,13 @@ class StepLoop:
                 self._dispatch(self._plan.output)
             self.settle()
         return not self.has_unfinished
+
+    def finish_all(self) -> None:
+        """Runs all requests to their ends; what that changes is returned with the next step."""
+        changed: dict[RequestState, None] = {}
+        while self.has_unfinished:
+            changed |= dict.fromkeys(self.advance())
+        self.changed |= changed
 
     @contextlib.contextmanager
     def _unfinished_step(self) -> Iterator[None]:
@@ -192,7 +206,8 @@ class StepLoop:
         self._dispatch(output)
         self._take_in(self._in_flight.popleft(), self.executor.result())
 
-    def _take_changed(self) -> list[RequestState]:
+    def take_changed(self) -> list[RequestState]:
+        """Returns what has changed since it was last asked for."""
         changed = list(self.changed)
         self.changed.clear()
         return changed
@@ -215,6 +230,8 @@ class StepLoop:
                 ended[group.request_id] = None
         request_ids = [*output.ended, *(group.request_id for group in update.changed)]
         self.changed |= dict.fromkeys(self.requests[request_id] for request_id in request_ids)
+        for group in update.changed:
+            self.requests[group.request_id].note_weights(self.weight_version)
         for request_id in ended:
             self._finish_ended(self.requests[request_id], now)
         for observe in self.observers:

@@ -282,6 +282,14 @@ class VersionAnswer(TypedDict):
     version: str
 
 
+class SleepAnswer(TypedDict):
+    is_sleeping: bool
+
+
+class WeightVersionAnswer(TypedDict):
+    weight_version: str
+
+
 class TokenizeAnswer(TypedDict):
     count: int
     max_model_len: int

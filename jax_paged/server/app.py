@@ -11,7 +11,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jax_paged.engine.async_engine import AsyncLLMEngine
-from jax_paged.engine.errors import EngineDeadError
+from jax_paged.engine.errors import EngineAsleepError, EngineDeadError
 from jax_paged.server.access import AccessLog
 from jax_paged.server.answers import (
     ChatAnswer,
@@ -26,9 +26,12 @@ from jax_paged.server.answers import (
     RerankAnswer,
     ResponseAnswer,
     ScoreAnswer,
+    SleepAnswer,
     TokenizeAnswer,
     VersionAnswer,
+    WeightVersionAnswer,
 )
+from jax_paged.server.developer import DeveloperRoutes
 from jax_paged.server.docs_page import docs_page
 from jax_paged.server.fields import with_known_fields
 from jax_paged.server.generation import GenerationRoutes
@@ -41,7 +44,7 @@ from jax_paged.server.openapi import answers, describe
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.page import PageRoutes
 from jax_paged.server.pooling import PoolingRoutes
-from jax_paged.server.responses import ApiError, json_response, validation_error
+from jax_paged.server.responses import ApiError, asleep_error, json_response, validation_error
 from jax_paged.server.responses_api import ResponsesRoute
 from jax_paged.server.streaming import RequestRunner
 from jax_paged.server.text_reader import Lane, TextReader
@@ -114,12 +117,21 @@ class OpenAIServer:
         app.get("/ready", **answers(HealthAnswer))(self.ready)
         app.get("/metrics", response_class=PlainTextResponse)(self.prometheus)
         app.head("/metrics", include_in_schema=False)(self.prometheus)
+        if self.options.developer_routes:
+            developer = DeveloperRoutes(self.engine, self.options)
+            app.post("/sleep", **answers(SleepAnswer, 403))(developer.sleep)
+            app.post("/wake_up", **answers(SleepAnswer, 403))(developer.wake_up)
+            app.get("/is_sleeping", **answers(SleepAnswer))(developer.is_sleeping)
+            weights = known(developer.update_weights)
+            app.post("/update_weights", **answers(WeightVersionAnswer, 403))(weights)
+            app.get("/weight_version", **answers(WeightVersionAnswer))(developer.weight_version)
         if self.options.ui:
             page = PageRoutes(self.engine, self.metrics, self.model_name)
             app.get("/", include_in_schema=False)(page.page)
             app.get("/ui/state", include_in_schema=False)(page.state)
         app.exception_handler(ApiError)(_on_api_error)
         app.exception_handler(EngineDeadError)(_on_dead_engine)
+        app.exception_handler(EngineAsleepError)(_on_sleeping_engine)
         app.exception_handler(RequestValidationError)(_on_validation_error)
         app.exception_handler(HTTPException)(_on_http_error)
         app.exception_handler(Exception)(_on_any_error)
@@ -151,6 +163,10 @@ async def _on_api_error(_: Request, error: Any) -> Response:
 
 async def _on_dead_engine(_: Request, error: Any) -> Response:
     return ApiError(str(error), status=503).response()
+
+
+async def _on_sleeping_engine(_: Request, error: Any) -> Response:
+    return asleep_error(error).response()
 
 
 async def _on_validation_error(_: Request, error: Any) -> Response:

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from jax_paged.checks import TooLongError, check
 from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.engine.errors import EngineAsleepError
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_prompts
@@ -250,6 +251,8 @@ def bad_input(body: Body) -> Iterator[None]:
     """Turns a ValueError about what the client sent into an answer with status 400."""
     try:
         yield
+    except EngineAsleepError:
+        raise  # not about what the client sent
     except ValueError as error:
         message = str(error)
         param = _wrong_field(message, body)

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError
-from jax_paged.server.responses import ApiError
+from jax_paged.server.responses import ApiError, asleep_error
 from jax_paged.server.waiting import WaitingRoom
 
 # Exit statuses.
@@ -59,8 +59,10 @@ class Life:
             return ApiError(
                 "the server is shutting down", status=503, code="shutting_down", headers={"Retry-After": "1"}
             )
-        stopped = self._engine.stopped
-        return None if stopped is None else ApiError(str(stopped), status=503)
+        stopped, asleep = self._engine.stopped, self._engine.asleep
+        if stopped is not None:
+            return ApiError(str(stopped), status=503)
+        return None if asleep is None else asleep_error(asleep)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -191,6 +191,7 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+        yield from self._speculation()
         for name, text in (
             ("inter_token_latency", "Seconds between two tokens of a sequence."),
             ("time_per_output_token", "inter_token_latency_seconds, under the name that older boards use."),
@@ -207,6 +208,16 @@ class _EngineCollector(Collector):
         info = GaugeMetricFamily("vllm:cache_config_info", "How the pool is made.", labels=list(facts))
         info.add_metric([str(value) for value in facts.values()], 1)
         yield info
+        states = "What sleeps: awake is 0 while anything does; then the level, 1 or 2, says which is 1."
+        asleep = GaugeMetricFamily("vllm:engine_sleep_state", states, labels=[*_LABELS, "sleep_state"])
+        for i, state in enumerate(("awake", "weights_offloaded", "discard_all")):
+            asleep.add_metric([*self._labels, state], int(engine.sleep_level == i))
+        yield asleep
+        version = GaugeMetricFamily(
+            "jax_paged_weight_version_info", "The weights.", labels=["weight_version"]
+        )
+        version.add_metric([engine.weight_version], 1)
+        yield version
         swapped = "Requests whose blocks are in host memory."
         yield GaugeMetricFamily("jax_paged_num_requests_swapped", swapped, value=len(queues.swapped))
         yield GaugeMetricFamily("jax_paged_programs", "Programs to compile.", value=num_programs)
@@ -214,6 +225,28 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("jax_paged_steps", "Steps of the engine.", value=done.num_steps)
         shared = "Tokens that steps read once for several sequences, each of these after the first counted."
         yield CounterMetricFamily("jax_paged_shared_tokens", shared, value=engine.num_shared_tokens)
+
+    def _speculation(self) -> Iterator[Metric]:
+        """Yields what has become of drafts, if there are any."""
+        drafts = self._engine.engine.scheduler.drafts
+        if drafts.speculation is None:
+            return
+        for name, text, value in (
+            ("num_drafts", "Rows of a sequence with drafts that were verified.", drafts.num_rows),
+            ("num_draft_tokens", "Drafts that were verified.", drafts.num_drafts),
+            ("num_accepted_tokens", "Drafts that were drawn.", sum(drafts.num_accepted)),
+        ):
+            counter = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=_LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+        by_place = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were drawn, by their place behind the last token.",
+            labels=[*_LABELS, "position"],
+        )
+        for position, value in enumerate(drafts.num_accepted):
+            by_place.add_metric([*self._labels, str(position)], value)
+        yield by_place
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(name, text, labels=_LABELS)

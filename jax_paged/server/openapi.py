@@ -16,6 +16,7 @@ _DESCRIPTION = (
 _ERRORS = {
     400: ("The request is wrong; `param` names the field, where it is one.", ("post",)),
     401: ("The API key is missing or wrong.", ("get", "post")),
+    403: ("Pages of this origin may not send this.", ()),
     404: ("There is no such model.", ("post",)),
     408: ("The request came too slowly.", ("get", "post")),
     413: ("The body is too large.", ("post",)),

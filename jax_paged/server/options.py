@@ -65,6 +65,8 @@ class ServerOptions:
             instead of exiting with status 4.
         log_level: The least severe level that is logged; "warning" leaves out the line per request.
         log_format: "text", or "json" for an object per line.
+        developer_routes: Whether there are /sleep, /wake_up, /is_sleeping, /update_weights, /weight_version:
+            whoever may call them can stop the service, and have it read folders of this machine.
         ui: Whether there is a page at / that shows what runs here, and chats.
         api_key: A key that clients must send as "Authorization: Bearer KEY"; may be given several times.
             Other users of the machine see command lines: --api-key-file and the environment variable
@@ -112,6 +114,7 @@ class ServerOptions:
     stay_on_engine_failure: bool = False
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
+    developer_routes: bool = False
     ui: bool = True
     api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     api_key_file: str | None = None

@@ -69,6 +69,11 @@ def too_long(message: str, max_model_len: int, param: str | None) -> ApiError:
     )
 
 
+def asleep_error(error: Exception) -> ApiError:
+    """Returns the error for a request that comes while the engine sleeps: its sender tries again."""
+    return ApiError(str(error), status=503, code="sleeping", headers={"Retry-After": "1"})
+
+
 def unknown_model(name: str, served: str) -> ApiError:
     """Returns the error for a model that is not the one that is served."""
     return ApiError(

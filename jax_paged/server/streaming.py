@@ -11,7 +11,7 @@ import orjson
 
 from jax_paged.core.sequence import RequestMetrics
 from jax_paged.engine.async_engine import AsyncLLMEngine
-from jax_paged.engine.errors import EngineDeadError
+from jax_paged.engine.errors import NOT_RUNNING, EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.request_stream import RequestStream
 from jax_paged.outputs import CompletionOutput, RequestOutput
@@ -19,7 +19,7 @@ from jax_paged.server.access import RequestRecord
 from jax_paged.server.http_protocol import BodyWriter
 from jax_paged.server.logprobs import prompt_logprobs
 from jax_paged.server.metrics import Metrics
-from jax_paged.server.responses import ApiError, MakeChoice, request_error, usage
+from jax_paged.server.responses import ApiError, MakeChoice, asleep_error, request_error, usage
 from jax_paged.server.waiting import WaitingRoom
 
 _DONE = b"data: [DONE]\n\n"
@@ -186,6 +186,8 @@ class RequestRunner:
                 yield running
             except EngineDeadError as error:
                 raise ApiError(str(error), status=503) from error
+            except EngineAsleepError as error:
+                raise asleep_error(error) from error
             finally:
                 for request in running:
                     if not request.is_finished:
@@ -285,7 +287,7 @@ class _RunningRequest:
     def _take(self) -> RequestOutput:
         try:
             part = self._stream.take()
-        except EngineDeadError as error:
+        except NOT_RUNNING as error:
             self._count_end(self._cut_off(str(error)))
             raise
         part.outputs = part.outputs[: len(self.num_tokens)]  # a beam search may find more than were asked for
@@ -353,7 +355,7 @@ def _next_part(request: _RunningRequest) -> asyncio.Task[RequestOutput]:
 
 
 async def _exhaust(request: _RunningRequest) -> None:
-    with contextlib.suppress(ApiError, EngineDeadError):  # it was aborted, or the engine has stopped
+    with contextlib.suppress(ApiError, *NOT_RUNNING):  # it was aborted, or the engine has stopped
         async for _ in request:
             pass
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.pallas_kernels import ops
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.programs import Program, TraceContext
@@ -112,6 +113,19 @@ class BlockMover:
         """The programs that the methods below run."""
         swaps = [SwapOutProgram(), SwapInProgram()] if self.host else []
         return [*self._copies, *swaps]
+
+    def move(self, run: Callable[..., Any], pool: list[Array], step: SchedulerOutput) -> list[Array]:
+        """Swaps and copies the blocks of a step; returns the pool, which is donated.
+
+        In this order: blocks that are swapped out may be taken again in the same step.
+        """
+        if step.blocks_to_swap_out:
+            self.swap_out(run, pool, step.blocks_to_swap_out)
+        if step.blocks_to_swap_in:
+            pool = self.swap_in(run, pool, step.blocks_to_swap_in)
+        if step.blocks_to_copy:
+            pool = self.copy(run, pool, step.blocks_to_copy)
+        return pool
 
     def copy(
         self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jax_paged.config import EngineConfig
 from jax_paged.core.speculation import sizes_up_to
 
 # XLA compiles what surrounds the products of fewer rows in another way.
@@ -104,13 +105,11 @@ def plan_bursts(buckets: list[Bucket], burst_size: int) -> list[Bucket]:
     return [dataclasses.replace(bucket, num_steps=burst_size) for bucket in decode]
 
 
-def plan_verifying(max_num_seqs: int, max_rows: int, num_drafts: int) -> list[Bucket]:
-    """Returns the shapes of steps with drafts, in ascending order: they double, as rows have 1 token or more.
-
-    Args:
-        max_num_seqs: Maximum rows of a step.
-        max_rows: Token rows of the largest.
-        num_drafts: Most drafts of a row; 0 for no shapes.
-    """
-    sizes = sizes_up_to(max_rows) if num_drafts else []
-    return [Bucket(False, n, min(n, max_num_seqs), num_drafts=num_drafts) for n in sizes]
+def plan_verifying(config: EngineConfig) -> list[Bucket]:
+    """Returns the shapes of steps with drafts, in ascending order: they double, as rows are short or long."""
+    speculation = config.speculation
+    if speculation is None:
+        return []
+    sizes = sizes_up_to(speculation.max_rows(config.max_num_batched_tokens))
+    num_drafts = speculation.num_tokens
+    return [Bucket(False, n, min(n, config.max_num_seqs), num_drafts=num_drafts) for n in sizes]

@@ -14,15 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from jax_paged.checks import check
+from jax_paged.config import EngineArgs
 from jax_paged.models.attention import AttentionMetadata
 from jax_paged.models.causal_lm import CausalLM, LanguageModel
-from jax_paged.models.weights import LoadedModel
-from jax_paged.worker.kv_cache import KVCacheLayout
+from jax_paged.models.checkpoint import resolve_model_dir
+from jax_paged.models.weights import LoadedModel, load_model
+from jax_paged.worker.kv_cache import KVCacheLayout, plan_layout
 from jax_paged.worker.sampler import SamplingBatch, sample
-from jax_paged.worker.weights import FlatModel
+from jax_paged.worker.weights import FlatModel, flatten, packed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,7 +132,7 @@ def _rows_of(
     return SamplingBatch(**values)
 
 
-def check_draft(draft: LoadedModel, model: LoadedModel, max_model_len: int | None, name: str) -> None:
+def _check_draft(draft: LoadedModel, model: LoadedModel, max_model_len: int | None, name: str) -> None:
     """Checks that a model can draft for another.
 
     Raises:
@@ -154,18 +157,34 @@ def check_draft(draft: LoadedModel, model: LoadedModel, max_model_len: int | Non
     check(not problems, "speculative_config['model']", name, f"{allowed}; this one {', and '.join(problems)}")
 
 
-def check_groups(draft: KVCacheLayout, model: KVCacheLayout, name: str) -> None:
-    """Checks that two models share block tables.
+def load_draft(
+    args: EngineArgs, loaded: LoadedModel, layout: KVCacheLayout, mesh: Mesh, *, packs: bool
+) -> tuple[DraftModel | None, list[Array]]:
+    """Loads the model that drafts, in the type of the one that is served.
+
+    Args:
+        args: Name it.
+        loaded: The model that is served.
+        layout: Of its pool.
+        mesh: Where its weights lie.
+        packs: Whether oneDNN multiplies.
+
+    Returns:
+        The model and its weights; None and none if no model drafts.
 
     Raises:
-        ValueError: If they don't.
+        ValueError: If there is no such model, or it can't draft for the one that is served.
     """
+    if args.speculative is None or args.speculative.model is None:
+        return None, []
+    name = args.speculative.model
+    dtype = "float32" if loaded.dtype == jnp.float32 else "bfloat16"
+    draft = load_model(resolve_model_dir(name), dtype, None, {})
+    _check_draft(draft, loaded, args.max_model_len, name)
+    own = plan_layout(draft.model.kv_cache_specs(), layout.dtype)
     allowed = (
-        f"one whose layers cache as those of the model that is served: {model.groups}, not {draft.groups}"
+        f"one whose layers cache as those of the model that is served: {layout.groups}, not {own.groups}"
     )
-    check(draft.groups == model.groups, "speculative_config['model']", name, allowed)
-
-
-def matching_cost(draft: list[jax.Array], model: list[jax.Array]) -> float:
-    """Returns what a pass of the draft model costs, as a share of one of the model: by bytes of weights."""
-    return min(1.0, sum(x.nbytes for x in draft) / max(1, sum(x.nbytes for x in model)))
+    check(own.groups == layout.groups, "speculative_config['model']", name, allowed)
+    flat, weights, shardings = flatten(packed(draft.model, in_place=True) if packs else draft.model, mesh)
+    return DraftModel(flat, own), jax.device_put(weights, shardings)

@@ -1,6 +1,7 @@
 """The encoder of an encoder-decoder model: it runs once per request and writes what its decoder reads."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jax_paged.config import EngineConfig
 from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.scheduler_output import EncoderInput
+from jax_paged.core.scheduler_output import EncoderInput, SchedulerOutput
 from jax_paged.worker.programs import Program, TraceContext
 
 
@@ -41,6 +43,34 @@ def plan_encoders(max_model_len: int) -> list[EncodeProgram]:
     """Returns the programs for the few lengths that texts are padded to, in ascending order."""
     lengths = [n for n in (32, 128, 512, 2048) if n < max_model_len]
     return [EncodeProgram(n) for n in (*lengths, max_model_len)]
+
+
+def encode(
+    run: Callable[..., Any],
+    programs: list[EncodeProgram],
+    weights: list[Array],
+    kv_cache: list[Array],
+    output: SchedulerOutput,
+    config: EngineConfig,
+    place: Callable[[Any], Any],
+) -> list[Array]:
+    """Runs the encoder for requests that begin; returns the pool, in which their decoders find its output.
+
+    Args:
+        run: Runs a program on arguments.
+        programs: In ascending order.
+        weights: Of the model.
+        kv_cache: The pool; donated.
+        output: The step in which they begin.
+        config: Sizes.
+        place: Moves arrays to the device.
+    """
+    pool = {"num_blocks": config.num_blocks, "block_size": config.block_size}
+    for text in output.to_encode:
+        program = next(p for p in programs if p.num_tokens >= len(text.token_ids))
+        inputs = build_encoder_inputs(text, program.num_tokens, groups=config.cache_groups, **pool)
+        kv_cache = run(program, weights, kv_cache, *map(place, inputs))
+    return kv_cache
 
 
 def build_encoder_inputs(

@@ -205,6 +205,12 @@ class EncoderRunner:
             captured=captured,
         )
 
+    def allocate(self) -> None:
+        """Does nothing, as there is no pool."""
+
+    def free(self) -> None:
+        """Does nothing, as there is no pool."""
+
     def close(self) -> None:
         """Frees the weights, unless they are the caller's; the runner is done."""
         self.compiled.stop()

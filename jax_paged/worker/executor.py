@@ -1,6 +1,7 @@
 """What the engine asks of whoever runs its steps, and the executor that does it in this process."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jax_paged.checks import check
@@ -109,6 +110,22 @@ class Executor(Protocol):
         """Raises RuntimeError if a model in memory has got other weights than those of the steps."""
         ...
 
+    def free_memory(self, *, keeps_weights: bool) -> None:
+        """Frees pool and weights, which are kept in host memory or dropped; no step is in flight."""
+        ...
+
+    def restore_weights(self) -> None:
+        """Brings weights back that were freed, if they are not there: from host memory, or read again.
+
+        Raises:
+            ValueError: If they were dropped, and did not come from a folder.
+        """
+        ...
+
+    def restore_pool(self) -> None:
+        """Takes memory for a pool that was freed, if it has none; what its blocks held is lost."""
+        ...
+
     def close(self) -> None:
         """Frees weights and pool."""
         ...
@@ -157,6 +174,9 @@ class LocalExecutor:
         else:
             self.runner = ModelRunner(args, loaded, hooks, attend, sampler, logits_processors)
         self._inspector = Inspector(self.runner)
+        self._overrides = args.hf_overrides or {}
+        self._source: str | Path | None = args.model if loaded is None else None  # of the weights
+        self._has_pool = True
 
     @property
     def config(self) -> EngineConfig:
@@ -210,6 +230,7 @@ class LocalExecutor:
         memory_state.write_blocks(ours["kv_cache"], self.runner.host_blocks, blocks, host_blocks, arrays)
         if with_weights:
             memory_state.write_weights(ours["weights"], arrays)
+            self._source = None
 
     def fingerprint(self) -> tuple[str, str]:
         """Returns hashes of the weights as they are served, and of how such kernels are packed here."""
@@ -242,11 +263,38 @@ class LocalExecutor:
 
     def update_weights(self, new: "NewWeights") -> None:
         """Computes with other weights from the next step on; ValueError if they don't fit."""
-        self.runner.served.replace(new, self.config.max_model_len)
+        self.runner.served.replace(new, self.config.max_model_len, self._overrides)
+        self._source = new if isinstance(new, str | Path) else None
 
     def check_weights(self) -> None:
         """Raises RuntimeError if a model in memory has got other weights than those of the steps."""
         self.runner.served.check()
+
+    def free_memory(self, *, keeps_weights: bool) -> None:
+        """Frees pool and weights, which are kept in host memory or dropped; no step is in flight."""
+        self.runner.free()
+        self._has_pool = False
+        self.runner.served.free(keeps=keeps_weights)
+        self.runner.served.free_extra()
+
+    def restore_weights(self) -> None:
+        """Brings weights back that were freed, if they are not there; see Executor."""
+        if not self.runner.served.are_dropped:
+            self.runner.served.restore()
+        elif self._source is None:
+            raise ValueError(
+                "the weights are None, as level 2 has dropped them, and they did not come from a folder; "
+                "allowed: those that update_weights is given before the engine wakes up"
+            )
+        else:
+            self.update_weights(self._source)
+
+    def restore_pool(self) -> None:
+        """Takes memory for a pool that was freed, if it has none; what its blocks held is lost."""
+        if not self._has_pool:
+            self.runner.served.restore_extra()
+            self.runner.allocate()
+            self._has_pool = True
 
     def close(self) -> None:
         """Frees the pool, and the weights unless the caller brought the model."""

@@ -15,6 +15,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -22,7 +23,7 @@ from jaxtyping import Array
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.models.attention import CrossAttentionSpec, KVCacheSpec, window_of
 from jax_paged.models.layers import TENSOR
-from jax_paged.pallas_kernels.quantization import row_size
+from jax_paged.pallas_kernels.quantization import DTYPES, quantize, row_size, tiles_of
 
 
 class DeviceMemory(NamedTuple):
@@ -109,10 +110,25 @@ def kv_cache_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, None, TENSOR))
 
 
-def allocate_kv_cache(layout: KVCacheLayout, num_blocks: int, block_size: int, mesh: Mesh) -> list[Array]:
-    """Makes the arrays of the pool, filled with zeros."""
-    shape, sharding = layout.pool_shape(num_blocks, block_size), kv_cache_sharding(mesh)
-    return [jnp.zeros(shape, layout.dtype, device=sharding) for _ in range(layout.num_pools)]
+def allocate_kv_cache(
+    layouts: tuple[KVCacheLayout, ...], num_blocks: int, block_size: int, mesh: Mesh
+) -> list[Array]:
+    """Makes the arrays of the pool, filled with zeros: those of each layout in turn."""
+    sharding = kv_cache_sharding(mesh)
+    return [
+        jnp.zeros(layout.pool_shape(num_blocks, block_size), layout.dtype, device=sharding)
+        for layout in layouts
+        for _ in range(layout.num_pools)
+    ]
+
+
+def filled(array: Array, value: float) -> Array:
+    """Returns an array of the pool that holds one number everywhere."""
+    # A row of a quantised pool is as long as what it holds, and a scale.
+    head_dim = array.shape[-1] - (array.dtype in DTYPES.values())
+    row = quantize(jnp.full(head_dim, value), array.dtype)
+    tile = tiles_of(jnp.broadcast_to(row, array.shape[3:]))
+    return jax.device_put(jnp.broadcast_to(tile, array.shape), array.sharding)
 
 
 def free_kv_cache_bytes(memory: DeviceMemory, step_bytes: int, gpu_memory_utilization: float) -> int:

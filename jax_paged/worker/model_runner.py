@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -18,39 +19,33 @@ from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.attention import Attend
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.hooks import Hook, check_hooks
 from jax_paged.models.layers import TENSOR
-from jax_paged.models.weights import LoadedModel, load_model
+from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.native import products
-from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
+from jax_paged.pallas_kernels.quantization import DTYPES
 from jax_paged.worker import host_processors, prompt_logprobs
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
 from jax_paged.worker.block_tables import WriteBlockTablesProgram, write_block_tables
-from jax_paged.worker.buckets import (
-    Bucket,
-    plan_buckets,
-    plan_bursts,
-    plan_invariant_buckets,
-    plan_verifying,
-)
+from jax_paged.worker.buckets import Bucket, plan_verifying
 from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
-from jax_paged.worker.draft_model import DraftModel, check_draft, check_groups, matching_cost
-from jax_paged.worker.encoder import build_encoder_inputs, plan_encoders
+from jax_paged.worker.draft_model import load_draft
+from jax_paged.worker.encoder import encode, plan_encoders
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.kept_states import KeptStates
 from jax_paged.worker.kernel_check import choose_backend
 from jax_paged.worker.kv_cache import (
-    KVCacheLayout,
     allocate_kv_cache,
     device_memory,
+    filled,
     free_kv_cache_bytes,
     plan_layout,
 )
 from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
+from jax_paged.worker.plan_steps import plan_steps
 from jax_paged.worker.pooling import PoolProgram, plan_pooling
 from jax_paged.worker.programs import Program, SeatArrays, TraceContext
 from jax_paged.worker.prompt_logprobs import PromptLogprobsProgram
@@ -59,7 +54,7 @@ from jax_paged.worker.results import PendingStep
 from jax_paged.worker.sampler import Sampler
 from jax_paged.worker.step import StepProgram, step_bytes
 from jax_paged.worker.token_counts import ResetTokenCountsProgram, reset_token_counts
-from jax_paged.worker.weights import ServedWeights, flatten, load, packed, pooling_of
+from jax_paged.worker.weights import ServedWeights, load, pooling_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -98,7 +93,7 @@ class ModelRunner:
         use_persistent_cache()
         is_own, loaded = loaded is None, load(args, loaded)
         device = jax.devices()[0]
-        mesh = Mesh(np.array([device]), (TENSOR,))
+        self._mesh = mesh = Mesh(np.array([device]), (TENSOR,))
         self._replicated = NamedSharding(mesh, PartitionSpec())
         matmul_backend = products.resolve_products(args.matmul_backend, loaded.dtype, name="matmul_backend")
         if args.matmul_backend == "auto" and matmul_backend == "xla" and device.platform == "cpu":
@@ -109,7 +104,7 @@ class ModelRunner:
         captured = check_hooks(loaded.model, hooks)
         check_processors(logits_processors, loaded.vocab_size)
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
-        draft, draft_weights = _load_draft(args, loaded, layout, mesh, packs=packs)
+        draft, draft_weights = load_draft(args, loaded, layout, mesh, packs=packs)
         extra = [*hook_params, *draft_weights]
         self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=extra)
         self._weights = self.served.arrays
@@ -127,7 +122,7 @@ class ModelRunner:
             sampling_defaults=loaded.sampling_defaults,
             decoder_start_token_id=loaded.config.decoder_start_token_id if self._encodes else None,
             pooling=pooling_of(args, loaded, is_own=is_own),
-            draft_cost=matching_cost(draft_weights, self._weights[: self.served.model.num_weights]),
+            draft_cost=min(1.0, sum(x.nbytes for x in draft_weights) / loaded.weight_bytes),
         )
 
         def context_of(config: EngineConfig, num_blocks: int) -> TraceContext:
@@ -162,9 +157,8 @@ class ModelRunner:
 
         def free_bytes(config: EngineConfig) -> int:
             # What the largest step needs is found out with a tiny pool.
-            needed = step_bytes(
-                context_of(config, num_blocks=2), config.num_scheduler_steps, _verifying(config)
-            )
+            verifying = plan_verifying(config)
+            needed = step_bytes(context_of(config, num_blocks=2), config.num_scheduler_steps, verifying)
             return free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization)
 
         self.config = resolve_config(
@@ -212,31 +206,18 @@ class ModelRunner:
             max_copies=self.config.max_num_seqs,
             mesh=mesh,
         )
-        self._kv_cache = [
-            array
-            for x in layouts
-            for array in allocate_kv_cache(x, self.config.num_blocks, self.config.block_size, mesh)
-        ]
-        self._seat_arrays: SeatArrays[Array] = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype, device=self._replicated), self._context.seat_arrays()
-        )
+        self._states_on_host: list[np.ndarray] = []
+        self.allocate()
         self._kept_states = KeptStates()
-        self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
         self._pending: collections.deque[PendingStep] = collections.deque()
         context, on_cpu = self._context, memory.platform == "cpu"
         is_bfloat16 = on_cpu and loaded.dtype == jnp.bfloat16
         options = WIDE_VECTORS if is_bfloat16 else ONE_GRAPH if backend == "pallas" else None
-        # XLA multiplies a single row in bfloat16 several times slower than two.
-        min_rows = 2 if is_bfloat16 and not packs else 1
-        limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
-        if self.config.batch_invariant:
-            buckets = plan_invariant_buckets(*limits, has_invariant_products=packs)
-        else:
-            buckets = plan_buckets(*limits, is_fine=on_cpu, min_rows=min_rows)
-        self._has_mixed = not all(bucket.is_decode for bucket in buckets)
+        buckets = plan_steps(self.config, on_cpu=on_cpu, packs=packs)
+        self._has_mixed = any(not bucket.is_decode and not bucket.num_drafts for bucket in buckets)
         # Last, as it leaves threads behind.
         self._compiled = CompiledPrograms(
-            [*buckets, *plan_bursts(buckets, self.config.num_scheduler_steps), *_verifying(self.config)],
+            buckets,
             [
                 *self._encoders,
                 *self._mover.programs,
@@ -297,8 +278,10 @@ class ModelRunner:
         self._kept_states.keep(output, batch, states)
         resets = batch.update(output)
         states = self._kept_states.bring_back(output, batch, states, self._place)
-        self._move_blocks(output)
-        self._encode(output)
+        self._kv_cache = self._mover.move(self._run, self._kv_cache, output)
+        self._kv_cache = encode(
+            self._run, self._encoders, self._weights, self._kv_cache, output, self.config, self._place
+        )
         counts = reset_token_counts(self._run, self._seat_arrays.token_counts, resets, self._place)
         self._seat_arrays = self._seat_arrays._replace(token_counts=counts, processor_states=states)
         logits_rows = plan_logits_rows(output)
@@ -316,19 +299,33 @@ class ModelRunner:
 
     def fill_kv_cache(self, value: float) -> None:
         """Overwrites the whole pool, whatever sequences keep there: to see that nobody reads stale blocks."""
-        layouts = [layout for layout in self._context.layouts for _ in range(layout.num_pools)]
-        for i, (layout, x) in enumerate(zip(layouts, self._kv_cache, strict=True)):
-            row = quantize(jnp.full(layout.head_dim, value), layout.dtype)
-            tile = tiles_of(jnp.broadcast_to(row, x.shape[3:]))
-            self._kv_cache[i] = jax.device_put(jnp.broadcast_to(tile, x.shape), x.sharding)
+        self._kv_cache = [filled(array, value) for array in self._kv_cache]
+
+    def allocate(self) -> None:
+        """Takes memory for the pool and for what is kept by seat: zeros, but for states of processors."""
+        context, zeros = self._context, functools.partial(jnp.zeros, device=self._replicated)
+        self._kv_cache = allocate_kv_cache(
+            context.layouts, context.num_blocks, context.block_size, self._mesh
+        )
+        seats: SeatArrays[Array] = jax.tree.map(lambda x: zeros(x.shape, x.dtype), context.seat_arrays())
+        kept = [self._place(states) for states in self._states_on_host] or seats.processor_states
+        self._seat_arrays = seats._replace(processor_states=kept)
+        self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
+
+    def free(self) -> None:
+        """Frees what `allocate` has taken, between two steps; no sequence goes on in its seat."""
+        self._states_on_host = [np.array(states) for states in self._seat_arrays.processor_states]
+        for array in jax.tree.leaves([self._kv_cache, self._seat_arrays, self._empty_inputs]):
+            array.delete()
+        self._kv_cache, self._empty_inputs = [], {}
 
     def close(self) -> None:
         """Frees pool and weights (not those of a model that the caller brought); the runner is done."""
         self._compiled.stop()
-        for array in jax.tree.leaves([self._kv_cache, self._seat_arrays, self._empty_inputs]):
-            array.delete()
+        if self._kv_cache:
+            self.free()
         self.served.close()
-        self._kv_cache, self._weights, self._empty_inputs = [], [], {}
+        self._weights = []
         self._pending.clear()
         del self._compiled, self._context, self._seat_arrays
 
@@ -384,9 +381,7 @@ class ModelRunner:
             num_seqs=len(output.scheduled),
             num_logits=output.num_logits_rows,
             num_steps=self.config.num_scheduler_steps if output.burst else 1,
-            num_drafts=0
-            if output.scores_drafts
-            else max([s.num_logits - 1 for s in output.samples], default=0),
+            num_drafts=output.num_drafts,
         )
 
     def _run(self, program: Program, *args: Any) -> Any:
@@ -395,30 +390,6 @@ class ModelRunner:
     def _place(self, array: np.ndarray) -> Array:
         return jax.device_put(array, self._replicated)
 
-    def _move_blocks(self, output: SchedulerOutput) -> None:
-        """Swaps and copies, in this order: blocks swapped out may be taken again in the same step."""
-        if output.blocks_to_swap_out:
-            self._mover.swap_out(self._run, self._kv_cache, output.blocks_to_swap_out)
-        if output.blocks_to_swap_in:
-            self._kv_cache = self._mover.swap_in(self._run, self._kv_cache, output.blocks_to_swap_in)
-        if output.blocks_to_copy:
-            self._kv_cache = self._mover.copy(self._run, self._kv_cache, output.blocks_to_copy)
-
-    def _encode(self, output: SchedulerOutput) -> None:
-        """Runs the encoder for requests that begin: what their decoder attends to is written to the pool."""
-        config = self.config
-        for text in output.to_encode:
-            program = next(p for p in self._encoders if p.num_tokens >= len(text.token_ids))
-            inputs = build_encoder_inputs(
-                text,
-                program.num_tokens,
-                groups=config.cache_groups,
-                num_blocks=config.num_blocks,
-                block_size=config.block_size,
-            )
-            placed = jax.device_put(inputs, self._replicated)
-            self._kv_cache = self._run(program, self._weights, self._kv_cache, *placed)
-
     def _empty(self, bucket: Bucket) -> tuple[Array, Array, Array]:
         if bucket.num_logits not in self._empty_inputs:
             inputs = empty_sampling_inputs(
@@ -426,30 +397,3 @@ class ModelRunner:
             )
             self._empty_inputs[bucket.num_logits] = jax.device_put(inputs, self._replicated)
         return self._empty_inputs[bucket.num_logits]
-
-
-def _verifying(config: EngineConfig) -> list[Bucket]:
-    """Returns the shapes of steps with drafts."""
-    speculation = config.speculation
-    if speculation is None:
-        return []
-    max_rows = speculation.max_rows(config.max_num_batched_tokens)
-    return plan_verifying(config.max_num_seqs, max_rows, speculation.num_tokens)
-
-
-def _load_draft(
-    args: EngineArgs, loaded: LoadedModel, layout: KVCacheLayout, mesh: Mesh, *, packs: bool
-) -> tuple[DraftModel | None, list[Array]]:
-    """Loads the model that drafts, in the type of the one that is served; returns it and its weights."""
-    speculative = args.speculative
-    if speculative is None or speculative.model is None:
-        return None, []
-    name = speculative.model
-    dtype = "float32" if loaded.dtype == jnp.float32 else "bfloat16"
-    draft = load_model(resolve_model_dir(name), dtype, None, {})
-    check_draft(draft, loaded, args.max_model_len, name)
-    own = plan_layout(draft.model.kv_cache_specs(), layout.dtype)
-    check_groups(own, layout, name)
-    model = packed(draft.model, in_place=True) if packs else draft.model
-    flat, weights, shardings = flatten(model, mesh)
-    return DraftModel(flat, own), jax.device_put(weights, shardings)

@@ -1,12 +1,13 @@
 """The weights of a model as a flat list on the device, their exchange, and the model that they make."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -139,7 +140,8 @@ class ServedWeights:
 
     Attributes:
         model: The model without its weights.
-        arrays: Weights and extra arrays; always the same list.
+        arrays: Weights and extra arrays; always the same list. A weight that was freed has its shape there.
+        are_dropped: Whether the weights are neither on the device nor in host memory.
     """
 
     def __init__(
@@ -149,27 +151,39 @@ class ServedWeights:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
         self._like = nnx.merge(graphdef, shapes)
         self._mesh, self._packs = mesh, packs
-        self.arrays: list[Array] = []
+        self.arrays: list[Any] = []
         self._is_own, self._watched = is_own, _watch(None if is_own else model)
-        self.model, weights = self._flat(model)
+        self._kept: dict[int, np.ndarray] = {}  # weights that are in host memory, by their places in `arrays`
+        self._extra: dict[int, np.ndarray] = {}  # what is behind the weights, while it is in host memory
+        self.are_dropped = False
+        self.model, weights = self._flat(model, [] if is_own else jax.tree.leaves(state))
         placed = jax.device_put([jnp.asarray(x) for x in extra], NamedSharding(mesh, PartitionSpec()))
         self.arrays += [*weights, *placed]
 
-    def replace(self, new: NewWeights, max_model_len: int) -> None:
+    def replace(self, new: NewWeights, max_model_len: int, overrides: Mapping[str, Any]) -> None:
         """Serves other weights from the next step on; those on a device are shared, not copied.
 
         Args:
             new: As exchange.with_weights takes it.
             max_model_len: Maximum tokens of a text.
+            overrides: Fields in place of those of a folder's config.json.
 
         Raises:
             ValueError: If they do not fit the model; nothing has changed then.
         """
-        model = with_weights(self._like, new, max_model_len)
+        if not isinstance(new, LanguageModel | nnx.State | Mapping | str | Path):
+            new = dict(new)  # pairs, which may come only once
+        model = with_weights(self._like, new, max_model_len, overrides)
         self._is_own = isinstance(new, str | Path)
-        flat, weights = self._flat(model)
+        given = nnx.state(new) if isinstance(new, LanguageModel) else None if self._is_own else new
+        old = [x for x, is_shared in zip(self.arrays, self._is_shared, strict=False) if not is_shared]
+        flat, weights = self._flat(model, jax.tree.leaves(given))
         assert flat.treedef == self.model.treedef, "other weights are flattened in the same order"
         self.arrays[: len(weights)] = weights
+        for array in old:
+            if isinstance(array, jax.Array):
+                array.delete()
+        self._kept, self.are_dropped = {}, False
         self._watched = _watch(new if isinstance(new, LanguageModel) else None)
 
     def check(self) -> None:
@@ -182,21 +196,75 @@ class ServedWeights:
             raise RuntimeError(
                 "the model in memory has other weights than those that are served; call update_weights(model)"
             )
-        if not self._is_own and any(array.is_deleted() for array in self.arrays):
+        arrays = [array for array in self.arrays if isinstance(array, jax.Array)]
+        if not self._is_own and any(array.is_deleted() for array in arrays):
             raise RuntimeError(
                 "weights that are served were deleted: a program that they were donated to has taken their "
                 "memory; call update_weights with the new ones"
             )
 
+    def free(self, *, keeps: bool) -> None:
+        """Frees the weights that nobody else has; programs must not run until `restore` or `replace`.
+
+        Args:
+            keeps: Whether they are kept in host memory, and what the caller shares is held on to; else
+                `replace` has to bring weights.
+        """
+        for i, is_shared in enumerate(self._is_shared):
+            array = self.arrays[i]
+            if keeps and is_shared:
+                continue
+            if keeps:
+                self._kept[i] = np.array(array)  # never a view of what is deleted
+            self.arrays[i] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+            if not is_shared:
+                array.delete()
+        if not keeps:
+            self.are_dropped, self._watched = True, []
+
+    def restore(self) -> None:
+        """Brings the weights back that are kept in host memory."""
+        assert not self.are_dropped, "there is nothing to bring back"
+        for i, kept in self._kept.items():
+            self.arrays[i] = jax.device_put(kept, self.arrays[i].sharding)
+        self._kept = {}
+
+    def free_extra(self) -> None:
+        """Moves the arrays behind the weights to host memory; programs must not run until they are back."""
+        for i in range(len(self._is_shared), len(self.arrays)):
+            array = self.arrays[i]
+            self._extra[i] = np.array(array)
+            # Not deleted: somebody else may have it too.
+            self.arrays[i] = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+    def restore_extra(self) -> None:
+        """Brings the arrays behind the weights back."""
+        for i, kept in self._extra.items():
+            self.arrays[i] = jax.device_put(kept, self.arrays[i].sharding)
+        self._extra = {}
+
     def close(self) -> None:
         """Frees the weights, unless they are the caller's."""
-        for array in self.arrays if self._is_own else []:
-            array.delete()
-        self.arrays, self._watched = [], []
+        for i, array in enumerate(self.arrays):
+            is_ours = not self._is_shared[i] if i < len(self._is_shared) else self._is_own
+            if is_ours and isinstance(array, jax.Array):
+                array.delete()
+        self.arrays, self._watched, self._kept = [], [], {}
 
-    def _flat(self, model: LanguageModel) -> tuple[FlatModel, list[Array]]:
+    def _flat(self, model: LanguageModel, given: Collection[Any]) -> tuple[FlatModel, list[Array]]:
+        """Returns a model without its weights, and these on the mesh; notes which are the caller's arrays.
+
+        What was packed and nobody else has is deleted: modules refer to each other, and would keep it until
+        Python looks for garbage.
+        """
+        before = jax.tree.leaves(nnx.state(model))
         own = packed(model, in_place=self._is_own) if self._packs else model
         flat, weights, shardings = flatten(own, self._mesh)
+        callers, served = {id(array) for array in given}, {id(array) for array in weights}
+        self._is_shared = [id(array) in callers for array in weights]
+        for array in before:
+            if id(array) not in callers | served:
+                array.delete()
         return flat, jax.device_put(weights, shardings)
 
 

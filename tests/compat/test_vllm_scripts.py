@@ -18,7 +18,7 @@ from helpers.real_model import largest_buckets
 from tokenizers import models, pre_tokenizers
 
 from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.worker import model_runner
+from jax_paged.worker import plan_steps
 
 SCRIPTS = Path(__file__).parent.parent / "vllm_scripts"
 T5 = Path(__file__).parent.parent / "models" / "fixtures" / "t5_tied"
@@ -38,7 +38,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
     Engines compile as few programs as possible, which changes no output.
     """
-    monkeypatch.setattr(model_runner, "plan_buckets", largest_buckets)
+    monkeypatch.setattr(plan_steps, "plan_buckets", largest_buckets)
 
     def run(name: str, *arguments: str) -> list[str]:
         path = SCRIPTS / name

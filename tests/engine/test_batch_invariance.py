@@ -11,7 +11,7 @@ from helpers.real_model import VOCAB_SIZE, write_checkpoint
 from jax_paged import LLM, RequestOutput, SamplingParams
 from jax_paged.pallas_kernels import native
 from jax_paged.pallas_kernels.native import products
-from jax_paged.worker import model_runner
+from jax_paged.worker import plan_steps
 from jax_paged.worker.buckets import Bucket
 
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
@@ -136,7 +136,7 @@ def test_kernels_that_divide_their_work_by_the_batch_are_refused() -> None:
 
 def test_the_check_at_the_start_finds_steps_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     buckets = [Bucket(True, 16, 16), Bucket(False, 64, 16)]  # XLA adds up 16 rows in another order than 64
-    monkeypatch.setattr(model_runner, "plan_invariant_buckets", lambda *args, **kwargs: buckets)
+    monkeypatch.setattr(plan_steps, "plan_invariant_buckets", lambda *args, **kwargs: buckets)
     with pytest.raises(ValueError, match="add up in different orders"):
         LLM(
             batch_invariant=True,

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.real_model import VOCAB_SIZE, DenseModel, reschedule, reset
+from helpers.real_model import VOCAB_SIZE, DenseModel, finished_outputs, reschedule, reset
 
 from jax_paged import LLM, ExtraArgs, LogitsProcessor, SamplingParams
 
@@ -111,6 +111,23 @@ def check(outputs: list[Any], names: list[str | None], dense: DenseModel) -> Non
         (drawn,) = tokens(output)
         x = rerun(name, logits, [output.prompt_token_ids[-1], *drawn[:-1]])
         assert (x.max(axis=1) - x[np.arange(len(drawn)), drawn] < 1e-3).all(), name
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_states_outlive_a_sleep(llm: LLM, level: int) -> None:
+    engine = llm.llm_engine
+    names = ["guided", None, "all"]
+    alone = [generate(llm, [p], [params(name)])[0] for p, name in zip(PROMPTS, names, strict=False)]
+    for i, name in enumerate(names):
+        engine.add_request(str(i), {"prompt_token_ids": PROMPTS[i]}, params(name))
+    states = [engine._loop.requests[str(i)] for i in range(3)]
+    while not all(state.group.sequences[0].output_token_ids for state in states):
+        engine.step()
+    assert not any(state.is_finished for state in states)
+    engine.sleep(level, "keep")
+    engine.wake_up()
+    outputs = finished_outputs(engine)
+    assert [tokens(outputs[str(i)]) for i in range(3)] == list(map(tokens, alone))
 
 
 @pytest.mark.parametrize("num_blocks", [120, 20])

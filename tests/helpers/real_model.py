@@ -23,7 +23,7 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.models.weights import load_model
 from jax_paged.outputs import RequestOutput
-from jax_paged.worker import model_runner
+from jax_paged.worker import plan_steps
 from jax_paged.worker.buckets import Bucket, plan_verifying
 from jax_paged.worker.executor import LocalExecutor
 
@@ -168,8 +168,8 @@ def make_executor(args: EngineArgs, *, few_buckets: bool = True) -> LocalExecuto
     """Returns an executor; with few_buckets, only the largest bucket of each kind is compiled."""
     with pytest.MonkeyPatch.context() as patch:
         if few_buckets:
-            patch.setattr(model_runner, "plan_buckets", largest_buckets)
-            patch.setattr(model_runner, "plan_verifying", lambda *sizes: plan_verifying(*sizes)[-1:])
+            patch.setattr(plan_steps, "plan_buckets", largest_buckets)
+            patch.setattr(plan_steps, "plan_verifying", lambda config: plan_verifying(config)[-1:])
         return LocalExecutor(args)
 
 

@@ -108,6 +108,15 @@ class ScriptedExecutor:
     def update_weights(self, new: Any) -> None:
         raise ValueError("scripted tokens have no weights")
 
+    def free_memory(self, *, keeps_weights: bool) -> None:
+        pass
+
+    def restore_weights(self) -> None:
+        pass
+
+    def restore_pool(self) -> None:
+        pass
+
     def check_weights(self) -> None:
         pass
 

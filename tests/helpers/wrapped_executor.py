@@ -93,5 +93,14 @@ class WrappedExecutor:
     def check_weights(self) -> None:
         self.inner.check_weights()
 
+    def free_memory(self, *, keeps_weights: bool) -> None:
+        self.inner.free_memory(keeps_weights=keeps_weights)
+
+    def restore_weights(self) -> None:
+        self.inner.restore_weights()
+
+    def restore_pool(self) -> None:
+        self.inner.restore_pool()
+
     def close(self) -> None:
         pass

@@ -8,7 +8,7 @@ from helpers.steps import execute, make_output, make_row, new_sequence
 
 from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler_output import EncoderInput, Sample
-from jax_paged.worker import model_runner
+from jax_paged.worker import plan_steps
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.model_runner import ModelRunner
 
@@ -27,7 +27,7 @@ def test_two_texts_are_encoded_side_by_side() -> None:
         num_gpu_blocks_override=200,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "plan_buckets", lambda *limits, **kind: [Bucket(True, 2, 2)])
+        patch.setattr(plan_steps, "plan_buckets", lambda *limits, **kind: [Bucket(True, 2, 2)])
         runner = ModelRunner(args)
     start = runner.config.decoder_start_token_id
     assert start is not None

@@ -16,7 +16,7 @@ from jax_paged import LLM, EngineArgs, SamplingParams
 from jax_paged.models.layers import Embedding, Linear, PackedKernel
 from jax_paged.models.weights import LoadedModel, load_model
 from jax_paged.pallas_kernels.native import products
-from jax_paged.worker import model_runner
+from jax_paged.worker import plan_steps
 from jax_paged.worker.executor import LocalExecutor
 from jax_paged.worker.weights import flatten, packed
 
@@ -40,7 +40,7 @@ def make_llm(model: Path | LoadedModel, matmul_backend: Any) -> LLM:
     """Returns an engine of two buckets."""
     is_loaded = isinstance(model, LoadedModel)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "plan_buckets", largest_buckets)
+        patch.setattr(plan_steps, "plan_buckets", largest_buckets)
         return LLM(
             model="loaded" if is_loaded else str(model),
             loaded=model if is_loaded else None,

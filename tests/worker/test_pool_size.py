@@ -6,7 +6,7 @@ import pytest
 from helpers.real_model import MAX_MODEL_LEN, VOCAB_SIZE
 
 from jax_paged import EngineArgs
-from jax_paged.worker import model_runner
+from jax_paged.worker import model_runner, plan_steps
 from jax_paged.worker.buckets import Bucket, plan_buckets
 from jax_paged.worker.kv_cache import DeviceMemory
 from jax_paged.worker.model_runner import ModelRunner, step_bytes
@@ -25,7 +25,7 @@ def gpu(bytes_limit):
 def largest_buckets_alone(monkeypatch):
     """The smaller ones play no part here, and take long to compile."""
     buckets = [Bucket(True, 2, 2), Bucket(False, 16, 2)]
-    monkeypatch.setattr(model_runner, "plan_buckets", lambda *limits, **kind: buckets)
+    monkeypatch.setattr(plan_steps, "plan_buckets", lambda *limits, **kind: buckets)
 
 
 def num_blocks(checkpoint, monkeypatch, memory=None, **settings):
@@ -76,7 +76,7 @@ def test_what_the_seats_have_is_left_room_for(checkpoint):
 
 
 def test_a_budget_of_one_token(checkpoint, monkeypatch):
-    monkeypatch.setattr(model_runner, "plan_buckets", plan_buckets)
+    monkeypatch.setattr(plan_steps, "plan_buckets", plan_buckets)
     settings = {"max_num_batched_tokens": 1, "max_num_seqs": 2, "max_model_len": 32}
     runner = ModelRunner(EngineArgs(model=str(checkpoint), num_gpu_blocks_override=9, **settings))
     assert list(map(str, runner.buckets)) == ["decode 1"]

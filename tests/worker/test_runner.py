@@ -15,7 +15,7 @@ from jax_paged.config import EngineArgs
 from jax_paged.core.runner_output import NO_TOKEN, ModelRunnerOutput
 from jax_paged.core.scheduler_output import NewSequence, Sample, ScheduledSequence
 from jax_paged.sampling_params import SamplingParams
-from jax_paged.worker import model_runner
+from jax_paged.worker import plan_steps
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.executor import LocalExecutor
 from jax_paged.worker.model_runner import ModelRunner
@@ -40,7 +40,7 @@ def executor(checkpoint: Path) -> Iterator[LocalExecutor]:
         num_gpu_blocks_override=1 + 20 * MAX_LEN // BLOCK_SIZE,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "plan_buckets", lambda *limits, **kind: BUCKETS)
+        patch.setattr(plan_steps, "plan_buckets", lambda *limits, **kind: BUCKETS)
         executor = LocalExecutor(args)
     executor.wait_until_compiled()
     yield executor

@@ -1,0 +1,28 @@
+"""The shapes of all steps of an engine."""
+
+from jax_paged.config import EngineConfig
+from jax_paged.worker.buckets import (
+    Bucket,
+    plan_buckets,
+    plan_bursts,
+    plan_invariant_buckets,
+    plan_verifying,
+)
+
+
+def plan_steps(config: EngineConfig, *, on_cpu: bool, packs: bool) -> list[Bucket]:
+    """Returns the shapes of an engine's steps: each kind in ascending order.
+
+    Args:
+        config: Of the engine.
+        on_cpu: Whether a padded row costs as much as a live one.
+        packs: Whether oneDNN multiplies.
+    """
+    limits = config.max_num_seqs, config.max_num_batched_tokens
+    if config.batch_invariant:
+        buckets = plan_invariant_buckets(*limits, has_invariant_products=packs)
+    else:
+        # XLA multiplies a single row in bfloat16 several times slower than two.
+        min_rows = 2 if on_cpu and config.dtype == "bfloat16" and not packs else 1
+        buckets = plan_buckets(*limits, is_fine=on_cpu, min_rows=min_rows)
+    return [*buckets, *plan_bursts(buckets, config.num_scheduler_steps), *plan_verifying(config)]
