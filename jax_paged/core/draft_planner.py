@@ -59,7 +59,7 @@ class DraftPlanner:
         queues: Owner of the requests.
         stop_conditions: Say which sequences can have drafts, and how many.
         speculation: How drafts are made; None for none.
-        max_tokens: Token rows of the largest step with drafts.
+        max_num_batched_tokens: Token budget of a step.
 
     Attributes:
         num_rows: Rows with drafts that were verified.
@@ -73,7 +73,7 @@ class DraftPlanner:
         queues: RequestQueues,
         stop_conditions: StopConditions,
         speculation: Speculation | None,
-        max_tokens: int,
+        max_num_batched_tokens: int,
     ) -> None:
         self.speculation = speculation
         self.num_rows = self.num_drafts = 0
@@ -81,7 +81,7 @@ class DraftPlanner:
         self._manager = block_manager
         self._queues = queues
         self._stop_conditions = stop_conditions
-        self._max_tokens = max_tokens
+        self._max_tokens = speculation.max_rows(max_num_batched_tokens) if speculation else 0
         self._by_sequence: weakref.WeakKeyDictionary[Sequence, _Drafted] = weakref.WeakKeyDictionary()
         self._pays = False
         self._num_decisions = 0
@@ -150,9 +150,11 @@ class DraftPlanner:
         decoding = None if self._queues.waiting or self._queues.swapped else self._decoding(is_ahead=True)
         self._pays = decoding is not None and any(self._chosen(decoding))
 
-    def forget(self, seq: Sequence) -> None:
-        """Forgets a sequence whose tokens have changed otherwise than by new ones."""
-        self._by_sequence.pop(seq, None)
+    def forget(self, request_id: str) -> None:
+        """Forgets a request whose tokens change otherwise than by new ones."""
+        group = self._queues.find(request_id)
+        for seq in () if group is None else group.sequences:
+            self._by_sequence.pop(seq, None)
 
     def _decoding(self, *, is_ahead: bool) -> list[_Decoding] | None:
         """Returns the running sequences, if all decode, and their drafts; None if there is none.

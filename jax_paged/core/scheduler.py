@@ -86,15 +86,15 @@ class Scheduler:
         burst_size: int = 1,
         speculation: Speculation | None = None,
     ) -> None:
-        check_int("max_num_seqs", max_num_seqs, 1)
-        check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
-        check_int("max_model_len", max_model_len, 1)
+        limits = max_num_seqs, max_num_batched_tokens, max_model_len, burst_size
+        names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "burst_size")
+        for name, value in zip(names, limits, strict=True):
+            check_int(name, value, 1)
         check_number("watermark", watermark, 0, 1)
         if not callable(policy):
             check_choice("policy", policy, ("fcfs", "priority"))
         check_choice("preemption_mode", preemption_mode, (None, "recompute", "swap"))
         check_number("delay_factor", delay_factor, 0, math.inf)
-        check_int("burst_size", burst_size, 1)
         if not enable_chunked_prefill:
             check_int("max_num_batched_tokens without chunked prefill", max_num_batched_tokens, max_model_len)
         self.block_manager = block_manager
@@ -132,8 +132,9 @@ class Scheduler:
             enable_chunked_prefill,
         )
         self._bursts = BurstPlanner(block_manager, self.queues, stop_conditions, burst_size)
-        max_rows = speculation.max_rows(max_num_batched_tokens) if speculation else 0
-        self.drafts = DraftPlanner(block_manager, self.queues, stop_conditions, speculation, max_rows)
+        self.drafts = DraftPlanner(
+            block_manager, self.queues, stop_conditions, speculation, max_num_batched_tokens
+        )
         self.editor = RequestEditor(block_manager, self.queues, self._preemption, self.max_num_seqs)
         self._step_ids = itertools.count()
         self._num_in_flight = 0
@@ -227,20 +228,18 @@ class Scheduler:
         """
         assert not self._num_in_flight or self.can_run_ahead, "the step has to know the results of others"
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=self._num_in_flight > 0)
-        admission = self._admission
-        admission.begin_step(now)
+        self._admission.begin_step(now)
         self.drafts.note_schedule(now, is_first=not step.is_ahead)
-        if self.drafts.plan(step) or self._bursts.plan(step):
-            pass
-        elif self.enable_chunked_prefill:
-            self._fill(step, now, admission.first, None)
-        else:
-            self._fill(step, now, admission.first_waiting, lambda n: n > 1)
+        is_planned = self.drafts.plan(step) or self._bursts.plan(step)
+        if not is_planned and self.enable_chunked_prefill:
+            self._fill(step, now, self._admission.first, None)
+        elif not is_planned:
+            self._fill(step, now, self._admission.first_waiting, lambda n: n > 1)
             if step.is_empty:
-                self._fill(step, now, admission.first_if_swapped, lambda n: n == 1)
+                self._fill(step, now, self._admission.first_if_swapped, lambda n: n == 1)
         output = self._built(step)
         if output.scheduled and output.scheduled[-1].num_tokens > 1:
-            admission.note_prompt(now)
+            self._admission.note_prompt(now)
         return output
 
     def edit(self, output: SchedulerOutput, rows: list[int]) -> SchedulerOutput:
@@ -267,10 +266,8 @@ class Scheduler:
     def edit_request(self, edit: RequestEdit) -> SequenceGroup:
         """Applies an edit between two steps; returns the request, of a fork the new one."""
         assert not self._num_in_flight, "a step in flight knows the request as it was"
-        group = self.editor.apply(edit)
-        for seq in group.sequences:
-            self.drafts.forget(seq)
-        return group
+        self.drafts.forget(edit.request_id)
+        return self.editor.apply(edit)
 
     def update(self, output: SchedulerOutput, result: ModelRunnerOutput, now: float) -> StepUpdate:
         """Takes in the result of a step: appends tokens, caches full blocks, ends and frees what is done.
@@ -397,15 +394,7 @@ class Scheduler:
         if num_tokens == seq.num_new_tokens:
             sampling = (seq,)
             if len(group.sequences) < group.max_num_seqs and group.beam_params is None:
-                sampling = self._fork_samples(group, seq)
+                sampling = self._planner.fork_samples(group, seq)
         rows = step.longer_rows if num_tokens > 1 else step.rows_of_one
         rows.append((group, seq, num_tokens, sampling))
         step.budget -= num_tokens
-
-    def _fork_samples(self, group: SequenceGroup, seq: Sequence) -> tuple[Sequence, ...]:
-        """Makes the other samples of a request whose prompt is computed in this step."""
-        for index in range(1, group.max_num_seqs):
-            sample = seq.fork(index, group.sampling_params.seed_of(index))
-            self.block_manager.fork(seq, sample, len(seq))
-            group.sequences.append(sample)
-        return tuple(group.sequences)

@@ -65,13 +65,13 @@ def test_what_a_gpu_has_left(checkpoint, monkeypatch):
 
 def test_what_the_seats_have_is_left_room_for(checkpoint):
     runner = ModelRunner(EngineArgs(model=str(checkpoint), num_gpu_blocks_override=9, **SIZES))
-    few = step_bytes(runner.context, 1)
-    many = step_bytes(dataclasses.replace(runner.context, max_num_seqs=1000), 1)
+    few = step_bytes(runner.context, 1, [])
+    many = step_bytes(dataclasses.replace(runner.context, max_num_seqs=1000), 1, [])
     row = VOCAB_SIZE * 4 + VOCAB_SIZE // 32 * 4 + runner.context.max_blocks_per_seq * 4
     assert few > 2 * row
     assert many - few >= (1000 - 2) * row
     results = 4 * (5 + 1 + 2 * runner.context.max_logprobs)  # of a token
-    assert step_bytes(runner.context, 8) - few == 8 * runner.context.max_num_seqs * results
+    assert step_bytes(runner.context, 8, []) - few == 8 * runner.context.max_num_seqs * results
     runner.close()
 
 
