@@ -26,8 +26,8 @@ _HARMLESS = """
     compilation_config cuda_graph_sizes disable_async_output_proc
     disable_custom_all_reduce disable_frontend_multiprocessing disable_hybrid_kv_cache_manager
     disable_log_requests disable_log_stats enable_log_requests enforce_eager guided_decoding_backend
-    limit_mm_per_prompt long_prefill_token_threshold max_cpu_loras max_log_len max_long_partial_prefills
-    max_lora_rank max_loras max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture
+    limit_mm_per_prompt long_prefill_token_threshold max_log_len max_long_partial_prefills
+    max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture
     multi_step_stream_outputs num_lookahead_slots optimization_level
     prefix_caching_hash_algo ray_workers_use_nsight served_model_name show_hidden_metrics_for_version
     stream_interval structured_outputs_config tokenizer_pool_size tokenizer_pool_type use_tqdm_on_load
@@ -46,7 +46,6 @@ _IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
     "distributed_executor_backend": (None, "uni", "mp"),
     "download_dir": (None,),
     "enable_expert_parallel": (False,),
-    "enable_lora": (False,),
     "enable_prompt_adapter": (False,),
     "enable_sleep_mode": (False,),
     "generation_config": ("auto",),
@@ -141,6 +140,13 @@ class EngineArgs:
         logprobs_mode: Of which distribution log-probabilities are: "raw_logprobs", that of the model;
             "processed_logprobs", that which tokens are drawn from (of greedy requests, before temperature,
             min_p, top_k and top_p). Those of prompts are the model's.
+        enable_lora: Whether requests may have adapters (docs/lora.md). Steps with adapters are programs of
+            their own; those without any are what they are without this.
+        max_loras: Adapters that run together: what a step may hold of different ones.
+        max_lora_rank: The largest rank of an adapter; all take as much memory on the device.
+        max_cpu_loras: Adapters kept in host memory, at least max_loras; None keeps 16, or max_loras if that is
+            more. What requests use is kept anyway.
+        enable_prompt_embeds: Whether prompts may be vectors in place of tokens, and adapters soft prompts.
         attention_backend: Which kernels attend: "native" (CPU, in C++), "pallas" (GPU), "pallas_interpret"
             (their CPU interpreter), "xla", or "auto": "native" on a CPU if it was built; "pallas" on a GPU if
             a check at the first start finds it right there, and no slower than "xla"; else "xla".
@@ -182,6 +188,11 @@ class EngineArgs:
     pooler_config: PoolerConfig | dict[str, Any] | None = None
     hf_overrides: dict[str, Any] | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    enable_prompt_embeds: bool = False
     attention_backend: AttentionBackend = "auto"
     matmul_backend: MatmulBackend = "auto"
 
@@ -200,6 +211,8 @@ class EngineArgs:
             "async_scheduling",
             "batch_invariant",
             "disable_cascade_attn",
+            "enable_lora",
+            "enable_prompt_embeds",
         )
         for name in flags:
             note(check_choice, name, getattr(self, name), (False, True))
@@ -227,6 +240,11 @@ class EngineArgs:
                 note(check_int, name, getattr(self, name), low)
         note(check_int, "max_logprobs", self.max_logprobs, -1)
         note(check_int, "num_scheduler_steps", self.num_scheduler_steps, 1)
+        note(check_int, "max_loras", self.max_loras, 1)
+        note(check_int, "max_lora_rank", self.max_lora_rank, 1)
+        if self.max_cpu_loras is not None:
+            low = self.max_loras if isinstance(self.max_loras, int) else 1
+            note(check_int, "max_cpu_loras", self.max_cpu_loras, low)
         ok = self.num_scheduler_steps == 1 or not self.batch_invariant
         allowed = "1 with batch_invariant, as a burst is a program of its own, whose sums may differ"
         note(check, ok, "num_scheduler_steps", self.num_scheduler_steps, allowed)
@@ -309,6 +327,12 @@ class EngineConfig:
         logits_processors: How many numbers each logits processor takes, by name.
         stateful: Names of those that keep something from token to token.
         pooling: What the model makes of texts; None if it only draws tokens.
+        max_loras: As EngineArgs.max_loras; 0 if requests have no adapters.
+        max_lora_rank: As EngineArgs.max_lora_rank.
+        max_cpu_loras: As EngineArgs.max_cpu_loras.
+        lora_maps: The linear maps that adapters may change, by their names in the checkpoint: the sizes of
+            what each takes and returns.
+        embed_size: Numbers of a vector in place of a token; 0 if prompts have none.
     """
 
     model_name: str
@@ -347,6 +371,11 @@ class EngineConfig:
     logits_processors: Mapping[str, int] = dataclasses.field(default_factory=dict)
     stateful: frozenset[str] = frozenset()
     pooling: PoolingSpec | None = None
+    max_loras: int = 0
+    max_lora_rank: int = 0
+    max_cpu_loras: int = 0
+    lora_maps: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    embed_size: int = 0
 
 
 def cache_dir(name: str) -> str:

@@ -4,6 +4,7 @@ import enum
 import math
 from typing import TypedDict
 
+from jax_paged.core.adapter_slots import AdapterSlots
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.preemption import Preemption
 from jax_paged.core.request_queues import RequestQueues
@@ -12,11 +13,12 @@ from jax_paged.core.step_builder import StepBuilder
 
 
 class Answer(enum.Enum):
-    """Whether a request that wants to run does; else, what is missing: blocks or seats, or tokens."""
+    """Whether a request that wants to run does; else, what is missing: blocks or seats, tokens, an adapter's slot."""
 
     ADMITTED = enum.auto()
     NO_ROOM = enum.auto()
     NO_TOKENS = enum.auto()
+    NO_SLOT = enum.auto()
 
 
 class Admission:
@@ -26,6 +28,7 @@ class Admission:
         block_manager: Owner of the blocks.
         queues: Owner of the requests.
         preemption: Takes blocks from requests of a lower priority.
+        adapters: Owner of the slots of adapters.
         max_num_seqs: Maximum sequences running at a time.
         watermark: Share of the usable blocks that stays free when a request is admitted beside running ones.
         enable_chunked_prefill: Whether running requests have got their next blocks before others are
@@ -38,6 +41,7 @@ class Admission:
         block_manager: BlockManager,
         queues: RequestQueues,
         preemption: Preemption,
+        adapters: AdapterSlots,
         *,
         max_num_seqs: int,
         watermark: float,
@@ -46,6 +50,7 @@ class Admission:
     ) -> None:
         self.block_manager = block_manager
         self.queues = queues
+        self.adapters = adapters
         self.max_num_seqs = max_num_seqs
         self.enable_chunked_prefill = enable_chunked_prefill
         self.delay_factor = delay_factor
@@ -59,6 +64,7 @@ class Admission:
         """Decides whether new requests are held back in this step, so that more come together."""
         if self._last_prompt_start is not None:
             self._last_prompt_s, self._last_prompt_start = now - self._last_prompt_start, None
+        self.adapters.begin_step()
         first = self.queues.first_waiting()
         waited = now - first.metrics.arrival_time if first else 0.0
         self._holds_back_new = bool(self.queues.running) and waited < self.delay_factor * self._last_prompt_s
@@ -140,7 +146,8 @@ class Admission:
             tables = (manager.block_tables[s] for s in victim.unfinished if s in manager.block_tables)
             num_blocks += sum(len(table) for held in tables for table in held)
             num_missing = num_needed + self._num_reserved(group, num_seats, len(victims) == len(running))
-            if num_seats + group.num_seats > self.max_num_seqs or num_blocks < num_missing:
+            is_short = num_seats + group.num_seats > self.max_num_seqs or num_blocks < num_missing
+            if is_short or not self.adapters.has_room(group, without=victims):
                 continue  # not enough, even if they shared nothing
             released = manager.released_by(s for victim in victims for s in victim.unfinished)
             if manager.num_free_blocks + len(released.difference(shared)) >= num_missing:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from jax_paged.checks import check_choice, check_int, check_number
+from jax_paged.core.adapter_slots import AdapterSlots
 from jax_paged.core.admission import Admission, Answer
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.burst_planner import BurstPlanner
@@ -60,6 +61,7 @@ class Scheduler:
         delay_factor: New requests wait until the first has waited this many times as long as the last step
             with a prompt took, so that more of them are computed together.
         burst_size: Decode steps done in one while no request waits and the blocks are at hand; 1 for none.
+        max_loras: Adapters of the requests that run at a time; see AdapterSlots.
 
     Raises:
         ValueError: If a value is out of range.
@@ -81,6 +83,7 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         delay_factor: float = 0.0,
         burst_size: int = 1,
+        max_loras: int = 0,
     ) -> None:
         check_int("max_num_seqs", max_num_seqs, 1)
         check_int("max_num_batched_tokens", max_num_batched_tokens, 1)
@@ -91,6 +94,7 @@ class Scheduler:
         check_choice("preemption_mode", preemption_mode, (None, "recompute", "swap"))
         check_number("delay_factor", delay_factor, 0, math.inf)
         check_int("burst_size", burst_size, 1)
+        check_int("max_loras", max_loras, 0)
         if not enable_chunked_prefill:
             check_int("max_num_batched_tokens without chunked prefill", max_num_batched_tokens, max_model_len)
         self.block_manager = block_manager
@@ -104,16 +108,19 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         self.delay_factor = delay_factor
         self.burst_size = burst_size
+        self.max_loras = max_loras
         self.watermark = watermark
         self.queues = RequestQueues()
         stop_conditions = StopConditions(eos_token_ids, max_model_len)
-        self._seats = Seats(block_manager, stop_conditions)
+        self.adapters = AdapterSlots(max_loras, self.queues)
+        self._seats = Seats(block_manager, stop_conditions, self.adapters)
         self._updater = SequenceUpdater(block_manager, self.queues, self._seats, stop_conditions)
         self._preemption = Preemption(block_manager, self.queues, self._updater, preemption_mode)
         self._admission = Admission(
             block_manager,
             self.queues,
             self._preemption,
+            self.adapters,
             max_num_seqs=self.max_num_seqs,
             watermark=watermark,
             enable_chunked_prefill=enable_chunked_prefill,
@@ -159,6 +166,7 @@ class Scheduler:
         assert 0 < len(seq) <= self.max_model_len - room, f"prompt of {len(seq)} tokens"
         assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences"
         assert self.policy != "fcfs" or not group.priority, "a priority under fcfs"
+        assert not group.adapter or self.max_loras, "there is no slot for an adapter"
         group.key = self.key_of(group)
         self.queues.add(group)
 
@@ -315,6 +323,11 @@ class Scheduler:
                     elif not self._admission.make_room(head, step, now):
                         head = None
                         continue
+                if answer is Answer.NO_SLOT and not self._admission.make_room(head, step, now):
+                    if step.is_short or head.request_id in self.queues.swapped:
+                        head = None  # nobody behind it runs before
+                        continue
+                    self.queues.put_aside(head)
                 head = first_to_admit()
                 if step.is_closed or (head is not None and head.request_id in step.preempted):
                     head = None
@@ -350,6 +363,8 @@ class Scheduler:
         """Lets a waiting or swapped request run; unless it is ADMITTED, nothing has changed."""
         manager, seq = self.block_manager, group.unfinished[0]
         was_swapped = group.request_id in self.queues.swapped
+        if not self.adapters.has_room(group):
+            return Answer.NO_SLOT
         if not self._admission.give_blocks(group, step):
             return Answer.NO_ROOM
         if not was_swapped and not self._planner.within(

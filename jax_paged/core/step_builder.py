@@ -64,4 +64,5 @@ class StepBuilder:
             + sum([not sampling for _, _, _, sampling in rows]),
             ended_seq_ids=seats.take_ended(),
             burst=tuple([num_tokens for _, _, num_tokens, _ in rows]) if self.is_burst else (),
+            adapter_loads=seats.adapters.take_loads(),
         )

@@ -100,6 +100,7 @@ def make_scheduler(config: EngineConfig, own: OwnScheduler | None = None) -> Sch
         enable_chunked_prefill=config.enable_chunked_prefill,
         delay_factor=config.delay_factor,
         burst_size=config.num_scheduler_steps,
+        max_loras=config.max_loras,
     )
 
 

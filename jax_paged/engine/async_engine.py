@@ -22,6 +22,7 @@ from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.request_stream import CumulativeOutputs, RequestStream
 from jax_paged.engine.statistics import EngineStatistics
 from jax_paged.inputs import Prompt
+from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -78,17 +79,19 @@ class AsyncLLMEngine:
         *,
         cache_salt: str = "",
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         whole: bool = False,
     ) -> RequestStream:
         """Starts a request.
 
         Args:
-            prompt: As LLMEngine.check_request takes it, with sampling_params, cache_salt and priority; or
-                what that has returned, which holds all of them.
+            prompt: As LLMEngine.check_request takes it, with sampling_params, cache_salt, priority and
+                lora_request; or what that has returned, which holds all of them.
             sampling_params: As LLMEngine.check_request takes it.
             request_id: No unfinished request may have the same.
             cache_salt: As LLMEngine.check_request takes it.
             priority: As LLMEngine.check_request takes it.
+            lora_request: As LLMEngine.check_request takes it.
             whole: Whether to give a single output, at the end; tokens then cost nothing on their way.
 
         Returns:
@@ -100,7 +103,12 @@ class AsyncLLMEngine:
         """
         if not isinstance(prompt, CheckedRequest):
             prompt = await asyncio.to_thread(
-                self.engine.check_request, prompt, sampling_params, cache_salt=cache_salt, priority=priority
+                self.engine.check_request,
+                prompt,
+                sampling_params,
+                cache_salt=cache_salt,
+                priority=priority,
+                lora_request=lora_request,
             )
         stream = RequestStream(request_id, whole, self._abort)
         self._submitted.add(stream)
@@ -114,7 +122,7 @@ class AsyncLLMEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | BeamSearchParams | None,
         request_id: str,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         *,
         cache_salt: str = "",
         priority: int = 0,
@@ -125,7 +133,7 @@ class AsyncLLMEngine:
             prompt: As LLMEngine.check_request takes it.
             sampling_params: As LLMEngine.check_request takes it.
             request_id: No unfinished request may have the same.
-            lora_request: None: adapters are not supported.
+            lora_request: As LLMEngine.check_request takes it.
             cache_salt: As LLMEngine.check_request takes it.
             priority: As LLMEngine.check_request takes it.
 
@@ -133,7 +141,6 @@ class AsyncLLMEngine:
             ValueError: If the engine can't run it.
             EngineDeadError: If the engine has failed or is closed.
         """
-        check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
         kind = sampling_params.output_kind if isinstance(sampling_params, SamplingParams) else None
         stream = await self.submit(
             prompt,
@@ -141,6 +148,7 @@ class AsyncLLMEngine:
             request_id,
             cache_salt=cache_salt,
             priority=priority,
+            lora_request=lora_request,
             whole=kind is RequestOutputKind.FINAL_ONLY,
         )
         outputs = CumulativeOutputs()

@@ -6,16 +6,24 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jax_paged.checks import Problems, TooLongError, check, check_int, check_number
 from jax_paged.config import EngineConfig
+from jax_paged.core.sequence import PromptEmbeds
 from jax_paged.engine import pooling
+from jax_paged.engine.adapters import Adapters
 from jax_paged.engine.grammars import Grammar, Grammars
 from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_list
+from jax_paged.lora_request import LoRARequest
+from jax_paged.models.adapter_files import Adapter
 from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
 
+# Stands in prompts for tokens that are vectors.
+PLACEHOLDER = 0
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
@@ -34,6 +42,8 @@ class CheckedRequest:
         priority: Requests of a lower value are served earlier.
         stop: The stop strings of params, prepared; None if there are none.
         grammar: Their structured_outputs, compiled; None if there are none.
+        adapter: What its lora_request names; None if there is none.
+        embeds: What the first tokens of the prompt are, if they are vectors; placeholders stand for them.
     """
 
     prompt: str | None
@@ -46,6 +56,8 @@ class CheckedRequest:
     priority: int = 0
     stop: StopStrings | None = dataclasses.field(default=None, compare=False)
     grammar: Grammar | None = dataclasses.field(default=None, compare=False)
+    adapter: Adapter | None = None
+    embeds: PromptEmbeds | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -55,11 +67,12 @@ class CheckedRequest:
 
 @dataclasses.dataclass
 class _Tokenized:
-    """A prompt's text, its token ids, and the cache_salt that comes with it."""
+    """A prompt's text, its token ids, the cache_salt that comes with it, and vectors in place of tokens."""
 
     text: str | None
     token_ids: list[int]
     cache_salt: str | None = None
+    embeds: PromptEmbeds | None = None
 
 
 class InputProcessor:
@@ -76,6 +89,7 @@ class InputProcessor:
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self.adapters = Adapters(config)
         self._grammars = tokenizer and Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
         try:
             self._default_params = SamplingParams(**config.sampling_defaults)
@@ -99,6 +113,7 @@ class InputProcessor:
         params: SamplingParams | BeamSearchParams | PoolingParams | None,
         cache_salt: str = "",
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> CheckedRequest:
         """Tokenizes a prompt and checks all of a request, as LLMEngine.check_request says.
 
@@ -111,11 +126,15 @@ class InputProcessor:
         problems.note(self._check_priority, priority)
         own_params = problems.note(self._own_params, params)
         prompts = problems.note(self._split, prompt)
+        adapter = problems.note(self.adapters.get, lora_request)
         problems.raise_if_any()
         assert own_params is not None, "there was no problem"
         assert prompts is not None, "there was no problem"
         (own, beams), (encoder, decoder) = own_params, prompts
+        self._check_parts(own, adapter, decoder)
         self._truncate(encoder or decoder, own)
+        if adapter is not None and adapter.prompt is not None:
+            decoder = _with_soft_prompt(decoder, adapter.prompt)
         encoder_ids = encoder.token_ids if encoder else []
         self._fit_max_tokens(len(decoder.token_ids), own, beams)
         request = CheckedRequest(
@@ -130,6 +149,8 @@ class InputProcessor:
             # Made here and not by the engine, whose thread must not wait for it.
             StopStrings(own.stop_strings) if own.stop_strings else None,
             self.grammar_of(own),
+            adapter,
+            decoder.embeds,
         )
         self._check_length(request)
         return request
@@ -154,6 +175,8 @@ class InputProcessor:
 
     def _split(self, prompt: Any) -> tuple[_Tokenized | None, _Tokenized]:
         """Returns what an encoder reads, None without one, and the decoder's prompt."""
+        if isinstance(prompt, dict) and "prompt_embeds" in prompt:
+            return None, self._embedded(prompt)
         start = self._config.decoder_start_token_id
         names = {"encoder_prompt", "decoder_prompt"}
         if isinstance(prompt, dict) and prompt.keys() & names:
@@ -195,6 +218,42 @@ class InputProcessor:
             return _Tokenized(text, self._checked_ids("prompt_token_ids", token_ids), salt)
         assert isinstance(text, str), "checked above"
         return _Tokenized(text, self._encode(text), salt)
+
+    def _embedded(self, prompt: dict[str, Any]) -> _Tokenized:
+        """Returns a prompt of vectors, checked; placeholders stand for its tokens."""
+        size = self._config.embed_size
+        check(
+            prompt.keys() <= {"prompt_embeds", "cache_salt"}, "prompt", sorted(prompt), "prompt_embeds alone"
+        )
+        if not size:
+            raise ValueError(
+                "prompt_embeds is given; allowed: no such prompt, as the engine was made without "
+                "enable_prompt_embeds=True"
+            )
+        given, salt = prompt["prompt_embeds"], prompt.get("cache_salt")
+        check(salt is None or isinstance(salt, str), "cache_salt", salt, "a string")
+        try:
+            array = np.asarray(given)
+            rows = array.astype("<f4")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"prompt_embeds is no array of numbers: {error}") from error
+        is_number = array.dtype.kind in "fiu" or array.dtype.name == "bfloat16"
+        shape, allowed = array.shape, f"an array of numbers [tokens, hidden_size], the latter {size}"
+        check(is_number, "the type of prompt_embeds", str(array.dtype), "floats")
+        check(
+            len(shape) == 2 and shape[0] > 0 and shape[1] == size,
+            "the shape of prompt_embeds",
+            shape,
+            allowed,
+        )
+        if not np.isfinite(rows).all():
+            raise ValueError(f"prompt_embeds has numbers that are not finite; allowed: {allowed}, all finite")
+        # Many rows are refused before they are copied.
+        if len(rows) >= self._config.max_model_len:
+            needs = " and needs room for one more"
+            raise TooLongError(f"the prompt has {len(rows)} tokens{needs}", self._config.max_model_len)
+        embeds = PromptEmbeds(len(rows), np.ascontiguousarray(rows).tobytes())
+        return _Tokenized(None, [PLACEHOLDER] * len(rows), salt, embeds)
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
@@ -337,6 +396,29 @@ class InputProcessor:
 
     # Both together.
 
+    def _check_parts(self, params: SamplingParams, adapter: Adapter | None, prompt: _Tokenized) -> None:
+        """Checks what adapters and vectors in place of tokens have no meaning for."""
+        if adapter is not None and params.pooling is not None:
+            raise ValueError("lora_request is given; allowed for pooling: None")
+        is_soft = adapter is not None and adapter.prompt is not None
+        if is_soft and prompt.embeds is not None:
+            raise ValueError("prompt_embeds is given beside a soft prompt; allowed: one of them")
+        if not is_soft and prompt.embeds is None:
+            return
+        problems, what = Problems(), "a soft prompt" if is_soft else "prompt_embeds"
+        for name, neutral in (
+            ("prompt_logprobs", None),
+            ("repetition_penalty", 1.0),
+            ("truncate_prompt_tokens", None),
+            ("bad_words", None),
+            ("bad_words_token_ids", None),
+            ("logits_processors", None),
+            ("pooling", None),
+        ):
+            value, ok = getattr(params, name), getattr(params, name) in (neutral, [])
+            problems.note(check, ok, name, value, f"{neutral} with {what}, whose tokens have no ids")
+        problems.raise_if_any()
+
     def _fit_max_tokens(
         self, num_tokens: int, params: SamplingParams, beams: BeamSearchParams | None
     ) -> None:
@@ -390,6 +472,13 @@ def _resolved_args(
             check_number(f"{field}[{name!r}]", number, -FLOAT32_MAX, FLOAT32_MAX)
         resolved[name] = [float(number) for number in numbers]
     return resolved or None
+
+
+def _with_soft_prompt(prompt: _Tokenized, rows: np.ndarray) -> _Tokenized:
+    """Returns a prompt behind the vectors of a soft prompt."""
+    embeds = PromptEmbeds(len(rows), np.ascontiguousarray(rows.astype("<f4")).tobytes())
+    token_ids = [PLACEHOLDER] * len(rows) + prompt.token_ids
+    return _Tokenized(prompt.text, token_ids, prompt.cache_salt, embeds)
 
 
 def _one_salt(argument: str, encoder: _Tokenized | None, decoder: _Tokenized) -> str:

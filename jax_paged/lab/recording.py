@@ -320,5 +320,6 @@ def _settings(scheduler: Scheduler) -> dict[str, dict[str, Any]]:
             "enable_chunked_prefill": scheduler.enable_chunked_prefill,
             "delay_factor": scheduler.delay_factor,
             "burst_size": scheduler.burst_size,
+            "max_loras": scheduler.max_loras,
         },
     }

@@ -134,7 +134,7 @@ class CompiledPrograms:
         }
         # After the largest come the small programs, then the small buckets: they make a lone user's steps
         # quick.
-        kinds = {(b.is_decode, b.num_steps): b for b in buckets}
+        kinds = {b.kind: b for b in buckets}
         largest = [StepProgram(kinds[kind]) for kind in sorted(kinds)]
         needed = [*largest, *others]
         self._needed = frozenset(needed)
@@ -176,7 +176,14 @@ class CompiledPrograms:
         return self._num_compiled, len(self._programs) - len(self._skipped)
 
     def smallest_ready(
-        self, *, is_decode: bool, num_tokens: int, num_seqs: int, num_steps: int = 1
+        self,
+        *,
+        is_decode: bool,
+        num_tokens: int,
+        num_seqs: int,
+        num_steps: int = 1,
+        has_adapters: bool = False,
+        has_embeds: bool = False,
     ) -> Bucket:
         """Returns the smallest compiled bucket that a step fits in.
 
@@ -185,10 +192,12 @@ class CompiledPrograms:
             num_tokens: Of all rows together.
             num_seqs: Rows, or rows of logits if these are more.
             num_steps: Decode steps that are done in one.
+            has_adapters: Whether rows have adapters.
+            has_embeds: Whether token rows have vectors of their own.
         """
         for bucket in self.buckets:
             fits = bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
-            fits &= (bucket.is_decode, bucket.num_steps) == (is_decode, num_steps)
+            fits &= bucket.kind == (is_decode, num_steps, has_adapters, has_embeds)
             if fits and self._is_compiled(StepProgram(bucket)):
                 return bucket
         raise AssertionError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")

@@ -13,22 +13,31 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from jax_paged.checks import check
 from jax_paged.config import EngineArgs, EngineConfig, checks_inputs
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.attention import Attend
-from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.models.causal_lm import CausalLM, LanguageModel
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.hooks import Hook, check_hooks
 from jax_paged.models.layers import TENSOR
+from jax_paged.models.lora import LoraLayout, lora_maps
 from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.native import products
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
 from jax_paged.worker import host_processors, prompt_logprobs
+from jax_paged.worker.adapters import AdapterArrays, LoadAdapterProgram
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
 from jax_paged.worker.block_tables import WriteBlockTablesProgram, write_block_tables
-from jax_paged.worker.buckets import Bucket, plan_buckets, plan_bursts, plan_invariant_buckets
+from jax_paged.worker.buckets import (
+    Bucket,
+    plan_buckets,
+    plan_bursts,
+    plan_invariant_buckets,
+    plan_variants,
+)
 from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
 from jax_paged.worker.encoder import build_encoder_inputs, plan_encoders
 from jax_paged.worker.input_batch import InputBatch
@@ -48,6 +57,8 @@ from jax_paged.worker.token_counts import ResetTokenCountsProgram, reset_token_c
 from jax_paged.worker.weights import ServedWeights, load, pooling_of
 
 _LOGGER = logging.getLogger(__name__)
+# Adapters in host memory, if nobody says how many.
+DEFAULT_CPU_LORAS = 16
 
 
 class ModelRunner:
@@ -94,9 +105,19 @@ class ModelRunner:
         packs = matmul_backend == "onednn"
         captured = check_hooks(loaded.model, hooks)
         check_processors(logits_processors, loaded.vocab_size)
+        lora = None
+        if args.enable_lora:
+            ok = isinstance(loaded.model, CausalLM)
+            check(ok, "enable_lora", True, f"False for {loaded.architecture}, which has an encoder")
+            maps = lora_maps(loaded.model)
+            lora = LoraLayout(maps, args.max_loras, args.max_lora_rank, loaded.dtype)
+        embed_path = loaded.model.embed_path if args.enable_prompt_embeds else ""
+        ok = bool(embed_path) or not args.enable_prompt_embeds
+        check(ok, "enable_prompt_embeds", True, f"False for {loaded.architecture}")
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
         self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=hook_params)
         self._weights = self.served.arrays
+        self._adapters = lora and AdapterArrays(lora, self._replicated)
         self._encodes = isinstance(loaded.model, EncoderDecoderLM)
         facts = ModelFacts(
             architecture=loaded.architecture,
@@ -137,6 +158,9 @@ class ModelRunner:
                 captured=captured,
                 shares_prefixes=config.cascade_attention and attend is None,
                 pooling=facts.pooling,
+                lora=lora,
+                embed_path=embed_path,
+                embed_size=loaded.config.hidden_size if embed_path else 0,
             )
 
         memory = device_memory(device)
@@ -161,6 +185,11 @@ class ModelRunner:
             capturing=frozenset(captured),
             logits_processors={p.name: p.num_args for p in logits_processors},
             stateful=frozenset(p.name for p in logits_processors if p.has_state),
+            max_loras=args.max_loras if lora else 0,
+            max_lora_rank=args.max_lora_rank,
+            max_cpu_loras=args.max_cpu_loras or max(args.max_loras, DEFAULT_CPU_LORAS),
+            lora_maps={m.name: (m.num_in, m.num_out) for m in lora.maps} if lora else {},
+            embed_size=loaded.config.hidden_size if embed_path else 0,
         )
         self._context = context_of(self.config, self.config.num_blocks)
         self._encoders = plan_encoders(self.config.max_model_len) if self._encodes else []
@@ -182,6 +211,7 @@ class ModelRunner:
             vocab_size=self.config.vocab_size,
             checks_inputs=checks_inputs(),
             shares_prefixes=self._context.shares_prefixes,
+            embed_size=self.config.embed_size,
         )
         self._mover = BlockMover(
             layout=layout,
@@ -209,6 +239,12 @@ class ModelRunner:
         else:
             buckets = plan_buckets(*limits, is_fine=on_cpu, min_rows=min_rows)
         self._has_mixed = not all(bucket.is_decode for bucket in buckets)
+        buckets = plan_variants(
+            buckets,
+            has_adapters=lora is not None,
+            has_embeds=bool(embed_path),
+            is_invariant=self.config.batch_invariant,
+        )
         # Last, as it leaves threads behind.
         self._compiled = CompiledPrograms(
             [*buckets, *plan_bursts(buckets, self.config.num_scheduler_steps)],
@@ -219,6 +255,7 @@ class ModelRunner:
                 ResetTokenCountsProgram(),
                 self._prompt_logprobs,
                 *([PoolProgram(loaded.config.hidden_size)] if facts.pooling else ()),
+                *([LoadAdapterProgram()] if lora else ()),
             ],
             lambda program: program.lower(context),
             options,
@@ -274,6 +311,8 @@ class ModelRunner:
         states = self._kept_states.bring_back(output, batch, states, self._place)
         self._move_blocks(output)
         self._encode(output)
+        if self._adapters is not None:
+            self._adapters.load(self._run, output.adapter_loads)
         counts = reset_token_counts(self._run, self._seat_arrays.token_counts, resets, self._place)
         self._seat_arrays = self._seat_arrays._replace(token_counts=counts, processor_states=states)
         logits_rows = plan_logits_rows(output)
@@ -301,6 +340,8 @@ class ModelRunner:
         for array in jax.tree.leaves([self._kv_cache, self._seat_arrays, self._empty_inputs]):
             array.delete()
         self.served.close()
+        if self._adapters is not None:
+            self._adapters.close()
         self._kv_cache, self._weights, self._empty_inputs = [], [], {}
         self._pending.clear()
         del self._compiled, self._context, self._seat_arrays
@@ -316,6 +357,9 @@ class ModelRunner:
         self._seat_arrays = self._seat_arrays._replace(block_tables=tables)
         given = inputs.bias_ids, inputs.bias_values, inputs.token_mask
         sampling_inputs = [e if x is None else x for x, e in zip(given, self._empty(bucket), strict=True)]
+        more = [] if self._adapters is None or not bucket.has_adapters else [self._adapters.arrays]
+        if inputs.embeds is not None:
+            more.append(self._place(inputs.embeds))
         results, details, hidden, self._kv_cache, self._seat_arrays, captured = self._run(
             StepProgram(bucket),
             self._weights,
@@ -323,6 +367,7 @@ class ModelRunner:
             self._seat_arrays,
             inputs.packed,
             *sampling_inputs,
+            *more,
         )
         redrawn = {}
         if functions:
@@ -350,12 +395,19 @@ class ModelRunner:
 
     def _bucket(self, output: SchedulerOutput, *, wants_hidden: bool) -> Bucket:
         """Returns the shape for a step; hidden states are read of mixed steps, if there are any."""
-        num_tokens = output.num_batched_tokens
+        num_tokens, batch = output.num_batched_tokens, self._input_batch
+        has_embeds = batch.has_embeds(output)
+        is_mixed = self._has_mixed and (wants_hidden or has_embeds or num_tokens > len(output.scheduled))
+        if self.config.batch_invariant:  # one program serves all
+            has_embeds = self.config.embed_size > 0 and (is_mixed or not self._has_mixed)
         return self._compiled.smallest_ready(
-            is_decode=num_tokens == len(output.scheduled) and not (wants_hidden and self._has_mixed),
+            is_decode=not is_mixed,
             num_tokens=num_tokens,
             num_seqs=output.num_logits_rows,
             num_steps=self.config.num_scheduler_steps if output.burst else 1,
+            has_adapters=self._adapters is not None
+            and (self.config.batch_invariant or has_embeds or batch.has_adapters(output)),
+            has_embeds=has_embeds,
         )
 
     def _run(self, program: Program, *args: Any) -> Any:

@@ -10,6 +10,8 @@ G cache groups, C changes of block tables:
                          | sampling [B, 12] | forced_tokens [B, K]
     of hooks:            hook_args [B, A] | processor_args [B, P]
     of bursts:           max_draws [B] | end_tokens [B, E]
+    of adapters:         adapter_slots [B]
+    of embeddings:       has_embeds [T]
 
 The block tables themselves lie on the device, by seat (block_tables.py); a row that is not used has a seat
 that does not exist. A token that the host does not know yet is NO_TOKEN, always the last of its row.
@@ -20,7 +22,8 @@ counts its penalties read; a row of logits without penalties has a seat that doe
 steps (K is 1 elsewhere), -1 for what is drawn. hook_args holds, for each row and each hook, whether it is on,
 and its arguments: A columns in all; processor_args the same for each row of logits and each logits processor,
 where 2 stands for one that begins. A row of a burst draws at most max_draws tokens, and none after one of
-its E = MAX_END_TOKENS end tokens, which are padded with -1.
+its E = MAX_END_TOKENS end tokens, which are padded with -1. adapter_slots holds the slot of each row's adapter,
+0 for none, and has_embeds which token rows have a vector of their own; only steps that need them have these.
 """
 
 import math
@@ -95,6 +98,10 @@ def layout(
     }
     if bucket.num_steps > 1:
         shapes |= {"max_draws": (b,), "end_tokens": (b, MAX_END_TOKENS)}
+    if bucket.has_adapters:
+        shapes["adapter_slots"] = (b,)
+    if bucket.has_embeds:
+        shapes["has_embeds"] = (t,)
     fields, start = {}, 0
     for name, shape in shapes.items():
         fields[name] = Field(start, shape)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.core.runner_output import NO_TOKEN
 from jax_paged.models.hooks import num_columns
+from jax_paged.models.lora import RowFunction, row_functions
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker import logits_processors
 from jax_paged.worker.block_tables import tables_of, write_changes
@@ -41,6 +42,8 @@ class TracedStep:
         fields: Of the packed buffer.
         tables: Block tables of the rows, int32 [G, B, M].
         bias_ids: Of SamplingBatch; so are the two that follow.
+        adapters: The arrays of all slots; none if bucket.has_adapters is not.
+        embeds: Vectors of the token rows that have some; None if bucket.has_embeds is not.
     """
 
     context: TraceContext
@@ -51,6 +54,8 @@ class TracedStep:
     bias_ids: Array
     bias_values: Array
     token_mask: Array
+    adapters: list[Array] = dataclasses.field(default_factory=list)
+    embeds: Float[Array, "t e"] | None = None
 
     def run(
         self,
@@ -80,7 +85,7 @@ class TracedStep:
         metadata = attention_metadata(fields, self.tables, self.bucket, *how)
         captured: dict[str, Array] = {}
         hooks = context.hooks_at(self.weights, self.hook_columns(), captured) if context.hooks else {}
-        hidden, kv_cache = model.paged(tokens, kv_cache, metadata, hooks)
+        hidden, kv_cache = model.paged(tokens, kv_cache, metadata, hooks, self.changes())
         logits = model.logits(hidden[fields["logits_rows"]])
         batch = sampling_batch(fields, token_counts, self.bias_ids, self.bias_values, self.token_mask)
         processed = None
@@ -104,12 +109,27 @@ class TracedStep:
 
     def hook_columns(self) -> Float[Array, "t columns"]:
         """Returns which hooks are on for each token row, and with which arguments; in padding none is."""
-        columns = lax.bitcast_convert_type(self.fields["hook_args"], jnp.float32)
+        return self._by_token(lax.bitcast_convert_type(self.fields["hook_args"], jnp.float32))
+
+    def changes(self) -> dict[str, RowFunction]:
+        """Returns what adapters, and vectors in place of tokens, make of the outputs of modules."""
+        changes: dict[str, RowFunction] = {}
+        if self.bucket.has_adapters:
+            assert self.context.lora is not None, "only an engine with adapters has such steps"
+            slots = self._by_token(self.fields["adapter_slots"])
+            changes |= row_functions(self.context.lora, self.adapters, slots)
+        if self.embeds is not None:
+            embeds, is_own = self.embeds, self.fields["has_embeds"][:, None] != 0
+            changes[self.context.embed_path] = lambda x, y: jnp.where(is_own, embeds.astype(y.dtype), y)
+        return changes
+
+    def _by_token(self, rows: Array) -> Array:
+        """Returns for each token row what its row has; 0 in padding."""
         if self.bucket.is_decode:
-            return columns
+            return rows
         token = jnp.arange(self.bucket.num_tokens)[:, None]
         row = jnp.sum(token >= self.fields["query_start_loc"][1:], axis=1)
-        return columns.at[row].get(mode="fill", fill_value=0)
+        return rows.at[row].get(mode="fill", fill_value=0)
 
     def burst(
         self,
@@ -178,8 +198,8 @@ class TracedStep:
 class StepProgram(Program):
     """The step of one bucket: it runs the model on all rows, and draws a token from every row of logits.
 
-    Its arguments are weights, pool, SeatArrays (these two are donated), and the arrays of StepInputs. It
-    returns:
+    Its arguments are weights, pool, SeatArrays (these two are donated), and the arrays of StepInputs; then, if
+    the bucket says so, those of all adapters, and the vectors of token rows. It returns:
         int32 [4, B]: token ids, bits of their log-probabilities, whether the logits were finite, whether any
             token could be chosen.
         int32 [B, 1 + 2N]: rank, most likely token ids, bits of their log-probabilities.
@@ -207,12 +227,16 @@ class StepProgram(Program):
             bias_ids: Array,
             bias_values: Array,
             token_mask: Array,
+            *more: Any,
         ) -> tuple[Array, Array, Array | None, list[Array], SeatArrays[Array], dict[str, Array]]:
             fields = unpack(packed, bucket, num_groups, *columns)
             token_counts, block_tables, last_tokens, states = seat_arrays
             block_tables = write_changes(block_tables, fields["table_changes"])
             tables = tables_of(block_tables, fields["seats"])
-            traced = TracedStep(context, bucket, weights, fields, tables, bias_ids, bias_values, token_mask)
+            adapters = more[0] if bucket.has_adapters else []
+            embeds = more[-1] if bucket.has_embeds else None
+            given = bias_ids, bias_values, token_mask, adapters, embeds
+            traced = TracedStep(context, bucket, weights, fields, tables, *given)
             tokens = known_tokens(fields, last_tokens)
             if bucket.num_steps > 1:
                 burst = traced.burst(tokens, kv_cache, token_counts, states)
@@ -237,10 +261,13 @@ class StepProgram(Program):
             context.shape((b, MAX_BIAS_IDS), jnp.float32),
             context.shape((b, context.num_mask_words), jnp.int32),
         ]
+        more: list[Any] = [context.lora_arrays()] if bucket.has_adapters else []
+        if bucket.has_embeds:
+            more.append(context.shape((bucket.num_tokens, context.embed_size), jnp.float32))
         replicated = context.replicated
         out_shardings = (*[replicated] * 3, [context.pool_sharding] * len(pool), *[replicated] * 2)
         jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
-        return jitted.trace(context.weights, pool, context.seat_arrays(), *inputs)
+        return jitted.trace(context.weights, pool, context.seat_arrays(), *inputs, *more)
 
 
 def step_bytes(context: TraceContext, burst_size: int) -> int:
@@ -252,6 +279,9 @@ def step_bytes(context: TraceContext, burst_size: int) -> int:
     """
     buckets = plan_buckets(context.max_num_seqs, context.max_num_batched_tokens)
     largest = max(buckets, key=lambda b: b.num_tokens)
+    largest = dataclasses.replace(
+        largest, has_adapters=context.lora is not None, has_embeds=bool(context.embed_path)
+    )
     memory = StepProgram(largest).lower(context).compile().memory_analysis()
     assert memory is not None, "a GPU's compiler tells what a program needs"
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
