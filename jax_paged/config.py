@@ -144,8 +144,8 @@ class EngineArgs:
             their own; those without any are what they are without this.
         max_loras: Adapters that run together: what a step may hold of different ones.
         max_lora_rank: The largest rank of an adapter; all take as much memory on the device.
-        max_cpu_loras: Adapters kept in host memory, at least max_loras; None keeps 16, or max_loras if that is
-            more. What requests use is kept anyway.
+        max_cpu_loras: Adapters kept in host memory, at least max_loras; None keeps 16, or max_loras if that
+            is more. What requests use is kept anyway.
         enable_prompt_embeds: Whether prompts may be vectors in place of tokens, and adapters soft prompts.
         attention_backend: Which kernels attend: "native" (CPU, in C++), "pallas" (GPU), "pallas_interpret"
             (their CPU interpreter), "xla", or "auto": "native" on a CPU if it was built; "pallas" on a GPU if

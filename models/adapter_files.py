@@ -4,8 +4,8 @@ adapter_config.json says what the adapter is; adapter_model.safetensors holds, f
 changes, lora_A [rank, in] and lora_B [out, rank], so that y becomes y + (x A^T) B^T * scale. A soft prompt
 holds prompt_embeddings [tokens, hidden_size] instead, which stand in front of the tokens of a prompt.
 
-Source: Hu et al., LoRA, 2021; Kalajdzievski, A Rank Stabilization Scaling Factor, 2023 (use_rslora); Lester et
-al., The Power of Scale for Parameter-Efficient Prompt Tuning, 2021.
+Source: Hu et al., LoRA, 2021; Kalajdzievski, A Rank Stabilization Scaling Factor, 2023 (use_rslora); Lester
+et al., The Power of Scale for Parameter-Efficient Prompt Tuning, 2021.
 """
 
 import dataclasses

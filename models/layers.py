@@ -118,8 +118,8 @@ def gated(
 ) -> Float[Array, "... o"]:
     """Returns activation(gate(x)) * up(x).
 
-    Where both kernels are packed, and neither a hook nor an adapter is at the two maps, this is a single call,
-    and the context does not see them.
+    Where both kernels are packed, and neither a hook nor an adapter is at the two maps, this is a single
+    call, and the context does not see them.
 
     Args:
         activation: One of ACTIVATIONS, by its name.

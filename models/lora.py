@@ -1,12 +1,13 @@
 """LoRA in a forward pass: what the adapters of a batch add to the linear maps of a model, row by row.
 
-The adapters of all slots lie side by side: A [in, slots * rank], B [slots * rank, out]. Every row is multiplied
-by all of A; what is not of its own slot becomes 0, and the product with B adds up what is left:
+The adapters of all slots lie side by side: A [in, slots * rank], B [slots * rank, out]. Every row is
+multiplied by all of A; what is not of its own slot becomes 0, and the product with B adds up what is left:
 
     x [rows, in] @ A -> [rows, slots * rank] -> where(own slot, h, 0) -> @ B -> [rows, out], added to y
 
-A row without an adapter gets 0, so that its y stays what it is, to the bit, and what a row gets does not depend
-on the slots of the others. For the few ranks of a slot this is quicker than a gather of A and B for each row.
+A row without an adapter gets 0, so that its y stays what it is, to the bit, and what a row gets does not
+depend on the slots of the others. For the few ranks of a slot this is quicker than a gather of A and B for
+each row.
 
 Source: Hu et al., LoRA, 2021; the batch of several adapters: Chen et al., Punica, 2023, Sheng et al., S-LoRA,
 2023, whose kernels gather.

@@ -1,4 +1,4 @@
-"""Which adapters lie on the device: a slot for each one that a running request uses, as long as slots last."""
+"""Which adapters lie on the device: a slot for each that a running request uses, as long as slots last."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,12 +11,13 @@ from jax_paged.core.sequence import SequenceGroup
 class AdapterSlots:
     """Gives adapters their slots, and says which requests there are slots for.
 
-    An adapter that no running request uses keeps its slot until another needs it; the one that was used least
-    recently goes first. So a slot in use is never taken away.
+    An adapter that no running request uses keeps its slot until another needs it; the one that was used
+    least recently goes first. So a slot in use is never taken away.
 
-    A request whose adapter finds no slot waits, and those behind it may overtake it if they need no slot that
-    it could get: without an adapter, or with one that runs. So that it does not wait for ever, one of these is
-    closed to them: the adapter that the fewest running requests use, whose slot is the next to be free.
+    A request whose adapter finds no slot waits, and those behind it may overtake it if they need no slot
+    that it could get: without an adapter, or with one that runs. So that it does not wait for ever, one of
+    these is closed to them: the adapter that the fewest running requests use, whose slot is the next to be
+    free.
 
     Args:
         num_slots: Adapters on the device at a time.
@@ -71,8 +72,8 @@ class AdapterSlots:
             if other.adapter:
                 running[other.adapter] -= 1
         if running.get(adapter, 0) > 0:
-            is_closed = adapter == self._closed and self._closed_behind is not None
-            return not (is_closed and group.order > self._closed_behind)
+            behind = self._closed_behind if adapter == self._closed else None
+            return behind is None or group.order < behind
         return sum(count > 0 for count in running.values()) < self.num_slots
 
     def place(self, adapter: str) -> int:

@@ -13,7 +13,10 @@ from jax_paged.core.step_builder import StepBuilder
 
 
 class Answer(enum.Enum):
-    """Whether a request that wants to run does; else, what is missing: blocks or seats, tokens, an adapter's slot."""
+    """Whether a request that wants to run does; else, what is missing.
+
+    That is: blocks or seats, tokens of the step, or a slot for its adapter.
+    """
 
     ADMITTED = enum.auto()
     NO_ROOM = enum.auto()

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.engine import pooling
 from jax_paged.engine.errors import EngineDeadError

@@ -29,7 +29,7 @@ class StepInputs(NamedTuple):
         changes_ahead: int32 [2, n], changes of block tables to write ahead of the step: those for which its
             buffer has no room, when long tables take their seats.
         num_shared_tokens: Tokens that are read once for several rows, each of these after the first counted.
-        embeds: float32 [T, E], the vectors of the token rows that have some; None if bucket.has_embeds is not.
+        embeds: float32 [T, E], the vectors of the token rows that have some; None if no row of the step has.
     """
 
     packed: np.ndarray
@@ -186,12 +186,11 @@ class BatchBuilder:
 
     def _embeds(self, has_embeds: np.ndarray, output: SchedulerOutput) -> np.ndarray:
         """Returns the vectors of a step; notes which token rows have one."""
-        embeds = np.zeros((len(has_embeds), self._embed_size), np.float32)
-        first = 0
-        for row, seat in zip(
-            output.scheduled, self._input_batch.seats_of(r.seq_id for r in output.scheduled)
-        ):
-            part = self._input_batch.embeds.get(int(seat), embeds[:0])[row.start : row.start + row.num_tokens]
+        embeds, first = np.zeros((len(has_embeds), self._embed_size), np.float32), 0
+        seats = self._input_batch.seats_of(row.seq_id for row in output.scheduled).tolist()
+        for row, seat in zip(output.scheduled, seats, strict=True):
+            given = self._input_batch.embeds.get(seat, embeds[:0])
+            part = given[row.start : row.start + row.num_tokens]
             embeds[first : first + len(part)] = part
             has_embeds[first : first + len(part)] = 1
             first += row.num_tokens

@@ -22,8 +22,9 @@ counts its penalties read; a row of logits without penalties has a seat that doe
 steps (K is 1 elsewhere), -1 for what is drawn. hook_args holds, for each row and each hook, whether it is on,
 and its arguments: A columns in all; processor_args the same for each row of logits and each logits processor,
 where 2 stands for one that begins. A row of a burst draws at most max_draws tokens, and none after one of
-its E = MAX_END_TOKENS end tokens, which are padded with -1. adapter_slots holds the slot of each row's adapter,
-0 for none, and has_embeds which token rows have a vector of their own; only steps that need them have these.
+its E = MAX_END_TOKENS end tokens, which are padded with -1. adapter_slots holds the slot of each row's
+adapter, 0 for none, and has_embeds which token rows have a vector of their own; only steps that need these
+fields have them.
 """
 
 import math

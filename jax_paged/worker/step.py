@@ -198,8 +198,8 @@ class TracedStep:
 class StepProgram(Program):
     """The step of one bucket: it runs the model on all rows, and draws a token from every row of logits.
 
-    Its arguments are weights, pool, SeatArrays (these two are donated), and the arrays of StepInputs; then, if
-    the bucket says so, those of all adapters, and the vectors of token rows. It returns:
+    Its arguments are weights, pool, SeatArrays (these two are donated), and the arrays of StepInputs; then,
+    if the bucket says so, those of all adapters, and the vectors of token rows. It returns:
         int32 [4, B]: token ids, bits of their log-probabilities, whether the logits were finite, whether any
             token could be chosen.
         int32 [B, 1 + 2N]: rank, most likely token ids, bits of their log-probabilities.
