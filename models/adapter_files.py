@@ -284,9 +284,10 @@ def _pair(
             problems.append(f"{name} has lora_{letter} of type {tensor.dtype}; allowed: floats")
     if len(problems) > known:
         return None
-    a = half["A"].astype(np.float32).T
-    b = half["B"].astype(np.float32).T * np.float32(scale)
-    pair = LoraPair(*(np.ascontiguousarray(x.astype(limits.dtype)) for x in (a, b)))
+    with np.errstate(over="ignore"):  # what is too large is found below
+        a = half["A"].astype(np.float32).T
+        b = half["B"].astype(np.float32).T * np.float32(scale)
+        pair = LoraPair(*(np.ascontiguousarray(x.astype(limits.dtype)) for x in (a, b)))
     if not all(np.isfinite(x.astype(np.float32)).all() for x in pair):
         # Rows of others are multiplied by these numbers too, and by 0.
         problems.append(f"{name} has numbers that are not finite in {limits.dtype}; allowed: finite ones")

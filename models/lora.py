@@ -116,3 +116,8 @@ def row_functions(
 
     pairs = zip(layout.maps, arrays[::2], arrays[1::2], strict=True)
     return {m.path: adapt(a, b) for m, a, b in pairs}
+
+
+def unchanged(layout: LoraLayout) -> Mapping[str, RowFunction]:
+    """Returns functions that change nothing, by path: no two maps are then computed as one (layers.gated)."""
+    return {m.path: lambda x, y: y for m in layout.maps}

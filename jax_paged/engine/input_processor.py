@@ -131,7 +131,7 @@ class InputProcessor:
         assert own_params is not None, "there was no problem"
         assert prompts is not None, "there was no problem"
         (own, beams), (encoder, decoder) = own_params, prompts
-        self._check_parts(own, adapter, decoder)
+        self._check_parts(own, beams, adapter, decoder)
         self._truncate(encoder or decoder, own)
         if adapter is not None and adapter.prompt is not None:
             decoder = _with_soft_prompt(decoder, adapter.prompt)
@@ -234,7 +234,8 @@ class InputProcessor:
         check(salt is None or isinstance(salt, str), "cache_salt", salt, "a string")
         try:
             array = np.asarray(given)
-            rows = array.astype("<f4")
+            with np.errstate(over="ignore"):  # what is too large is found below
+                rows = array.astype("<f4")
         except (TypeError, ValueError) as error:
             raise ValueError(f"prompt_embeds is no array of numbers: {error}") from error
         is_number = array.dtype.kind in "fiu" or array.dtype.name == "bfloat16"
@@ -396,7 +397,13 @@ class InputProcessor:
 
     # Both together.
 
-    def _check_parts(self, params: SamplingParams, adapter: Adapter | None, prompt: _Tokenized) -> None:
+    def _check_parts(
+        self,
+        params: SamplingParams,
+        beams: BeamSearchParams | None,
+        adapter: Adapter | None,
+        prompt: _Tokenized,
+    ) -> None:
         """Checks what adapters and vectors in place of tokens have no meaning for."""
         if adapter is not None and params.pooling is not None:
             raise ValueError("lora_request is given; allowed for pooling: None")
@@ -406,6 +413,8 @@ class InputProcessor:
         if not is_soft and prompt.embeds is None:
             return
         problems, what = Problems(), "a soft prompt" if is_soft else "prompt_embeds"
+        allowed = f"SamplingParams with {what}: hypotheses are returned with the tokens of their prompt"
+        problems.note(check, beams is None, "sampling_params", beams, allowed)
         for name, neutral in (
             ("prompt_logprobs", None),
             ("repetition_penalty", 1.0),

@@ -69,10 +69,10 @@ def too_long(message: str, max_model_len: int, param: str | None) -> ApiError:
     )
 
 
-def unknown_model(name: str, served: str) -> ApiError:
-    """Returns the error for a model that is not the one that is served."""
+def unknown_model(name: str, *served: str) -> ApiError:
+    """Returns the error for a name that is not one of those that are served."""
     return ApiError(
-        f"model is {shortened(name)!r}; allowed: {served!r}",
+        f"model is {shortened(name)!r}; allowed: {' or '.join(map(repr, served))}",
         status=404,
         param="model",
         code="model_not_found",

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.core.runner_output import NO_TOKEN
 from jax_paged.models.hooks import num_columns
-from jax_paged.models.lora import RowFunction, row_functions
+from jax_paged.models.lora import RowFunction, row_functions, unchanged
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker import logits_processors
 from jax_paged.worker.block_tables import tables_of, write_changes
@@ -118,6 +118,9 @@ class TracedStep:
             assert self.context.lora is not None, "only an engine with adapters has such steps"
             slots = self._by_token(self.fields["adapter_slots"])
             changes |= row_functions(self.context.lora, self.adapters, slots)
+        elif self.context.lora is not None and self.context.dtype == jnp.float32:
+            # As in steps with adapters, so that a row of the model alone is the same in both, to the bit.
+            changes |= unchanged(self.context.lora)
         if self.embeds is not None:
             embeds, is_own = self.embeds, self.fields["has_embeds"][:, None] != 0
             changes[self.context.embed_path] = lambda x, y: jnp.where(is_own, embeds.astype(y.dtype), y)

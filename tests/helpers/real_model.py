@@ -278,6 +278,7 @@ def reschedule(
         "max_model_len": config.max_model_len,
         "eos_token_ids": config.eos_token_ids,
         "burst_size": config.num_scheduler_steps,
+        "max_loras": config.max_loras,
     }
     engine._loop.scheduler = Scheduler(block_manager=manager, **(limits | settings))
 
