@@ -94,17 +94,19 @@ class Admission:
         group = self.first()
         return group if group is self.queues.first_swapped() else None
 
-    def give_blocks(self, group: SequenceGroup, step: StepBuilder) -> bool:
-        """Gives a waiting or swapped request the blocks of its tokens; False, and nothing has changed."""
+    def give_blocks(self, group: SequenceGroup, step: StepBuilder) -> Answer | None:
+        """Gives a waiting or swapped request the blocks of its tokens; else returns what is missing."""
+        if not self.adapters.has_room(group):
+            return Answer.NO_SLOT
         if self.queues.num_seats_taken + group.num_seats > self.max_num_seqs:
-            return False
+            return Answer.NO_ROOM
         is_alone = not self.queues.running
         num_reserved = self._num_reserved(group, self.queues.num_seats_taken, is_alone)
         if group.request_id in self.queues.swapped:
             copies = self.block_manager.swap_in(group.unfinished, num_reserved=num_reserved)
             step.swap_in += copies or []
-            return copies is not None
-        return self.allocate(group, group.unfinished[0], num_reserved)
+            return Answer.NO_ROOM if copies is None else None
+        return None if self.allocate(group, group.unfinished[0], num_reserved) else Answer.NO_ROOM
 
     def run(self, group: SequenceGroup) -> None:
         """Moves a request that has its blocks to the running ones."""
@@ -116,6 +118,19 @@ class Admission:
         """Takes the blocks of a sequence that does not run after all."""
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
+
+    def make_way(self, group: SequenceGroup, missing: Answer, step: StepBuilder, now: float) -> bool:
+        """Makes room for a request that does not run, or passes it over, if all it misses is a slot.
+
+        Returns:
+            Whether a request may be admitted in this step: this one, or one behind it.
+        """
+        if self.make_room(group, step, now):
+            return True
+        if missing is not Answer.NO_SLOT or step.is_short or group.request_id in self.queues.swapped:
+            return False  # nobody behind it runs before
+        self.queues.put_aside(group)
+        return True
 
     def make_room(self, group: SequenceGroup, step: StepBuilder, now: float) -> bool:
         """Preempts as many running requests of a higher key as a request needs to run, from the last.

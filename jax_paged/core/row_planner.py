@@ -94,6 +94,14 @@ class RowPlanner:
                 rows.append((seq, num_tokens))
         return rows
 
+    def fork_samples(self, group: SequenceGroup, seq: Sequence) -> tuple[Sequence, ...]:
+        """Makes the other samples of a request whose prompt is computed in this step; returns all of them."""
+        for index in range(1, group.max_num_seqs):
+            sample = seq.fork(index, group.sampling_params.seed_of(index))
+            self.block_manager.fork(seq, sample, len(seq))
+            group.sequences.append(sample)
+        return tuple(group.sequences)
+
     def available(self, behind: Iterable[SequenceGroup], step: StepBuilder) -> int:
         """Returns the tokens that a step has for prompts: those that decode behind them get theirs."""
         return step.budget - self._num_decode_tokens(behind)

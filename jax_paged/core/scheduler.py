@@ -61,7 +61,7 @@ class Scheduler:
         delay_factor: New requests wait until the first has waited this many times as long as the last step
             with a prompt took, so that more of them are computed together.
         burst_size: Decode steps done in one while no request waits and the blocks are at hand; 1 for none.
-        max_loras: Adapters of the requests that run at a time; see AdapterSlots.
+        max_loras: Adapters of requests that run at a time.
 
     Raises:
         ValueError: If a value is out of range.
@@ -317,17 +317,11 @@ class Scheduler:
                 if answer is Answer.NO_TOKENS:
                     head = None
                     continue
-                if answer is Answer.NO_ROOM:
-                    if not self.queues.running and not step.is_ahead:
-                        self._preemption.end_for_good(head, step, now)  # all is free, and it is not enough
-                    elif not self._admission.make_room(head, step, now):
-                        head = None
-                        continue
-                if answer is Answer.NO_SLOT and not self._admission.make_room(head, step, now):
-                    if step.is_short or head.request_id in self.queues.swapped:
-                        head = None  # nobody behind it runs before
-                        continue
-                    self.queues.put_aside(head)
+                if answer is Answer.NO_ROOM and not self.queues.running and not step.is_ahead:
+                    self._preemption.end_for_good(head, step, now)  # all is free, and it is not enough
+                elif answer is not Answer.ADMITTED and not self._admission.make_way(head, answer, step, now):
+                    head = None
+                    continue
                 head = first_to_admit()
                 if step.is_closed or (head is not None and head.request_id in step.preempted):
                     head = None
@@ -363,10 +357,8 @@ class Scheduler:
         """Lets a waiting or swapped request run; unless it is ADMITTED, nothing has changed."""
         manager, seq = self.block_manager, group.unfinished[0]
         was_swapped = group.request_id in self.queues.swapped
-        if not self.adapters.has_room(group):
-            return Answer.NO_SLOT
-        if not self._admission.give_blocks(group, step):
-            return Answer.NO_ROOM
+        if (refusal := self._admission.give_blocks(group, step)) is not None:
+            return refusal
         if not was_swapped and not self._planner.within(
             seq.num_new_tokens, self._planner.available(behind, step)
         ):
@@ -400,15 +392,7 @@ class Scheduler:
         if num_tokens == seq.num_new_tokens:
             sampling = (seq,)
             if len(group.sequences) < group.max_num_seqs and group.beam_params is None:
-                sampling = self._fork_samples(group, seq)
+                sampling = self._planner.fork_samples(group, seq)
         rows = step.longer_rows if num_tokens > 1 else step.rows_of_one
         rows.append((group, seq, num_tokens, sampling))
         step.budget -= num_tokens
-
-    def _fork_samples(self, group: SequenceGroup, seq: Sequence) -> tuple[Sequence, ...]:
-        """Makes the other samples of a request whose prompt is computed in this step."""
-        for index in range(1, group.max_num_seqs):
-            sample = seq.fork(index, group.sampling_params.seed_of(index))
-            self.block_manager.fork(seq, sample, len(seq))
-            group.sequences.append(sample)
-        return tuple(group.sequences)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,57 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
+from jax_paged.checks import check
+from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler_output import AdapterLoad
-from jax_paged.models.lora import LoraLayout
+from jax_paged.models.causal_lm import CausalLM
+from jax_paged.models.lora import LoraLayout, lora_maps
+from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.programs import Program, TraceContext
+
+# Adapters in host memory, if nobody says how many.
+DEFAULT_CPU_LORAS = 16
+
+
+class Additions(NamedTuple):
+    """What requests may bring beside tokens; the names are those of TraceContext.
+
+    Args:
+        lora: The arrays of adapters; None if there are none.
+        embed_path: Where the table of token embeddings stands, if prompts may have vectors.
+        embed_size: Numbers of such a vector; 0 if there are none.
+    """
+
+    lora: LoraLayout | None
+    embed_path: str
+    embed_size: int
+
+    def settings(self, args: EngineArgs) -> dict[str, Any]:
+        """Returns the fields of EngineConfig that they determine."""
+        maps = self.lora.maps if self.lora else ()
+        return {
+            "max_loras": args.max_loras if self.lora else 0,
+            "max_lora_rank": args.max_lora_rank,
+            "max_cpu_loras": args.max_cpu_loras or max(args.max_loras, DEFAULT_CPU_LORAS),
+            "lora_maps": {m.name: (m.num_in, m.num_out) for m in maps},
+            "embed_size": self.embed_size,
+        }
+
+
+def plan_additions(args: EngineArgs, loaded: LoadedModel) -> Additions:
+    """Returns what requests may bring, for a model whose kernels are not packed yet.
+
+    Raises:
+        ValueError: If the model can't have it.
+    """
+    lora, path = None, loaded.model.embed_path if args.enable_prompt_embeds else ""
+    if args.enable_lora:
+        ok = isinstance(loaded.model, CausalLM)
+        check(ok, "enable_lora", True, f"False for {loaded.architecture}, which has an encoder")
+        lora = LoraLayout(lora_maps(loaded.model), args.max_loras, args.max_lora_rank, loaded.dtype)
+    ok = bool(path) or not args.enable_prompt_embeds
+    check(ok, "enable_prompt_embeds", True, f"False for {loaded.architecture}")
+    return Additions(lora, path, loaded.config.hidden_size if path else 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,20 +95,22 @@ class AdapterArrays:
     """Owns the arrays of all slots.
 
     Args:
-        layout: Of the arrays.
+        layout: Of the arrays; None if requests have no adapters.
         sharding: Of all of them.
 
     Attributes:
         arrays: An argument of the steps of requests with adapters.
     """
 
-    def __init__(self, layout: LoraLayout, sharding: NamedSharding) -> None:
+    def __init__(self, layout: LoraLayout | None, sharding: NamedSharding) -> None:
         self._layout, self._sharding = layout, sharding
-        self.arrays = [jnp.zeros(shape, layout.dtype, device=sharding) for shape in layout.shapes()]
+        shapes = layout.shapes() if layout else []
+        self.arrays = [jnp.zeros(shape, layout and layout.dtype, device=sharding) for shape in shapes]
 
     def load(self, run: Callable[..., Any], loads: tuple[AdapterLoad, ...]) -> None:
         """Writes adapters to their slots, for the steps that are dispatched from now on."""
         for slot, _, adapter in loads:
+            assert self._layout is not None, "there is no slot for an adapter"
             assert adapter is not None, "the engine adds the weights of an adapter when a step is scheduled"
             placed = jax.device_put([np.int32(slot - 1), self._layout.padded(adapter)], self._sharding)
             self.arrays = run(LoadAdapterProgram(), self.arrays, *placed)

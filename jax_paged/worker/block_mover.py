@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.pallas_kernels import ops
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.programs import Program, TraceContext
@@ -127,6 +128,16 @@ class BlockMover:
             pool = run(program, pool, src, dst)
             pairs = pairs[size:]
         return pool
+
+    def move(self, run: Callable[..., Any], kv_cache: list[Array], output: SchedulerOutput) -> list[Array]:
+        """Swaps and copies, in this order: blocks swapped out may be taken again in the same step."""
+        if output.blocks_to_swap_out:
+            self.swap_out(run, kv_cache, output.blocks_to_swap_out)
+        if output.blocks_to_swap_in:
+            kv_cache = self.swap_in(run, kv_cache, output.blocks_to_swap_in)
+        if output.blocks_to_copy:
+            kv_cache = self.copy(run, kv_cache, output.blocks_to_copy)
+        return kv_cache
 
     def swap_out(
         self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]

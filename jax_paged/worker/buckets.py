@@ -99,7 +99,7 @@ def plan_bursts(buckets: list[Bucket], burst_size: int) -> list[Bucket]:
 
 
 def plan_variants(
-    buckets: list[Bucket], *, has_adapters: bool, has_embeds: bool, is_invariant: bool
+    buckets: list[Bucket], has_adapters: bool, has_embeds: bool, *, is_invariant: bool
 ) -> list[Bucket]:
     """Returns shapes, and those of the steps that need more than others, each kind in ascending order.
 

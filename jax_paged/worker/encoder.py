@@ -1,6 +1,7 @@
 """The encoder of an encoder-decoder model: it runs once per request and writes what its decoder reads."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jax_paged.config import EngineConfig
 from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.scheduler_output import EncoderInput
+from jax_paged.core.scheduler_output import EncoderInput, SchedulerOutput
 from jax_paged.worker.programs import Program, TraceContext
 
 
@@ -23,7 +25,7 @@ class EncodeProgram(Program):
         return f"encode {self.num_tokens}"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
-        def encode(
+        def encode_text(
             weights: list[Array], pool: list[Array], tokens: Array, length: Array, slots: Array
         ) -> list[Array]:
             model: Any = context.merge(weights)
@@ -33,7 +35,7 @@ class EncodeProgram(Program):
         pool, n = context.pool(), self.num_tokens
         shapes = ((n,), (), (len(context.layout.groups), n))
         inputs = [context.shape(shape, jnp.int32) for shape in shapes]
-        jitted = jax.jit(encode, donate_argnums=1, out_shardings=[context.pool_sharding] * len(pool))
+        jitted = jax.jit(encode_text, donate_argnums=1, out_shardings=[context.pool_sharding] * len(pool))
         return jitted.trace(context.weights, pool, *inputs)
 
 
@@ -41,6 +43,42 @@ def plan_encoders(max_model_len: int) -> list[EncodeProgram]:
     """Returns the programs for the few lengths that texts are padded to, in ascending order."""
     lengths = [n for n in (32, 128, 512, 2048) if n < max_model_len]
     return [EncodeProgram(n) for n in (*lengths, max_model_len)]
+
+
+def encode(
+    run: Callable[..., Any],
+    programs: list[EncodeProgram],
+    output: SchedulerOutput,
+    config: EngineConfig,
+    weights: list[Array],
+    kv_cache: list[Array],
+    place: Callable[[Any], Any],
+) -> list[Array]:
+    """Runs the encoder for requests that begin in a step: what their decoder attends to goes to the pool.
+
+    Args:
+        run: Runs a program.
+        programs: In ascending order of their sizes.
+        output: The step.
+        config: Of the engine.
+        weights: Of the model.
+        kv_cache: The pool; donated if there is anything to encode.
+        place: Puts arrays on the device.
+
+    Returns:
+        The pool.
+    """
+    for text in output.to_encode:
+        program = next(p for p in programs if p.num_tokens >= len(text.token_ids))
+        inputs = build_encoder_inputs(
+            text,
+            program.num_tokens,
+            groups=config.cache_groups,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+        )
+        kv_cache = run(program, weights, kv_cache, *place(inputs))
+    return kv_cache
 
 
 def build_encoder_inputs(

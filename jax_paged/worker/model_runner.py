@@ -13,21 +13,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_paged.checks import check
 from jax_paged.config import EngineArgs, EngineConfig, checks_inputs
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.attention import Attend
-from jax_paged.models.causal_lm import CausalLM, LanguageModel
+from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.hooks import Hook, check_hooks
 from jax_paged.models.layers import TENSOR
-from jax_paged.models.lora import LoraLayout, lora_maps
 from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.native import products
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
 from jax_paged.worker import host_processors, prompt_logprobs
-from jax_paged.worker.adapters import AdapterArrays, LoadAdapterProgram
+from jax_paged.worker.adapters import AdapterArrays, LoadAdapterProgram, plan_additions
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
 from jax_paged.worker.block_tables import WriteBlockTablesProgram, write_block_tables
@@ -39,7 +37,7 @@ from jax_paged.worker.buckets import (
     plan_variants,
 )
 from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
-from jax_paged.worker.encoder import build_encoder_inputs, plan_encoders
+from jax_paged.worker.encoder import encode, plan_encoders
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.kept_states import KeptStates
 from jax_paged.worker.kernel_check import choose_backend
@@ -47,7 +45,7 @@ from jax_paged.worker.kv_cache import allocate_kv_cache, device_memory, free_kv_
 from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
 from jax_paged.worker.pooling import PoolProgram, plan_pooling
-from jax_paged.worker.programs import Program, SeatArrays, TraceContext
+from jax_paged.worker.programs import Program, TraceContext
 from jax_paged.worker.prompt_logprobs import PromptLogprobsProgram
 from jax_paged.worker.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.results import PendingStep
@@ -57,8 +55,6 @@ from jax_paged.worker.token_counts import ResetTokenCountsProgram, reset_token_c
 from jax_paged.worker.weights import ServedWeights, load, pooling_of
 
 _LOGGER = logging.getLogger(__name__)
-# Adapters in host memory, if nobody says how many.
-DEFAULT_CPU_LORAS = 16
 
 
 class ModelRunner:
@@ -105,19 +101,11 @@ class ModelRunner:
         packs = matmul_backend == "onednn"
         captured = check_hooks(loaded.model, hooks)
         check_processors(logits_processors, loaded.vocab_size)
-        lora = None
-        if args.enable_lora:
-            ok = isinstance(loaded.model, CausalLM)
-            check(ok, "enable_lora", True, f"False for {loaded.architecture}, which has an encoder")
-            maps = lora_maps(loaded.model)
-            lora = LoraLayout(maps, args.max_loras, args.max_lora_rank, loaded.dtype)
-        embed_path = loaded.model.embed_path if args.enable_prompt_embeds else ""
-        ok = bool(embed_path) or not args.enable_prompt_embeds
-        check(ok, "enable_prompt_embeds", True, f"False for {loaded.architecture}")
+        additions = plan_additions(args, loaded)
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
         self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=hook_params)
         self._weights = self.served.arrays
-        self._adapters = lora and AdapterArrays(lora, self._replicated)
+        self._adapters = AdapterArrays(additions.lora, self._replicated)
         self._encodes = isinstance(loaded.model, EncoderDecoderLM)
         facts = ModelFacts(
             architecture=loaded.architecture,
@@ -158,9 +146,7 @@ class ModelRunner:
                 captured=captured,
                 shares_prefixes=config.cascade_attention and attend is None,
                 pooling=facts.pooling,
-                lora=lora,
-                embed_path=embed_path,
-                embed_size=loaded.config.hidden_size if embed_path else 0,
+                **additions._asdict(),
             )
 
         memory = device_memory(device)
@@ -185,11 +171,7 @@ class ModelRunner:
             capturing=frozenset(captured),
             logits_processors={p.name: p.num_args for p in logits_processors},
             stateful=frozenset(p.name for p in logits_processors if p.has_state),
-            max_loras=args.max_loras if lora else 0,
-            max_lora_rank=args.max_lora_rank,
-            max_cpu_loras=args.max_cpu_loras or max(args.max_loras, DEFAULT_CPU_LORAS),
-            lora_maps={m.name: (m.num_in, m.num_out) for m in lora.maps} if lora else {},
-            embed_size=loaded.config.hidden_size if embed_path else 0,
+            **additions.settings(args),
         )
         self._context = context_of(self.config, self.config.num_blocks)
         self._encoders = plan_encoders(self.config.max_model_len) if self._encodes else []
@@ -222,8 +204,9 @@ class ModelRunner:
             mesh=mesh,
         )
         self._kv_cache = allocate_kv_cache(layout, self.config.num_blocks, self.config.block_size, mesh)
-        self._seat_arrays: SeatArrays[Array] = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype, device=self._replicated), self._context.seat_arrays()
+        shapes = self._context.seat_arrays()
+        self._seat_arrays = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype, device=self._replicated), shapes
         )
         self._kept_states = KeptStates()
         self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
@@ -234,17 +217,14 @@ class ModelRunner:
         # XLA multiplies a single row in bfloat16 several times slower than two.
         min_rows = 2 if is_bfloat16 and not packs else 1
         limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
-        if self.config.batch_invariant:
+        is_invariant = self.config.batch_invariant
+        if is_invariant:
             buckets = plan_invariant_buckets(*limits, has_invariant_products=packs)
         else:
             buckets = plan_buckets(*limits, is_fine=on_cpu, min_rows=min_rows)
         self._has_mixed = not all(bucket.is_decode for bucket in buckets)
-        buckets = plan_variants(
-            buckets,
-            has_adapters=lora is not None,
-            has_embeds=bool(embed_path),
-            is_invariant=self.config.batch_invariant,
-        )
+        may_have = self.config.max_loras > 0, self.config.embed_size > 0
+        buckets = plan_variants(buckets, *may_have, is_invariant=is_invariant)
         # Last, as it leaves threads behind.
         self._compiled = CompiledPrograms(
             [*buckets, *plan_bursts(buckets, self.config.num_scheduler_steps)],
@@ -255,7 +235,7 @@ class ModelRunner:
                 ResetTokenCountsProgram(),
                 self._prompt_logprobs,
                 *([PoolProgram(loaded.config.hidden_size)] if facts.pooling else ()),
-                *([LoadAdapterProgram()] if lora else ()),
+                *([LoadAdapterProgram()] if self.config.max_loras else ()),
             ],
             lambda program: program.lower(context),
             options,
@@ -309,10 +289,10 @@ class ModelRunner:
         self._kept_states.keep(output, batch, states)
         resets = batch.update(output)
         states = self._kept_states.bring_back(output, batch, states, self._place)
-        self._move_blocks(output)
-        self._encode(output)
-        if self._adapters is not None:
-            self._adapters.load(self._run, output.adapter_loads)
+        self._kv_cache = self._mover.move(self._run, self._kv_cache, output)
+        held = self._weights, self._kv_cache
+        self._kv_cache = encode(self._run, self._encoders, output, self.config, *held, self._place)
+        self._adapters.load(self._run, output.adapter_loads)
         counts = reset_token_counts(self._run, self._seat_arrays.token_counts, resets, self._place)
         self._seat_arrays = self._seat_arrays._replace(token_counts=counts, processor_states=states)
         logits_rows = plan_logits_rows(output)
@@ -340,8 +320,7 @@ class ModelRunner:
         for array in jax.tree.leaves([self._kv_cache, self._seat_arrays, self._empty_inputs]):
             array.delete()
         self.served.close()
-        if self._adapters is not None:
-            self._adapters.close()
+        self._adapters.close()
         self._kv_cache, self._weights, self._empty_inputs = [], [], {}
         self._pending.clear()
         del self._compiled, self._context, self._seat_arrays
@@ -357,17 +336,11 @@ class ModelRunner:
         self._seat_arrays = self._seat_arrays._replace(block_tables=tables)
         given = inputs.bias_ids, inputs.bias_values, inputs.token_mask
         sampling_inputs = [e if x is None else x for x, e in zip(given, self._empty(bucket), strict=True)]
-        more = [] if self._adapters is None or not bucket.has_adapters else [self._adapters.arrays]
-        if inputs.embeds is not None:
-            more.append(self._place(inputs.embeds))
+        more = [self._adapters.arrays] if bucket.has_adapters else []
+        more += [] if inputs.embeds is None else [self._place(inputs.embeds)]
+        held = self._weights, self._kv_cache, self._seat_arrays
         results, details, hidden, self._kv_cache, self._seat_arrays, captured = self._run(
-            StepProgram(bucket),
-            self._weights,
-            self._kv_cache,
-            self._seat_arrays,
-            inputs.packed,
-            *sampling_inputs,
-            *more,
+            StepProgram(bucket), *held, inputs.packed, *sampling_inputs, *more
         )
         redrawn = {}
         if functions:
@@ -405,7 +378,7 @@ class ModelRunner:
             num_tokens=num_tokens,
             num_seqs=output.num_logits_rows,
             num_steps=self.config.num_scheduler_steps if output.burst else 1,
-            has_adapters=self._adapters is not None
+            has_adapters=self.config.max_loras > 0
             and (self.config.batch_invariant or has_embeds or batch.has_adapters(output)),
             has_embeds=has_embeds,
         )
@@ -413,32 +386,8 @@ class ModelRunner:
     def _run(self, program: Program, *args: Any) -> Any:
         return self._compiled.run(program, *args)
 
-    def _place(self, array: np.ndarray) -> Array:
+    def _place(self, array: Any) -> Any:
         return jax.device_put(array, self._replicated)
-
-    def _move_blocks(self, output: SchedulerOutput) -> None:
-        """Swaps and copies, in this order: blocks swapped out may be taken again in the same step."""
-        if output.blocks_to_swap_out:
-            self._mover.swap_out(self._run, self._kv_cache, output.blocks_to_swap_out)
-        if output.blocks_to_swap_in:
-            self._kv_cache = self._mover.swap_in(self._run, self._kv_cache, output.blocks_to_swap_in)
-        if output.blocks_to_copy:
-            self._kv_cache = self._mover.copy(self._run, self._kv_cache, output.blocks_to_copy)
-
-    def _encode(self, output: SchedulerOutput) -> None:
-        """Runs the encoder for requests that begin: what their decoder attends to is written to the pool."""
-        config = self.config
-        for text in output.to_encode:
-            program = next(p for p in self._encoders if p.num_tokens >= len(text.token_ids))
-            inputs = build_encoder_inputs(
-                text,
-                program.num_tokens,
-                groups=config.cache_groups,
-                num_blocks=config.num_blocks,
-                block_size=config.block_size,
-            )
-            placed = jax.device_put(inputs, self._replicated)
-            self._kv_cache = self._run(program, self._weights, self._kv_cache, *placed)
 
     def _empty(self, bucket: Bucket) -> tuple[Array, Array, Array]:
         if bucket.num_seqs not in self._empty_inputs:

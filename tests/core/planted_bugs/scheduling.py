@@ -4,13 +4,13 @@ from planted_bugs.mutation import Mutation
 
 SCHEDULING = [
     Mutation(
-        "core/scheduler.py",
+        "core/row_planner.py",
         "self.block_manager.fork(seq, sample, len(seq))",
         "self.block_manager.fork(seq, sample, len(seq) - 1)",
         "samples forked a token too early",
     ),
     Mutation(
-        "core/scheduler.py",
+        "core/row_planner.py",
         "group.sampling_params.seed_of(index))",
         "group.sampling_params.seed_of(0))",
         "samples of one seed",
