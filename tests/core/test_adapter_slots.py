@@ -148,6 +148,19 @@ def test_a_request_of_a_higher_priority_takes_a_slot_but_preempts_nobody_in_vain
     assert "r3" in {request_id for request_id, _, _ in rows(sched, output)}
 
 
+def test_requests_that_keep_what_older_weights_have_computed_still_share_nothing() -> None:
+    sched = make_scheduler(max_loras=2)
+    for index, adapter in enumerate(["a", "b", "b"]):
+        group = adapted(index, adapter)
+        group.sequences[0].prompt_token_ids[:] = [7] * 4
+        sched.add(group)
+    step(sched)
+    sched.forget_prefixes("kept")
+    salts = [group.cache_salt for group in sched.queues.running.values()]
+    assert salts[0] != salts[1] == salts[2]
+    assert not {"a", "b", "kept"} & set(salts)
+
+
 def test_aborted_requests_are_not_brought_back() -> None:
     sched = make_scheduler(max_loras=1)
     for index, adapter in enumerate("abb"):
