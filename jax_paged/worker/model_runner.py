@@ -219,7 +219,9 @@ class ModelRunner:
         limits = self.config.max_num_seqs, self.config.max_num_batched_tokens
         is_invariant = self.config.batch_invariant
         if is_invariant:
-            buckets = plan_invariant_buckets(*limits, has_invariant_products=packs)
+            # XLA computes what adapters add.
+            has_invariant_products = packs and not self.config.max_loras
+            buckets = plan_invariant_buckets(*limits, has_invariant_products=has_invariant_products)
         else:
             buckets = plan_buckets(*limits, is_fine=on_cpu, min_rows=min_rows)
         self._has_mixed = not all(bucket.is_decode for bucket in buckets)

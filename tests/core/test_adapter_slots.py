@@ -148,6 +148,18 @@ def test_a_request_of_a_higher_priority_takes_a_slot_but_preempts_nobody_in_vain
     assert "r3" in {request_id for request_id, _, _ in rows(sched, output)}
 
 
+def test_nobody_is_preempted_for_a_slot_that_others_still_use() -> None:
+    sched = make_scheduler(max_loras=1, policy="priority", num_blocks=400)
+    sched.add(adapted(0, "a", priority=0, max_tokens=9))
+    sched.add(adapted(1, "a", priority=2, max_tokens=40))
+    step(sched)
+    sched.add(adapted(2, "b", priority=1, max_tokens=9))
+    while "r0" in sched.queues.running:
+        assert step(sched).preempted == ()
+    assert step(sched).preempted == ("r1",)
+    assert "r2" in sched.queues.running
+
+
 def test_requests_that_keep_what_older_weights_have_computed_still_share_nothing() -> None:
     sched = make_scheduler(max_loras=2)
     for index, adapter in enumerate(["a", "b", "b"]):

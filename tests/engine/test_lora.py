@@ -13,8 +13,9 @@ import pytest
 from flax import nnx
 from helpers.adapters import ADAPTERS, FIXTURES, merged, reference, write_random
 from helpers.real_model import make_engine, reschedule, reset, steps_of
+from helpers.wrapped_executor import WrappedExecutor
 
-from jax_paged import BeamSearchParams, LLMEngine, LoRARequest, SamplingParams
+from jax_paged import LLM, BeamSearchParams, LLMEngine, LoRARequest, SamplingParams
 from jax_paged.engine import request_engine
 from jax_paged.models.weights import load_model
 from jax_paged.outputs import RequestOutput
@@ -299,6 +300,21 @@ def test_adapters_that_only_requests_have_named_make_room(engine: LLMEngine, tmp
     assert tokens(run(engine, [Asked([1, 2, 3], requests[0])])) == tokens(outputs[:1])
 
 
+def test_llm_takes_one_adapter_for_all_prompts_or_one_for_each(engine: LLMEngine) -> None:
+    cases = all_cases()[:10]
+    prompts, adapters = [asked.prompt for asked in cases], [asked.adapter for asked in cases]
+    executor = WrappedExecutor(engine.executor)
+    llm = LLM(str(BASE), executor=executor, skip_tokenizer_init=True)
+    outputs = llm.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
+    check(outputs, cases)
+    (one,) = llm.generate([prompts[1]], GREEDY, lora_request=adapters[1], use_tqdm=False)
+    check([one], cases[1:2])
+    with pytest.raises(ValueError, match="the length of lora_request is 2; allowed: 10, one per prompt"):
+        llm.generate(prompts, GREEDY, lora_request=adapters[:2], use_tqdm=False)
+    with pytest.raises(ValueError, match=r"prompts\[1\]: lora_request is 'x'"):
+        llm.generate(prompts[:2], GREEDY, lora_request=[None, "x"], use_tqdm=False)  # pyright: ignore
+
+
 def test_searches_and_forks_keep_their_adapter(engine: LLMEngine) -> None:
     case = next(asked for asked in all_cases() if asked.adapter == named("rank3_mlp"))
     params: Any = BeamSearchParams(1, max_tokens=24)
@@ -394,6 +410,7 @@ def test_what_has_no_meaning_for_vectors_is_refused(engine: LLMEngine) -> None:
 @pytest.mark.slow
 def test_one_program_serves_all_with_batch_invariant() -> None:
     settings = SETTINGS | {"num_scheduler_steps": 1, "few_buckets": False, "batch_invariant": True}
+    settings |= {"matmul_backend": "xla"}
     with make_engine(BASE, **settings, **LORA) as engine:
         kinds = [name.split(" ")[0] for name in engine.executor.buckets]
         assert kinds == ["lora-decode", "embeds-lora-mixed"]

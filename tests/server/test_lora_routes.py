@@ -1,5 +1,6 @@
 """Adapters over HTTP: requests name them as their model; they are loaded and unloaded while others run."""
 
+import asyncio
 import concurrent.futures
 import json
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from helpers.adapters import write_random
 from helpers.listening import listening
 from helpers.real_model import make_executor
 
-from jax_paged import AsyncLLMEngine, EngineArgs
+from jax_paged import AsyncLLMEngine, EngineArgs, LoRARequest, SamplingParams
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.cli import parse_args
 from jax_paged.server.options import ServerOptions
@@ -141,6 +142,21 @@ def test_what_can_not_be_loaded_is_refused_and_the_server_goes_on(
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
         assert "allowed: 'base' or 'first' or 'second'" in answer.json()["error"]["message"]
     assert complete(client, "first") == wanted
+
+
+def test_coroutines_name_an_adapter_too(engine: AsyncLLMEngine, folders: list[Path]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    adapter = LoRARequest("own", 50, str(folders[0]))
+
+    async def text(request_id: str, lora_request: LoRARequest | None) -> str:
+        outputs = [o async for o in engine.generate("def f(", params, request_id, lora_request)]
+        return outputs[-1].outputs[0].text
+
+    async def both() -> list[str]:
+        return await asyncio.gather(text("0", None), text("1", adapter), text("2", adapter))
+
+    base, one, other = asyncio.run(both())
+    assert base != one == other
 
 
 def test_loading_needs_an_option(engine: AsyncLLMEngine) -> None:
