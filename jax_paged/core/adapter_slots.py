@@ -31,6 +31,8 @@ class AdapterSlots:
         self._loads: list[AdapterLoad] = []
         self._closed: str | None = None
         self._closed_behind: tuple[Any, int] | None = None
+        self._lowest_key: Any = None
+        self._state: Any = None  # what these two were looked up for
         self._seen: Any = None  # what the requests that were set aside have been refused for
 
     @property
@@ -44,15 +46,17 @@ class AdapterSlots:
         if not queues.set_aside:
             self._closed = None
             return
-        running = queues.running_adapters
-        missing = [g.order for g in queues.set_aside if g.adapter not in running]
-        self._closed, self._closed_behind = None, None
-        if missing and running:
-            self._closed_behind = min(missing)
-            self._closed = min(running, key=lambda adapter: running[adapter])
-        last = queues.last_running()
-        may_preempt = last is not None and any(g.key < last.key for g in queues.set_aside)
-        seen = set(running), self._closed, may_preempt and (last, dict(running))
+        running, last = queues.running_adapters, queues.last_running()
+        state = queues.num_changes_aside, set(running)
+        if state != self._state:  # they may be many
+            self._state = state
+            missing = [group.order for group in queues.set_aside if group.adapter not in running]
+            self._closed_behind = min(missing) if missing and running else None
+            self._lowest_key = min(group.key for group in queues.set_aside)
+        is_closed = self._closed_behind is not None
+        self._closed = min(running, key=lambda adapter: running[adapter]) if is_closed else None
+        may_preempt = last is not None and self._lowest_key < last.key
+        seen = set(running), self._closed, self._closed_behind, may_preempt and (last, dict(running))
         if seen != self._seen:
             self._seen = seen
             queues.bring_back()

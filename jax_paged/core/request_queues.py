@@ -25,6 +25,7 @@ class RequestQueues:
         self._heap: list[tuple[tuple[Any, int], SequenceGroup]] = []
         self._in_heap: set[SequenceGroup] = set()
         self._aside: dict[SequenceGroup, None] = {}
+        self.num_changes_aside = 0  # how often one was set aside or brought back, or has left
         self.num_arrivals = 0
 
     def __len__(self) -> int:
@@ -76,7 +77,9 @@ class RequestQueues:
                 if not self.running_adapters[group.adapter]:
                     del self.running_adapters[group.adapter]
         elif self.waiting.pop(group.request_id, None) is not None:
-            self._aside.pop(group, None)
+            if group in self._aside:
+                del self._aside[group]
+                self.num_changes_aside += 1
             self._forget_stale_entries()
         else:
             self.swapped.pop(group.request_id, None)
@@ -112,12 +115,14 @@ class RequestQueues:
         assert self.first_waiting() is group, "the others are not looked up"
         self._in_heap.remove(heapq.heappop(self._heap)[1])
         self._aside[group] = None
+        self.num_changes_aside += 1
 
     def bring_back(self) -> None:
         """Puts all waiting requests that were set aside back into their places."""
         for group in self._aside:
             self._in_heap.add(group)
             heapq.heappush(self._heap, (group.order, group))
+        self.num_changes_aside += len(self._aside)
         self._aside.clear()
 
     def _forget_stale_entries(self) -> None:
