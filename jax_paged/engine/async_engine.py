@@ -184,6 +184,14 @@ class AsyncLLMEngine:
         finally:
             stream.abort()
 
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Reads an adapter ahead of its requests, as LLMEngine.add_lora does, beside the event loop."""
+        return await asyncio.to_thread(self.engine.add_lora, lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forgets an adapter, as LLMEngine.remove_lora does."""
+        return self.engine.remove_lora(lora_id)
+
     def abort(self, request_id: str | Iterable[str]) -> "_Done":
         """Ends a request, or several; their streams end with what they have, as aborted.
 

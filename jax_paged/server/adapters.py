@@ -86,7 +86,7 @@ class ServedModels:
             try:
                 self._check_new(body.lora_name)
                 new = LoRARequest(body.lora_name, next(self._ids), body.lora_path)
-                await asyncio.to_thread(self._engine.engine.add_lora, new)
+                await self._engine.add_lora(new)
             except ValueError as error:
                 raise ApiError(shortened(str(error), 2000), param="lora_name") from error
             self._keep(new)
@@ -101,7 +101,7 @@ class ServedModels:
                 message = f"lora_name is {shortened(body.lora_name)!r}; allowed: {names}"
                 raise ApiError(message, status=404, param="lora_name")
             del self._times[body.lora_name]
-            self._engine.engine.remove_lora(known.lora_int_id)
+            await self._engine.remove_lora(known.lora_int_id)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     def _check_new(self, name: str) -> None:
