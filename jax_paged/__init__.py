@@ -7,8 +7,15 @@ if TYPE_CHECKING:
     from jax_paged.config import AsyncEngineArgs, EngineArgs
     from jax_paged.engine.async_engine import AsyncLLMEngine
     from jax_paged.engine.llm_engine import LLMEngine
-    from jax_paged.inputs import ExplicitEncoderDecoderPrompt, PromptType, TextPrompt, TokensPrompt
+    from jax_paged.inputs import (
+        EmbedsPrompt,
+        ExplicitEncoderDecoderPrompt,
+        PromptType,
+        TextPrompt,
+        TokensPrompt,
+    )
     from jax_paged.llm import LLM
+    from jax_paged.lora_request import LoRARequest
     from jax_paged.models.hooks import Hook
     from jax_paged.models.paged_inputs import paged_inputs
     from jax_paged.outputs import (
@@ -39,11 +46,13 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EmbedsPrompt",
     "EngineArgs",
     "ExplicitEncoderDecoderPrompt",
     "ExtraArgs",
     "Hook",
     "LLMEngine",
+    "LoRARequest",
     "LogitsProcessor",
     "Logprob",
     "PoolingOutput",
@@ -71,11 +80,13 @@ _MODULES = {
     "ClassificationRequestOutput": "outputs",
     "EmbeddingOutput": "outputs",
     "EmbeddingRequestOutput": "outputs",
+    "EmbedsPrompt": "inputs",
     "EngineArgs": "config",
     "ExplicitEncoderDecoderPrompt": "inputs",
     "ExtraArgs": "worker.logits_processors",
     "Hook": "models.hooks",
     "LLMEngine": "engine.llm_engine",
+    "LoRARequest": "lora_request",
     "Logprob": "outputs",
     "LogitsProcessor": "worker.logits_processors",
     "PoolingOutput": "outputs",

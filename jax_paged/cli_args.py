@@ -24,7 +24,10 @@ def add_options(parser: Any, cls: type) -> None:
         text = f"{texts[field.name]} (default: {default})".replace("%", "%%")
         option = "--" + field.name.replace("_", "-")
         # SUPPRESS leaves out what is not given, so that "not given" is told from "given as the default".
-        parser.add_argument(option, default=argparse.SUPPRESS, help=text, **_kind(hints[field.name]))
+        kind = _kind(hints[field.name])
+        if "nargs" in field.metadata:  # several values behind one option, too
+            kind |= {"action": "extend", "nargs": field.metadata["nargs"]}
+        parser.add_argument(option, default=argparse.SUPPRESS, help=text, **kind)
 
 
 def values_of(args: argparse.Namespace, cls: type) -> dict[str, Any]:

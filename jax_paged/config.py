@@ -11,7 +11,7 @@ from jax_paged.checks import Problems, check, check_choice, check_int, check_num
 from jax_paged.cli_args import add_options, values_of
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.core.speculation import Speculation
-from jax_paged.ignored_arguments import ANY, Ignored, ignores
+from jax_paged.ignored_arguments import IGNORED, ignores
 from jax_paged.models.pooling import PoolingSpec
 from jax_paged.pooling_params import PoolerConfig
 from jax_paged.speculative_config import SpeculativeConfig
@@ -23,60 +23,7 @@ DTypeName = Literal["auto", "float32", "bfloat16"]
 KVCacheDTypeName = Literal["auto", "fp8_e4m3", "int8"]
 
 
-# vLLM's arguments that have no meaning here: how fast something is done, or what is logged ...
-_HARMLESS = """
-    compilation_config cuda_graph_sizes disable_async_output_proc
-    disable_custom_all_reduce disable_frontend_multiprocessing disable_hybrid_kv_cache_manager
-    disable_log_requests disable_log_stats enable_log_requests enforce_eager guided_decoding_backend
-    limit_mm_per_prompt long_prefill_token_threshold max_cpu_loras max_log_len max_long_partial_prefills
-    max_lora_rank max_loras max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture
-    multi_step_stream_outputs num_lookahead_slots optimization_level
-    prefix_caching_hash_algo ray_workers_use_nsight served_model_name show_hidden_metrics_for_version
-    stream_interval structured_outputs_config tokenizer_pool_size tokenizer_pool_type use_tqdm_on_load
-    use_v2_block_manager
-"""
-# ... and with the values that say what happens anyway: what is computed, and from what.
-_IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
-    "allowed_local_media_path": ("", None),
-    "code_revision": (None,),
-    "config_format": ("auto", "hf"),
-    "convert": ("auto", "none", "embed", "classify"),
-    "cpu_offload_gb": (0, 0.0),
-    "data_parallel_size": (1,),
-    "device": ("auto",),
-    "disable_sliding_window": (False,),
-    "distributed_executor_backend": (None, "uni", "mp"),
-    "download_dir": (None,),
-    "enable_expert_parallel": (False,),
-    "enable_lora": (False,),
-    "enable_prompt_adapter": (False,),
-    "enable_sleep_mode": (False, True),
-    "generation_config": ("auto",),
-    "hf_config_path": (None,),
-    "hf_token": (None, True),
-    "kv_transfer_config": (None,),
-    "load_format": ("auto", "safetensors"),
-    "logits_processors": (None, []),
-    "mm_processor_kwargs": (None, {}),
-    "model_impl": ("auto",),
-    "num_speculative_tokens": (None,),
-    "override_generation_config": (None, {}),
-    "override_pooler_config": (None,),
-    "pipeline_parallel_size": (1,),
-    "quantization": (None,),
-    "revision": (None,),
-    "rope_scaling": (None, {}),
-    "rope_theta": (None,),
-    "speculative_model": (None,),
-    "task": ("auto", "generate"),
-    "tokenizer_mode": ("auto",),
-    "tokenizer_revision": (None,),
-    "trust_remote_code": (False,),
-    "worker_cls": ("auto",),
-}
-
-
-@ignores(_IGNORED, none_is_default=("block_size", "enable_chunked_prefill", "enable_prefix_caching", "seed"))
+@ignores(IGNORED, none_is_default=("block_size", "enable_chunked_prefill", "enable_prefix_caching", "seed"))
 @dataclasses.dataclass(frozen=True)
 class EngineArgs:
     """What an engine is made from; the names are vLLM's.
@@ -144,6 +91,13 @@ class EngineArgs:
         logprobs_mode: Of which distribution log-probabilities are: "raw_logprobs", that of the model;
             "processed_logprobs", that which tokens are drawn from (of greedy requests, before temperature,
             min_p, top_k and top_p). Those of prompts are the model's.
+        enable_lora: Whether requests may have adapters (docs/lora.md). Steps with adapters are programs of
+            their own; those without any are what they are without this.
+        max_loras: Adapters that run together: what a step may hold of different ones.
+        max_lora_rank: The largest rank of an adapter; all take as much memory on the device.
+        max_cpu_loras: Adapters kept in host memory, at least max_loras; None keeps 16, or max_loras if that
+            is more. What requests use is kept anyway.
+        enable_prompt_embeds: Whether prompts may be vectors in place of tokens, and adapters soft prompts.
         attention_backend: Which kernels attend: "native" (CPU, in C++), "pallas" (GPU), "pallas_interpret"
             (their CPU interpreter), "xla", or "auto": "native" on a CPU if it was built; "pallas" on a GPU if
             a check at the first start finds it right there, and no slower than "xla"; else "xla".
@@ -186,6 +140,11 @@ class EngineArgs:
     speculative_config: SpeculativeConfig | dict[str, Any] | None = None
     hf_overrides: dict[str, Any] | None = None
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    enable_prompt_embeds: bool = False
     attention_backend: AttentionBackend = "auto"
     matmul_backend: MatmulBackend = "auto"
 
@@ -204,6 +163,8 @@ class EngineArgs:
             "async_scheduling",
             "batch_invariant",
             "disable_cascade_attn",
+            "enable_lora",
+            "enable_prompt_embeds",
         )
         for name in flags:
             note(check_choice, name, getattr(self, name), (False, True))
@@ -235,6 +196,11 @@ class EngineArgs:
                 note(check_int, name, getattr(self, name), low)
         note(check_int, "max_logprobs", self.max_logprobs, -1)
         note(check_int, "num_scheduler_steps", self.num_scheduler_steps, 1)
+        note(check_int, "max_loras", self.max_loras, 1)
+        note(check_int, "max_lora_rank", self.max_lora_rank, 1)
+        if self.max_cpu_loras is not None:
+            low = self.max_loras if isinstance(self.max_loras, int) else 1
+            note(check_int, "max_cpu_loras", self.max_cpu_loras, low)
         ok = self.num_scheduler_steps == 1 or not self.batch_invariant
         allowed = "1 with batch_invariant, as a burst is a program of its own, whose sums may differ"
         note(check, ok, "num_scheduler_steps", self.num_scheduler_steps, allowed)
@@ -323,6 +289,12 @@ class EngineConfig:
         stateful: Names of those that keep something from token to token.
         pooling: What the model makes of texts; None if it only draws tokens.
         speculation: How tokens are drafted; None if none are.
+        max_loras: As EngineArgs.max_loras; 0 if requests have no adapters.
+        max_lora_rank: As EngineArgs.max_lora_rank.
+        max_cpu_loras: As EngineArgs.max_cpu_loras.
+        lora_maps: The linear maps that adapters may change, by their names in the checkpoint: the sizes of
+            what each takes and returns.
+        embed_size: Numbers of a vector in place of a token; 0 if prompts have none.
     """
 
     model_name: str
@@ -362,6 +334,11 @@ class EngineConfig:
     stateful: frozenset[str] = frozenset()
     pooling: PoolingSpec | None = None
     speculation: Speculation | None = None
+    max_loras: int = 0
+    max_lora_rank: int = 0
+    max_cpu_loras: int = 0
+    lora_maps: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    embed_size: int = 0
 
 
 def cache_dir(name: str) -> str:

@@ -33,7 +33,20 @@ class TextPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-SingletonPrompt = str | list[int] | TokensPrompt | TextPrompt
+class EmbedsPrompt(TypedDict):
+    """A prompt as vectors in place of tokens, for engines with enable_prompt_embeds.
+
+    Args:
+        prompt_embeds: An array of numbers, [tokens, hidden_size]: what the model's table of token embeddings
+            would return.
+        cache_salt: Only requests of equal salt share cached prefixes.
+    """
+
+    prompt_embeds: Any
+    cache_salt: NotRequired[str]
+
+
+SingletonPrompt = str | list[int] | TokensPrompt | TextPrompt | EmbedsPrompt
 
 
 class ExplicitEncoderDecoderPrompt(TypedDict):

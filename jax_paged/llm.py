@@ -20,6 +20,7 @@ from jax_paged.engine.snapshot import EngineState
 from jax_paged.engine.tokenizer import Messages
 from jax_paged.engine.weight_updates import Running
 from jax_paged.inputs import Prompt, as_prompts
+from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from jax_paged.pooling_llm import PoolingMethods, UseTqdm
 from jax_paged.pooling_params import PoolingParams
@@ -125,8 +126,8 @@ class LLM(PoolingMethods):
         Raises:
             ValueError: If the model or a setting can't be used.
         """
-        engine_args = {"skip_tokenizer_init": tokenizer is None, **engine_args}
-        return cls(type(module).__name__, tokenizer, loaded=module, **engine_args)
+        given = {"skip_tokenizer_init": tokenizer is None, **engine_args}
+        return cls(type(module).__name__, tokenizer, loaded=module, **given)
 
     def update_weights(
         self, weights: "NewWeights", *, running: Running = "error", weight_version: str | None = None
@@ -148,7 +149,7 @@ class LLM(PoolingMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts, all of them together.
@@ -161,7 +162,7 @@ class LLM(PoolingMethods):
                 dicts of inputs.py, such as {"prompt": text} or {"prompt_token_ids": ids}.
             sampling_params: For all prompts, or a list with one per prompt; None takes the defaults.
             use_tqdm: Whether to show a progress bar, or what makes one, called as tqdm is.
-            lora_request: None: adapters are not supported.
+            lora_request: The adapter of all prompts, or a list with one, or None, per prompt.
             priority: One integer per prompt, where lower is served earlier. All are 0, as with None, unless
                 scheduling_policy is "priority".
 
@@ -171,13 +172,13 @@ class LLM(PoolingMethods):
         Raises:
             ValueError: If the engine can't run one of the prompts; then none has run.
         """
-        check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
         listed = as_prompts(prompts)
         params = self._params_of(sampling_params, len(listed))
         priorities = [0] * len(listed) if priority is None else priority
         is_list = isinstance(priorities, list | tuple)
         check(is_list and len(priorities) == len(listed), "priority", priority, f"{len(listed)} integers")
-        rows = enumerate(zip(listed, params, priorities, strict=True))
+        adapters = _one_each("lora_request", lora_request, len(listed))
+        rows = enumerate(zip(listed, params, priorities, adapters, strict=True))
         return self._run([self._check(i, *row) for i, row in rows], use_tqdm)
 
     def chat(
@@ -185,7 +186,7 @@ class LLM(PoolingMethods):
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -200,7 +201,7 @@ class LLM(PoolingMethods):
             messages: dicts with "role" and "content", or a list of such lists.
             sampling_params: As `generate` takes them.
             use_tqdm: As `generate` takes it.
-            lora_request: None: adapters are not supported.
+            lora_request: As `generate` takes it.
             chat_template: A Jinja template in place of the tokenizer's own.
             chat_template_content_format: How the template gets "content": as a string ("auto", "string"), or
                 as a list of parts ("openai").
@@ -245,7 +246,7 @@ class LLM(PoolingMethods):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: UseTqdm = True,
     ) -> list[BeamSearchOutput]:
         """Searches the likeliest continuations of prompts, all of them together.
@@ -253,7 +254,7 @@ class LLM(PoolingMethods):
         Args:
             prompts: As `generate` takes them.
             params: What is searched.
-            lora_request: None: adapters are not supported.
+            lora_request: As `generate` takes it.
             use_tqdm: As `generate` takes it.
 
         Returns:
@@ -262,9 +263,10 @@ class LLM(PoolingMethods):
         Raises:
             ValueError: If the engine can't run one of the prompts; then none has run.
         """
-        check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
-        engine = self.llm_engine
-        requests = [self._check(i, prompt, params) for i, prompt in enumerate(as_prompts(prompts))]
+        engine, listed = self.llm_engine, as_prompts(prompts)
+        adapters = _one_each("lora_request", lora_request, len(listed))
+        rows = enumerate(zip(listed, adapters, strict=True))
+        requests = [self._check(i, prompt, params, 0, adapter) for i, (prompt, adapter) in rows]
         outputs = []
         for request, output in zip(requests, self._run(requests, use_tqdm), strict=True):
             beams = []
@@ -351,9 +353,10 @@ class LLM(PoolingMethods):
         prompt: Prompt,
         params: SamplingParams | BeamSearchParams | PoolingParams | None,
         priority: int = 0,
+        adapter: LoRARequest | None = None,
     ) -> CheckedRequest:
         try:
-            return self.llm_engine.check_request(prompt, params, priority=priority)
+            return self.llm_engine.check_request(prompt, params, priority=priority, lora_request=adapter)
         except ValueError as error:
             raise ValueError(f"prompts[{index}]: {error}") from error
 
@@ -388,3 +391,10 @@ class LLM(PoolingMethods):
         if interrupted.is_set() and len(outputs) < len(ids):
             raise KeyboardInterrupt  # the handler of Ctrl-C has returned, as asyncio's does
         return [outputs[request_id] for request_id in ids]
+
+
+def _one_each(name: str, given: Any, num: int) -> Sequence[Any]:
+    """Returns one value per prompt, of one for all or a list of them."""
+    given = given if isinstance(given, list | tuple) else [given] * num
+    check(len(given) == num, f"the length of {name}", len(given), f"{num}, one per prompt")
+    return given

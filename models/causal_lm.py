@@ -38,6 +38,8 @@ class LanguageModel(nnx.Module):
 
     config_class: ClassVar[Any]
     weight_table: ClassVar[WeightTable]
+    # Where the table of token embeddings stands, if a prompt's vectors may stand for what it returns.
+    embed_path: ClassVar[str] = ""
     config: Any
 
     @abc.abstractmethod
@@ -82,6 +84,7 @@ class LanguageModel(nnx.Module):
         kv_cache: list[Array],
         metadata: AttentionMetadata,
         hooks: Mapping[str, Callable[[Array], Array]] = types.MappingProxyType({}),
+        changes: Mapping[str, Callable[[Any, Array], Array]] = types.MappingProxyType({}),
     ) -> tuple[Float[Array, "t e"], list[Array]]:
         """Returns the last hidden state of every token row of a paged batch, and the pools written to.
 
@@ -89,10 +92,12 @@ class LanguageModel(nnx.Module):
             tokens: int32 [T], token ids.
             kv_cache: The pools, [P, 2, K, S, D] each.
             metadata: Where the token rows stand, and which pool belongs to which layer.
-            hooks: As ForwardContext has them.
+            hooks: As ForwardContext has them; so are changes.
+            changes: See hooks.
         """
         kv_cache = list(kv_cache)
-        context = dataclasses.replace(self.paged_context(kv_cache, metadata), hooks=hooks)
+        context = self.paged_context(kv_cache, metadata)
+        context = dataclasses.replace(context, hooks=hooks, changes=changes)
         return self.hidden(tokens, context), kv_cache
 
     def paged_context(self, kv_cache: list[Array], metadata: AttentionMetadata) -> ForwardContext:

@@ -83,6 +83,8 @@ class ForwardContext:
         grouped_matmul: What multiplies the rows of experts; by default what can be differentiated.
         rotations: By how much the tokens are rotated, for each rope of the model.
         hooks: What happens to the output of some modules, by their paths; see hooks.py.
+        changes: What becomes of a module's output before that, by what it was given and has returned: what
+            adapters add (lora.py), vectors in place of tokens.
     """
 
     model: nnx.Module
@@ -92,11 +94,12 @@ class ForwardContext:
     grouped_matmul: GroupedMatmul = grouped_loop.grouped_matmul
     rotations: Mapping[Rope, Rotation] = types.MappingProxyType({})
     hooks: Mapping[str, Callable[[Array], Array]] = types.MappingProxyType({})
+    changes: Mapping[str, Callable[[Any, Array], Array]] = types.MappingProxyType({})
 
     def run(self, module: "Module", x: Any) -> Array:
-        """Returns module.forward(x, self), or what a hook makes of it. Every call of a module comes here.
+        """Returns module.forward(x, self), or what changes and a hook make of it. Every call comes here.
 
-        Only gate and up of an MLP whose kernels are packed, and that have no hook, are not called, see
+        Only gate and up of an MLP whose kernels are packed, and that nothing changes, are not called, see
         layers.gated.
 
         Args:
@@ -104,8 +107,17 @@ class ForwardContext:
             x: What it was called with.
         """
         y = module.forward(x, self)
+        if self.changes and (change := self.changes.get(self.path(module))):
+            y = change(x, y)
         hook = self.hooks.get(self.path(module)) if self.hooks else None
         return y if hook is None else hook(y)
+
+    def sees(self, *modules: "Module") -> bool:
+        """Returns whether anything happens to the output of one of some modules."""
+        if not self.hooks and not self.changes:
+            return False
+        paths = set(map(self.path, modules))
+        return bool(self.hooks.keys() & paths or self.changes.keys() & paths)
 
     def path(self, module: "Module") -> str:
         """Returns where a module stands in the model, such as "layers.7.self_attn.q_proj".

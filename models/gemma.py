@@ -178,4 +178,6 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
     """The modules of Gemma 2 with the config of Gemma 3."""
 
+    # transformers scales the vectors of Gemma 3's table within it: given ones would stand behind that.
+    embed_path: ClassVar[str] = ""
     config_class: ClassVar[type[LlamaConfig]] = Gemma3Config

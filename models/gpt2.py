@@ -140,6 +140,7 @@ class GPT2LMHeadModel(CausalLM):
 
     config_class: ClassVar[type[GPT2Config]] = GPT2Config
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
+    embed_path: ClassVar[str] = "wte"
 
     def __init__(self, config: GPT2Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config

@@ -118,8 +118,8 @@ def gated(
 ) -> Float[Array, "... o"]:
     """Returns activation(gate(x)) * up(x).
 
-    Where both kernels are packed, and no hook is at the two maps, this is a single call, and the context does
-    not see them.
+    Where both kernels are packed, and neither a hook nor an adapter is at the two maps, this is a single
+    call, and the context does not see them.
 
     Args:
         activation: One of ACTIVATIONS, by its name.
@@ -130,7 +130,7 @@ def gated(
     """
     kernels = gate.kernel, up.kernel
     is_packed = all(isinstance(kernel, PackedKernel) for kernel in kernels) and gate.bias is up.bias is None
-    if is_packed and not (context.hooks and context.hooks.keys() & {context.path(gate), context.path(up)}):
+    if is_packed and not context.sees(gate, up):
         packed_gate, packed_up = (kernel[...] for kernel in kernels)
         return products.multiply_gated(x, packed_gate, packed_up, gate.out_features, activation)
     return ACTIVATIONS[activation](gate(x, context)) * up(x, context)

@@ -231,6 +231,7 @@ class LlamaForCausalLM(CausalLM):
 
     config_class: ClassVar[type[LlamaConfig]] = LlamaConfig
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
+    embed_path: ClassVar[str] = "embed_tokens"
     layer_class: ClassVar[Callable[..., Module]] = LlamaDecoderLayer
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     draws: ClassVar[bool] = True  # else it has no logits of tokens

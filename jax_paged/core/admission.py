@@ -4,6 +4,7 @@ import enum
 import math
 from typing import TypedDict
 
+from jax_paged.core.adapter_slots import AdapterSlots
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.preemption import Preemption
 from jax_paged.core.request_queues import RequestQueues
@@ -12,11 +13,15 @@ from jax_paged.core.step_builder import StepBuilder
 
 
 class Answer(enum.Enum):
-    """Whether a request that wants to run does; else, what is missing: blocks or seats, or tokens."""
+    """Whether a request that wants to run does; else, what is missing.
+
+    That is: blocks or seats, tokens of the step, or a slot for its adapter.
+    """
 
     ADMITTED = enum.auto()
     NO_ROOM = enum.auto()
     NO_TOKENS = enum.auto()
+    NO_SLOT = enum.auto()
 
 
 class Admission:
@@ -26,6 +31,7 @@ class Admission:
         block_manager: Owner of the blocks.
         queues: Owner of the requests.
         preemption: Takes blocks from requests of a lower priority.
+        adapters: Owner of the slots of adapters.
         max_num_seqs: Maximum sequences running at a time.
         watermark: Share of the usable blocks that stays free when a request is admitted beside running ones.
         enable_chunked_prefill: Whether running requests have got their next blocks before others are
@@ -38,6 +44,7 @@ class Admission:
         block_manager: BlockManager,
         queues: RequestQueues,
         preemption: Preemption,
+        adapters: AdapterSlots,
         *,
         max_num_seqs: int,
         watermark: float,
@@ -46,6 +53,7 @@ class Admission:
     ) -> None:
         self.block_manager = block_manager
         self.queues = queues
+        self.adapters = adapters
         self.max_num_seqs = max_num_seqs
         self.enable_chunked_prefill = enable_chunked_prefill
         self.delay_factor = delay_factor
@@ -59,6 +67,7 @@ class Admission:
         """Decides whether new requests are held back in this step, so that more come together."""
         if self._last_prompt_start is not None:
             self._last_prompt_s, self._last_prompt_start = now - self._last_prompt_start, None
+        self.adapters.begin_step()
         first = self.queues.first_waiting()
         waited = now - first.metrics.arrival_time if first else 0.0
         self._holds_back_new = bool(self.queues.running) and waited < self.delay_factor * self._last_prompt_s
@@ -85,17 +94,19 @@ class Admission:
         group = self.first()
         return group if group is self.queues.first_swapped() else None
 
-    def give_blocks(self, group: SequenceGroup, step: StepBuilder) -> bool:
-        """Gives a waiting or swapped request the blocks of its tokens; False, and nothing has changed."""
+    def give_blocks(self, group: SequenceGroup, step: StepBuilder) -> Answer | None:
+        """Gives a waiting or swapped request the blocks of its tokens; else returns what is missing."""
+        if not self.adapters.has_room(group):
+            return Answer.NO_SLOT
         if self.queues.num_seats_taken + group.num_seats > self.max_num_seqs:
-            return False
+            return Answer.NO_ROOM
         is_alone = not self.queues.running
         num_reserved = self._num_reserved(group, self.queues.num_seats_taken, is_alone)
         if group.request_id in self.queues.swapped:
             copies = self.block_manager.swap_in(group.unfinished, num_reserved=num_reserved)
             step.swap_in += copies or []
-            return copies is not None
-        return self.allocate(group, group.unfinished[0], num_reserved)
+            return Answer.NO_ROOM if copies is None else None
+        return None if self.allocate(group, group.unfinished[0], num_reserved) else Answer.NO_ROOM
 
     def run(self, group: SequenceGroup) -> None:
         """Moves a request that has its blocks to the running ones."""
@@ -107,6 +118,19 @@ class Admission:
         """Takes the blocks of a sequence that does not run after all."""
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
+
+    def make_way(self, group: SequenceGroup, missing: Answer, step: StepBuilder, now: float) -> bool:
+        """Makes room for a request that does not run, or passes it over, if all it misses is a slot.
+
+        Returns:
+            Whether a request may be admitted in this step: this one, or one behind it.
+        """
+        if self.make_room(group, step, now):
+            return True
+        if missing is not Answer.NO_SLOT or step.is_short or group.request_id in self.queues.swapped:
+            return False  # nobody behind it runs before
+        self.queues.put_aside(group)
+        return True
 
     def make_room(self, group: SequenceGroup, step: StepBuilder, now: float) -> bool:
         """Preempts as many running requests of a higher key as a request needs to run, from the last.
@@ -140,7 +164,8 @@ class Admission:
             tables = (manager.block_tables[s] for s in victim.unfinished if s in manager.block_tables)
             num_blocks += sum(len(table) for held in tables for table in held)
             num_missing = num_needed + self._num_reserved(group, num_seats, len(victims) == len(running))
-            if num_seats + group.num_seats > self.max_num_seqs or num_blocks < num_missing:
+            is_short = num_seats + group.num_seats > self.max_num_seqs or num_blocks < num_missing
+            if is_short or not self.adapters.has_room(group, without=victims):
                 continue  # not enough, even if they shared nothing
             released = manager.released_by(s for victim in victims for s in victim.unfinished)
             if manager.num_free_blocks + len(released.difference(shared)) >= num_missing:

@@ -87,7 +87,8 @@ class Preemption:
             if kept_salt is None:
                 self.recompute(group)
                 continue
-            group.cache_salt = kept_salt
+            # Beside its own: what its adapter and its hooks have computed is still no other's.
+            group.cache_salt = f"{kept_salt}\0{group.cache_salt}"
             for seq in group.unfinished:
                 seq.block_hashes.clear()
 

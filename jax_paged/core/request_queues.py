@@ -1,6 +1,7 @@
 """The requests that wait, run or are swapped out, each in their order."""
 
 import heapq
+from collections.abc import Iterable
 from typing import Any
 
 from jax_paged.core.sequence import SequenceGroup
@@ -10,7 +11,8 @@ class RequestQueues:
     """Owns which unfinished request is where.
 
     `running` and `swapped` stand in the order of requests; of `waiting`, only the first is looked up, so that
-    the cost of a step does not grow with the number of waiting requests. All are keyed by request id.
+    the cost of a step does not grow with the number of waiting requests; a request may be set aside, so that
+    those behind it are first. All are keyed by request id.
     """
 
     def __init__(self) -> None:
@@ -18,9 +20,12 @@ class RequestQueues:
         self.running: dict[str, SequenceGroup] = {}
         self.swapped: dict[str, SequenceGroup] = {}
         self.num_seats_taken = 0  # sequences that the running requests may come to have at a time
+        self.running_adapters: dict[str, int] = {}  # how many running requests use each; read-only for others
         self._seats: dict[str, int] = {}
         self._heap: list[tuple[tuple[Any, int], SequenceGroup]] = []
         self._in_heap: set[SequenceGroup] = set()
+        self._aside: dict[SequenceGroup, None] = {}
+        self.num_changes_aside = 0  # how often one was set aside or brought back, or has left
         self.num_arrivals = 0
 
     def __len__(self) -> int:
@@ -52,6 +57,8 @@ class RequestQueues:
         self.running[group.request_id] = group
         self._seats[group.request_id] = group.num_seats
         self.num_seats_taken += group.num_seats
+        if group.adapter:
+            self.running_adapters[group.adapter] = self.running_adapters.get(group.adapter, 0) + 1
         if last is not None and group.order < last.order:
             self.running = _in_order(self.running)
 
@@ -65,7 +72,14 @@ class RequestQueues:
         """Takes a request out of the queue that it is in, if any."""
         if self.running.pop(group.request_id, None) is not None:
             self.num_seats_taken -= self._seats.pop(group.request_id)
+            if group.adapter:
+                self.running_adapters[group.adapter] -= 1
+                if not self.running_adapters[group.adapter]:
+                    del self.running_adapters[group.adapter]
         elif self.waiting.pop(group.request_id, None) is not None:
+            if group in self._aside:
+                del self._aside[group]
+                self.num_changes_aside += 1
             self._forget_stale_entries()
         else:
             self.swapped.pop(group.request_id, None)
@@ -91,11 +105,31 @@ class RequestQueues:
             self._in_heap.remove(heapq.heappop(heap)[1])
         return heap[0][1] if heap else None
 
+    @property
+    def set_aside(self) -> Iterable[SequenceGroup]:
+        """Those of the waiting requests that are passed over until they are brought back."""
+        return self._aside.keys()
+
+    def put_aside(self, group: SequenceGroup) -> None:
+        """Passes over the waiting request that is first in order, until `bring_back`."""
+        assert self.first_waiting() is group, "the others are not looked up"
+        self._in_heap.remove(heapq.heappop(self._heap)[1])
+        self._aside[group] = None
+        self.num_changes_aside += 1
+
+    def bring_back(self) -> None:
+        """Puts all waiting requests that were set aside back into their places."""
+        for group in self._aside:
+            self._in_heap.add(group)
+            heapq.heappush(self._heap, (group.order, group))
+        self.num_changes_aside += len(self._aside)
+        self._aside.clear()
+
     def _forget_stale_entries(self) -> None:
         """Drops the heap's entries of requests that don't wait any more, once they are the larger part."""
         if len(self._heap) > 2 * len(self.waiting) + 16:
-            self._heap = [(group.order, group) for group in self.waiting.values()]
-            self._in_heap = set(self.waiting.values())
+            self._in_heap = set(self.waiting.values()) - self._aside.keys()
+            self._heap = [(group.order, group) for group in self._in_heap]
             heapq.heapify(self._heap)
 
 

@@ -13,6 +13,10 @@ def values_of_request(group: SequenceGroup) -> dict[str, Any]:
     params = dataclasses.asdict(group.sampling_params)
     if params["logits_processors"]:
         raise ValueError("logits_processors are functions, which can't be written down; allowed: None")
+    if group.prompt_embeds is not None:
+        raise ValueError(
+            "a prompt has embeddings in place of tokens, which are not written down; allowed: tokens"
+        )
     bias = params["logit_bias"]
     params["logit_bias"] = None if bias is None else list(bias.items())  # JSON's keys are strings
     params["output_kind"] = params["output_kind"].name
@@ -25,6 +29,7 @@ def values_of_request(group: SequenceGroup) -> dict[str, Any]:
         "cache_salt": group.cache_salt,
         "priority": group.priority,
         "encoder_token_ids": group.encoder_token_ids,
+        "adapter": group.adapter,
     }
 
 
@@ -47,4 +52,5 @@ def request_of_values(values: dict[str, Any]) -> SequenceGroup:
         values["priority"],
         beams and BeamSearchParams(**beams),
         values["encoder_token_ids"],
+        adapter=values.get("adapter", ""),
     )

@@ -95,7 +95,7 @@ class RowPlanner:
         return rows
 
     def fork_samples(self, group: SequenceGroup, seq: Sequence) -> tuple[Sequence, ...]:
-        """Makes the other samples of a request whose prompt is computed in this step."""
+        """Makes the other samples of a request whose prompt is computed in this step; returns all of them."""
         for index in range(1, group.max_num_seqs):
             sample = seq.fork(index, group.sampling_params.seed_of(index))
             self.block_manager.fork(seq, sample, len(seq))

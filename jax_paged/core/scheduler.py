@@ -1,16 +1,16 @@
 """Which sequences compute how many tokens in the next step: a pure function of state and events, no clock."""
 
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal
 
-from jax_paged.checks import check_choice, check_int, check_number
+from jax_paged.core.adapter_slots import AdapterSlots
 from jax_paged.core.admission import Admission, Answer
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.burst_planner import BurstPlanner
 from jax_paged.core.draft_planner import DraftPlanner
+from jax_paged.core.limits import check_limits, check_order
 from jax_paged.core.preemption import Preemption, PreemptionMode
 from jax_paged.core.request_edits import RequestEdit, RequestEditor
 from jax_paged.core.request_queues import RequestQueues
@@ -63,6 +63,7 @@ class Scheduler:
             with a prompt took, so that more of them are computed together.
         burst_size: Decode steps done in one while no request waits and the blocks are at hand; 1 for none.
         speculation: How drafts of tokens are made; None for no drafts.
+        max_loras: Adapters of requests that run at a time.
 
     Raises:
         ValueError: If a value is out of range.
@@ -85,18 +86,11 @@ class Scheduler:
         delay_factor: float = 0.0,
         burst_size: int = 1,
         speculation: Speculation | None = None,
+        max_loras: int = 0,
     ) -> None:
         limits = max_num_seqs, max_num_batched_tokens, max_model_len, burst_size
-        names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "burst_size")
-        for name, value in zip(names, limits, strict=True):
-            check_int(name, value, 1)
-        check_number("watermark", watermark, 0, 1)
-        if not callable(policy):
-            check_choice("policy", policy, ("fcfs", "priority"))
-        check_choice("preemption_mode", preemption_mode, (None, "recompute", "swap"))
-        check_number("delay_factor", delay_factor, 0, math.inf)
-        if not enable_chunked_prefill:
-            check_int("max_num_batched_tokens without chunked prefill", max_num_batched_tokens, max_model_len)
+        check_limits(*limits, max_loras, chunks=enable_chunked_prefill)
+        check_order(policy, preemption_mode, watermark, delay_factor)
         self.block_manager = block_manager
         # Every running sequence has a token in every step.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
@@ -108,16 +102,19 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         self.delay_factor = delay_factor
         self.burst_size = burst_size
+        self.max_loras = max_loras
         self.watermark = watermark
         self.queues = RequestQueues()
         stop_conditions = StopConditions(eos_token_ids, max_model_len)
-        self._seats = Seats(block_manager, stop_conditions)
+        self.adapters = AdapterSlots(max_loras, self.queues)
+        self._seats = Seats(block_manager, stop_conditions, self.adapters)
         self._updater = SequenceUpdater(block_manager, self.queues, self._seats, stop_conditions)
         self._preemption = Preemption(block_manager, self.queues, self._updater, preemption_mode)
         self._admission = Admission(
             block_manager,
             self.queues,
             self._preemption,
+            self.adapters,
             max_num_seqs=self.max_num_seqs,
             watermark=watermark,
             enable_chunked_prefill=enable_chunked_prefill,
@@ -166,6 +163,7 @@ class Scheduler:
         assert 0 < len(seq) <= self.max_model_len - room, f"prompt of {len(seq)} tokens"
         assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences"
         assert self.policy != "fcfs" or not group.priority, "a priority under fcfs"
+        assert not group.adapter or self.max_loras, "there is no slot for an adapter"
         group.key = self.key_of(group)
         self.queues.add(group)
 
@@ -318,12 +316,11 @@ class Scheduler:
                 if answer is Answer.NO_TOKENS:
                     head = None
                     continue
-                if answer is Answer.NO_ROOM:
-                    if not self.queues.running and not step.is_ahead:
-                        self._preemption.end_for_good(head, step, now)  # all is free, and it is not enough
-                    elif not self._admission.make_room(head, step, now):
-                        head = None
-                        continue
+                if answer is Answer.NO_ROOM and not self.queues.running and not step.is_ahead:
+                    self._preemption.end_for_good(head, step, now)  # all is free, and it is not enough
+                elif answer is not Answer.ADMITTED and not self._admission.make_way(head, answer, step, now):
+                    head = None
+                    continue
                 head = first_to_admit()
                 if step.is_closed or (head is not None and head.request_id in step.preempted):
                     head = None
@@ -359,8 +356,8 @@ class Scheduler:
         """Lets a waiting or swapped request run; unless it is ADMITTED, nothing has changed."""
         manager, seq = self.block_manager, group.unfinished[0]
         was_swapped = group.request_id in self.queues.swapped
-        if not self._admission.give_blocks(group, step):
-            return Answer.NO_ROOM
+        if (refusal := self._admission.give_blocks(group, step)) is not None:
+            return refusal
         if not was_swapped and not self._planner.within(
             seq.num_new_tokens, self._planner.available(behind, step)
         ):

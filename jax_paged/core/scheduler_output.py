@@ -6,8 +6,9 @@ grown (ScheduledSequence), who leaves (released_seq_ids).
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from jax_paged.core.sequence import PromptEmbeds
 from jax_paged.sampling_params import SamplingParams
 
 # (from, to) block ids.
@@ -38,6 +39,8 @@ class NewSequence(NamedTuple):
         num_dropped_tokens: By how much the slots of its tokens stand before their positions in the tables:
             tokens whose blocks a user has dropped.
         former_id: Its id in the seat that it had before; 0 if it had none.
+        adapter_slot: The slot of its adapter; 0 if it has none.
+        prompt_embeds: What its first tokens are instead of vectors of the table; None if they are tokens.
     """
 
     seq_id: int
@@ -53,6 +56,8 @@ class NewSequence(NamedTuple):
     block_tables: BlockTables
     num_dropped_tokens: int = 0
     former_id: int = 0
+    adapter_slot: int = 0
+    prompt_embeds: PromptEmbeds | None = None
 
 
 class ScheduledSequence(NamedTuple):
@@ -122,6 +127,21 @@ class EncoderInput(NamedTuple):
     block_tables: BlockTables
 
 
+class AdapterLoad(NamedTuple):
+    """An adapter that takes a slot on the device; what was there is not used any more.
+
+    Args:
+        slot: From 1.
+        adapter: SequenceGroup.adapter of its requests.
+        weights: What the executor puts there (an Adapter of models/adapter_files.py); the engine adds it
+            when the step is scheduled.
+    """
+
+    slot: int
+    adapter: str
+    weights: Any = None
+
+
 class InspectionInput(NamedTuple):
     """Tokens of a sequence to compute again, beside its steps.
 
@@ -148,8 +168,8 @@ class InspectionInput(NamedTuple):
 class SchedulerOutput:
     """One step.
 
-    The executor lets the released sequences go and seats the new ones, then swaps out, swaps in, copies
-    blocks and runs encoders in this order, then computes the rows, then draws the samples.
+    The executor lets the released sequences go, loads adapters and seats the new sequences, then swaps out,
+    swaps in, copies blocks and runs encoders in this order, then computes the rows, then draws the samples.
 
     Args:
         step_id: Counts the steps of a scheduler, from 0: with step 0 all seats are empty, as another
@@ -175,6 +195,7 @@ class SchedulerOutput:
         token_masks: Of rows whose request has a form (structured_outputs); put in when the step is
             dispatched, as it takes the tokens before. None if there are none.
         scores_drafts: Whether log-probabilities of the drafts themselves are wanted.
+        adapter_loads: Adapters that take a slot, before the rows are computed.
     """
 
     step_id: int
@@ -199,3 +220,5 @@ class SchedulerOutput:
     def num_drafts(self) -> int:
         """Most drafts of a row, in a step that verifies what the engine has drafted; 0 in others."""
         return 0 if self.scores_drafts else max([sample.num_logits - 1 for sample in self.samples], default=0)
+
+    adapter_loads: tuple[AdapterLoad, ...] = ()

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from jax_paged.core.adapter_slots import AdapterSlots
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.runner_output import NO_TOKEN
 from jax_paged.core.scheduler_output import BlockTables, NewSequence, Sample, ScheduledSequence
@@ -44,10 +45,14 @@ class Seats:
     Args:
         block_manager: Owner of the block tables; notes what has changed in them until it is told.
         stop_conditions: Tell the tokens that are held back until min_tokens.
+        adapters: Owner of the slots of adapters.
     """
 
-    def __init__(self, block_manager: BlockManager, stop_conditions: StopConditions) -> None:
+    def __init__(
+        self, block_manager: BlockManager, stop_conditions: StopConditions, adapters: AdapterSlots
+    ) -> None:
         self._manager = block_manager
+        self.adapters = adapters
         self._stop_conditions = stop_conditions
         self._seats: dict[Sequence, Seat] = {}
         self.by_id: dict[int, Seat] = {}  # read-only for others
@@ -151,6 +156,8 @@ class Seats:
             block_tables=[list(table) for table in tables],
             num_dropped_tokens=seq.num_dropped_tokens,
             former_id=former_id,
+            adapter_slot=self.adapters.place(group.adapter) if group.adapter else 0,
+            prompt_embeds=group.prompt_embeds,
         )
         new.append(entry)
         return seat

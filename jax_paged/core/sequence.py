@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
@@ -148,6 +148,18 @@ class Sequence:
         return self.prompt_token_ids[start:stop] + self.output_token_ids[: max(0, stop - p)]
 
 
+class PromptEmbeds(NamedTuple):
+    """Vectors that take the place of the first tokens of a prompt.
+
+    Args:
+        num_tokens: How many; in prompt_token_ids, placeholders stand for them.
+        data: float32, little-endian, hidden_size numbers for each.
+    """
+
+    num_tokens: int
+    data: bytes
+
+
 @dataclasses.dataclass
 class RequestMetrics:
     """Times of one request, in the engine's clock (seconds); None until it happened."""
@@ -180,6 +192,9 @@ class SequenceGroup:
         key: What the scheduler orders groups by; set by it.
         arrival: Its place in the order of arrival, which settles ties; set by the scheduler.
         completed: Of a beam search, the best hypotheses that ended; they hold no blocks.
+        adapter: A hash of what its adapter does; "" if it has none. It is a part of cache_salt, too.
+        prompt_embeds: What its first tokens are instead of vectors of the table; a hash of it is a part of
+            cache_salt. None if they are tokens.
     """
 
     request_id: str
@@ -193,6 +208,8 @@ class SequenceGroup:
     key: Any = 0
     arrival: int = 0
     completed: list[Sequence] = dataclasses.field(default_factory=list)
+    adapter: str = ""
+    prompt_embeds: PromptEmbeds | None = None
 
     def __post_init__(self) -> None:
         beams, params = self.beam_params, self.sampling_params

@@ -66,4 +66,5 @@ class StepBuilder:
             ended_seq_ids=seats.take_ended(),
             scores_drafts=self.scores_drafts,
             burst=tuple([num_tokens for _, _, num_tokens, _ in rows]) if self.is_burst else (),
+            adapter_loads=seats.adapters.take_loads(),
         )

@@ -101,6 +101,7 @@ def make_scheduler(config: EngineConfig, own: OwnScheduler | None = None) -> Sch
         delay_factor=config.delay_factor,
         burst_size=config.num_scheduler_steps,
         speculation=config.speculation,
+        max_loras=config.max_loras,
     )
 
 

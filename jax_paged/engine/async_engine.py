@@ -1,7 +1,6 @@
 """The engine for asyncio: one thread steps it, and any number of coroutines wait for their outputs."""
 
 import asyncio
-import contextlib
 import logging
 import math
 import queue
@@ -13,18 +12,18 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Self
 
-from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.engine import pooling
-from jax_paged.engine.errors import EngineAsleepError, EngineDeadError
+from jax_paged.engine.errors import EngineAsleepError, EngineDeadError, stopped_by
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.output_processor import RequestState
-from jax_paged.engine.request_stream import CumulativeOutputs, Done, RequestStream, put_all, run_for
+from jax_paged.engine.request_stream import CumulativeOutputs, Done, RequestStream, deliver, run_for
 from jax_paged.engine.sleeping import Mode
 from jax_paged.engine.statistics import EngineStatistics
 from jax_paged.engine.weight_updates import Running
 from jax_paged.inputs import Prompt
+from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -91,17 +90,19 @@ class AsyncLLMEngine:
         *,
         cache_salt: str = "",
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         whole: bool = False,
     ) -> RequestStream:
         """Starts a request.
 
         Args:
-            prompt: As LLMEngine.check_request takes it, with sampling_params, cache_salt and priority; or
-                what that has returned, which holds all of them.
+            prompt: As LLMEngine.check_request takes it, with sampling_params, cache_salt, priority and
+                lora_request; or what that has returned, which holds all of them.
             sampling_params: As LLMEngine.check_request takes it.
             request_id: No unfinished request may have the same.
             cache_salt: As LLMEngine.check_request takes it.
             priority: As LLMEngine.check_request takes it.
+            lora_request: As LLMEngine.check_request takes it.
             whole: Whether to give a single output, at the end; tokens then cost nothing on their way.
 
         Returns:
@@ -114,7 +115,12 @@ class AsyncLLMEngine:
         """
         if not isinstance(prompt, CheckedRequest):
             prompt = await asyncio.to_thread(
-                self.engine.check_request, prompt, sampling_params, cache_salt=cache_salt, priority=priority
+                self.engine.check_request,
+                prompt,
+                sampling_params,
+                cache_salt=cache_salt,
+                priority=priority,
+                lora_request=lora_request,
             )
         stream = RequestStream(request_id, whole, self._abort)
         self._submitted.add(stream)
@@ -128,7 +134,7 @@ class AsyncLLMEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | BeamSearchParams | None,
         request_id: str,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         *,
         cache_salt: str = "",
         priority: int = 0,
@@ -139,7 +145,7 @@ class AsyncLLMEngine:
             prompt: As LLMEngine.check_request takes it.
             sampling_params: As LLMEngine.check_request takes it.
             request_id: No unfinished request may have the same.
-            lora_request: None: adapters are not supported.
+            lora_request: As LLMEngine.check_request takes it.
             cache_salt: As LLMEngine.check_request takes it.
             priority: As LLMEngine.check_request takes it.
 
@@ -147,7 +153,6 @@ class AsyncLLMEngine:
             ValueError: If the engine can't run it.
             EngineDeadError: If the engine has failed or is closed.
         """
-        check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
         kind = sampling_params.output_kind if isinstance(sampling_params, SamplingParams) else None
         stream = await self.submit(
             prompt,
@@ -155,6 +160,7 @@ class AsyncLLMEngine:
             request_id,
             cache_salt=cache_salt,
             priority=priority,
+            lora_request=lora_request,
             whole=kind is RequestOutputKind.FINAL_ONLY,
         )
         outputs = CumulativeOutputs()
@@ -210,6 +216,14 @@ class AsyncLLMEngine:
         """Returns whether the engine sleeps, in whole or in part."""
         return self.engine.is_sleeping()
 
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Reads an adapter ahead of its requests, as LLMEngine.add_lora does, beside the event loop."""
+        return await asyncio.to_thread(self.engine.add_lora, lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forgets an adapter, as LLMEngine.remove_lora does."""
+        return self.engine.remove_lora(lora_id)
+
     def abort(self, request_id: str | Iterable[str]) -> Done:
         """Ends a request, or several; their streams end with what they have, as aborted.
 
@@ -243,7 +257,7 @@ class AsyncLLMEngine:
             self.error = error
         self._calls.put(None)
         streams = [*list(self._streams.values()), *list(self._submitted)]
-        self._deliver([(stream, self._stopped()) for stream in streams])
+        deliver([(stream, self._stopped()) for stream in streams])
 
     def stack(self) -> str:
         """Returns where the engine's thread is, as a traceback."""
@@ -262,25 +276,21 @@ class AsyncLLMEngine:
         self._calls.put(lambda: self._end(stream.request_id, stream))
 
     def _stopped(self) -> EngineDeadError:
-        if isinstance(self.error, EngineDeadError):
-            return EngineDeadError(str(self.error))  # an exception of its own for each who raises it
-        stopped = EngineDeadError(f"the engine has stopped: {str(self.error) or repr(self.error)}")
-        stopped.__cause__ = self.error
-        return stopped
+        return stopped_by(self.error)
 
     # The rest runs in the engine's thread.
 
     def _add(self, stream: RequestStream, request: CheckedRequest) -> None:
         if self.error is not None:
             self._submitted.discard(stream)
-            self._deliver([(stream, self._stopped())])
+            deliver([(stream, self._stopped())])
             return
         try:
             if (asleep := self.asleep) is not None:
                 raise asleep
             self.engine.add_request(stream.request_id, request)
         except ValueError as error:
-            self._deliver([(stream, error)])
+            deliver([(stream, error)])
         else:
             self._streams[stream.request_id] = stream
         finally:
@@ -295,7 +305,7 @@ class AsyncLLMEngine:
             self.statistics.forget(request_id)
             state = self.engine.abort_request(request_id)
             assert state is not None, "a stream without a request"
-            self._deliver([(stream, state.take_delta())])
+            deliver([(stream, state.take_delta())])
 
     def _run(self) -> None:
         try:
@@ -308,7 +318,7 @@ class AsyncLLMEngine:
             self.error = error
             _LOGGER.exception("the engine has failed")
         self._fall_asleep()
-        self._deliver([(stream, self._stopped()) for stream in self._streams.values()])
+        deliver([(stream, self._stopped()) for stream in self._streams.values()])
         self._streams.clear()
         while not self._calls.empty():
             call = self._calls.get()
@@ -386,13 +396,4 @@ class AsyncLLMEngine:
                     del self._streams[stream.request_id]
         if is_turn:
             self._last_delivery = now
-        self._deliver(outputs)
-
-    def _deliver(self, items: list[tuple[RequestStream, RequestOutput | Exception]]) -> None:
-        """Hands over the outputs of a step in one call per event loop: waking a loop is what costs."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestOutput | Exception]]] = {}
-        for stream, item in items:
-            by_loop.setdefault(stream.loop, []).append((stream, item))
-        for loop, part in by_loop.items():
-            with contextlib.suppress(RuntimeError):  # a loop that is closed has no consumers
-                loop.call_soon_threadsafe(put_all, part)
+        deliver(outputs)

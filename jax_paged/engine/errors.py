@@ -11,3 +11,12 @@ class EngineAsleepError(ValueError):
 
 # What a request may be told in place of an output, through no fault of its own.
 NOT_RUNNING = (EngineDeadError, EngineAsleepError)
+
+
+def stopped_by(error: BaseException | None) -> EngineDeadError:
+    """Returns an error of its own for each who asks an engine that an error has stopped."""
+    if isinstance(error, EngineDeadError):
+        return EngineDeadError(str(error))
+    stopped = EngineDeadError(f"the engine has stopped: {str(error) or repr(error)}")
+    stopped.__cause__ = error
+    return stopped

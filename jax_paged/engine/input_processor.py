@@ -1,18 +1,22 @@
 """Prompts and parameters as users pass them -> requests that the engine can run. Needs no JAX."""
 
 import dataclasses
-import numbers
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from jax_paged.checks import Problems, TooLongError, check, check_int, check_number
 from jax_paged.config import EngineConfig
+from jax_paged.core.sequence import PromptEmbeds
 from jax_paged.engine import pooling
+from jax_paged.engine.adapters import Adapters
 from jax_paged.engine.grammars import Grammar, Grammars
+from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, one_salt, with_soft_prompt
 from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_list
+from jax_paged.lora_request import LoRARequest
+from jax_paged.models.adapter_files import Adapter
 from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
 
@@ -34,6 +38,8 @@ class CheckedRequest:
         priority: Requests of a lower value are served earlier.
         stop: The stop strings of params, prepared; None if there are none.
         grammar: Their structured_outputs, compiled; None if there are none.
+        adapter: What its lora_request names; None if there is none.
+        embeds: What the first tokens of the prompt are, if they are vectors; placeholders stand for them.
     """
 
     prompt: str | None
@@ -46,20 +52,13 @@ class CheckedRequest:
     priority: int = 0
     stop: StopStrings | None = dataclasses.field(default=None, compare=False)
     grammar: Grammar | None = dataclasses.field(default=None, compare=False)
+    adapter: Adapter | None = None
+    embeds: PromptEmbeds | None = None
 
     @property
     def num_seqs(self) -> int:
         """Sequences that the request grows to at most."""
         return self.beam_params.beam_width if self.beam_params else self.params.best_of or self.params.n
-
-
-@dataclasses.dataclass
-class _Tokenized:
-    """A prompt's text, its token ids, and the cache_salt that comes with it."""
-
-    text: str | None
-    token_ids: list[int]
-    cache_salt: str | None = None
 
 
 class InputProcessor:
@@ -76,6 +75,8 @@ class InputProcessor:
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self.adapters = Adapters(config)
+        self._prompts = PromptReader(config, tokenizer)
         self._grammars = tokenizer and Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
         try:
             self._default_params = SamplingParams(**config.sampling_defaults)
@@ -99,6 +100,7 @@ class InputProcessor:
         params: SamplingParams | BeamSearchParams | PoolingParams | None,
         cache_salt: str = "",
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> CheckedRequest:
         """Tokenizes a prompt and checks all of a request, as LLMEngine.check_request says.
 
@@ -110,12 +112,16 @@ class InputProcessor:
         problems.note(check, isinstance(cache_salt, str), "cache_salt", cache_salt, "a string")
         problems.note(self._check_priority, priority)
         own_params = problems.note(self._own_params, params)
-        prompts = problems.note(self._split, prompt)
+        prompts = problems.note(self._prompts.read, prompt)
+        adapter = problems.note(self.adapters.get, lora_request)
         problems.raise_if_any()
         assert own_params is not None, "there was no problem"
         assert prompts is not None, "there was no problem"
         (own, beams), (encoder, decoder) = own_params, prompts
+        self._check_parts(own, beams, adapter, decoder)
         self._truncate(encoder or decoder, own)
+        if adapter is not None and adapter.prompt is not None:
+            decoder = with_soft_prompt(decoder, adapter.prompt)
         encoder_ids = encoder.token_ids if encoder else []
         self._fit_max_tokens(len(decoder.token_ids), own, beams)
         request = CheckedRequest(
@@ -125,11 +131,13 @@ class InputProcessor:
             encoder_ids,
             own,
             beams,
-            _one_salt(cache_salt, encoder, decoder),
+            one_salt(cache_salt, encoder, decoder),
             priority,
             # Made here and not by the engine, whose thread must not wait for it.
             StopStrings(own.stop_strings) if own.stop_strings else None,
             self.grammar_of(own),
+            adapter,
+            decoder.embeds,
         )
         self._check_length(request)
         return request
@@ -152,84 +160,7 @@ class InputProcessor:
 
     # The prompt.
 
-    def _split(self, prompt: Any) -> tuple[_Tokenized | None, _Tokenized]:
-        """Returns what an encoder reads, None without one, and the decoder's prompt."""
-        start = self._config.decoder_start_token_id
-        names = {"encoder_prompt", "decoder_prompt"}
-        if isinstance(prompt, dict) and prompt.keys() & names:
-            if prompt.get("mm_processor_kwargs", 0) in (None, {}):  # vLLM's helpers add it
-                prompt = {name: value for name, value in prompt.items() if name != "mm_processor_kwargs"}
-            check(prompt.keys() == names, "prompt", prompt, f"a dict with both of {sorted(names)}")
-            if start is None:
-                raise ValueError(f"prompt is {prompt!r}; allowed: a prompt without an encoder's part")
-            encoder = self._tokenize(prompt["encoder_prompt"])
-            if prompt["decoder_prompt"] is None:
-                return encoder, _Tokenized(None, [start])
-            decoder = self._tokenize(prompt["decoder_prompt"])
-            if decoder.token_ids[0] != start:
-                decoder.token_ids.insert(0, start)
-            return encoder, decoder
-        if start is None:
-            return None, self._tokenize(prompt)
-        return self._tokenize(prompt), _Tokenized(None, [start])
-
-    def _tokenize(self, prompt: Any) -> _Tokenized:
-        """Returns the text, the checked token ids and the salt of a prompt in any form."""
-        if not isinstance(prompt, dict):
-            if isinstance(prompt, str):
-                return _Tokenized(prompt, self._encode(prompt))
-            return _Tokenized(None, self._checked_ids("prompt", prompt))
-        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        names = {"prompt", "prompt_token_ids", "cache_salt"}
-        others = "multi_modal_data", "mm_processor_kwargs"  # in vLLM's prompts; a text model takes none
-        empty = {name for name in others if prompt.get(name) in (None, {})}
-        ok = prompt.keys() <= names | empty and (text is not None or token_ids is not None)
-        allowed = (
-            'a dict with one of the keys "prompt" and "prompt_token_ids", or both, and maybe "cache_salt"'
-        )
-        check(ok, "prompt", prompt, allowed)
-        check(text is None or isinstance(text, str), "prompt", text, "text")
-        salt = prompt.get("cache_salt")
-        check(salt is None or isinstance(salt, str), "cache_salt", salt, "a string")
-        if token_ids is not None:
-            return _Tokenized(text, self._checked_ids("prompt_token_ids", token_ids), salt)
-        assert isinstance(text, str), "checked above"
-        return _Tokenized(text, self._encode(text), salt)
-
-    def _encode(self, text: str) -> list[int]:
-        if self._tokenizer is None:
-            raise ValueError("prompt is text, and the engine has no tokenizer; allowed: token ids")
-        check(bool(text), "prompt", text, "text that is not empty")
-        token_ids = self._tokenizer.encode(text)
-        check(bool(token_ids), "prompt", text, "text of at least one token")
-        highest, allowed = max(token_ids), self._config.vocab_size - 1
-        if highest > allowed:
-            raise ValueError(
-                f"prompt has the token id {highest}; allowed: the model's vocabulary, [0, {allowed}]. "
-                f"The tokenizer {self._tokenizer.name!r} does not fit the model"
-            )
-        return token_ids
-
-    def _checked_ids(self, name: str, value: Any) -> list[int]:
-        token_ids = as_list(value)
-        allowed = (
-            "a list of token ids"
-            if name == "prompt_token_ids"
-            else ("text, a list of token ids, or a dict with one of these")
-        )
-        check(isinstance(token_ids, list | tuple), name, value, allowed)
-        check(bool(token_ids), "prompt_token_ids", token_ids, "at least one token id")
-        vocab_size, checked = self._config.vocab_size, []
-        for i, token_id in enumerate(token_ids):
-            # A long prompt has a hundred thousand of them: a call per token id would be slow.
-            if type(token_id) is not int or not 0 <= token_id < vocab_size:
-                if isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool):
-                    token_id = int(token_id)  # NumPy's
-                check_int(f"prompt_token_ids[{i}]", token_id, 0, vocab_size - 1)
-            checked.append(token_id)
-        return checked
-
-    def _truncate(self, prompt: _Tokenized, params: SamplingParams) -> None:
+    def _truncate(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
         num_tokens = params.truncate_prompt_tokens
         if num_tokens is not None:
             most = self._config.max_model_len - (params.pooling is None)
@@ -337,6 +268,37 @@ class InputProcessor:
 
     # Both together.
 
+    def _check_parts(
+        self,
+        params: SamplingParams,
+        beams: BeamSearchParams | None,
+        adapter: Adapter | None,
+        prompt: TokenizedPrompt,
+    ) -> None:
+        """Checks what adapters and vectors in place of tokens have no meaning for."""
+        if adapter is not None and params.pooling is not None:
+            raise ValueError("lora_request is given; allowed for pooling: None")
+        is_soft = adapter is not None and adapter.prompt is not None
+        if is_soft and prompt.embeds is not None:
+            raise ValueError("prompt_embeds is given beside a soft prompt; allowed: one of them")
+        if not is_soft and prompt.embeds is None:
+            return
+        problems, what = Problems(), "a soft prompt" if is_soft else "prompt_embeds"
+        allowed = f"SamplingParams with {what}: hypotheses are returned with the tokens of their prompt"
+        problems.note(check, beams is None, "sampling_params", beams, allowed)
+        for name, neutral in (
+            ("prompt_logprobs", None),
+            ("repetition_penalty", 1.0),
+            ("truncate_prompt_tokens", None),
+            ("bad_words", None),
+            ("bad_words_token_ids", None),
+            ("logits_processors", None),
+            ("pooling", None),
+        ):
+            value, ok = getattr(params, name), getattr(params, name) in (neutral, [])
+            problems.note(check, ok, name, value, f"{neutral} with {what}, whose tokens have no ids")
+        problems.raise_if_any()
+
     def _fit_max_tokens(
         self, num_tokens: int, params: SamplingParams, beams: BeamSearchParams | None
     ) -> None:
@@ -390,11 +352,3 @@ def _resolved_args(
             check_number(f"{field}[{name!r}]", number, -FLOAT32_MAX, FLOAT32_MAX)
         resolved[name] = [float(number) for number in numbers]
     return resolved or None
-
-
-def _one_salt(argument: str, encoder: _Tokenized | None, decoder: _Tokenized) -> str:
-    """Returns the salt of a request, which may come as an argument and with its prompts."""
-    given = [argument or None, encoder and encoder.cache_salt, decoder.cache_salt]
-    salts = {salt for salt in given if salt is not None}
-    check(len(salts) <= 1, "cache_salt", sorted(salts), "one and the same for all of a request")
-    return salts.pop() if salts else ""

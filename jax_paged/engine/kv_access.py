@@ -73,6 +73,8 @@ def inspect(
     state, seq = sequence_with_blocks(loop, request_id, index)
     allowed = f"a request that has one token to compute; this one has {seq.num_new_tokens}"
     check(seq.num_new_tokens == 1, "request_id", request_id, allowed)
+    is_plain = not state.group.adapter and state.group.prompt_embeds is None
+    check(is_plain, "request_id", request_id, "a request without an adapter and vectors in place of tokens")
     manager = loop.scheduler.block_manager
     num_queries = len(seq) if num_queries is None else num_queries
     check_int("num_queries", num_queries, 1, 1 if seq.num_dropped_tokens else len(seq))

@@ -32,6 +32,12 @@ def sequence_group(
         cache_salt += hashlib.sha256(array("q", request.encoder_token_ids).tobytes()).hexdigest()
     if params.hook_args:
         cache_salt += f"\0{sorted(params.hook_args.items())}"  # they change what is computed
+    # A soft prompt takes no slot: it is vectors alone.
+    adapter = request.adapter.key if request.adapter and request.adapter.pairs else ""
+    if adapter:
+        cache_salt += f"\0adapter {adapter}"
+    if request.embeds:
+        cache_salt += f"\0embeds {hashlib.sha256(request.embeds.data).hexdigest()}"
     return SequenceGroup(
         request_id,
         [Sequence(request.prompt_token_ids, seed=params.seed or 0)],
@@ -41,6 +47,8 @@ def sequence_group(
         request.priority,
         request.beam_params,
         request.encoder_token_ids,
+        adapter=adapter,
+        prompt_embeds=request.embeds,
     )
 
 

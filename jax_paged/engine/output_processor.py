@@ -11,6 +11,7 @@ from jax_paged.engine.grammars import Grammar, Matcher
 from jax_paged.engine.sample_state import SampleState, logprob_dict, logprob_of_values, logprob_values
 from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.models.adapter_files import Adapter
 from jax_paged.outputs import CompletionOutput, RequestOutput, TokenLogprobDict, snapshot
 from jax_paged.sampling_params import RequestOutputKind
 
@@ -28,6 +29,9 @@ class RequestState:
         encoder_prompt: The text that an encoder reads; None if there is none.
         stop: The stop strings; None for none.
         grammar: The form of the outputs; None if it is open.
+
+    Attributes:
+        adapter: What the request is computed with; None for the model alone.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class RequestState:
         self.group = group
         self.prompt = prompt
         self._weight_versions: tuple[str, ...] = ()
+        self.adapter: Adapter | None = None
         self._encoder_prompt = encoder_prompt
         self.is_finished = False
         self._tokenizer = tokenizer
@@ -98,6 +103,7 @@ class RequestState:
         """Returns the state of a request that goes on from where this one is; of both, one sequence."""
         texts = self.prompt, self._tokenizer, self._encoder_prompt
         state = RequestState(group, *texts, self._stop, self._grammar)
+        state.adapter = self.adapter
         state._samples = [self._samples[0].restarted(group.sequences[0], group)]
         if self._prompt_logprobs is not None:
             state._prompt_logprobs = list(self._prompt_logprobs)

@@ -23,6 +23,8 @@ def pin(engine: "RequestEngine", name: str, prompt: Prompt, cache_salt: str) -> 
         )
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     request = engine.check_request(prompt, params, cache_salt=cache_salt)
+    if request.embeds is not None:
+        raise ValueError("prompt_embeds is given; allowed for pinned prefixes: tokens")
     if len(request.prompt_token_ids) < manager.block_size:
         raise ValueError(
             f"the prefix has {len(request.prompt_token_ids)} tokens; allowed: at least a block of "

@@ -31,6 +31,8 @@ def replay(loop: "StepLoop", config: "EngineConfig", lines: Iterable[str]) -> "R
         if event["event"] == "start":
             _check_fits(event, config)
         form = event["sampling_params"].get("structured_outputs") if event["event"] == "add" else None
+        adapter = event.get("adapter") if event["event"] == "add" else None
+        check(not adapter, "the adapter of a recorded request", adapter, "none, as adapters are not recorded")
         check(
             form is None, "structured_outputs of a recorded request", form, "None, as masks are not recorded"
         )

@@ -30,6 +30,7 @@ from jax_paged.engine.new_request import check_arrival_time, sequence_group
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.step_loop import StepLoop
 from jax_paged.inputs import Prompt
+from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import RequestOutput
 from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
@@ -139,8 +140,9 @@ class RequestEngine:
         *,
         cache_salt: str = "",
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> CheckedRequest:
-        """Tokenizes a prompt and checks it and its parameters; changes nothing.
+        """Tokenizes a prompt and checks it and its parameters; changes no request.
 
         Args:
             prompt: Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. Of an encoder-decoder
@@ -151,13 +153,14 @@ class RequestEngine:
                 pooling request (engine/pooling.py reads its output).
             cache_salt: Only requests of equal salt share cached prefixes.
             priority: Lower is served earlier; 0 unless scheduling_policy is "priority".
+            lora_request: The adapter that it is computed with; read from its folder, if it is not there.
 
         Raises:
             ValueError: If the engine can't run it; the message names the argument, its value and what is
                 allowed.
         """
         self._check_open()
-        return self.input_processor.check(prompt, sampling_params, cache_salt, priority)
+        return self.input_processor.check(prompt, sampling_params, cache_salt, priority, lora_request)
 
     def add_request(
         self,
@@ -165,7 +168,7 @@ class RequestEngine:
         prompt: Prompt | CheckedRequest,
         params: SamplingParams | BeamSearchParams | PoolingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         *,
         cache_salt: str = "",
         priority: int = 0,
@@ -174,13 +177,13 @@ class RequestEngine:
 
         Args:
             request_id: No unfinished request may have the same.
-            prompt: As `check_request` takes it, with params, cache_salt and priority; or what that has
-                returned, which holds all of them.
+            prompt: As `check_request` takes it, with params, cache_salt, priority and lora_request; or what
+                that has returned, which holds all of them.
             params: Without a seed they get one that depends on the engine's seed and how many requests came
                 before.
             arrival_time: In seconds of time.monotonic() (not of time.time(), as vLLM's) and not in the
                 future; None takes now.
-            lora_request: None: adapters are not supported.
+            lora_request: As `check_request` takes it.
             cache_salt: As `check_request` takes it.
             priority: As `check_request` takes it.
 
@@ -198,9 +201,9 @@ class RequestEngine:
         now = time.monotonic()
         if arrival_time is not None:
             check_arrival_time(arrival_time, now)
-        check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
         if not isinstance(prompt, CheckedRequest):
-            prompt = self.check_request(prompt, params, cache_salt=cache_salt, priority=priority)
+            more = {"cache_salt": cache_salt, "priority": priority, "lora_request": lora_request}
+            prompt = self.check_request(prompt, params, **more)
         group = sequence_group(
             request_id, prompt, now if arrival_time is None else arrival_time, self._new_seed
         )
@@ -208,6 +211,7 @@ class RequestEngine:
         state = RequestState(
             group, prompt.prompt, tokenizer, prompt.encoder_prompt, prompt.stop, prompt.grammar
         )
+        state.adapter = prompt.adapter
         self._loop.add(state)
 
     def abort_request(self, request_id: str | Iterable[str]) -> RequestState | None:
@@ -247,6 +251,34 @@ class RequestEngine:
     def drain(self) -> bool:
         """Waits for what the device still computes for requests that have ended; returns if no others run."""
         return self._loop.drain()
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Reads an adapter ahead of its requests, and keeps it in host memory until it is removed.
+
+        Like the two that follow, it may be called from any thread.
+
+        Returns:
+            Whether it was not added before.
+
+        Raises:
+            ValueError: If it does not fit the model, if its id is another adapter's, or if max_cpu_loras
+                adapters were added.
+        """
+        self._check_open()
+        return self.input_processor.adapters.add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forgets an adapter, and what its id stands for; requests that have it go on with it.
+
+        Returns:
+            Whether there was one.
+        """
+        self._check_not_closed()
+        return self.input_processor.adapters.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Returns the ids of the adapters in host memory."""
+        return self.input_processor.adapters.ids
 
     def pin_prefix(self, prompt: Prompt, *, cache_salt: str = "") -> str:
         """Computes a prefix and keeps its full blocks in the pool until it is unpinned.

@@ -1,6 +1,7 @@
 """What the engine hands to asyncio: the outputs of a request, in parts or all so far; results of calls."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
 from typing import Any, NoReturn, Self
@@ -143,3 +144,13 @@ def run_for[T](done: Future[T], function: Callable[[], T]) -> None:
             done.set_result(function())
         except Exception as error:
             done.set_exception(error)
+
+
+def deliver(items: list[tuple[RequestStream, RequestOutput | Exception]]) -> None:
+    """Hands over the outputs of a step in one call per event loop: waking a loop is what costs."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[RequestStream, RequestOutput | Exception]]] = {}
+    for stream, item in items:
+        by_loop.setdefault(stream.loop, []).append((stream, item))
+    for loop, part in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # a loop that is closed has no consumers
+            loop.call_soon_threadsafe(put_all, part)

@@ -105,6 +105,9 @@ def take(engine: "LLMEngine", loop: "StepLoop", *, with_weights: bool) -> Engine
     asked = [name for state in states for name in state.group.sampling_params.extra_args or ()]
     stateful, allowed = sorted(engine.config.stateful & set(asked)), "none that keep a state of their own"
     check(not stateful, "the logits processors of running requests", stateful, allowed)
+    adapted = [s.group.request_id for s in states if s.group.adapter or s.group.prompt_embeds]
+    allowed = "none, as a state has no room for adapters and vectors"
+    check(not adapted, "the running requests with adapters or prompt_embeds", adapted, allowed)
     requests = [values_of_group(scheduler, s.group) | {"text": s.values()} for s in states]
     weights, packing = engine.executor.fingerprint()
     values = {

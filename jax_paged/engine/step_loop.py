@@ -110,7 +110,7 @@ class StepLoop:
             elif self.changed and not self.scheduler.has_unfinished:
                 return self.take_changed()
             while not in_flight or (len(in_flight) < most and self.scheduler.can_run_ahead):
-                self._dispatch(self.scheduler.schedule(time.monotonic()))
+                self._dispatch(self._schedule())
             self._take_in(in_flight.popleft(), self.executor.result())
             return self.take_changed()
 
@@ -120,7 +120,7 @@ class StepLoop:
         with self._unfinished_step():
             if self._plan is not None:
                 self._run(self._plan.only([]))
-            self._plan = StepPlan.of(self.scheduler.schedule(time.monotonic()), self.scheduler.find)
+            self._plan = StepPlan.of(self._schedule(), self.scheduler.find)
             return self._plan
 
     def run(self, plan: StepPlan) -> list[RequestState]:
@@ -180,6 +180,15 @@ class StepLoop:
             except BaseException as error:
                 self.failure = error
                 raise
+
+    def _schedule(self) -> SchedulerOutput:
+        """Returns the next step, with what the adapters are that take a slot in it."""
+        output = self.scheduler.schedule(time.monotonic())
+        if not output.adapter_loads:
+            return output
+        known = {s.adapter.key: s.adapter for s in self.requests.values() if s.adapter is not None}
+        loads = [load._replace(weights=known[load.adapter]) for load in output.adapter_loads]
+        return dataclasses.replace(output, adapter_loads=tuple(loads))
 
     def _dispatch(self, output: SchedulerOutput) -> None:
         self._plan = None

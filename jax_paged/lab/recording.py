@@ -327,5 +327,6 @@ def _settings(scheduler: Scheduler) -> dict[str, dict[str, Any]]:
             "delay_factor": scheduler.delay_factor,
             "burst_size": scheduler.burst_size,
             "speculation": speculation and dataclasses.asdict(speculation),
+            "max_loras": scheduler.max_loras,
         },
     }

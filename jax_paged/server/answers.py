@@ -271,6 +271,7 @@ class ModelCard(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    parent: NotRequired[str]
 
 
 class ModelList(TypedDict):

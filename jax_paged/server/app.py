@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import EngineAsleepError, EngineDeadError
 from jax_paged.server.access import AccessLog
+from jax_paged.server.adapters import ServedModels
 from jax_paged.server.answers import (
     ChatAnswer,
     ClassifyAnswer,
@@ -58,6 +59,9 @@ class OpenAIServer:
         engine: Runs the requests. The caller closes it.
         model_name: The model's name for clients.
         options: What clients may do.
+
+    Raises:
+        ValueError: If one of options.lora_modules can't be loaded.
     """
 
     def __init__(self, engine: AsyncLLMEngine, model_name: str, options: ServerOptions | None = None) -> None:
@@ -78,10 +82,11 @@ class OpenAIServer:
         self._lane = Lane()
         config, tokenizer = engine.engine.config, engine.engine.tokenizer
         texts = TextReader(tokenizer, config.max_model_len, self._lane)
-        self._generation = GenerationRoutes(engine, runner, texts, model_name, self.options)
-        self._pooling = PoolingRoutes(engine, runner, texts, model_name, self.options)
-        self._responses = ResponsesRoute(engine, runner, texts, model_name, self.options)
-        self._information = InformationRoutes(engine, texts, model_name, self.options)
+        self._models = ServedModels(engine, model_name, self.options.lora_modules)
+        self._generation = GenerationRoutes(engine, runner, texts, self._models, self.options)
+        self._pooling = PoolingRoutes(engine, runner, texts, self._models, self.options)
+        self._responses = ResponsesRoute(engine, runner, texts, self._models, self.options)
+        self._information = InformationRoutes(engine, texts, self._models, self.options)
 
     def app(self) -> ASGIApp:
         """Returns the application."""
@@ -108,6 +113,10 @@ class OpenAIServer:
         information = self._information
         app.post("/tokenize", **answers(TokenizeAnswer))(known(information.tokenize))
         app.post("/detokenize", **answers(DetokenizeAnswer))(known(information.detokenize))
+        if self.options.allow_runtime_lora_updating:
+            text: Any = {"response_class": PlainTextResponse}
+            app.post("/v1/load_lora_adapter", **text)(known(self._models.load))
+            app.post("/v1/unload_lora_adapter", **text)(known(self._models.unload))
         app.get("/v1/models", **answers(ModelList))(information.models)
         # A model's name may be a path.
         app.get("/v1/models/{model:path}", **answers(ModelCard, 404))(information.model)

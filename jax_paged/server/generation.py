@@ -16,7 +16,9 @@ from jax_paged.engine.errors import EngineAsleepError
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_prompts
+from jax_paged.lora_request import LoRARequest
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.server.adapters import ServedModels
 from jax_paged.server.conversation import messages_for
 from jax_paged.server.event_stream import EventStream, unless_gone
 from jax_paged.server.limits import check_sizes
@@ -46,7 +48,7 @@ class TextRoutes:
         engine: Runs the requests.
         runner: Counts them, and aborts those whose client has left.
         texts: Tokenizes their texts.
-        model_name: The model's name for clients.
+        models: The names that clients may ask for.
         options: Limits of what they ask for.
     """
 
@@ -55,14 +57,14 @@ class TextRoutes:
         engine: AsyncLLMEngine,
         runner: RequestRunner,
         texts: TextReader,
-        model_name: str,
+        models: ServedModels,
         options: ServerOptions,
     ) -> None:
         self._engine = engine
         self._config = engine.engine.config
         self._runner = runner
         self._texts = texts
-        self._model_name = model_name
+        self._models, self._model_name = models, models.model_name
         self._options = options
         self._readers = ChatReaders(options)
 
@@ -72,7 +74,7 @@ class GenerationRoutes(TextRoutes):
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions: continues one or more prompts."""
-        check_model(body, self._model_name)
+        adapter = self._models.adapter_of(body)
         with bad_input(body):
             check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
@@ -89,13 +91,14 @@ class GenerationRoutes(TextRoutes):
                 prompts,
                 params,
                 body,
+                adapter,
                 with_form=has_form(params),
             )
         n = body.num_outputs
         call = Call(
             checked,
             n,
-            self._head("cmpl", "text_completion"),
+            self._head("cmpl", "text_completion", adapter),
             completion_choices(len(checked) * n, echo),
             request.state.record,
             client_of(request),
@@ -106,7 +109,7 @@ class GenerationRoutes(TextRoutes):
 
     async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions: answers a conversation."""
-        check_model(body, self._model_name)
+        adapter = self._models.adapter_of(body)
         with bad_input(body):
             tokenizer = tokenizer_of(self._engine)
             check_sizes(body, self._options)
@@ -121,6 +124,7 @@ class GenerationRoutes(TextRoutes):
                 params,
                 body,
                 reader,
+                adapter,
                 with_form=has_form(params) or bool(reader and reader.forced),
             )
         n, num_top, stream = body.num_outputs, body.top_logprobs or 0, bool(body.stream)
@@ -129,13 +133,13 @@ class GenerationRoutes(TextRoutes):
             prompt = checked[0].prompt_token_ids
             choice = reader.choices(choice, n, tokenizer, prompt, stream=stream)
         if stream:
-            head = self._head("chatcmpl", "chat.completion.chunk")
+            head = self._head("chatcmpl", "chat.completion.chunk", adapter)
             call = Call(checked, n, head, choice, request.state.record, client_of(request))
             return await unless_gone(request, self._stream(call, body, chat_roles(n)))
         call = Call(
             checked,
             n,
-            self._head("chatcmpl", "chat.completion"),
+            self._head("chatcmpl", "chat.completion", adapter),
             choice,
             request.state.record,
             client_of(request),
@@ -170,6 +174,7 @@ class GenerationRoutes(TextRoutes):
         params: SamplingParams | BeamSearchParams,
         body: ChatRequest,
         reader: ChatReader | None,
+        adapter: LoRARequest | None,
     ) -> list[CheckedRequest]:
         messages = messages_for(tokenizer, body.messages)
         tools, variables = reader.tools if reader else None, body.chat_template_kwargs
@@ -177,14 +182,14 @@ class GenerationRoutes(TextRoutes):
         with blaming_tools(reader):
             if reader is not None:
                 params = reader.params(params, tokenizer)
-            return check_all(self._engine, [prompt], params, body)
+            return check_all(self._engine, [prompt], params, body, adapter)
 
-    def _head(self, prefix: str, kind: str) -> dict[str, Any]:
+    def _head(self, prefix: str, kind: str, adapter: LoRARequest | None) -> dict[str, Any]:
         return {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
             "created": int(time.time()),
-            "model": self._model_name,
+            "model": adapter.lora_name if adapter else self._model_name,
         }
 
 
@@ -193,15 +198,17 @@ def check_all(
     prompts: list[Prompt],
     params: SamplingParams | BeamSearchParams,
     body: Generation,
+    adapter: LoRARequest | None = None,
 ) -> list[CheckedRequest]:
     """Tokenizes and checks the prompts of a request.
 
     Raises:
         ValueError: If the engine can't run it, or if it could not give all tokens that are asked for.
     """
-    salt, priority = body.cache_salt or "", body.priority or 0
-    check = engine.engine.check_request
-    requests = [check(prompt, params, cache_salt=salt, priority=priority) for prompt in prompts]
+    more = {"cache_salt": body.cache_salt or "", "priority": body.priority or 0, "lora_request": adapter}
+    requests = [engine.engine.check_request(prompt, params, **more) for prompt in prompts]
+    if getattr(body, "echo", None) and any(request.embeds for request in requests):
+        raise ValueError("echo is True; allowed with a soft prompt, whose tokens have no text: False")
     for request in requests:
         if params.max_tokens not in (None, request.params.max_tokens):  # the engine has cut it
             n = len(request.prompt_token_ids)

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.metadata
-import time
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -11,8 +10,9 @@ from pydantic import ConfigDict, Field
 from jax_paged.checks import check, check_int
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.server.adapters import ServedModels
 from jax_paged.server.conversation import messages_for
-from jax_paged.server.generation import bad_input, check_model, tokenizer_of
+from jax_paged.server.generation import bad_input, tokenizer_of
 from jax_paged.server.limits import check_sizes
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.protocol import Body, Messages
@@ -54,36 +54,30 @@ class InformationRoutes:
     Args:
         engine: Its configuration and tokenizer are read.
         texts: Tokenizes what clients send.
-        model_name: The model's name for clients.
+        models: The names that clients may ask for.
         options: Limits of what they ask for.
     """
 
     def __init__(
-        self, engine: AsyncLLMEngine, texts: TextReader, model_name: str, options: ServerOptions
+        self, engine: AsyncLLMEngine, texts: TextReader, models: ServedModels, options: ServerOptions
     ) -> None:
         self._engine = engine
         self._texts = texts
         self._options = options
         self._max_model_len = engine.engine.config.max_model_len
-        self._model_name = model_name
+        self._models = models
         self.version_name = importlib.metadata.version("jax-paged")
-        self._card = {
-            "id": model_name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "jax-paged",
-            "max_model_len": self._max_model_len,
-        }
 
     async def models(self) -> Response:
-        """GET /v1/models: the one model."""
-        return json_response({"object": "list", "data": [self._card]})
+        """GET /v1/models: the model, and its adapters."""
+        return json_response({"object": "list", "data": self._models.cards()})
 
     async def model(self, model: str) -> Response:
-        """GET /v1/models/{model}: the model of a name."""
-        if model != self._model_name:
-            raise unknown_model(model, self._model_name)
-        return json_response(self._card)
+        """GET /v1/models/{model}: the model or the adapter of a name."""
+        for card in self._models.cards():
+            if card["id"] == model:
+                return json_response(card)
+        raise unknown_model(model, *self._models.names)
 
     async def version(self) -> Response:
         """GET /version: the version of jax-paged."""
@@ -91,7 +85,7 @@ class InformationRoutes:
 
     async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
         """POST /tokenize: the token ids of a text, or of a conversation."""
-        check_model(body, self._model_name)
+        self._models.adapter_of(body)
         with bad_input(body):
             tokenizer = tokenizer_of(self._engine)
             check_sizes(body, self._options)
@@ -114,7 +108,7 @@ class InformationRoutes:
 
     async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
         """POST /detokenize: the text of token ids, special tokens included."""
-        check_model(body, self._model_name)
+        self._models.adapter_of(body)
         with bad_input(body):
             tokenizer, last = tokenizer_of(self._engine), self._engine.engine.config.vocab_size - 1
             longest = self._engine.engine.config.max_model_len

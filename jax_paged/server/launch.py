@@ -53,7 +53,8 @@ def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
         check_exposure(listener, options)
         allow_open_files(options.max_connections)
     engine = _load_engine(args, options)
-    openai = OpenAIServer(engine, options.served_model_name or args.model, options)
+    with _one_line_errors():
+        openai = OpenAIServer(engine, options.served_model_name or args.model, options)
     config.app = openai.app()
     Server(config, openai).run([listener])
     # Nothing is left to do, and what else runs can't be stopped: a compilation under way, a step that hangs.

@@ -56,6 +56,9 @@ class ServerOptions:
         reasoning_parser: How the model thinks; answers then have its thoughts apart, as reasoning.
         strict: Whether fields that the server does not know are errors; else they are ignored, and the header
             X-Ignored-Fields of the answer names them.
+        lora_modules: Adapters that requests may name as their model, as name=path; needs enable_lora.
+        allow_runtime_lora_updating: Whether clients may load and unload adapters, from any folder of this
+            machine that the server can read.
         max_num_waiting: Requests that may wait for the engine; more are answered with status 429.
         shutdown_timeout: Seconds that running requests have to end after SIGTERM or Ctrl-C, before they are
             cut off; a second signal cuts them off at once.
@@ -108,6 +111,8 @@ class ServerOptions:
     tool_call_parser: ToolCallParser | None = None
     reasoning_parser: ReasoningParser | None = None
     strict: bool = False
+    lora_modules: tuple[str, ...] = dataclasses.field(default=(), metadata={"nargs": "+"})
+    allow_runtime_lora_updating: bool = False
     max_num_waiting: int = 512
     shutdown_timeout: float = 30
     step_timeout: float = 120

@@ -74,10 +74,10 @@ def asleep_error(error: Exception) -> ApiError:
     return ApiError(str(error), status=503, code="sleeping", headers={"Retry-After": "1"})
 
 
-def unknown_model(name: str, served: str) -> ApiError:
-    """Returns the error for a model that is not the one that is served."""
+def unknown_model(name: str, *served: str) -> ApiError:
+    """Returns the error for a name that is not one of those that are served."""
     return ApiError(
-        f"model is {shortened(name)!r}; allowed: {served!r}",
+        f"model is {shortened(name)!r}; allowed: {' or '.join(map(repr, served))}",
         status=404,
         param="model",
         code="model_not_found",

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from jax_paged.checks import check_int
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.server.conversation import messages_for, messages_of_input
@@ -25,7 +26,6 @@ from jax_paged.server.generation import (
     TextRoutes,
     bad_input,
     check_all,
-    check_model,
     client_of,
     has_form,
     tokenizer_of,
@@ -112,7 +112,7 @@ class ResponsesRoute(TextRoutes):
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """POST /v1/responses: answers a text or a conversation."""
-        check_model(body, self._model_name)
+        adapter = self._models.adapter_of(body)
         with bad_input(body):
             tokenizer = tokenizer_of(self._engine)
             check_sizes(body, self._options)
@@ -123,10 +123,19 @@ class ResponsesRoute(TextRoutes):
             thinking = self._readers.reasoning
             reader = None if thinking is None else ChatReader(None, None, (), True, thinking)
             checked = await self._texts.read(
-                "input", texts, self._check, tokenizer, params, body, reader, with_form=has_form(params)
+                "input",
+                texts,
+                self._check,
+                tokenizer,
+                params,
+                body,
+                reader,
+                adapter,
+                with_form=has_form(params),
             )
         parser = reader and reader.parser(tokenizer, checked[0].prompt_token_ids)
-        answer = _Answer(body, checked[0].params, self._model_name, parser)
+        name = adapter.lora_name if adapter else self._model_name
+        answer = _Answer(body, checked[0].params, name, parser)
         call = Call(
             checked, 1, {"id": answer.response_id}, answer.item, request.state.record, client_of(request)
         )
@@ -140,11 +149,12 @@ class ResponsesRoute(TextRoutes):
         params: SamplingParams,
         body: ResponsesRequest,
         reader: ChatReader | None,
+        adapter: LoRARequest | None,
     ) -> list[CheckedRequest]:
         messages = messages_of_input(body.input, body.instructions)
         prompt = tokenizer.encode_chat(messages_for(tokenizer, messages))
         own = reader.params(params, tokenizer) if reader else params
-        return check_all(self._engine, [prompt], own, body)
+        return check_all(self._engine, [prompt], own, body, adapter)
 
     async def _whole(self, answer: "_Answer", call: Call) -> Response:
         output = [part async for part in self._runner.parts(call, whole=True)][-1]

@@ -29,6 +29,7 @@ class StepInputs(NamedTuple):
         changes_ahead: int32 [2, n], changes of block tables to write ahead of the step: those for which its
             buffer has no room, when long tables take their seats.
         num_shared_tokens: Tokens that are read once for several rows, each of these after the first counted.
+        embeds: float32 [T, E], the vectors of the token rows that have some; None if no row of the step has.
     """
 
     packed: np.ndarray
@@ -37,6 +38,7 @@ class StepInputs(NamedTuple):
     token_mask: np.ndarray | None
     changes_ahead: np.ndarray
     num_shared_tokens: int = 0
+    embeds: np.ndarray | None = None
 
 
 class BatchBuilder:
@@ -50,6 +52,7 @@ class BatchBuilder:
         vocab_size: Ids from here on pad biases.
         checks_inputs: Whether to assert all that the kernels take for granted.
         shares_prefixes: Whether rows may attend to leading blocks together.
+        embed_size: Numbers of a vector in place of a token, E.
     """
 
     def __init__(
@@ -62,12 +65,14 @@ class BatchBuilder:
         vocab_size: int,
         checks_inputs: bool = False,
         shares_prefixes: bool = False,
+        embed_size: int = 0,
     ) -> None:
         self._input_batch = input_batch
         self._block_size, self._num_blocks = block_size, num_blocks
         self._groups = groups
         self._vocab_size = vocab_size
         self._checks_inputs = checks_inputs
+        self._embed_size = embed_size
         # Groups without a window share alike: what is cached or forked is so in all of them.
         full = [g for g, group in enumerate(groups) if group.window is None and not group.is_cross]
         self._shared_groups = full if shares_prefixes else []
@@ -146,10 +151,13 @@ class BatchBuilder:
             )
         if bucket.num_steps > 1:
             self._fill_burst(view, seats, start, output.burst)
+        if bucket.has_adapters:
+            view["adapter_slots"][:n] = batch.adapter_slots[seats]
+        embeds = self._embeds(view["has_embeds"], output) if bucket.has_embeds else None
         bias = self._bias(sample_seats, bucket)
         is_masked = view["sampling"][:, MASK_COLUMN]
         mask = self._token_mask(sample_seats, sample_positions, output.token_masks, is_masked)
-        return StepInputs(packed, *bias, mask, changes[:, :num_ahead], num_shared)
+        return StepInputs(packed, *bias, mask, changes[:, :num_ahead], num_shared, embeds)
 
     def fields(self, inputs: StepInputs, bucket: Bucket) -> dict[str, np.ndarray]:
         """Returns the fields of a step's buffer."""
@@ -178,6 +186,18 @@ class BatchBuilder:
                 assert blocks.min() > 0, "a token would be written to the null block"
                 view["slot_mapping"][g, :total] = blocks * size + places % size
                 view["context_lens"][g, :n] = stops - batch.num_dropped[seats]
+
+    def _embeds(self, has_embeds: np.ndarray, output: SchedulerOutput) -> np.ndarray:
+        """Returns the vectors of a step; notes which token rows have one."""
+        embeds, first = np.zeros((len(has_embeds), self._embed_size), np.float32), 0
+        seats = self._input_batch.seats_of(row.seq_id for row in output.scheduled).tolist()
+        for row, seat in zip(output.scheduled, seats, strict=True):
+            given = self._input_batch.embeds.get(seat, embeds[:0])
+            part = given[row.start : row.start + row.num_tokens]
+            embeds[first : first + len(part)] = part
+            has_embeds[first : first + len(part)] = 1
+            first += row.num_tokens
+        return embeds
 
     def _share_prefixes(
         self, shared: np.ndarray, seats: np.ndarray, start: np.ndarray, num_tokens: np.ndarray

@@ -20,6 +20,8 @@ class Bucket:
         num_steps: Decode steps that are done in one; 1 unless it serves bursts.
         num_drafts: Most drafts of a row; 0 unless it serves speculation. Then there is a row of logits for
             each token row.
+        has_adapters: Whether rows may have an adapter.
+        has_embeds: Whether token rows may have vectors of their own in place of tokens.
     """
 
     is_decode: bool
@@ -27,6 +29,8 @@ class Bucket:
     num_seqs: int
     num_steps: int = 1
     num_drafts: int = 0
+    has_adapters: bool = False
+    has_embeds: bool = False
 
     @property
     def num_logits(self) -> int:
@@ -34,16 +38,18 @@ class Bucket:
         return self.num_tokens if self.num_drafts else self.num_seqs
 
     @property
-    def kind(self) -> tuple[bool, int, int]:
-        """What it serves; shapes of one kind differ in size alone."""
-        return self.is_decode, self.num_steps, self.num_drafts
+    def kind(self) -> tuple[bool, int, int, bool, bool]:
+        """What a step is, beside its size."""
+        return self.is_decode, self.num_steps, self.num_drafts, self.has_adapters, self.has_embeds
 
     def __str__(self) -> str:
+        more = "embeds-" * self.has_embeds + "lora-" * self.has_adapters
         if self.num_drafts:
-            return f"verify {self.num_tokens}x{self.num_seqs}"
+            return f"{more}verify {self.num_tokens}x{self.num_seqs}"
         if self.num_steps > 1:
-            return f"burst {self.num_steps}x{self.num_seqs}"
-        return f"decode {self.num_seqs}" if self.is_decode else f"mixed {self.num_tokens}x{self.num_seqs}"
+            return f"{more}burst {self.num_steps}x{self.num_seqs}"
+        size = f"decode {self.num_seqs}" if self.is_decode else f"mixed {self.num_tokens}x{self.num_seqs}"
+        return more + size
 
 
 def plan_buckets(
@@ -101,7 +107,7 @@ def plan_invariant_buckets(
 
 def plan_bursts(buckets: list[Bucket], burst_size: int) -> list[Bucket]:
     """Returns the shapes of bursts, in ascending order: those of decode steps, none for a burst size of 1."""
-    decode = [b for b in buckets if b.is_decode and burst_size > 1]
+    decode = [b for b in buckets if b.is_decode and not b.has_embeds and burst_size > 1]
     return [dataclasses.replace(bucket, num_steps=burst_size) for bucket in decode]
 
 
@@ -113,3 +119,30 @@ def plan_verifying(config: EngineConfig) -> list[Bucket]:
     sizes = sizes_up_to(speculation.max_rows(config.max_num_batched_tokens))
     num_drafts = speculation.num_tokens
     return [Bucket(False, n, min(n, config.max_num_seqs), num_drafts=num_drafts) for n in sizes]
+
+
+def plan_variants(
+    buckets: list[Bucket], has_adapters: bool, has_embeds: bool, *, is_invariant: bool
+) -> list[Bucket]:
+    """Returns shapes, and those of the steps that need more than others, each kind in ascending order.
+
+    Steps without adapters and vectors of their own are what they are in an engine that knows neither. Vectors
+    are in prompts, so that mixed steps alone bring them, if there are any.
+
+    Args:
+        buckets: Of `plan_buckets`.
+        has_adapters: Whether requests may have adapters.
+        has_embeds: Whether prompts may have vectors of their own.
+        is_invariant: Whether one program has to serve all steps of a kind.
+    """
+    adapted = [dataclasses.replace(b, has_adapters=True) for b in buckets] if has_adapters else []
+    has_mixed = not all(b.is_decode for b in buckets)
+    embedded = [
+        dataclasses.replace(b, has_embeds=True)
+        for b in (adapted or buckets)
+        if has_embeds and not b.num_drafts and not (b.is_decode and has_mixed)
+    ]
+    if not is_invariant:
+        return [*buckets, *adapted, *embedded]
+    kinds = {b.is_decode for b in embedded}
+    return [*(b for b in (adapted or buckets) if b.is_decode not in kinds), *embedded]

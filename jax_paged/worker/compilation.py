@@ -184,6 +184,8 @@ class CompiledPrograms:
         num_logits: int,
         num_steps: int = 1,
         num_drafts: int = 0,
+        has_adapters: bool = False,
+        has_embeds: bool = False,
     ) -> Bucket:
         """Returns the smallest compiled bucket that a step fits in.
 
@@ -194,13 +196,15 @@ class CompiledPrograms:
             num_logits: Rows of logits.
             num_steps: Decode steps that are done in one.
             num_drafts: Most drafts of a row.
+            has_adapters: Whether rows have adapters.
+            has_embeds: Whether token rows have vectors of their own.
         """
+        needed = is_decode, num_steps, has_adapters, has_embeds
         for bucket in self.buckets:
             fits = bucket.num_tokens >= num_tokens and bucket.num_seqs >= num_seqs
             fits &= bucket.num_logits >= num_logits and bucket.num_drafts >= num_drafts
-            fits &= (bucket.is_decode, bucket.num_steps) == (is_decode, num_steps)
-            if num_drafts == 0:
-                fits &= bucket.num_drafts == 0
+            fits &= bool(bucket.num_drafts) == bool(num_drafts)
+            fits &= (bucket.is_decode, bucket.num_steps, bucket.has_adapters, bucket.has_embeds) == needed
             if fits and self._is_compiled(StepProgram(bucket)):
                 return bucket
         raise AssertionError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")

@@ -25,7 +25,7 @@ class EncodeProgram(Program):
         return f"encode {self.num_tokens}"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
-        def encode(
+        def encode_text(
             weights: list[Array], pool: list[Array], tokens: Array, length: Array, slots: Array
         ) -> list[Array]:
             model: Any = context.merge(weights)
@@ -35,7 +35,7 @@ class EncodeProgram(Program):
         pool, n = context.pool(), self.num_tokens
         shapes = ((n,), (), (len(context.layout.groups), n))
         inputs = [context.shape(shape, jnp.int32) for shape in shapes]
-        jitted = jax.jit(encode, donate_argnums=1, out_shardings=[context.pool_sharding] * len(pool))
+        jitted = jax.jit(encode_text, donate_argnums=1, out_shardings=[context.pool_sharding] * len(pool))
         return jitted.trace(context.weights, pool, *inputs)
 
 
@@ -48,28 +48,36 @@ def plan_encoders(max_model_len: int) -> list[EncodeProgram]:
 def encode(
     run: Callable[..., Any],
     programs: list[EncodeProgram],
-    weights: list[Array],
-    kv_cache: list[Array],
     output: SchedulerOutput,
     config: EngineConfig,
+    weights: list[Array],
+    kv_cache: list[Array],
     place: Callable[[Any], Any],
 ) -> list[Array]:
-    """Runs the encoder for requests that begin; returns the pool, in which their decoders find its output.
+    """Runs the encoder for requests that begin in a step: what their decoder attends to goes to the pool.
 
     Args:
-        run: Runs a program on arguments.
-        programs: In ascending order.
+        run: Runs a program.
+        programs: In ascending order of their sizes.
+        output: The step.
+        config: Of the engine.
         weights: Of the model.
-        kv_cache: The pool; donated.
-        output: The step in which they begin.
-        config: Sizes.
-        place: Moves arrays to the device.
+        kv_cache: The pool; donated if there is anything to encode.
+        place: Puts arrays on the device.
+
+    Returns:
+        The pool.
     """
-    pool = {"num_blocks": config.num_blocks, "block_size": config.block_size}
     for text in output.to_encode:
         program = next(p for p in programs if p.num_tokens >= len(text.token_ids))
-        inputs = build_encoder_inputs(text, program.num_tokens, groups=config.cache_groups, **pool)
-        kv_cache = run(program, weights, kv_cache, *map(place, inputs))
+        inputs = build_encoder_inputs(
+            text,
+            program.num_tokens,
+            groups=config.cache_groups,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+        )
+        kv_cache = run(program, weights, kv_cache, *place(inputs))
     return kv_cache
 
 

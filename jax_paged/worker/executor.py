@@ -168,6 +168,8 @@ class LocalExecutor:
         if is_encoder(args, loaded):
             own = {"hooks": list(hooks) or None, "attend": attend, "sampler": sampler}
             own["logits_processors"] = list(logits_processors) or None
+            own |= {"enable_lora": args.enable_lora or None}
+            own |= {"enable_prompt_embeds": args.enable_prompt_embeds or None}
             for name, value in own.items():
                 check(value is None, name, value, "None, as the model is an encoder")
             self.runner = EncoderRunner(args, loaded)

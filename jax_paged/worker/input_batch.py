@@ -51,6 +51,8 @@ class InputBatch:
         forced_tokens: Of sequences whose output is given, the length of the prompt, and the output.
         hook_args: float32 [S, A], whether each hook is on, and its arguments.
         processor_args: float32 [S, P], whether each logits processor is on, and its arguments.
+        adapter_slots: int32 [S], the slot of each sequence's adapter, 0 for none.
+        embeds: Of the sequences whose prompt begins with vectors, these: float32 [tokens, E].
         new_seats: Seats of sequences with logits processors that nothing was drawn for yet.
         pooling: Of the sequences whose prompt is pooled, SamplingParams.pooling and the prompt's length.
         prompts: Of the sequences whose prompt gets log-probabilities, the prompt and how many most likely
@@ -89,12 +91,14 @@ class InputBatch:
         self.forced_tokens: dict[int, tuple[int, list[int]]] = {}
         self.hook_args = np.zeros((max_num_seqs, sum(1 + n for n in hooks.values())), np.float32)
         self.processor_args = np.zeros((max_num_seqs, sum(1 + n for n in processors.values())), np.float32)
+        self.adapter_slots = np.zeros(max_num_seqs, np.int32)
+        self.embeds: dict[int, np.ndarray] = {}
         self.new_seats: set[int] = set()
         self.prompts: dict[int, tuple[list[int], int]] = {}
         self.pooling: dict[int, tuple[str, int]] = {}
         self._by_seat: tuple[dict[int, Any], ...] = (
             *(self.token_rules, self.known_tokens, self.functions),
-            *(self.prompts, self.forced_tokens, self.pooling),
+            *(self.prompts, self.forced_tokens, self.pooling, self.embeds),
         )
 
     @property
@@ -112,6 +116,17 @@ class InputBatch:
                 rows[i] = first, row.num_tokens, sorted(found)
             first += row.num_tokens
         return rows
+
+    def has_adapters(self, output: SchedulerOutput) -> bool:
+        """Returns whether a row of a step has an adapter."""
+        return bool(self.adapter_slots[self.seats_of(row.seq_id for row in output.scheduled)].any())
+
+    def has_embeds(self, output: SchedulerOutput) -> bool:
+        """Returns whether a step computes a token that is a vector."""
+        if not self.embeds:
+            return False
+        found = ((row, self.embeds.get(self._seats[row.seq_id])) for row in output.scheduled)
+        return any(given is not None and row.start < len(given) for row, given in found)
 
     def seats_of(self, seq_ids: Iterable[int]) -> np.ndarray:
         """Returns the seats of sequences, int64."""
@@ -175,6 +190,7 @@ class InputBatch:
             self.block_tables[g, seat, :n] = 0
         self.num_table_blocks[:, seat] = 0
         self.count_seats[seat] = self.num_seats
+        self.adapter_slots[seat] = 0
         for seats in self._by_seat:
             seats.pop(seat, None)
         self._free.append(seat)
@@ -210,6 +226,10 @@ class InputBatch:
         self.new_seats.discard(seat)
         if params.extra_args and not new.output_token_ids:
             self.new_seats.add(seat)
+        self.adapter_slots[seat] = new.adapter_slot
+        if new.prompt_embeds is not None:
+            given = np.frombuffer(new.prompt_embeds.data, "<f4")
+            self.embeds[seat] = given.reshape(new.prompt_embeds.num_tokens, -1)
         if params.forced_token_ids is not None:
             self.forced_tokens[seat] = len(new.prompt_token_ids), params.forced_token_ids
         if params.pooling is not None:

@@ -25,7 +25,8 @@ from jax_paged.models.layers import TENSOR
 from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.native import products
 from jax_paged.pallas_kernels.quantization import DTYPES
-from jax_paged.worker import host_processors, prompt_logprobs
+from jax_paged.worker import host_processors, kv_cache, prompt_logprobs
+from jax_paged.worker.adapters import AdapterArrays, LoadAdapterProgram, plan_additions
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
 from jax_paged.worker.block_tables import WriteBlockTablesProgram, write_block_tables
@@ -36,18 +37,11 @@ from jax_paged.worker.encoder import encode, plan_encoders
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.kept_states import KeptStates
 from jax_paged.worker.kernel_check import choose_backend
-from jax_paged.worker.kv_cache import (
-    allocate_kv_cache,
-    device_memory,
-    filled,
-    free_kv_cache_bytes,
-    plan_layout,
-)
 from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
 from jax_paged.worker.plan_steps import plan_steps
 from jax_paged.worker.pooling import PoolProgram, plan_pooling
-from jax_paged.worker.programs import Program, SeatArrays, TraceContext
+from jax_paged.worker.programs import Program, TraceContext
 from jax_paged.worker.prompt_logprobs import PromptLogprobsProgram
 from jax_paged.worker.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.results import PendingStep
@@ -99,16 +93,20 @@ class ModelRunner:
         if args.matmul_backend == "auto" and matmul_backend == "xla" and device.platform == "cpu":
             problem = products.problem(loaded.dtype)
             _LOGGER.warning("XLA packs the weights in every step; oneDNN does it once, but %s", problem)
-        layout = plan_layout(loaded.model.kv_cache_specs(), DTYPES.get(args.kv_cache_dtype, loaded.dtype))
+        layout = kv_cache.plan_layout(
+            loaded.model.kv_cache_specs(), DTYPES.get(args.kv_cache_dtype, loaded.dtype)
+        )
         packs = matmul_backend == "onednn"
         captured = check_hooks(loaded.model, hooks)
         check_processors(logits_processors, loaded.vocab_size)
+        additions = plan_additions(args, loaded)
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
         draft, draft_weights = load_draft(args, loaded, layout, mesh, packs=packs)
-        extra = [*hook_params, *draft_weights]
-        self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=extra)
+        how: dict[str, Any] = {"is_own": is_own, "packs": packs, "mesh": mesh}
+        self.served = ServedWeights(loaded.model, extra=[*hook_params, *draft_weights], **how)
         self._weights = self.served.arrays
         layouts = (layout,) if draft is None else (layout, draft.layout)
+        self._adapters = AdapterArrays(additions.lora, self._replicated)
         self._encodes = isinstance(loaded.model, EncoderDecoderLM)
         facts = ModelFacts(
             architecture=loaded.architecture,
@@ -151,31 +149,25 @@ class ModelRunner:
                 shares_prefixes=config.cascade_attention and attend is None,
                 pooling=facts.pooling,
                 draft=draft,
+                **additions._asdict(),
             )
 
-        memory = device_memory(device)
+        memory = kv_cache.device_memory(device)
 
         def free_bytes(config: EngineConfig) -> int:
             # What the largest step needs is found out with a tiny pool.
-            verifying = plan_verifying(config)
-            needed = step_bytes(context_of(config, num_blocks=2), config.num_scheduler_steps, verifying)
-            return free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization)
+            needed = step_bytes(context_of(config, 2), config.num_scheduler_steps, plan_verifying(config))
+            return kv_cache.free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization)
 
-        self.config = resolve_config(
-            args,
-            facts,
-            platform=memory.platform,
-            backend=backend,
-            matmul_backend=matmul_backend,
-            free_bytes=free_bytes,
-        )
+        chosen = {"backend": backend, "matmul_backend": matmul_backend}
         self.config = dataclasses.replace(
-            self.config,
+            resolve_config(args, facts, platform=memory.platform, free_bytes=free_bytes, **chosen),
             backend_reason=backend_reason,
             hooks={hook.name: hook.num_args for hook in hooks},
             capturing=frozenset(captured),
             logits_processors={p.name: p.num_args for p in logits_processors},
             stateful=frozenset(p.name for p in logits_processors if p.has_state),
+            **additions.settings(args),
         )
         self._context = context_of(self.config, self.config.num_blocks)
         self._encoders = plan_encoders(self.config.max_model_len) if self._encodes else []
@@ -197,6 +189,7 @@ class ModelRunner:
             vocab_size=self.config.vocab_size,
             checks_inputs=checks_inputs(),
             shares_prefixes=self._context.shares_prefixes,
+            embed_size=self.config.embed_size,
         )
         self._mover = BlockMover(
             layouts=layouts,
@@ -225,6 +218,7 @@ class ModelRunner:
                 ResetTokenCountsProgram(),
                 self._prompt_logprobs,
                 *([PoolProgram(loaded.config.hidden_size)] if facts.pooling else ()),
+                *([LoadAdapterProgram()] if self.config.max_loras else ()),
             ],
             lambda program: program.lower(context),
             options,
@@ -279,9 +273,9 @@ class ModelRunner:
         resets = batch.update(output)
         states = self._kept_states.bring_back(output, batch, states, self._place)
         self._kv_cache = self._mover.move(self._run, self._kv_cache, output)
-        self._kv_cache = encode(
-            self._run, self._encoders, self._weights, self._kv_cache, output, self.config, self._place
-        )
+        held = self._weights, self._kv_cache
+        self._kv_cache = encode(self._run, self._encoders, output, self.config, *held, self._place)
+        self._adapters.load(self._run, output.adapter_loads)
         counts = reset_token_counts(self._run, self._seat_arrays.token_counts, resets, self._place)
         self._seat_arrays = self._seat_arrays._replace(token_counts=counts, processor_states=states)
         logits_rows = plan_logits_rows(output)
@@ -299,12 +293,13 @@ class ModelRunner:
 
     def fill_kv_cache(self, value: float) -> None:
         """Overwrites the whole pool, whatever sequences keep there: to see that nobody reads stale blocks."""
-        self._kv_cache = [filled(array, value) for array in self._kv_cache]
+        self._kv_cache = [kv_cache.filled(array, value) for array in self._kv_cache]
 
     def allocate(self) -> None:
         """Takes memory for the pool and for what is kept by seat: zeros, but for states of processors."""
+        self._adapters.restore()
         context, zeros = self._context, functools.partial(jnp.zeros, device=self._replicated)
-        self._kv_cache = allocate_kv_cache(
+        self._kv_cache = kv_cache.allocate_kv_cache(
             context.layouts, context.num_blocks, context.block_size, self._mesh
         )
         seats: SeatArrays[Array] = jax.tree.map(lambda x: zeros(x.shape, x.dtype), context.seat_arrays())
@@ -314,6 +309,7 @@ class ModelRunner:
 
     def free(self) -> None:
         """Frees what `allocate` has taken, between two steps; no sequence goes on in its seat."""
+        self._adapters.free()
         self._states_on_host = [np.array(states) for states in self._seat_arrays.processor_states]
         for array in jax.tree.leaves([self._kv_cache, self._seat_arrays, self._empty_inputs]):
             array.delete()
@@ -340,13 +336,11 @@ class ModelRunner:
         self._seat_arrays = self._seat_arrays._replace(block_tables=tables)
         given = inputs.bias_ids, inputs.bias_values, inputs.token_mask
         sampling_inputs = [e if x is None else x for x, e in zip(given, self._empty(bucket), strict=True)]
+        more = [self._adapters.arrays] if bucket.has_adapters else []
+        more += [] if inputs.embeds is None else [self._place(inputs.embeds)]
+        held = self._weights, self._kv_cache, self._seat_arrays
         results, details, hidden, self._kv_cache, self._seat_arrays, captured = self._run(
-            StepProgram(bucket),
-            self._weights,
-            self._kv_cache,
-            self._seat_arrays,
-            inputs.packed,
-            *sampling_inputs,
+            StepProgram(bucket), *held, inputs.packed, *sampling_inputs, *more
         )
         redrawn = {}
         if functions:
@@ -374,20 +368,27 @@ class ModelRunner:
 
     def _bucket(self, output: SchedulerOutput, *, wants_hidden: bool) -> Bucket:
         """Returns the shape for a step; hidden states are read of mixed steps, if there are any."""
-        num_tokens = output.num_batched_tokens
+        num_tokens, batch = output.num_batched_tokens, self._input_batch
+        has_embeds = batch.has_embeds(output)
+        is_mixed = self._has_mixed and (wants_hidden or has_embeds or num_tokens > len(output.scheduled))
+        if self.config.batch_invariant:  # one program serves all
+            has_embeds = self.config.embed_size > 0 and (is_mixed or not self._has_mixed)
         return self._compiled.smallest_ready(
-            is_decode=num_tokens == len(output.scheduled) and not (wants_hidden and self._has_mixed),
+            is_decode=not is_mixed,
             num_tokens=num_tokens,
             num_seqs=len(output.scheduled),
             num_logits=output.num_logits_rows,
             num_steps=self.config.num_scheduler_steps if output.burst else 1,
             num_drafts=output.num_drafts,
+            has_adapters=self.config.max_loras > 0
+            and (self.config.batch_invariant or has_embeds or batch.has_adapters(output)),
+            has_embeds=has_embeds,
         )
 
     def _run(self, program: Program, *args: Any) -> Any:
         return self._compiled.run(program, *args)
 
-    def _place(self, array: np.ndarray) -> Array:
+    def _place(self, array: Any) -> Any:
         return jax.device_put(array, self._replicated)
 
     def _empty(self, bucket: Bucket) -> tuple[Array, Array, Array]:

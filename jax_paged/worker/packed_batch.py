@@ -11,6 +11,8 @@ but T in steps with drafts), G cache groups, C changes of block tables:
     of hooks:            hook_args [B, A] | processor_args [L, P]
     of bursts:           max_draws [B] | end_tokens [B, E]
     of drafts:           num_drafts [L]
+    of adapters:         adapter_slots [B]
+    of embeddings:       has_embeds [T]
 
 The block tables themselves lie on the device, by seat (block_tables.py); a row that is not used has a seat
 that does not exist. A token that the host does not know yet is NO_TOKEN, always the last of its row.
@@ -23,6 +25,9 @@ and its arguments: A columns in all; processor_args the same for each row of log
 where 2 stands for one that begins. A row of a burst draws at most max_draws tokens, and none after one of
 its E = MAX_END_TOKENS end tokens, which are padded with -1. num_drafts says of each row of logits behind how
 many drafts it stands: the token rows up to its own, and their rows of logits, are those in front of it.
+adapter_slots holds the slot of each row's
+adapter, 0 for none, and has_embeds which token rows have a vector of their own; only steps that need these
+fields have them.
 """
 
 import math
@@ -100,6 +105,10 @@ def layout(
         shapes |= {"max_draws": (b,), "end_tokens": (b, MAX_END_TOKENS)}
     if bucket.num_drafts:
         shapes["num_drafts"] = (num_logits,)
+    if bucket.has_adapters:
+        shapes["adapter_slots"] = (b,)
+    if bucket.has_embeds:
+        shapes["has_embeds"] = (t,)
     fields, start = {}, 0
     for name, shape in shapes.items():
         fields[name] = Field(start, shape)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import Attend, Backend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.hooks import Hook, at_paths
+from jax_paged.models.lora import LoraLayout
 from jax_paged.models.pooling import PoolingSpec
 from jax_paged.worker.draft_model import DraftModel
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
@@ -70,6 +71,9 @@ class TraceContext:
         shares_prefixes: Whether rows may attend to leading blocks together, see shared_prefixes.py.
         pooling: What is made of pooled hidden states; None if nobody pools.
         draft: A model that drafts tokens; None if none does.
+        lora: The arrays of adapters; None if requests have none.
+        embed_path: Where the table of token embeddings stands in the model, if prompts may have vectors.
+        embed_size: Numbers of such a vector.
     """
 
     model: FlatModel
@@ -96,6 +100,9 @@ class TraceContext:
     shares_prefixes: bool = False
     pooling: PoolingSpec | None = None
     draft: DraftModel | None = None
+    lora: LoraLayout | None = None
+    embed_path: str = ""
+    embed_size: int = 0
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -149,6 +156,11 @@ class TraceContext:
             last_tokens=self.shape((s,), jnp.int32),
             processor_states=[self.shape(x.shape, x.dtype) for x in state_shapes(self.processors, s)],
         )
+
+    def lora_arrays(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the arrays of adapters."""
+        lora = self.lora
+        return [] if lora is None else [self.shape(shape, lora.dtype) for shape in lora.shapes()]
 
     def merge(self, weights: list[Array]) -> LanguageModel:
         """Returns the model with the weights that a program is traced with."""

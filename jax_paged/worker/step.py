@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_paged.core.runner_output import NO_TOKEN
 from jax_paged.models.attention import AttentionMetadata
 from jax_paged.models.hooks import num_columns
+from jax_paged.models.lora import RowFunction, row_functions, unchanged
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker import logits_processors
 from jax_paged.worker.block_tables import tables_of, write_changes
@@ -69,6 +70,8 @@ class TracedStep:
         fields: Of the packed buffer.
         tables: Block tables of the rows, int32 [G, B, M].
         bias_ids: Of SamplingBatch; so are the two that follow.
+        adapters: The arrays of all slots; none if bucket.has_adapters is not.
+        embeds: Vectors of the token rows that have some; None if bucket.has_embeds is not.
     """
 
     context: TraceContext
@@ -79,6 +82,8 @@ class TracedStep:
     bias_ids: Array
     bias_values: Array
     token_mask: Array
+    adapters: list[Array] = dataclasses.field(default_factory=list)
+    embeds: Float[Array, "t e"] | None = None
 
     def run(
         self,
@@ -109,7 +114,7 @@ class TracedStep:
         own = kv_cache[: context.layout.num_pools]
         captured: dict[str, Array] = {}
         hooks = context.hooks_at(self.weights, self.hook_columns(), captured) if context.hooks else {}
-        hidden, own = model.paged(tokens, own, metadata, hooks)
+        hidden, own = model.paged(tokens, own, metadata, hooks, self.changes())
         kv_cache = [*own, *kv_cache[context.layout.num_pools :]]
         logits = model.logits(hidden[fields["logits_rows"]])
         drafts = (
@@ -168,12 +173,30 @@ class TracedStep:
 
     def hook_columns(self) -> Float[Array, "t columns"]:
         """Returns which hooks are on for each token row, and with which arguments; in padding none is."""
-        columns = lax.bitcast_convert_type(self.fields["hook_args"], jnp.float32)
+        return self._by_token(lax.bitcast_convert_type(self.fields["hook_args"], jnp.float32))
+
+    def changes(self) -> dict[str, RowFunction]:
+        """Returns what adapters, and vectors in place of tokens, make of the outputs of modules."""
+        changes: dict[str, RowFunction] = {}
+        if self.bucket.has_adapters:
+            assert self.context.lora is not None, "only an engine with adapters has such steps"
+            slots = self._by_token(self.fields["adapter_slots"])
+            changes |= row_functions(self.context.lora, self.adapters, slots)
+        elif self.context.lora is not None and self.context.dtype == jnp.float32:
+            # As in steps with adapters, so that a row of the model alone is the same in both, to the bit.
+            changes |= unchanged(self.context.lora)
+        if self.embeds is not None:
+            embeds, is_own = self.embeds, self.fields["has_embeds"][:, None] != 0
+            changes[self.context.embed_path] = lambda x, y: jnp.where(is_own, embeds.astype(y.dtype), y)
+        return changes
+
+    def _by_token(self, rows: Array) -> Array:
+        """Returns for each token row what its row has; 0 in padding."""
         if self.bucket.is_decode:
-            return columns
+            return rows
         token = jnp.arange(self.bucket.num_tokens)[:, None]
         row = jnp.sum(token >= self.fields["query_start_loc"][1:], axis=1)
-        return columns.at[row].get(mode="fill", fill_value=0)
+        return rows.at[row].get(mode="fill", fill_value=0)
 
     def burst(
         self,
@@ -242,8 +265,8 @@ class TracedStep:
 class StepProgram(Program):
     """The step of one bucket: it runs the model on all rows, and draws a token from every row of logits.
 
-    Its arguments are weights, pool, SeatArrays (these two are donated), and the arrays of StepInputs. It
-    returns:
+    Its arguments are weights, pool, SeatArrays (these two are donated), and the arrays of StepInputs; then,
+    if the bucket says so, those of all adapters, and the vectors of token rows. It returns:
         int32 [4, L]: token ids, bits of their log-probabilities, whether the logits were finite, whether any
             token could be chosen.
         int32 [L, 1 + 2N]: rank, most likely token ids, bits of their log-probabilities.
@@ -272,12 +295,16 @@ class StepProgram(Program):
             bias_ids: Array,
             bias_values: Array,
             token_mask: Array,
+            *more: Any,
         ) -> tuple[Array, Array, Array | None, list[Array], SeatArrays[Array], dict[str, Array]]:
             fields = unpack(packed, bucket, num_groups, *columns)
             token_counts, block_tables, last_tokens, states = seat_arrays
             block_tables = write_changes(block_tables, fields["table_changes"])
             tables = tables_of(block_tables, fields["seats"])
-            traced = TracedStep(context, bucket, weights, fields, tables, bias_ids, bias_values, token_mask)
+            adapters = more[0] if bucket.has_adapters else []
+            embeds = more[-1] if bucket.has_embeds else None
+            given = bias_ids, bias_values, token_mask, adapters, embeds
+            traced = TracedStep(context, bucket, weights, fields, tables, *given)
             tokens = known_tokens(fields, last_tokens)
             if bucket.num_steps > 1:
                 burst = traced.burst(tokens, kv_cache, token_counts, states)
@@ -310,10 +337,13 @@ class StepProgram(Program):
             context.shape((num_logits, MAX_BIAS_IDS), jnp.float32),
             context.shape((num_logits, context.num_mask_words), jnp.int32),
         ]
+        more: list[Any] = [context.lora_arrays()] if bucket.has_adapters else []
+        if bucket.has_embeds:
+            more.append(context.shape((bucket.num_tokens, context.embed_size), jnp.float32))
         replicated = context.replicated
         out_shardings = (*[replicated] * 3, [context.pool_sharding] * len(pool), *[replicated] * 2)
         jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
-        return jitted.trace(context.weights, pool, context.seat_arrays(), *inputs)
+        return jitted.trace(context.weights, pool, context.seat_arrays(), *inputs, *more)
 
 
 def step_bytes(context: TraceContext, burst_size: int, verifying: list[Bucket]) -> int:
@@ -325,7 +355,9 @@ def step_bytes(context: TraceContext, burst_size: int, verifying: list[Bucket]) 
         verifying: Shapes of steps with drafts.
     """
     buckets = plan_buckets(context.max_num_seqs, context.max_num_batched_tokens)
-    largest = {b.kind: b for b in [*sorted(buckets, key=lambda b: b.num_tokens)[-1:], *verifying]}
+    mixed = sorted(buckets, key=lambda b: b.num_tokens)[-1:]
+    more = {"has_adapters": context.lora is not None, "has_embeds": bool(context.embed_path)}
+    largest = {b.kind: b for b in [*(dataclasses.replace(b, **more) for b in mixed), *verifying]}
     row_bytes = 4 * (2 * MAX_BIAS_IDS + context.num_mask_words)
     # What steps without biases and masks read, of every size; and what a step with them brings along.
     num_rows = {b.num_logits for b in [*buckets, *verifying]}

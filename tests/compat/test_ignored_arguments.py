@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jax_paged import LLM, AsyncEngineArgs, EngineArgs, SamplingParams
-from jax_paged.config import _IGNORED
+from jax_paged.ignored_arguments import IGNORED
 
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "vllm-compatibility.md"
 
@@ -72,7 +72,7 @@ def test_none_is_the_default_where_vllm_says_so() -> None:
 
 def test_no_field_is_ignored_and_none_warns() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(EngineArgs)}
-    assert not fields.keys() & _IGNORED.keys()
+    assert not fields.keys() & IGNORED.keys()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert EngineArgs(**fields) == EngineArgs()
@@ -111,5 +111,5 @@ def test_command_lines(cls: type[EngineArgs]) -> None:
 def test_the_document_names_all_that_is_ignored() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+)", text))
-    assert _IGNORED.keys() <= named
+    assert IGNORED.keys() <= named
     assert {field.name for field in dataclasses.fields(EngineArgs)} <= named

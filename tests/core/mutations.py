@@ -33,6 +33,7 @@ CORE = tuple(
 )
 TESTS = {
     "core/step_edits.py": ("core/test_running_ahead",),
+    "core/adapter_slots.py": ("core/test_adapter_slots",),
     "worker/batch_builder.py": ("worker/test_batch",),
     "worker/input_batch.py": ("worker/test_input_batch",),
     "worker/block_mover.py": ("worker/test_block_mover",),

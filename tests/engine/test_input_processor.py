@@ -84,7 +84,7 @@ def test_forms_of_prompts(processor: InputProcessor, tokenizer: Tokenizer) -> No
         ({}, "one of the keys"),
         ({"cache_salt": "s"}, "one of the keys"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, "one of the keys"),
-        ({"prompt_embeds": [[1.0]]}, "one of the keys"),
+        ({"prompt_embeds": [[1.0]]}, "without enable_prompt_embeds=True"),
         ({"prompt": 5}, "prompt is 5; allowed: text"),
         ({"prompt": "a", "cache_salt": 5}, "cache_salt is 5; allowed: a string"),
         ({"prompt": ["a"]}, r"prompt is \['a'\]; allowed: text"),

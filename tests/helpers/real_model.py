@@ -280,6 +280,7 @@ def reschedule(
         "eos_token_ids": config.eos_token_ids,
         "burst_size": config.num_scheduler_steps,
         "speculation": config.speculation,
+        "max_loras": config.max_loras,
     }
     engine._loop.scheduler = Scheduler(block_manager=manager, **(limits | settings))
 

@@ -6,7 +6,7 @@ import pytest
 from helpers.real_model import MAX_MODEL_LEN, VOCAB_SIZE
 
 from jax_paged import EngineArgs
-from jax_paged.worker import model_runner, plan_steps
+from jax_paged.worker import kv_cache, plan_steps
 from jax_paged.worker.buckets import Bucket, plan_buckets
 from jax_paged.worker.kv_cache import DeviceMemory
 from jax_paged.worker.model_runner import ModelRunner, step_bytes
@@ -31,7 +31,7 @@ def largest_buckets_alone(monkeypatch):
 def num_blocks(checkpoint, monkeypatch, memory=None, **settings):
     with monkeypatch.context() as patch:
         if memory is not None:
-            patch.setattr(model_runner, "device_memory", lambda device: memory)
+            patch.setattr(kv_cache, "device_memory", lambda device: memory)
         runner = ModelRunner(EngineArgs(model=str(checkpoint), **SIZES, **settings))
     blocks = runner.config.num_blocks
     assert runner.arrays["kv_cache"][0].shape[0] == blocks

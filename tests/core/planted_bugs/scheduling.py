@@ -4,13 +4,13 @@ from planted_bugs.mutation import Mutation
 
 SCHEDULING = [
     Mutation(
-        "core/scheduler.py",
+        "core/row_planner.py",
         "self.block_manager.fork(seq, sample, len(seq))",
         "self.block_manager.fork(seq, sample, len(seq) - 1)",
         "samples forked a token too early",
     ),
     Mutation(
-        "core/scheduler.py",
+        "core/row_planner.py",
         "group.sampling_params.seed_of(index))",
         "group.sampling_params.seed_of(0))",
         "samples of one seed",
@@ -172,8 +172,8 @@ SCHEDULING = [
     ),
     Mutation(
         "core/scheduler.py",
-        "if not self.queues.running and not step.is_ahead:",
-        "if not self.queues.running:",
+        "and not self.queues.running and not step.is_ahead:",
+        "and not self.queues.running:",
         "a request ends for lack of blocks that are about to be freed",
     ),
     Mutation(
@@ -277,5 +277,35 @@ SCHEDULING = [
         "sample._replace(row=new)",
         "sample",
         "samples of a re-ordered row are drawn from another",
+    ),
+    Mutation(
+        "core/adapter_slots.py",
+        "(other for other in self._slots if other not in running)",
+        "iter(self._slots)",
+        "an adapter loses its slot while requests use it",
+    ),
+    Mutation(
+        "core/adapter_slots.py",
+        "        slot = self._slots.pop(adapter, None)",
+        "        slot = self._slots.get(adapter)",
+        "the adapter that was loaded first loses its slot, and not the one that was used least recently",
+    ),
+    Mutation(
+        "core/adapter_slots.py",
+        "return behind is None or group.order < behind",
+        "return True",
+        "requests behind one that waits for a slot use all of them on",
+    ),
+    Mutation(
+        "core/adapter_slots.py",
+        "< self.num_slots\n\n    def place",
+        "<= self.num_slots\n\n    def place",
+        "more adapters run than there are slots",
+    ),
+    Mutation(
+        "core/adapter_slots.py",
+        "                running[other.adapter] -= 1",
+        "                running[other.adapter] -= 2",
+        "requests are preempted for a slot that others still use",
     ),
 ]

@@ -59,8 +59,8 @@ WORKER = [
     ),
     Mutation(
         "worker/batch_builder.py",
-        "mask, changes[:, :num_ahead], num_shared)",
-        "mask, changes[:, :0], num_shared)",
+        "mask, changes[:, :num_ahead], num_shared, embeds)",
+        "mask, changes[:, :0], num_shared, embeds)",
         "changes of tables that do not fit into the buffer are dropped",
     ),
     Mutation(

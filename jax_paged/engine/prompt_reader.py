@@ -1,0 +1,170 @@
+"""Prompts as users pass them -> tokens, or vectors in place of tokens."""
+
+import dataclasses
+import numbers
+from typing import Any
+
+import numpy as np
+
+from jax_paged.checks import TooLongError, check, check_int
+from jax_paged.config import EngineConfig
+from jax_paged.core.sequence import PromptEmbeds
+from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.inputs import as_list
+
+# Stands in prompts for tokens that are vectors.
+PLACEHOLDER = 0
+
+
+@dataclasses.dataclass
+class TokenizedPrompt:
+    """A prompt's text, its token ids, the cache_salt that comes with it, and vectors in place of tokens."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None = None
+    embeds: PromptEmbeds | None = None
+
+
+class PromptReader:
+    """Tokenizes prompts in any form, and checks them. May be called from any thread.
+
+    Args:
+        config: Limits of the model.
+        tokenizer: None if prompts come as token ids only.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+
+    def read(self, prompt: Any) -> tuple[TokenizedPrompt | None, TokenizedPrompt]:
+        """Returns what an encoder reads, None without one, and the decoder's prompt."""
+        if isinstance(prompt, dict) and "prompt_embeds" in prompt:
+            return None, self._embedded(prompt)
+        start = self._config.decoder_start_token_id
+        names = {"encoder_prompt", "decoder_prompt"}
+        if isinstance(prompt, dict) and prompt.keys() & names:
+            if prompt.get("mm_processor_kwargs", 0) in (None, {}):  # vLLM's helpers add it
+                prompt = {name: value for name, value in prompt.items() if name != "mm_processor_kwargs"}
+            check(prompt.keys() == names, "prompt", prompt, f"a dict with both of {sorted(names)}")
+            if start is None:
+                raise ValueError(f"prompt is {prompt!r}; allowed: a prompt without an encoder's part")
+            encoder = self._tokenize(prompt["encoder_prompt"])
+            if prompt["decoder_prompt"] is None:
+                return encoder, TokenizedPrompt(None, [start])
+            decoder = self._tokenize(prompt["decoder_prompt"])
+            if decoder.token_ids[0] != start:
+                decoder.token_ids.insert(0, start)
+            return encoder, decoder
+        if start is None:
+            return None, self._tokenize(prompt)
+        return self._tokenize(prompt), TokenizedPrompt(None, [start])
+
+    def _tokenize(self, prompt: Any) -> TokenizedPrompt:
+        """Returns the text, the checked token ids and the salt of a prompt in any form."""
+        if not isinstance(prompt, dict):
+            if isinstance(prompt, str):
+                return TokenizedPrompt(prompt, self._encode(prompt))
+            return TokenizedPrompt(None, self._checked_ids("prompt", prompt))
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        names = {"prompt", "prompt_token_ids", "cache_salt"}
+        others = "multi_modal_data", "mm_processor_kwargs"  # in vLLM's prompts; a text model takes none
+        empty = {name for name in others if prompt.get(name) in (None, {})}
+        ok = prompt.keys() <= names | empty and (text is not None or token_ids is not None)
+        allowed = (
+            'a dict with one of the keys "prompt" and "prompt_token_ids", or both, and maybe "cache_salt"'
+        )
+        check(ok, "prompt", prompt, allowed)
+        check(text is None or isinstance(text, str), "prompt", text, "text")
+        salt = prompt.get("cache_salt")
+        check(salt is None or isinstance(salt, str), "cache_salt", salt, "a string")
+        if token_ids is not None:
+            return TokenizedPrompt(text, self._checked_ids("prompt_token_ids", token_ids), salt)
+        assert isinstance(text, str), "checked above"
+        return TokenizedPrompt(text, self._encode(text), salt)
+
+    def _embedded(self, prompt: dict[str, Any]) -> TokenizedPrompt:
+        """Returns a prompt of vectors, checked; placeholders stand for its tokens."""
+        size = self._config.embed_size
+        check(
+            prompt.keys() <= {"prompt_embeds", "cache_salt"}, "prompt", sorted(prompt), "prompt_embeds alone"
+        )
+        if not size:
+            raise ValueError(
+                "prompt_embeds is given; allowed: no such prompt, as the engine was made without "
+                "enable_prompt_embeds=True"
+            )
+        given, salt = prompt["prompt_embeds"], prompt.get("cache_salt")
+        check(salt is None or isinstance(salt, str), "cache_salt", salt, "a string")
+        try:
+            array = np.asarray(given)
+            with np.errstate(over="ignore"):  # what is too large is found below
+                rows = array.astype("<f4")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"prompt_embeds is no array of numbers: {error}") from error
+        is_number = array.dtype.kind in "fiu" or array.dtype.name == "bfloat16"
+        shape, allowed = array.shape, f"an array of numbers [tokens, hidden_size], the latter {size}"
+        check(is_number, "the type of prompt_embeds", str(array.dtype), "floats")
+        check(
+            len(shape) == 2 and shape[0] > 0 and shape[1] == size,
+            "the shape of prompt_embeds",
+            shape,
+            allowed,
+        )
+        if not np.isfinite(rows).all():
+            raise ValueError(f"prompt_embeds has numbers that are not finite; allowed: {allowed}, all finite")
+        # Many rows are refused before they are copied.
+        if len(rows) >= self._config.max_model_len:
+            needs = " and needs room for one more"
+            raise TooLongError(f"the prompt has {len(rows)} tokens{needs}", self._config.max_model_len)
+        embeds = PromptEmbeds(len(rows), np.ascontiguousarray(rows).tobytes())
+        return TokenizedPrompt(None, [PLACEHOLDER] * len(rows), salt, embeds)
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise ValueError("prompt is text, and the engine has no tokenizer; allowed: token ids")
+        check(bool(text), "prompt", text, "text that is not empty")
+        token_ids = self._tokenizer.encode(text)
+        check(bool(token_ids), "prompt", text, "text of at least one token")
+        highest, allowed = max(token_ids), self._config.vocab_size - 1
+        if highest > allowed:
+            raise ValueError(
+                f"prompt has the token id {highest}; allowed: the model's vocabulary, [0, {allowed}]. "
+                f"The tokenizer {self._tokenizer.name!r} does not fit the model"
+            )
+        return token_ids
+
+    def _checked_ids(self, name: str, value: Any) -> list[int]:
+        token_ids = as_list(value)
+        allowed = (
+            "a list of token ids"
+            if name == "prompt_token_ids"
+            else ("text, a list of token ids, or a dict with one of these")
+        )
+        check(isinstance(token_ids, list | tuple), name, value, allowed)
+        check(bool(token_ids), "prompt_token_ids", token_ids, "at least one token id")
+        vocab_size, checked = self._config.vocab_size, []
+        for i, token_id in enumerate(token_ids):
+            # A long prompt has a hundred thousand of them: a call per token id would be slow.
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                if isinstance(token_id, numbers.Integral) and not isinstance(token_id, bool):
+                    token_id = int(token_id)  # NumPy's
+                check_int(f"prompt_token_ids[{i}]", token_id, 0, vocab_size - 1)
+            checked.append(token_id)
+        return checked
+
+
+def with_soft_prompt(prompt: TokenizedPrompt, rows: np.ndarray) -> TokenizedPrompt:
+    """Returns a prompt behind the vectors of a soft prompt."""
+    embeds = PromptEmbeds(len(rows), np.ascontiguousarray(rows.astype("<f4")).tobytes())
+    token_ids = [PLACEHOLDER] * len(rows) + prompt.token_ids
+    return TokenizedPrompt(prompt.text, token_ids, prompt.cache_salt, embeds)
+
+
+def one_salt(argument: str, encoder: TokenizedPrompt | None, decoder: TokenizedPrompt) -> str:
+    """Returns the salt of a request, which may come as an argument and with its prompts."""
+    given = [argument or None, encoder and encoder.cache_salt, decoder.cache_salt]
+    salts = {salt for salt in given if salt is not None}
+    check(len(salts) <= 1, "cache_salt", sorted(salts), "one and the same for all of a request")
+    return salts.pop() if salts else ""

@@ -1,0 +1,328 @@
+"""Adapter folders as PEFT saves them: checked against a model, and read into NumPy arrays. Needs no JAX.
+
+adapter_config.json says what the adapter is; adapter_model.safetensors holds, for each linear map that it
+changes, lora_A [rank, in] and lora_B [out, rank], so that y becomes y + (x A^T) B^T * scale. A soft prompt
+holds prompt_embeddings [tokens, hidden_size] instead, which stand in front of the tokens of a prompt.
+
+Source: Hu et al., LoRA, 2021; Kalajdzievski, A Rank Stabilization Scaling Factor, 2023 (use_rslora); Lester
+et al., The Power of Scale for Parameter-Efficient Prompt Tuning, 2021.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# It tells NumPy what bfloat16 is.
+import ml_dtypes  # noqa: F401
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+# PEFT's settings that change what an adapter computes, and which values are those of a plain LoRA.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "bias": ("none",),
+    "kasa_config": (None,),
+    "layer_replication": (None, []),
+    "lora_bias": (False, None),
+    "modules_to_save": (None, []),
+    "monteclora_config": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "use_bdlora": (None, False),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "velora_config": (None,),
+}
+# Starts that change the weights of the model, which an adapter alone does not bring.
+_CHANGES_MODEL = ("corda", "loftq", "lora_ga", "olora", "pissa")
+# A folder with this many problems does not get better by naming all of them.
+_MAX_SHOWN = 20
+
+
+class LoraPair(NamedTuple):
+    """What an adapter adds to a linear map: (x @ a) @ b, the scale a part of b.
+
+    Args:
+        a: [in, rank].
+        b: [rank, out].
+    """
+
+    a: np.ndarray
+    b: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter in host memory: a LoRA, or a soft prompt.
+
+    Args:
+        key: A hash of all that follows: adapters of one content have one key, whatever they are called.
+        pairs: By the name of a linear map in the checkpoint; empty for a soft prompt.
+        prompt: float32 [tokens, hidden_size], of a soft prompt; None for a LoRA.
+    """
+
+    key: str
+    pairs: Mapping[str, LoraPair]
+    prompt: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterLimits:
+    """What adapters must fit.
+
+    Args:
+        maps: The linear maps of the model that may have adapters, by their names in the checkpoint: the
+            sizes of what each takes and returns.
+        max_rank: Of a LoRA.
+        hidden_size: Of the vectors of a soft prompt; 0 if there may be none.
+        max_prompt_tokens: Tokens of a soft prompt.
+        dtype: Of the weights of the model.
+    """
+
+    maps: Mapping[str, tuple[int, int]]
+    max_rank: int
+    hidden_size: int
+    max_prompt_tokens: int
+    dtype: str
+
+
+def read_adapter(folder: Path, limits: AdapterLimits) -> Adapter:
+    """Reads an adapter.
+
+    Args:
+        folder: As PEFT's save_pretrained writes it.
+        limits: Of the model and the engine.
+
+    Raises:
+        ValueError: If it is no adapter, or does not fit; the message lists everything that is wrong.
+    """
+    problems: list[str] = []
+    try:
+        config = _read_config(folder)
+        tensors = _read_tensors(folder)
+    except ValueError as error:
+        raise ValueError(f"the adapter in {folder} can't be read: {error}") from error
+    read = {"LORA": _read_lora, "PROMPT_TUNING": _read_prompt}.get(str(config.get("peft_type")))
+    if read is None:
+        problems.append(f"peft_type is {config.get('peft_type')!r}; allowed: 'LORA' or 'PROMPT_TUNING'")
+        adapter = None
+    else:
+        adapter = read(config, tensors, limits, problems)
+    if problems:
+        more = [f"and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
+        lines = "".join(f"\n  {problem}" for problem in [*problems[:_MAX_SHOWN], *more])
+        raise ValueError(f"the adapter in {folder} does not fit:{lines}")
+    assert adapter is not None, "there was no problem"
+    return adapter
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"{_CONFIG}: {error.strerror or error}; allowed: a folder that PEFT saved"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{_CONFIG} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{_CONFIG} holds a {type(config).__name__}; allowed: an object")
+    return config
+
+
+def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    try:
+        return load_file(folder / _TENSORS)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{_TENSORS}: {error}; allowed: a file in safetensors' format") from error
+
+
+def _read_lora(
+    config: dict[str, Any], tensors: dict[str, np.ndarray], limits: AdapterLimits, problems: list[str]
+) -> Adapter | None:
+    _check_plain(config, problems)
+    _check_targets(config.get("target_modules"), limits, problems)
+    sizes = _Sizes.read(config, problems)
+    halves: dict[str, dict[str, np.ndarray]] = {}
+    for key, tensor in sorted(tensors.items()):
+        match = re.fullmatch(rf"(?:{re.escape(_PREFIX)})?(.+)\.lora_([AB])(?:\.default)?\.weight", key)
+        if match is None:
+            problems.append(
+                f"the tensor {key} is no part of a LoRA; allowed: lora_A and lora_B of linear maps"
+            )
+        elif match[1] not in limits.maps:
+            problems.append(f"the tensor {key} is for {match[1]}; allowed: {_known(limits)}")
+        else:
+            halves.setdefault(match[1], {})[match[2]] = tensor
+    if not tensors:
+        problems.append(f"{_TENSORS} is empty; allowed: lora_A and lora_B of linear maps")
+    pairs: dict[str, LoraPair] = {}
+    for name, half in halves.items():
+        pair = _pair(name, half, sizes, limits, problems)
+        if pair is not None:
+            pairs[name] = pair
+    return None if problems else Adapter(_key(pairs), pairs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """The ranks and scales that a config asks for."""
+
+    rank: int
+    alpha: float
+    ranks: dict[str, int]
+    alphas: dict[str, float]
+    is_stabilized: bool
+
+    @classmethod
+    def read(cls, config: dict[str, Any], problems: list[str]) -> "_Sizes | None":
+        def is_rank(value: Any) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+        def is_alpha(value: Any) -> bool:
+            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+        known = len(problems)
+        for name, is_good, allowed in (
+            ("r", is_rank, "an integer above 0"),
+            ("lora_alpha", is_alpha, "a finite number"),
+        ):
+            if not is_good(config.get(name)):
+                problems.append(f"{name} is {config.get(name)!r}; allowed: {allowed}")
+        patterns: list[dict[str, Any]] = []
+        for name, is_good in (("rank_pattern", is_rank), ("alpha_pattern", is_alpha)):
+            pattern = config.get(name) or {}
+            ok = (
+                isinstance(pattern, dict)
+                and all(map(is_good, pattern.values()))
+                and all(map(_compiles, pattern))
+            )
+            if not ok:
+                problems.append(f"{name} is {pattern!r}; allowed: names or regular expressions, with numbers")
+            patterns.append(pattern)
+        stabilized = config.get("use_rslora") or False
+        if not isinstance(stabilized, bool):
+            problems.append(f"use_rslora is {stabilized!r}; allowed: true or false")
+        if len(problems) > known:
+            return None
+        return cls(config["r"], config["lora_alpha"], *patterns, stabilized)
+
+    def of(self, name: str) -> tuple[int, float]:
+        """Returns the rank and the scale of a linear map."""
+        rank = _by_pattern(self.ranks, name, self.rank)
+        alpha = _by_pattern(self.alphas, name, self.alpha)
+        return rank, alpha / (math.sqrt(rank) if self.is_stabilized else rank)
+
+
+def _by_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Returns the value of the first pattern that a name ends with, as PEFT looks it up."""
+    return next((v for key, v in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(rf"(.*\.)?({pattern})$")
+    except re.error:
+        return False
+    return True
+
+
+def _check_plain(config: dict[str, Any], problems: list[str]) -> None:
+    for name, plain in _PLAIN.items():
+        value = config.get(name, plain[0])
+        if value not in plain:
+            problems.append(f"{name} is {value!r}; allowed: {' or '.join(map(repr, plain))}")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_MODEL):
+        problems.append(
+            f"init_lora_weights is {start!r}, which has changed the model too; allowed: an adapter that was "
+            "converted to a plain one"
+        )
+
+
+def _check_targets(targets: Any, limits: AdapterLimits, problems: list[str]) -> None:
+    for target in targets if isinstance(targets, list) else []:
+        if not any(name == target or name.endswith(f".{target}") for name in limits.maps):
+            problems.append(f"target_modules has {target!r}; allowed: {_known(limits)}")
+
+
+def _known(limits: AdapterLimits) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in limits.maps})) or "nothing in this model"
+
+
+def _pair(
+    name: str,
+    half: dict[str, np.ndarray],
+    sizes: _Sizes | None,
+    limits: AdapterLimits,
+    problems: list[str],
+) -> LoraPair | None:
+    if half.keys() != {"A", "B"}:
+        problems.append(f"{name} has lora_{next(iter(half))} alone; allowed: lora_A and lora_B")
+        return None
+    if sizes is None:
+        return None
+    rank, scale = sizes.of(name)
+    num_in, num_out = limits.maps[name]
+    known = len(problems)
+    if rank > limits.max_rank:
+        problems.append(f"{name} has rank {rank}; allowed: max_lora_rank, {limits.max_rank}")
+    for letter, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
+        tensor = half[letter]
+        if tensor.shape != shape:
+            problems.append(f"{name} has lora_{letter} of shape {tensor.shape}; allowed: {shape}")
+        elif not np.issubdtype(tensor.dtype, np.floating) and tensor.dtype.name != "bfloat16":
+            problems.append(f"{name} has lora_{letter} of type {tensor.dtype}; allowed: floats")
+    if len(problems) > known:
+        return None
+    with np.errstate(over="ignore"):  # what is too large is found below
+        a = half["A"].astype(np.float32).T
+        b = half["B"].astype(np.float32).T * np.float32(scale)
+        pair = LoraPair(*(np.ascontiguousarray(x.astype(limits.dtype)) for x in (a, b)))
+    if not all(np.isfinite(x.astype(np.float32)).all() for x in pair):
+        # Rows of others are multiplied by these numbers too, and by 0.
+        problems.append(f"{name} has numbers that are not finite in {limits.dtype}; allowed: finite ones")
+        return None
+    return pair
+
+
+def _read_prompt(
+    config: dict[str, Any], tensors: dict[str, np.ndarray], limits: AdapterLimits, problems: list[str]
+) -> Adapter | None:
+    if not limits.hidden_size:
+        problems.append("it is a soft prompt; allowed with enable_prompt_embeds=True alone")
+    if config.get("num_transformer_submodules") not in (None, 1):
+        problems.append(f"num_transformer_submodules is {config['num_transformer_submodules']!r}; allowed: 1")
+    if tensors.keys() != {"prompt_embeddings"}:
+        problems.append(f"the tensors are {sorted(tensors)}; allowed: prompt_embeddings")
+    if problems:
+        return None
+    prompt, tokens = tensors["prompt_embeddings"].astype(np.float32), config.get("num_virtual_tokens")
+    shape = (tokens, limits.hidden_size)
+    if prompt.shape != shape:
+        problems.append(f"prompt_embeddings has shape {prompt.shape}; allowed: {shape}")
+    elif not 0 < prompt.shape[0] <= limits.max_prompt_tokens:
+        allowed = f"1 to {limits.max_prompt_tokens}, as max_model_len has to hold a prompt and a token too"
+        problems.append(f"num_virtual_tokens is {tokens}; allowed: {allowed}")
+    elif not np.isfinite(prompt).all():
+        problems.append("prompt_embeddings has numbers that are not finite; allowed: finite ones")
+    return None if problems else Adapter(_key({"": LoraPair(prompt, prompt[:0])}), {}, prompt)
+
+
+def _key(pairs: Mapping[str, LoraPair]) -> str:
+    """Returns a hash of what an adapter does."""
+    digest = hashlib.sha256()
+    for name in sorted(pairs):
+        for array in pairs[name]:
+            digest.update(f"{name}\0{array.shape}\0{array.dtype}\0".encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
