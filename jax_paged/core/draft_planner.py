@@ -15,6 +15,9 @@ from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.step_times import StepTimes
 from jax_paged.core.stop_conditions import StopConditions
 
+# Below this share of accepted drafts a step with drafts never pays: such a sequence guesses now and then, every so
+# many tokens.
+_MIN_RATE, _SELDOM = 0.25, 16
 # Of so many decisions one is the other way round, so that both ways' times and chances stay known.
 _TRIES_OTHER = 64
 
@@ -193,9 +196,11 @@ class DraftPlanner:
     def _drafts(self, seq: Sequence, most: int) -> list[int]:
         assert self.speculation is not None
         kept = self._kept(seq)
-        if self.speculation.method == "ngram":
-            return kept.index.propose(most)
-        return [NO_TOKEN] * most
+        if self.speculation.method != "ngram":
+            return [NO_TOKEN] * most
+        if self.speculation.is_adaptive and kept.acceptance.rate < _MIN_RATE:
+            return []
+        return kept.index.propose(most)
 
     def _kept(self, seq: Sequence) -> _Drafted:
         """Returns what is known of a sequence, with all of its tokens."""
@@ -285,8 +290,9 @@ class DraftPlanner:
                     kept.acceptance.note(kept.num_right, len(kept.guess))
                     kept.guess, kept.num_right = [], 0
             kept.index.append(token_id)
-            if not kept.guess:
-                kept.guess = kept.index.propose(self.speculation.num_tokens)
+        is_due = kept.acceptance.rate >= _MIN_RATE or len(seq) % _SELDOM < len(token_ids)
+        if not kept.guess and is_due:
+            kept.guess = kept.index.propose(self.speculation.num_tokens)
 
 
 def _num_equal(drafts: list[int], token_ids: list[int]) -> int:

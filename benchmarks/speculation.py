@@ -1,0 +1,77 @@
+"""Output tokens per second with drafts and without, in turns: python benchmarks/speculation.py.
+
+Both engines are those of scripts: LLM, with bursts of decode steps. Each workload is run by both in each round;
+the table has medians, and the median and the range of the ratios. What is drafted pays where a text repeats;
+where it does not, adaptation has to keep the cost down.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+from jax_paged import LLM, SamplingParams
+
+SOURCE = (Path(__file__).parents[1] / "jax_paged/core/burst_planner.py").read_text(encoding="utf-8")
+LINES = "import os\nimport sys\n" * 20
+NUMBERS = "0, 1, 2, 3, " * 30
+
+
+def workloads() -> dict[str, tuple[list[str], SamplingParams]]:
+    """Returns prompts and parameters by name."""
+    greedy = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    drawn = SamplingParams(temperature=1.0, seed=1, max_tokens=200, ignore_eos=True)
+    questions = ["A block table is", "What is a page?", "import os\n\ndef ", "The scheduler "]
+    return {
+        "lines that repeat, alone": ([LINES], greedy),
+        "numbers that repeat, alone": ([NUMBERS], greedy),
+        "source, alone": ([SOURCE[:2000]], greedy),
+        "a question, alone": (["What is a block table?"], greedy),
+        "drawn, alone": (["A block table is"], drawn),
+        "lines that repeat, 8": ([LINES[10 * i :] for i in range(8)], greedy),
+        "questions, 8": (questions * 2, greedy),
+        "drawn, 8": ([f"{i} {q}" for i in range(2) for q in questions], drawn),
+        "questions, 64": ([f"{i} {q}" for i in range(16) for q in questions], greedy),
+        "drawn, 64": ([f"{i} {q}" for i in range(16) for q in questions], drawn),
+    }
+
+
+def main() -> None:
+    """Runs the workloads and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="pagelet")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--draft-model", help="drafts in place of what the text says")
+    args = parser.parse_args()
+    config = {"method": "ngram"} if args.draft_model is None else {"model": args.draft_model}
+    common = {"model": args.model, "dtype": args.dtype}
+    with LLM(**common) as plain, LLM(**common, speculative_config=config) as drafting:
+        for llm in (plain, drafting):
+            llm.llm_engine.executor.wait_until_compiled()
+        print(plain)
+        print("| workload | without | with | ratio | range | drafts accepted |\n|---|---|---|---|---|---|")
+        for name, (prompts, params) in workloads().items():
+            speeds: dict[str, list[float]] = {"without": [], "with": []}
+            drafts = drafting.llm_engine.scheduler.drafts
+            before = drafts.num_drafts, sum(drafts.num_accepted)
+            for i in range(args.rounds + 1):
+                for kind, llm in (("without", plain), ("with", drafting))[:: 1 if i % 2 else -1]:
+                    start = time.perf_counter()
+                    outputs = llm.generate(prompts, params, use_tqdm=False)
+                    seconds = time.perf_counter() - start
+                    num_tokens = sum(len(x.token_ids) for output in outputs for x in output.outputs)
+                    if i:  # the first round fills the prefix caches
+                        speeds[kind].append(num_tokens / seconds)
+            ratios = [b / a for a, b in zip(*speeds.values(), strict=True)]
+            medians = [statistics.median(x) for x in speeds.values()]
+            accepted = sum(drafts.num_accepted) - before[1], drafts.num_drafts - before[0]
+            print(
+                f"| {name} | {medians[0]:.0f} | {medians[1]:.0f} | {statistics.median(ratios):.2f} | "
+                f"{min(ratios):.2f} to {max(ratios):.2f} | {accepted[0]} of {accepted[1]} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
