@@ -1,8 +1,8 @@
 """Output tokens per second with drafts and without, in turns: python benchmarks/speculation.py.
 
-Both engines are those of scripts: LLM, with bursts of decode steps. Each workload is run by both in each round;
-the table has medians, and the median and the range of the ratios. What is drafted pays where a text repeats;
-where it does not, adaptation has to keep the cost down.
+Both engines are those of scripts: LLM, with bursts of decode steps. Both run each workload in each round. The
+table has medians, and the median and the range of the ratios. Drafts pay where a text repeats; where
+it does not, adaptation has to keep their cost down.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Speculation: whether the next step also computes drafts of the tokens that may follow, and which."""
 
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jax_paged.core.block_manager import BlockManager
@@ -15,11 +16,15 @@ from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.step_times import StepTimes
 from jax_paged.core.stop_conditions import StopConditions
 
-# Below this share of accepted drafts a step with drafts never pays: such a sequence guesses now and then, every so
-# many tokens.
+# Below this share of accepted drafts a step with drafts never pays. Such a sequence guesses now and then,
+# every so many tokens.
 _MIN_RATE, _SELDOM = 0.25, 16
 # Of so many decisions one is the other way round, so that both ways' times and chances stay known.
 _TRIES_OTHER = 64
+# So many sequences are few enough to look at after each result.
+_FEW = 4
+# While drafts don't pay, whether they do now is looked up after every so many results.
+_DECIDES = 4
 
 
 class _Drafted:
@@ -87,7 +92,8 @@ class DraftPlanner:
         self._max_tokens = speculation.max_rows(max_num_batched_tokens) if speculation else 0
         self._by_sequence: weakref.WeakKeyDictionary[Sequence, _Drafted] = weakref.WeakKeyDictionary()
         self._pays = False
-        self._num_decisions = 0
+        self._num_results = 0
+        self._is_try = False  # the next step goes the other way than what pays
         self._times = StepTimes(speculation) if speculation else None
         self._is_busy = False  # requests have run since then
         self._began = 0.0  # the time from which the next result counts
@@ -105,8 +111,8 @@ class DraftPlanner:
         """
         if self.speculation is None or step.is_ahead or self._queues.waiting or self._queues.swapped:
             return False
-        decoding = self._decoding(is_ahead=False)
-        chosen = [] if decoding is None else self._decided(decoding)
+        decoding = self._decoding(is_ahead=False) if self._pays else None
+        chosen = [] if decoding is None else self._chosen(decoding)
         self._pays = any(chosen)
         if decoding is None or not self._pays:
             return False
@@ -145,11 +151,22 @@ class DraftPlanner:
             if sample.num_logits > 1:
                 row = output.scheduled[sample.row].token_ids
                 drafted[sample.seq_id] = result.drafts[i] if result.drafts else row[1 - sample.num_logits :]
+        is_ngram, may_pay = self.speculation.method == "ngram", False
         for group, seq, token_ids, _ in new_tokens:
             if drafts := drafted.get(seq.seq_id):
                 self._count(seq, drafts, token_ids)
-            elif self.speculation.method == "ngram" and self._can_draft(group):
-                self._compare(seq, token_ids)
+            elif is_ngram and self._can_draft(group) and not seq.status.is_finished:
+                self._compare(seq, token_ids, is_quick=self._pays or len(new_tokens) <= _FEW)
+            kept = self._by_sequence.get(seq)
+            may_pay |= kept is not None and kept.acceptance.rate >= _MIN_RATE
+        if is_ngram and self.speculation.is_adaptive and not may_pay:
+            self._pays = False
+            return
+        self._num_results += 1
+        is_adaptive = self.speculation.is_adaptive
+        if is_adaptive and not self._pays and self._num_results % _DECIDES:
+            return
+        self._is_try = is_adaptive and self._num_results % _TRIES_OTHER == 0
         decoding = None if self._queues.waiting or self._queues.swapped else self._decoding(is_ahead=True)
         self._pays = decoding is not None and any(self._chosen(decoding))
 
@@ -195,12 +212,12 @@ class DraftPlanner:
 
     def _drafts(self, seq: Sequence, most: int) -> list[int]:
         assert self.speculation is not None
-        kept = self._kept(seq)
+        kept = self._by_sequence.get(seq) or self._kept(seq)
         if self.speculation.method != "ngram":
             return [NO_TOKEN] * most
         if self.speculation.is_adaptive and kept.acceptance.rate < _MIN_RATE:
             return []
-        return kept.index.propose(most)
+        return self._kept(seq).index.propose(most)
 
     def _kept(self, seq: Sequence) -> _Drafted:
         """Returns what is known of a sequence, with all of its tokens."""
@@ -213,39 +230,34 @@ class DraftPlanner:
                 kept.index.append(token_id)
         return kept
 
-    def _chosen(self, decoding: list[_Decoding], *, is_try: bool = False) -> list[int]:
-        """Returns how many drafts of each sequence to verify; in a try, times that were seen don't count."""
+    def _chosen(self, decoding: list[_Decoding]) -> list[int]:
+        """Returns how many drafts of each sequence to verify."""
         assert self.speculation is not None
         most = [len(d.drafts) for d in decoding]
         if not self.speculation.is_adaptive:
             room = self._max_tokens - len(decoding)
             return [min(n, max(0, room - sum(most[:i]))) for i, n in enumerate(most)]
         assert self._times is not None
-        num_seqs, times = len(decoding), self._times
+        num_seqs, times, is_ngram = len(decoding), self._times, self.speculation.method == "ngram"
         before = times.plain(num_seqs)
         if before is None:
             return [0] * num_seqs
 
-        def cost(num_rows: int, num_passes: int) -> float:
-            seconds = times.expected if is_try else times.verifying
-            return seconds(num_rows, num_passes, num_seqs)
+        def choose(seconds: Callable[[int, int, int], float]) -> list[int]:
+            def cost(num_rows: int, num_passes: int) -> float:
+                return seconds(num_rows, num_passes, num_seqs)
 
-        rates = [d.rate for d in decoding]
-        if self.speculation.method == "ngram":
-            return chosen_drafts(rates, most, self._max_tokens, cost, before)
-        k = chosen_length(rates, most, self._max_tokens, cost, before)
-        return [min(k, n) for n in most]
+            rates = [d.rate for d in decoding]
+            if is_ngram:
+                return chosen_drafts(rates, most, self._max_tokens, cost, before)
+            k = chosen_length(rates, most, self._max_tokens, cost, before)
+            return [min(k, n) for n in most]
 
-    def _decided(self, decoding: list[_Decoding]) -> list[int]:
-        """Returns what was chosen; now and then the other way round."""
-        assert self.speculation is not None
-        chosen = self._chosen(decoding)
-        self._num_decisions += 1
-        if not self.speculation.is_adaptive or self._num_decisions % _TRIES_OTHER:
+        chosen = choose(times.verifying)
+        if not self._is_try:
             return chosen
-        if any(chosen):
-            return [0] * len(chosen)
-        return self._chosen(decoding, is_try=True)
+        # Times that were seen may be those of a bad moment.
+        return [0] * num_seqs if any(chosen) else choose(times.expected)
 
     def _note_time(self, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> None:
         """Takes in how long a step took in which every row decodes."""
@@ -274,25 +286,27 @@ class DraftPlanner:
             kept.acceptance.note(num_accepted, min(len(drafts), num_known))
             kept.guess, kept.num_right = [], 0
 
-    def _compare(self, seq: Sequence, token_ids: list[int]) -> None:
-        """Looks how far a guess is right, as if it had been verified, and guesses anew where it ends."""
+    def _compare(self, seq: Sequence, token_ids: list[int], *, is_quick: bool) -> None:
+        """Looks how far a guess is right, as if it had been verified, and guesses anew where it has ended.
+
+        Args:
+            seq: The sequence, which had no drafts.
+            token_ids: What it has got.
+            is_quick: Whether to guess at once, or now and then.
+        """
         assert self.speculation is not None
-        kept = self._by_sequence.get(seq)
-        if kept is None or len(kept.index) + len(token_ids) != len(seq):
-            if not seq.status.is_finished:
-                self._kept(seq)
-            return
-        for token_id in token_ids:
-            if kept.guess:
-                is_right = token_id == kept.guess[kept.num_right]
-                kept.num_right += is_right
-                if not is_right or kept.num_right == len(kept.guess):
-                    kept.acceptance.note(kept.num_right, len(kept.guess))
-                    kept.guess, kept.num_right = [], 0
-            kept.index.append(token_id)
-        is_due = kept.acceptance.rate >= _MIN_RATE or len(seq) % _SELDOM < len(token_ids)
+        kept = self._by_sequence.get(seq) or self._kept(seq)
+        for token_id in token_ids if kept.guess else ():
+            is_right = token_id == kept.guess[kept.num_right]
+            kept.num_right += is_right
+            if not is_right or kept.num_right == len(kept.guess):
+                kept.acceptance.note(kept.num_right, len(kept.guess))
+                kept.guess, kept.num_right = [], 0
+                break
+        is_due = is_quick and kept.acceptance.rate >= _MIN_RATE
+        is_due |= len(seq) % _SELDOM < len(token_ids)
         if not kept.guess and is_due:
-            kept.guess = kept.index.propose(self.speculation.num_tokens)
+            kept.guess = self._kept(seq).index.propose(self.speculation.num_tokens)
 
 
 def _num_equal(drafts: list[int], token_ids: list[int]) -> int:
