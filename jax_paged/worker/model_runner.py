@@ -18,11 +18,10 @@ from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.attention import Attend
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.hooks import Hook, check_hooks
 from jax_paged.models.layers import TENSOR
-from jax_paged.models.weights import LoadedModel, load_model
+from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.native import products
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
 from jax_paged.worker import host_processors, prompt_logprobs
@@ -37,18 +36,17 @@ from jax_paged.worker.buckets import (
     plan_verifying,
 )
 from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
-from jax_paged.worker.draft_model import DraftModel, check_draft, check_groups, matching_cost
 from jax_paged.worker.encoder import build_encoder_inputs, plan_encoders
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.kept_states import KeptStates
 from jax_paged.worker.kernel_check import choose_backend
 from jax_paged.worker.kv_cache import (
-    KVCacheLayout,
     allocate_kv_cache,
     device_memory,
     free_kv_cache_bytes,
     plan_layout,
 )
+from jax_paged.worker.load_drafter import load_drafter, matching_cost
 from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
 from jax_paged.worker.pooling import PoolProgram, plan_pooling
@@ -59,7 +57,7 @@ from jax_paged.worker.results import PendingStep
 from jax_paged.worker.sampler import Sampler
 from jax_paged.worker.step import StepProgram, step_bytes
 from jax_paged.worker.token_counts import ResetTokenCountsProgram, reset_token_counts
-from jax_paged.worker.weights import ServedWeights, flatten, load, packed, pooling_of
+from jax_paged.worker.weights import ServedWeights, load, pooling_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -109,7 +107,7 @@ class ModelRunner:
         captured = check_hooks(loaded.model, hooks)
         check_processors(logits_processors, loaded.vocab_size)
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
-        draft, draft_weights = _load_draft(args, loaded, layout, mesh, packs=packs)
+        draft, draft_weights = load_drafter(args, loaded, layout, mesh, packs=packs)
         extra = [*hook_params, *draft_weights]
         self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=extra)
         self._weights = self.served.arrays
@@ -435,21 +433,3 @@ def _verifying(config: EngineConfig) -> list[Bucket]:
         return []
     max_rows = speculation.max_rows(config.max_num_batched_tokens)
     return plan_verifying(config.max_num_seqs, max_rows, speculation.num_tokens)
-
-
-def _load_draft(
-    args: EngineArgs, loaded: LoadedModel, layout: KVCacheLayout, mesh: Mesh, *, packs: bool
-) -> tuple[DraftModel | None, list[Array]]:
-    """Loads the model that drafts, in the type of the one that is served; returns it and its weights."""
-    speculative = args.speculative
-    if speculative is None or speculative.model is None:
-        return None, []
-    name = speculative.model
-    dtype = "float32" if loaded.dtype == jnp.float32 else "bfloat16"
-    draft = load_model(resolve_model_dir(name), dtype, None, {})
-    check_draft(draft, loaded, args.max_model_len, name)
-    own = plan_layout(draft.model.kv_cache_specs(), layout.dtype)
-    check_groups(own, layout, name)
-    model = packed(draft.model, in_place=True) if packs else draft.model
-    flat, weights, shardings = flatten(model, mesh)
-    return DraftModel(flat, own), jax.device_put(weights, shardings)
