@@ -90,13 +90,14 @@ class EagleConfig(LlamaConfig):
             read.nested("eagle_config", read.table("eagle_config")),
         )
         nested.choice("use_aux_hidden_state", True, (True,))
-        for reader, shift in ((read, 0), (nested, 1)):
-            ids = reader.get(name, []) or []
+        found: tuple[int, ...] = ()
+        for reader, shift in ((nested, 1), (read, 0)):
+            ids = reader.get(name, [])
             is_list = isinstance(ids, list) and len(ids) in (0, NUM_FEATURES)
             ok = is_list and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
             if reader.check(ok, name, ids, f"{NUM_FEATURES} indices of layers, or none") and ids:
-                return tuple(i + shift for i in ids)
-        return ()
+                found = tuple(i + shift for i in ids)
+        return found
 
     def features_of(self, num_layers: int) -> tuple[str, ...]:
         """Returns the paths of the modules of a model whose outputs are the hidden states to read.

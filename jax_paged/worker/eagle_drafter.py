@@ -94,7 +94,7 @@ class EagleDrafter:
         ) -> tuple[Array, tuple[Array, Array]]:
             pool, features = carry
             is_live &= places >= 0
-            slots = self._slots(metadata, pool, seqs, jnp.where(is_live, places + i, -1))
+            slots = _each_once(self._slots(metadata, pool, seqs, jnp.where(is_live, places + i, -1)), pool)
             pools = [pool]
             moved = dataclasses.replace(
                 metadata,
@@ -139,6 +139,8 @@ class EagleDrafter:
         )
         key, value = head.key_and_value(self._embed(head, traced, tokens, context), before, context)
         slots = self._slots(metadata, pool, rows.seq, rows.places)
+        firsts = _each_once(slots.at[first].get(mode="clip"), pool)
+        slots = jnp.where(is_first, firsts.at[rows.seq].get(mode="clip"), slots)
         pool = ops.write_kv(pool, key, value, slots, backend=metadata.backend)
         at = jnp.maximum(last.rows, 0)
         kept_features = states[0].at[last.seats].set(features[at], mode="drop")
@@ -182,11 +184,26 @@ class EagleDrafter:
         self, metadata: AttentionMetadata, pool: Array, seq: Int[Array, " t"], places: Int[Array, " t"]
     ) -> Int[Array, " t"]:
         """Returns the slots at places of sequences; one that is not there where the place is not."""
-        num_blocks, size = pool.shape[0], pool.shape[3]
+        size = pool.shape[3]
         at = jnp.maximum(places, 0)
         tables = metadata.block_tables[self.group]
         blocks = tables.at[seq, at // size].get(mode="fill", fill_value=0)
-        return jnp.where((places >= 0) & (blocks > 0), blocks * size + at % size, num_blocks * size)
+        return jnp.where((places >= 0) & (blocks > 0), blocks * size + at % size, _no_slot(pool))
+
+
+def _no_slot(pool: Array) -> int:
+    """Returns a slot that is not written."""
+    return pool.shape[0] * pool.shape[3]
+
+
+def _each_once(slots: Int[Array, " b"], pool: Array) -> Int[Array, " b"]:
+    """Returns slots of the first rows of sequences, those that another one before has got replaced.
+
+    Sequences that share a block, whose last entry depends on the token behind it, would all write that.
+    """
+    index = jnp.arange(slots.shape[0])
+    is_taken = jnp.any((slots[:, None] == slots) & (index[:, None] > index), axis=1)
+    return jnp.where(is_taken, _no_slot(pool), slots)
 
 
 def _finite(rows: Float[Array, "t e"]) -> Float[Array, "t e"]:

@@ -1,4 +1,4 @@
-"""Heads of EAGLE-3 for tests: random ones, trained ones, and one in NumPy float64, written from the formulas."""
+"""EAGLE-3 heads for tests: random ones, trained ones, and one in NumPy float64, from the formulas."""
 
 import json
 from pathlib import Path
@@ -78,26 +78,30 @@ def write_head(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarr
 
 
 class NumpyHead:
-    """A head in float64, without a cache: every pass computes the whole text."""
+    """A head in float64, without a cache: every pass computes the whole text.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: The head's checkpoint; its config.json names the layers whose inputs it reads.
+        target: That of the model; float32, without tied embeddings.
+        window: Tokens that a token attends to, in both; None for all.
+    """
+
+    def __init__(self, folder: Path, target: Path, window: int | None = None) -> None:
         self._config = json.loads((folder / "config.json").read_text())
         self._w = {k: w.astype(np.float64) for k, w in load_file(folder / "model.safetensors").items()}
+        self._target, self._window = target, window
+        self._embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"].astype(float)
         self._ids = np.arange(len(self._w["d2t"])) + self._w["d2t"].astype(np.int64)
 
-    def drafts(
-        self, target: Path, tokens: list[int], num_drafts: int, layers: list[int]
-    ) -> tuple[list[int], float]:
+    def drafts(self, tokens: list[int], num_drafts: int) -> tuple[list[int], float]:
         """Returns the greedy drafts behind a text, and by how much the best lead at least.
 
         Args:
-            target: The checkpoint of the model; float32, without tied embeddings.
             tokens: The text; of the last token nothing is computed yet.
             num_drafts: How many.
-            layers: The layers whose inputs are the features.
         """
-        embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"].astype(np.float64)
-        hidden = forward(target, tokens[:-1]).hidden
+        embedding, layers = self._embedding, self._config["eagle_aux_hidden_state_layer_ids"]
+        hidden = forward(self._target, tokens[:-1], self._visible(len(tokens) - 1)).hidden
         features = np.concatenate([hidden[i] for i in layers], axis=1) @ self._w["fc.weight"].T
         behind, drafts, lead = tokens[1:], [], np.inf
         for _ in range(num_drafts):
@@ -108,6 +112,10 @@ class NumpyHead:
             drafts.append(int(self._ids[np.argmax(logits)]))
             behind, features = [*behind, drafts[-1]], np.concatenate([features, last[None]])
         return drafts, float(lead)
+
+    def _visible(self, n: int) -> np.ndarray:
+        distance = np.arange(n)[:, None] - np.arange(n)
+        return (distance >= 0) & (distance < (self._window or n))
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         eps = self._config["rms_norm_eps"]
@@ -132,7 +140,7 @@ class NumpyHead:
         q, k = rotate(q), rotate(k)
         k, v = (np.repeat(y, q.shape[1] // y.shape[1], axis=1) for y in (k, v))
         scores = np.einsum("thd,nhd->htn", q, k) / np.sqrt(head_dim)
-        scores = np.where(np.tril(np.ones((n, n), bool)), scores, -np.inf)
+        scores = np.where(self._visible(n), scores, -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = np.einsum("htn,nhd->thd", scores / scores.sum(-1, keepdims=True), v).reshape(n, -1)
         h = normed if config.get("norm_before_residual") else features
@@ -151,7 +159,7 @@ def trained_tensors(
     *,
     num_steps: int,
     batch: int,
-    rate: float = 3e-3,
+    rate: float = 1e-2,
     num_passes: int = 3,
 ) -> dict[str, np.ndarray]:
     """Trains a head on what a model has written; returns its tensors.
@@ -187,7 +195,10 @@ def trained_tensors(
     def features_of(model: LlamaForCausalLM, tokens: jax.Array) -> tuple[jax.Array, ...]:
         found: dict[str, jax.Array] = {}
         context = model.dense_context(tokens)
-        model.hidden(tokens, context.__class__(model, context.positions, context.attend, hooks=reading(paths, {}, found)))
+        model.hidden(
+            tokens,
+            context.__class__(model, context.positions, context.attend, hooks=reading(paths, {}, found)),
+        )
         return tuple(found[path].astype(jnp.float32) for path in paths)
 
     def attend(layer: int, q: Any, k: Any, v: Any, *, scale: float, soft_cap: float | None = None) -> Any:
@@ -214,7 +225,9 @@ def trained_tensors(
         return total / num_passes
 
     schedule = optax.cosine_onecycle_schedule(num_steps, rate)
-    optimizer = nnx.Optimizer(head, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule)), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(
+        head, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule)), wrt=nnx.Param
+    )
 
     @nnx.jit
     def step(head: EagleHead, optimizer: Any, *data: Any) -> Any:
@@ -231,5 +244,7 @@ def trained_tensors(
         value = step(head, optimizer, tokens[rows], is_output[rows], tuple(x[rows] for x in states))
     assert np.isfinite(value)
     out = {w.key: np.asarray(w.param[...]) for w in weights_of(head)}
-    out = {w.key: np.ascontiguousarray(out[w.key].T if w.transposed else out[w.key]) for w in weights_of(head)}
+    out = {
+        w.key: np.ascontiguousarray(out[w.key].T if w.transposed else out[w.key]) for w in weights_of(head)
+    }
     return {k: x.astype(dtype) for k, x in out.items()} | vocabulary(ids, shape.vocab_size)
