@@ -168,7 +168,11 @@ class EagleDrafter:
     def _kept(
         self, traced: TracedModels, states: list[Array], positions: Int[Array, " b"]
     ) -> Float[Array, "b e"]:
-        """Returns the features at the positions before the first tokens of rows; zeros where not known."""
+        """Returns the features at the positions before the first tokens of rows; zeros where not known.
+
+        A new sequence may get one that the last in its seat has left at the same position: it is as wrong as
+        zeros, and as harmless.
+        """
         features, kept_positions = (x.at[traced.seats].get(mode="fill", fill_value=0) for x in states)
         return jnp.where((kept_positions == positions)[:, None], features, 0)
 

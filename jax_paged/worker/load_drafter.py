@@ -41,6 +41,8 @@ def load_drafter(
     if speculative.kind == "eagle3":
         head = load_head(resolve_model_dir(name), loaded)
         window, group = _widest(layout)
+        # An entry stands one place before its token: what has left the window of that may be gone.
+        window = None if window is None else max(1, window - 1)
         own = plan_layout([head.kv_cache_spec(window)], layout.dtype)
         own = dataclasses.replace(own, groups=layout.groups, places=((0, group),))
         paths = head.config.features_of(loaded.config.num_hidden_layers)

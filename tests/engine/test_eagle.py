@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers.eagle_heads import CONFIG, NumpyHead, random_tensors, trained_tensors, write_head
+from helpers.eagle_heads import CONFIG, NumpyHead, Windows, random_tensors, trained_tensors, write_head
+from helpers.real_model import CONFIG as MODEL_CONFIG
 from helpers.real_model import (
     MAX_MODEL_LEN,
     VOCAB_SIZE,
@@ -23,6 +25,7 @@ from helpers.real_model import (
     reschedule,
     reset,
     run,
+    write_checkpoint,
 )
 from helpers.wrapped_executor import WrappedExecutor
 
@@ -243,11 +246,56 @@ def test_drafts_behind_bursts(eagle: LLMEngine, checkpoint: Path, random_head: P
     assert_drafts_right(eagle, checkpoint, random_head, list(outputs.values()))
 
 
+def test_drafts_do_not_depend_on_who_had_the_seat(eagle: LLMEngine) -> None:
+    """Behind a cached prefix the feature of its last token, at position 11, is not known.
+
+    The seat has kept features of other positions; one of position 11 would be taken for it.
+    """
+    text, found = prompt(13), []
+    run(eagle, [Request(text, params(max_tokens=2))])
+    for length in (6, 9, 30):
+        run(eagle, [Request(prompt(length), params(max_tokens=8))])
+        watched(eagle).drafted.clear()
+        (output,) = run(eagle, [Request(text, params(max_tokens=12))])
+        assert output.num_cached_tokens == 12
+        found.append([d.drafts for d in watched(eagle).drafted])
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "head_config", "windows", "settings"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 6}, {}, (6, 5), {}),
+        ({}, {"norm_before_residual": True}, (None, None), {}),
+        ({}, {}, (None, None), {"attention_backend": "auto", "matmul_backend": "auto"}),
+    ],
+    ids=["windows", "residual", "native"],
+)
+def test_drafts_of_other_models(
+    tmp_path: Path,
+    config: dict[str, Any],
+    head_config: dict[str, Any],
+    windows: Windows,
+    settings: dict[str, Any],
+) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG | config))
+    head = write_head(tmp_path / "head", CONFIG | head_config, random_tensors(CONFIG))
+    args = args_of(tmp_path, head, num_scheduler_steps=1, **settings)
+    executor = Watched(args)
+    with LLMEngine(args, executor) as engine:
+        executor.runner.fill_kv_cache(np.nan)
+        outputs = run(engine, [Request(prompt(n), params(max_tokens=20)) for n in (1, 2, 9, 30)])
+        assert_drafts_right(engine, tmp_path, head, outputs, windows)
+    executor.inner.close()
+
+
 def assert_drafts_right(
-    engine: LLMEngine, target: Path, head: Path, outputs: list[RequestOutput], window: int | None = None
+    engine: LLMEngine, target: Path, head: Path, outputs: list[RequestOutput], windows: Windows = (None, None)
 ) -> None:
     """Compares all drafts with those of the formulas, but for rows of which another token nearly leads."""
-    reference, num_rows = NumpyHead(head, target, window), 0
+    reference, num_rows = NumpyHead(head, target, windows), 0
     texts = {tuple(o.prompt_token_ids): o.prompt_token_ids + list(o.outputs[0].token_ids) for o in outputs}
     for drafted in watched(engine).drafted:
         text = texts[tuple(drafted.prompt)][: drafted.num_tokens]
@@ -434,15 +482,12 @@ def test_outputs_are_read_behind_hooks() -> None:
 
 @pytest.mark.slow
 def test_a_trained_head_for_pagelet_is_right_more_often(tmp_path: Path) -> None:
-    """It was trained on other chats, for about a minute; its drafts are those that nobody has seen."""
+    """It is trained for about a minute, and drafts the answers to other wordings of the questions."""
     folder = resolve_model_dir("pagelet")
     lines = (folder / "data" / "chat.txt").read_text().splitlines()
     asked = [line[3:].split(" | ") for line in lines if line.startswith("Q: ")]
-    n = len(asked) * 3 // 4
-    seen, unseen = (
-        [[{"role": "user", "content": wording}] for wordings in part for wording in wordings[:2]]
-        for part in (asked[:n], asked[n:])
-    )
+    seen = [[{"role": "user", "content": wording}] for wordings in asked for wording in wordings[:3]]
+    unseen = [[{"role": "user", "content": wordings[-1]}] for wordings in asked[:60]]
     config = CONFIG | {
         "vocab_size": 2048,
         "draft_vocab_size": 1024,
@@ -460,7 +505,12 @@ def test_a_trained_head_for_pagelet_is_right_more_often(tmp_path: Path) -> None:
     ) -> tuple[list[RequestOutput], float]:
         """Returns the answers, and the share of drafts that was accepted."""
         head = write_head(tmp_path / name, config, tensors)
-        speculative = {"method": "eagle3", "model": str(head), "adaptive": False}
+        speculative = {
+            "method": "eagle3",
+            "model": str(head),
+            "num_speculative_tokens": 2,
+            "adaptive": False,
+        }
         limits = {"max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 256}
         with LLM("pagelet", dtype="float32", speculative_config=speculative, **limits) as llm:
             outputs = llm.chat(chats, params(max_tokens=60, ignore_eos=False), use_tqdm=False)
@@ -474,9 +524,9 @@ def test_a_trained_head_for_pagelet_is_right_more_often(tmp_path: Path) -> None:
     model, n = load_model(folder, "float32").model, len(seen)
     assert isinstance(model, LlamaForCausalLM)
     tensors = trained_tensors(
-        model, config, texts[:n], num_prompt[:n], num_steps=150, batch=8, rate=3e-3, num_passes=2
+        model, config, texts[:n], num_prompt[:n], num_steps=120, batch=16, rate=3e-3, num_passes=2
     )
     again, trained_share = answered("trained", tensors, unseen)
     assert tokens_of(again) == tokens_of(outputs[n:])
     assert random_share < 0.02
-    assert trained_share > 0.2
+    assert trained_share > 0.3

@@ -19,6 +19,8 @@ from jax_paged.models.hooks import reading
 from jax_paged.models.llama import LlamaForCausalLM
 from jax_paged.models.weights import weights_of
 
+# What a token attends to in a model, and an entry in its head; None for all.
+Windows = tuple[int | None, int | None]
 # Of the checkpoint of real_model; its heads and rotations are others, and it has room for fewer tokens.
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -77,19 +79,24 @@ def write_head(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarr
     return folder
 
 
+def _visible(n: int, window: int | None) -> np.ndarray:
+    distance = np.arange(n)[:, None] - np.arange(n)
+    return (distance >= 0) & (distance < (window or n))
+
+
 class NumpyHead:
     """A head in float64, without a cache: every pass computes the whole text.
 
     Args:
         folder: The head's checkpoint; its config.json names the layers whose inputs it reads.
         target: That of the model; float32, without tied embeddings.
-        window: Tokens that a token attends to, in both; None for all.
+        windows: Tokens that a token attends to in the model, and an entry in the head; None for all.
     """
 
-    def __init__(self, folder: Path, target: Path, window: int | None = None) -> None:
+    def __init__(self, folder: Path, target: Path, windows: Windows = (None, None)) -> None:
         self._config = json.loads((folder / "config.json").read_text())
         self._w = {k: w.astype(np.float64) for k, w in load_file(folder / "model.safetensors").items()}
-        self._target, self._window = target, window
+        self._target, self._windows = target, windows
         self._embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"].astype(float)
         self._ids = np.arange(len(self._w["d2t"])) + self._w["d2t"].astype(np.int64)
 
@@ -101,7 +108,7 @@ class NumpyHead:
             num_drafts: How many.
         """
         embedding, layers = self._embedding, self._config["eagle_aux_hidden_state_layer_ids"]
-        hidden = forward(self._target, tokens[:-1], self._visible(len(tokens) - 1)).hidden
+        hidden = forward(self._target, tokens[:-1], _visible(len(tokens) - 1, self._windows[0])).hidden
         features = np.concatenate([hidden[i] for i in layers], axis=1) @ self._w["fc.weight"].T
         behind, drafts, lead = tokens[1:], [], np.inf
         for _ in range(num_drafts):
@@ -112,10 +119,6 @@ class NumpyHead:
             drafts.append(int(self._ids[np.argmax(logits)]))
             behind, features = [*behind, drafts[-1]], np.concatenate([features, last[None]])
         return drafts, float(lead)
-
-    def _visible(self, n: int) -> np.ndarray:
-        distance = np.arange(n)[:, None] - np.arange(n)
-        return (distance >= 0) & (distance < (self._window or n))
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         eps = self._config["rms_norm_eps"]
@@ -140,7 +143,7 @@ class NumpyHead:
         q, k = rotate(q), rotate(k)
         k, v = (np.repeat(y, q.shape[1] // y.shape[1], axis=1) for y in (k, v))
         scores = np.einsum("thd,nhd->htn", q, k) / np.sqrt(head_dim)
-        scores = np.where(self._visible(n), scores, -np.inf)
+        scores = np.where(_visible(n, self._windows[1]), scores, -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = np.einsum("htn,nhd->thd", scores / scores.sum(-1, keepdims=True), v).reshape(n, -1)
         h = normed if config.get("norm_before_residual") else features
