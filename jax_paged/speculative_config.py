@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from jax_paged.checks import Problems, check, check_choice, check_int
 
 # Most drafts of a sequence in one step; a text that repeats itself is often right for that long.
-_NUM_TOKENS = {"ngram": 15, "draft_model": 4}
+_NUM_TOKENS = {"ngram": 15, "draft_model": 4, "eagle3": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,11 +15,11 @@ class SpeculativeConfig:
 
     Args:
         method: "ngram" looks the last tokens up in the text before them and drafts what followed there;
-            "draft_model" draws from a smaller model of the same vocabulary. None takes "draft_model" if
-            there is a model, else "ngram".
-        model: Of "draft_model": as EngineArgs.model.
+            "draft_model" draws from a smaller model of the same vocabulary; "eagle3" from an EAGLE-3 head
+            that was trained for the model. None takes "draft_model" if there is a model, else "ngram".
+        model: Of "draft_model" and "eagle3": as EngineArgs.model; a head has to lie in a local folder.
         num_speculative_tokens: Most drafts of a sequence in one step; None takes 15 for "ngram", and 4 for
-            "draft_model".
+            the others.
         prompt_lookup_min: Of "ngram", how many of the last tokens have to be found.
         prompt_lookup_max: Of "ngram", how many are compared.
         adaptive: Whether sequences whose drafts do not pay get fewer or none; False always verifies all.
@@ -28,7 +28,7 @@ class SpeculativeConfig:
         ValueError: If a value is not allowed; the message names all of these.
     """
 
-    method: Literal["ngram", "draft_model"] | None = None
+    method: Literal["ngram", "draft_model", "eagle3"] | None = None
     model: str | None = None
     num_speculative_tokens: int | None = None
     prompt_lookup_min: int = 2
@@ -38,9 +38,9 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         problems = Problems()
         note = problems.note
-        note(check_choice, "method", self.method, (None, "ngram", "draft_model"))
+        note(check_choice, "method", self.method, (None, *_NUM_TOKENS))
         is_name = isinstance(self.model, str) and bool(self.model)
-        if self.kind == "draft_model":
+        if self.kind in ("draft_model", "eagle3"):
             note(check, is_name, "model", self.model, "the name or folder of a model that drafts")
         else:
             note(check, self.model is None, "model", self.model, "None, as 'ngram' needs none")
@@ -56,7 +56,7 @@ class SpeculativeConfig:
         problems.raise_if_any()
 
     @property
-    def kind(self) -> Literal["ngram", "draft_model"]:
+    def kind(self) -> Literal["ngram", "draft_model", "eagle3"]:
         """The method."""
         return self.method or ("ngram" if self.model is None else "draft_model")
 

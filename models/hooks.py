@@ -101,6 +101,29 @@ def at_paths(
     return functions
 
 
+def reading(
+    paths: Sequence[str], hooks: Mapping[str, Callable[[Array], Array]], found: dict[str, Array]
+) -> dict[str, Callable[[Array], Array]]:
+    """Returns hooks that also note what modules return, behind what other hooks make of it.
+
+    Args:
+        paths: Of the modules.
+        hooks: The others, as a ForwardContext has them.
+        found: Gets what is returned, by path, while the pass is traced.
+    """
+
+    def noting(path: str) -> Callable[[Array], Array]:
+        before = hooks.get(path, lambda y: y)
+
+        def note(y: Array) -> Array:
+            found[path] = before(y)
+            return found[path]
+
+        return note
+
+    return {**hooks, **{path: noting(path) for path in paths}}
+
+
 def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[int, ...]]:
     """Traces a model with its hooks, without computing anything.
 

@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import end_token_ids, read_generation_config, read_json, sampling_defaults
+from jax_paged.models.eagle import EagleHead
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.registry import get_architecture, get_model_class
 
@@ -88,7 +89,7 @@ class Weight:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stored:
+class StoredTensor:
     """A tensor of a checkpoint, as its file's header describes it."""
 
     file: Path
@@ -124,15 +125,22 @@ def load_model(
     model, chosen, stored = _outline(folder, hf_config, dtype, max_model_len)
     generation_config, architecture = read_generation_config(folder), get_architecture(hf_config)
     eos_token_ids = end_token_ids(generation_config, hf_config, model.config.vocab_size)
-    weights = weights_of(model)
-    _check_stored(folder, stored, weights, model.weight_table)
+    _check_stored(folder, stored_problems(stored, weights_of(model), model.weight_table))
+    read_weights(model, stored, chosen, folder)
+    return _loaded(model, architecture, chosen, eos_token_ids, sampling_defaults(generation_config))
 
+
+def read_weights(
+    model: LanguageModel | EagleHead, stored: dict[str, StoredTensor], dtype: jnp.dtype, folder: Path
+) -> None:
+    """Reads the weights of a model that has shapes in their places, from tensors that were checked."""
+    weights = weights_of(model)
     # The largest come first: their temporary copies are made while little else is allocated.
     weights.sort(key=lambda w: -w.param.size)
     start = logged = time.monotonic()
     flat, num_read, num_values = [], 0, sum(w.param.size for w in weights)
     with ThreadPoolExecutor(NUM_LOADING_THREADS) as pool:
-        values = pool.map(lambda w: _load_weight(w, stored, chosen).block_until_ready(), weights)
+        values = pool.map(lambda w: _load_weight(w, stored, dtype).block_until_ready(), weights)
         for w, value in zip(weights, values, strict=True):
             flat.append((w.path, w.param.replace(value)))
             num_read += w.param.size
@@ -142,10 +150,8 @@ def load_model(
                     "read %.0f %% of the weights in %.0f s", 100 * num_read / num_values, logged - start
                 )
     nnx.update(model, nnx.from_flat_state(flat))
-    loaded = _loaded(model, architecture, chosen, eos_token_ids, sampling_defaults(generation_config))
-    seconds = time.monotonic() - start
-    _LOGGER.info("read the weights of %s: %.0f MiB in %.1f s", folder, loaded.weight_bytes / 2**20, seconds)
-    return loaded
+    seconds, num_bytes = time.monotonic() - start, num_values * dtype.itemsize
+    _LOGGER.info("read the weights of %s: %.0f MiB in %.1f s", folder, num_bytes / 2**20, seconds)
 
 
 def outline(
@@ -166,10 +172,10 @@ def _outline(
     hf_config: dict[str, Any],
     dtype: Literal["auto", "float32", "bfloat16"],
     max_model_len: int | None,
-) -> tuple[LanguageModel, jnp.dtype, dict[str, _Stored]]:
+) -> tuple[LanguageModel, jnp.dtype, dict[str, StoredTensor]]:
     _, model_class = get_model_class(hf_config)
     config = model_class.config_class.from_hf(hf_config, max_model_len)
-    stored = with_prefix(_read_headers(folder), model_class.weight_table)
+    stored = with_prefix(read_headers(folder), model_class.weight_table)
     chosen = _choose_dtype(dtype, hf_config, stored)
     return nnx.eval_shape(lambda: model_class(config, dtype=chosen, rngs=nnx.Rngs(0))), chosen, stored
 
@@ -225,7 +231,7 @@ def random_checkpoint(
     save_model(random_model(hf_config, dtype, seed).model, folder, hf_config)
 
 
-def weights_of(model: LanguageModel) -> list[Weight]:
+def weights_of(model: LanguageModel | EagleHead) -> list[Weight]:
     """Returns the weights of a model, and where they are in a checkpoint."""
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return [Weight(path, p, *model.weight_table.hf_key(".".join(map(str, path)))) for path, p in params]
@@ -271,7 +277,7 @@ def _loaded(
     )
 
 
-def _load_weight(weight: Weight, stored: dict[str, _Stored], dtype: jnp.dtype) -> Array:
+def _load_weight(weight: Weight, stored: dict[str, StoredTensor], dtype: jnp.dtype) -> Array:
     parts = [_place(_read_tensor(stored[key]), weight.transposed, dtype) for key in weight.keys]
     return jnp.stack(parts) if weight.is_stack else parts[0]
 
@@ -289,7 +295,7 @@ def _convert(value: Array, transposed: bool, dtype: jnp.dtype) -> Array:
     return (value.T if transposed else value).astype(dtype)
 
 
-def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, _Stored]) -> jnp.dtype:
+def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> jnp.dtype:
     if dtype == "auto":
         own = hf_config.get("dtype") or hf_config.get("torch_dtype")
         found = {str(own)} if own else {STORED_DTYPES.get(s.dtype, s.dtype) for s in stored.values()}
@@ -305,7 +311,7 @@ def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, _Stor
     return jnp.dtype(dtype)
 
 
-def _read_headers(folder: Path) -> dict[str, _Stored]:
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Returns the tensors of all shards of a folder by key, without reading a weight."""
     names = ["model.safetensors"]
     if not (folder / names[0]).exists():
@@ -325,7 +331,7 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
     missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{folder / INDEX_FILE} names shards that {folder} does not hold: {missing}")
-    stored: dict[str, _Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     for name in names:
         file = folder / name
         try:
@@ -341,7 +347,7 @@ def _read_headers(folder: Path) -> dict[str, _Stored]:
                 raise ValueError(f"{key} is in {stored[key].file} and again in {file}")
             part = header[key]
             offset = 8 + header_len + part["data_offsets"][0]
-            stored[key] = _Stored(file, key, offset, tuple(part["shape"]), part["dtype"])
+            stored[key] = StoredTensor(file, key, offset, tuple(part["shape"]), part["dtype"])
     return stored
 
 
@@ -352,15 +358,13 @@ def with_prefix[T](stored: dict[str, T], table: WeightTable) -> dict[str, T]:
     return {key if key in table.tied else table.prefix + key: tensor for key, tensor in stored.items()}
 
 
-def _read_tensor(stored: _Stored) -> np.ndarray:
+def _read_tensor(stored: StoredTensor) -> np.ndarray:
     # Mapped anew for each tensor: the pages that were read count as memory until the mapping is closed.
     return np.memmap(stored.file, STORED_DTYPES[stored.dtype], "r", stored.offset, stored.shape)
 
 
-def _check_stored(
-    folder: Path, stored: dict[str, _Stored], weights: list[Weight], table: WeightTable
-) -> None:
-    """Raises a ValueError that lists all weights that are missing, unexpected or of another shape or type."""
+def stored_problems(stored: dict[str, StoredTensor], weights: list[Weight], table: WeightTable) -> list[str]:
+    """Returns what is wrong with tensors: those missing, unexpected, or of another shape or type."""
     expected = {key: weight.stored_shape for weight in weights for key in weight.keys}
     problems = []
     for key, shape in expected.items():
@@ -382,6 +386,11 @@ def _check_stored(
                 problems.append(f"{key} differs from {kept}, though config.json ties them")
         elif not re.fullmatch(table.ignored, key):
             problems.append(f"{key} is unexpected")
+    return problems
+
+
+def _check_stored(folder: Path, problems: list[str]) -> None:
+    """Raises a ValueError that lists problems, if there are any."""
     if problems:
         lines = "".join(f"\n  {problem}" for problem in sorted(problems))
         raise ValueError(f"the weights in {folder} do not fit its config.json:{lines}")

@@ -20,7 +20,7 @@ class Speculation:
 
     Args:
         method: "ngram": what followed the last tokens where they stood before. "draft_model": what another
-            model draws, on the device.
+            model draws, on the device. "eagle3": what a head draws that continues the model's hidden states.
         num_tokens: Most drafts of a sequence in one step.
         min_match: Of "ngram", how many tokens have to be equal.
         max_match: Of "ngram", how many are compared.
@@ -34,7 +34,7 @@ class Speculation:
         ValueError: If a value is out of range.
     """
 
-    method: Literal["ngram", "draft_model"]
+    method: Literal["ngram", "draft_model", "eagle3"]
     num_tokens: int
     min_match: int = 2
     max_match: int = 4
@@ -43,7 +43,7 @@ class Speculation:
     is_adaptive: bool = True
 
     def __post_init__(self) -> None:
-        check_choice("method", self.method, ("ngram", "draft_model"))
+        check_choice("method", self.method, ("ngram", "draft_model", "eagle3"))
         check_int("num_tokens", self.num_tokens, 1)
         check_int("min_match", self.min_match, 1)
         check_int("max_match", self.max_match, self.min_match)

@@ -32,11 +32,11 @@ from jax_paged.worker.block_mover import BlockMover
 from jax_paged.worker.block_tables import WriteBlockTablesProgram, write_block_tables
 from jax_paged.worker.buckets import Bucket, plan_verifying
 from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
-from jax_paged.worker.draft_model import load_draft
 from jax_paged.worker.encoder import encode, plan_encoders
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.kept_states import KeptStates
 from jax_paged.worker.kernel_check import choose_backend
+from jax_paged.worker.load_drafter import load_drafter
 from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
 from jax_paged.worker.plan_steps import plan_steps
@@ -101,7 +101,7 @@ class ModelRunner:
         check_processors(logits_processors, loaded.vocab_size)
         additions = plan_additions(args, loaded)
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
-        draft, draft_weights = load_draft(args, loaded, layout, mesh, packs=packs)
+        draft, draft_weights = load_drafter(args, loaded, layout, mesh, packs=packs)
         how: dict[str, Any] = {"is_own": is_own, "packs": packs, "mesh": mesh}
         self.served = ServedWeights(loaded.model, extra=[*hook_params, *draft_weights], **how)
         self._weights = self.served.arrays

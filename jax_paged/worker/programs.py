@@ -18,7 +18,7 @@ from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.hooks import Hook, at_paths
 from jax_paged.models.lora import LoraLayout
 from jax_paged.models.pooling import PoolingSpec
-from jax_paged.worker.draft_model import DraftModel
+from jax_paged.worker.drafting import Drafter
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.logits_processors import LogitsProcessor, state_shapes
 from jax_paged.worker.sampler import SampledTokens, Sampler
@@ -34,12 +34,14 @@ class SeatArrays[T](NamedTuple):
         last_tokens: int32 [S], the token that was drawn last for each sequence; a step that begins before the
             host knows it reads it here.
         processor_states: Of logits processors, [S, ...] each; see logits_processors.py.
+        draft_states: Of what drafts, [S, ...] each.
     """
 
     token_counts: T
     block_tables: T
     last_tokens: T
     processor_states: list[T]
+    draft_states: list[T]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,13 +72,13 @@ class TraceContext:
         captured: What hooks capture of a row, by name: shapes.
         shares_prefixes: Whether rows may attend to leading blocks together, see shared_prefixes.py.
         pooling: What is made of pooled hidden states; None if nobody pools.
-        draft: A model that drafts tokens; None if none does.
+        draft: What drafts tokens on the device; None if nothing does.
         lora: The arrays of adapters; None if requests have none.
         embed_path: Where the table of token embeddings stands in the model, if prompts may have vectors.
         embed_size: Numbers of such a vector.
     """
 
-    model: FlatModel
+    model: FlatModel[LanguageModel]
     weights: list[Array] | list[jax.ShapeDtypeStruct]
     layout: KVCacheLayout
     num_blocks: int
@@ -99,7 +101,7 @@ class TraceContext:
     captured: Mapping[str, tuple[int, ...]] = types.MappingProxyType({})
     shares_prefixes: bool = False
     pooling: PoolingSpec | None = None
-    draft: DraftModel | None = None
+    draft: Drafter | None = None
     lora: LoraLayout | None = None
     embed_path: str = ""
     embed_size: int = 0
@@ -126,7 +128,7 @@ class TraceContext:
 
     @property
     def layouts(self) -> tuple[KVCacheLayout, ...]:
-        """Of the arrays of the pool: those of the model, then those of the draft model."""
+        """Of the arrays of the pool: those of the model, then those of what drafts."""
         return (self.layout,) if self.draft is None else (self.layout, self.draft.layout)
 
     @property
@@ -155,6 +157,7 @@ class TraceContext:
             block_tables=self.shape((num_groups, s, self.max_blocks_per_seq), jnp.int32),
             last_tokens=self.shape((s,), jnp.int32),
             processor_states=[self.shape(x.shape, x.dtype) for x in state_shapes(self.processors, s)],
+            draft_states=[self.shape(*x) for x in self.draft.states(s)] if self.draft else [],
         )
 
     def lora_arrays(self) -> list[jax.ShapeDtypeStruct]:

@@ -11,12 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_paged.core.runner_output import NO_TOKEN
 from jax_paged.models.attention import AttentionMetadata
-from jax_paged.models.hooks import num_columns
+from jax_paged.models.hooks import num_columns, reading
 from jax_paged.models.lora import RowFunction, row_functions, unchanged
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker import logits_processors
 from jax_paged.worker.block_tables import tables_of, write_changes
 from jax_paged.worker.buckets import Bucket, plan_buckets
+from jax_paged.worker.drafting import LastRows, TracedModels
 from jax_paged.worker.packed_batch import attention_metadata, layout, sampling_batch, unpack
 from jax_paged.worker.programs import Program, SeatArrays, TraceContext, packed_results
 from jax_paged.worker.sampler import SampledTokens, SamplingBatch, sample
@@ -91,8 +92,9 @@ class TracedStep:
         kv_cache: list[Array],
         token_counts: Int[Array, "s v"],
         states: list[Array],
+        draft_states: list[Array],
         **moved: Array,
-    ) -> tuple[SampledTokens, Array, dict[str, Array], list[Array], Array, list[Array]]:
+    ) -> tuple[SampledTokens, Array, dict[str, Array], list[Array], Array, list[Array], list[Array]]:
         """Computes tokens and draws from every row of logits.
 
         Args:
@@ -100,28 +102,26 @@ class TracedStep:
             kv_cache: The pool.
             token_counts: Of all seats.
             states: Of logits processors, of all seats.
+            draft_states: Of what drafts, of all seats.
             **moved: Fields in place of the buffer's.
 
         Returns:
             What is drawn, the hidden states of all token rows, what hooks capture of these, the pool, the
-            token counts and the states.
+            token counts, the states and those of what drafts.
         """
         context, fields = self.context, self.fields | moved
         model = context.merge(self.weights)
         metadata = self.metadata(fields)
-        if context.draft is not None and not self.bucket.num_drafts:
-            _, kv_cache = context.draft.run(self.weights, tokens, kv_cache, metadata)
         own = kv_cache[: context.layout.num_pools]
         captured: dict[str, Array] = {}
         hooks = context.hooks_at(self.weights, self.hook_columns(), captured) if context.hooks else {}
+        read: dict[str, Array] = {}
+        if context.draft is not None:
+            hooks = reading(context.draft.paths, hooks, read)
         hidden, own = model.paged(tokens, own, metadata, hooks, self.changes())
         kv_cache = [*own, *kv_cache[context.layout.num_pools :]]
         logits = model.logits(hidden[fields["logits_rows"]])
-        drafts = (
-            drafts_before(fields, tokens, self.bucket, logits.shape[1]) if self.bucket.num_drafts else None
-        )
-        arrays = self.bias_ids, self.bias_values, self.token_mask
-        batch = sampling_batch(fields, token_counts, *arrays, drafts)
+        batch = self.sampling_batch(fields, tokens, token_counts)
         processed = None
         if context.processors:
             columns = lax.bitcast_convert_type(fields["processor_args"], jnp.float32)
@@ -139,22 +139,37 @@ class TracedStep:
             own=context.sampler,
         )
         count_seats = batch.count_seats
+        last = LastRows(fields["seats"], fields["query_start_loc"][1:] - 1)
         if self.bucket.num_drafts:
-            is_accepted, _ = accepted(fields, tokens, drawn.token_ids)
+            is_accepted, is_last = accepted(fields, tokens, drawn.token_ids)
             count_seats = jnp.where(is_accepted, count_seats, len(token_counts))
+            seats = jnp.where(is_last, fields["sample_seats"], len(token_counts))
+            last = LastRows(seats, fields["logits_rows"])
         token_counts = add_tokens(token_counts, count_seats, drawn.token_ids)
-        return drawn, hidden, captured, kv_cache, token_counts, states
+        if context.draft is not None:
+            traced = TracedModels(self.weights, model, metadata, fields["seats"])
+            outputs = [read[path] for path in context.draft.paths]
+            has_drafted = self.bucket.num_drafts > 0
+            kv_cache, draft_states = context.draft.follow(
+                traced, tokens, outputs, kv_cache, draft_states, last, has_drafted=has_drafted
+            )
+        return drawn, hidden, captured, kv_cache, token_counts, states, draft_states
 
     def draft(
-        self, tokens: Int[Array, " t"], kv_cache: list[Array], token_counts: Int[Array, "s v"]
+        self,
+        tokens: Int[Array, " t"],
+        kv_cache: list[Array],
+        token_counts: Int[Array, "s v"],
+        draft_states: list[Array],
     ) -> tuple[Int[Array, " t"], list[Array]]:
-        """Puts the drafts of a model behind the first token of every row; returns tokens and pool."""
-        context = self.context
-        assert context.draft is not None, "there is a model that drafts"
-        batch = self.sampling_batch(self.fields, tokens, token_counts)
+        """Puts drafts behind the first token of every row; returns tokens and pool."""
+        context, fields = self.context, self.fields
+        assert context.draft is not None, "something drafts"
+        batch = self.sampling_batch(fields, tokens, token_counts)
         how = {"max_logprobs": 1, "own": context.sampler}
-        metadata = self.metadata(self.fields)
-        return context.draft.draft(self.weights, tokens, kv_cache, metadata, batch, how)
+        model = context.merge(self.weights)
+        traced = TracedModels(self.weights, model, self.metadata(fields), fields["seats"])
+        return context.draft.draft(traced, tokens, kv_cache, draft_states, batch, how)
 
     def metadata(self, fields: dict[str, Array]) -> AttentionMetadata:
         """Returns what the models read of a step."""
@@ -204,7 +219,8 @@ class TracedStep:
         kv_cache: list[Array],
         token_counts: Int[Array, "s v"],
         states: list[Array],
-    ) -> tuple[Array, Array, Array, dict[str, Array], list[Array], Array, list[Array]]:
+        draft_states: list[Array],
+    ) -> tuple[Array, Array, Array, dict[str, Array], list[Array], Array, list[Array], list[Array]]:
         """Does decode steps until every row has drawn its end token, or as many tokens as it may.
 
         A row that is done writes nothing, attends to nothing and counts nothing. One whose token ends its
@@ -213,7 +229,7 @@ class TracedStep:
         Returns:
             The results and details of all steps (int32 [K, 5, B] and [K, B, 1 + 2N], the fifth row of
             results says whether a row was not done), the last token of each row, what hooks have captured
-            ([K, B, ...]), pool, token counts and states of logits processors.
+            ([K, B, ...]), pool, token counts, states of logits processors and those of what drafts.
         """
         fields, k = self.fields, self.bucket.num_steps
         groups, num_seats = self.context.layout.groups, len(token_counts)
@@ -224,17 +240,20 @@ class TracedStep:
             return jnp.any(tokens[:, None] == fields["end_tokens"], axis=1)
 
         def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
-            i, is_live, tokens, kv_cache, token_counts, states, results, details, captured = state
+            i, is_live, tokens, kv_cache, token_counts, states, draft_states, *outputs = state
+            results, details, captured = outputs
             positions = fields["positions"] + i
             lens = fields["context_lens"] + jnp.where(is_cross, 0, i)
             places = jnp.maximum(lens - 1, 0)
             blocks = jnp.take_along_axis(self.tables, (places // size)[:, :, None], axis=2)[:, :, 0]
             slots = jnp.where(is_live & ~is_cross, blocks * size + places % size, no_slot)
-            drawn, _, new_captured, kv_cache, token_counts, states = self.run(
+            drawn, _, new_captured, kv_cache, token_counts, states, draft_states = self.run(
                 tokens,
                 kv_cache,
                 token_counts,
                 states,
+                draft_states,
+                seats=jnp.where(is_live, fields["seats"], num_seats),
                 positions=jnp.where(is_live, positions, 0),
                 slot_mapping=slots,
                 context_lens=jnp.where(is_live, lens, 0),
@@ -249,16 +268,18 @@ class TracedStep:
             results, details = results.at[i].set(new_results), details.at[i].set(new_details)
             captured = {name: captured[name].at[i].set(new) for name, new in new_captured.items()}
             is_live &= goes_on
-            return i + 1, is_live, tokens, kv_cache, token_counts, states, results, details, captured
+            kept = kv_cache, token_counts, states, draft_states
+            return i + 1, is_live, tokens, *kept, results, details, captured
 
         b, columns = self.bucket.num_seqs, 1 + 2 * self.context.max_logprobs
         results, details = jnp.zeros((k, 5, b), jnp.int32), jnp.zeros((k, b, columns), jnp.int32)
         is_live = (fields["max_draws"] > 0) & ~ends(tokens)
         captured = {name: jnp.zeros((k, b, *shape)) for name, shape in self.context.captured.items()}
-        state = (jnp.int32(0), is_live, tokens, kv_cache, token_counts, states, results, details, captured)
+        kept = kv_cache, token_counts, states, draft_states
+        state = (jnp.int32(0), is_live, tokens, *kept, results, details, captured)
         state = lax.while_loop(lambda state: (state[0] < k) & jnp.any(state[1]), step, state)
-        _, _, tokens, kv_cache, token_counts, states, results, details, captured = state
-        return results, details, tokens, captured, kv_cache, token_counts, states
+        _, _, tokens, kv_cache, token_counts, states, draft_states, results, details, captured = state
+        return results, details, tokens, captured, kv_cache, token_counts, states, draft_states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,8 +295,8 @@ class StepProgram(Program):
         The pool.
         The SeatArrays.
         What hooks capture of all token rows, float32 [T, ...] or [K, B, ...] of a burst, by name.
-    Where a model drafts, the first has a fifth row: the tokens that the rows of logits stand behind. Of a
-    burst, the first two are those of TracedStep.burst, and there are no hidden states.
+    Where drafts are made on the device, the first has a fifth row: the tokens that the rows of logits stand
+    behind. Of a burst, the first two are those of TracedStep.burst, and there are no hidden states.
     """
 
     bucket: Bucket
@@ -298,7 +319,7 @@ class StepProgram(Program):
             *more: Any,
         ) -> tuple[Array, Array, Array | None, list[Array], SeatArrays[Array], dict[str, Array]]:
             fields = unpack(packed, bucket, num_groups, *columns)
-            token_counts, block_tables, last_tokens, states = seat_arrays
+            token_counts, block_tables, last_tokens, states, draft_states = seat_arrays
             block_tables = write_changes(block_tables, fields["table_changes"])
             tables = tables_of(block_tables, fields["seats"])
             adapters = more[0] if bucket.has_adapters else []
@@ -307,14 +328,14 @@ class StepProgram(Program):
             traced = TracedStep(context, bucket, weights, fields, tables, *given)
             tokens = known_tokens(fields, last_tokens)
             if bucket.num_steps > 1:
-                burst = traced.burst(tokens, kv_cache, token_counts, states)
-                results, details, last, captured, kv_cache, token_counts, states = burst
+                burst = traced.burst(tokens, kv_cache, token_counts, states, draft_states)
+                results, details, last, captured, kv_cache, token_counts, states, draft_states = burst
                 hidden = None
             else:
                 if context.draft is not None and bucket.num_drafts:
-                    tokens, kv_cache = traced.draft(tokens, kv_cache, token_counts)
-                run = traced.run(tokens, kv_cache, token_counts, states)
-                drawn, hidden, captured, kv_cache, token_counts, states = run
+                    tokens, kv_cache = traced.draft(tokens, kv_cache, token_counts, draft_states)
+                run = traced.run(tokens, kv_cache, token_counts, states, draft_states)
+                drawn, hidden, captured, kv_cache, token_counts, states, draft_states = run
                 results, details = packed_results(drawn)
                 last = drawn.token_ids
                 if context.draft is not None and bucket.num_drafts:
@@ -326,7 +347,7 @@ class StepProgram(Program):
                 padding = 0 if bucket.is_decode else context.max_num_batched_tokens - bucket.num_tokens
                 hidden = jnp.pad(hidden, ((0, padding), (0, 0)))
             last_tokens = last_tokens.at[fields["sample_seats"]].set(last, mode="drop")
-            seat_arrays = SeatArrays(token_counts, block_tables, last_tokens, states)
+            seat_arrays = SeatArrays(token_counts, block_tables, last_tokens, states, draft_states)
             return results, details, hidden, kv_cache, seat_arrays, captured
 
         pool, num_logits = context.pool(), bucket.num_logits

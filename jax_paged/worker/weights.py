@@ -24,7 +24,7 @@ from jax_paged.models.weights import LoadedModel, load_model, loaded_from
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FlatModel:
+class FlatModel[M: nnx.Module]:
     """A model without its weights. These travel as a flat list: a nested one costs twice as much per step.
 
     Args:
@@ -40,7 +40,7 @@ class FlatModel:
         """How many arrays the weights are."""
         return self.treedef.num_leaves
 
-    def merge(self, weights: list[Array]) -> LanguageModel:
+    def merge(self, weights: list[Array]) -> M:
         """Returns the model with these weights; what follows them in the list is left alone."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights[: self.num_weights]))
 
@@ -88,7 +88,7 @@ def pooling_of(args: EngineArgs, loaded: LoadedModel, *, is_own: bool) -> Poolin
     )
 
 
-def packed(model: LanguageModel, *, in_place: bool) -> LanguageModel:
+def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:
     """Returns a model whose products are oneDNN's: its kernels are packed.
 
     Packed kernels are made of the weights as they are now: whoever changes these packs them again.
@@ -110,15 +110,14 @@ def packed(model: LanguageModel, *, in_place: bool) -> LanguageModel:
                 del alone[m]
     for module in alone:
         Linear.pack([module])
-    head = model.head
-    if isinstance(head, Embedding):
-        head.pack()
+    if isinstance(model, LanguageModel) and isinstance(model.head, Embedding):
+        model.head.pack()
     return model
 
 
-def flatten(
-    model: LanguageModel, mesh: Mesh | AbstractMesh
-) -> tuple[FlatModel, list[Any], list[NamedSharding]]:
+def flatten[M: nnx.Module](
+    model: M, mesh: Mesh | AbstractMesh
+) -> tuple[FlatModel[M], list[Any], list[NamedSharding]]:
     """Returns a model without weights, its weights as they are, and how a mesh splits each of them."""
     graphdef, state = nnx.split(model)
     specs = jax.tree.leaves(nnx.get_partition_spec(state), is_leaf=lambda x: isinstance(x, PartitionSpec))
@@ -251,7 +250,9 @@ class ServedWeights:
                 array.delete()
         self.arrays, self._watched, self._kept = [], [], {}
 
-    def _flat(self, model: LanguageModel, given: Collection[Any]) -> tuple[FlatModel, list[Array]]:
+    def _flat(
+        self, model: LanguageModel, given: Collection[Any]
+    ) -> tuple[FlatModel[LanguageModel], list[Array]]:
         """Returns a model without its weights, and these on the mesh; notes which are the caller's arrays.
 
         What was packed and nobody else has is deleted: modules refer to each other, and would keep it until

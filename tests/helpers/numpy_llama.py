@@ -16,12 +16,14 @@ class Forward(NamedTuple):
         keys: L of [T, K, D], rotated.
         values: L of [T, K, D].
         attention: L of [H, T, T], probabilities.
+        hidden: L + 1 of [T, E], what goes into each layer, and what comes out of the last.
     """
 
     logits: np.ndarray
     keys: list[np.ndarray]
     values: list[np.ndarray]
     attention: list[np.ndarray]
+    hidden: list[np.ndarray]
 
 
 def forward(folder: Path, tokens: list[int], visible: np.ndarray | None = None) -> Forward:
@@ -47,8 +49,9 @@ def forward(folder: Path, tokens: list[int], visible: np.ndarray | None = None) 
         first, second = np.split(x, 2, -1)
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
-    x, out = weights["model.embed_tokens.weight"][tokens], Forward(np.empty(0), [], [], [])
+    x, out = weights["model.embed_tokens.weight"][tokens], Forward(np.empty(0), [], [], [], [])
     for i in range(config["num_hidden_layers"]):
+        out.hidden.append(x)
         prefix = f"model.layers.{i}."
         h = norm(x, prefix + "input_layernorm.weight")
         q, k, v = (
@@ -71,4 +74,5 @@ def forward(folder: Path, tokens: list[int], visible: np.ndarray | None = None) 
         out.keys.append(k)
         out.values.append(v)
         out.attention.append(attention)
+    out.hidden.append(x)
     return out._replace(logits=norm(x, "model.norm.weight") @ weights["lm_head.weight"].T)

@@ -1,0 +1,70 @@
+"""What drafts for the model of an engine: loaded, and checked against that model."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from jax_paged.config import EngineArgs
+from jax_paged.models.checkpoint import resolve_model_dir
+from jax_paged.models.eagle_checkpoint import load_head
+from jax_paged.models.weights import LoadedModel, load_model
+from jax_paged.worker.draft_model import DraftModel, check_draft, check_groups
+from jax_paged.worker.drafting import Drafter
+from jax_paged.worker.eagle_drafter import EagleDrafter
+from jax_paged.worker.kv_cache import KVCacheLayout, plan_layout
+from jax_paged.worker.weights import flatten, packed
+
+
+def load_drafter(
+    args: EngineArgs, loaded: LoadedModel, layout: KVCacheLayout, mesh: Mesh, *, packs: bool
+) -> tuple[Drafter | None, list[Array]]:
+    """Loads what drafts on the device, in the type of the model that is served; returns it and its weights.
+
+    Args:
+        args: Name it.
+        loaded: The model that is served.
+        layout: Of its pool.
+        mesh: Where the weights lie.
+        packs: Whether oneDNN multiplies.
+
+    Raises:
+        ValueError: If it can't be loaded, or does not fit the model.
+    """
+    speculative = args.speculative
+    if speculative is None or speculative.model is None:
+        return None, []
+    name = speculative.model
+    if speculative.kind == "eagle3":
+        head = load_head(resolve_model_dir(name), loaded)
+        window, group = _widest(layout)
+        # An entry stands one place before its token: what has left the window of that may be gone.
+        window = None if window is None else max(1, window - 1)
+        own = plan_layout([head.kv_cache_spec(window)], layout.dtype)
+        own = dataclasses.replace(own, groups=layout.groups, places=((0, group),))
+        paths = head.config.features_of(loaded.config.num_hidden_layers)
+        flat, weights = _placed(packed(head, in_place=True) if packs else head, mesh)
+        return EagleDrafter(flat, own, paths, head.config.hidden_size, loaded.dtype, window), weights
+    dtype = "float32" if loaded.dtype == jnp.float32 else "bfloat16"
+    draft = load_model(resolve_model_dir(name), dtype, None, {})
+    check_draft(draft, loaded, args.max_model_len, name)
+    own = plan_layout(draft.model.kv_cache_specs(), layout.dtype)
+    check_groups(own, layout, name)
+    flat, weights = _placed(packed(draft.model, in_place=True) if packs else draft.model, mesh)
+    return DraftModel(flat, own), weights
+
+
+def _placed(model: Any, mesh: Mesh) -> tuple[Any, list[Array]]:
+    flat, weights, shardings = flatten(model, mesh)
+    return flat, jax.device_put(weights, shardings)
+
+
+def _widest(layout: KVCacheLayout) -> tuple[int | None, int]:
+    """Returns the window and the index of the cache group whose layers see most of a text."""
+    for group, found in enumerate(layout.groups):
+        if found.window is None and not found.is_cross:
+            return None, group
+    return max((found.window or 0, group) for group, found in enumerate(layout.groups))
