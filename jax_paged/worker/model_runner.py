@@ -379,7 +379,7 @@ class ModelRunner:
             num_seqs=len(output.scheduled),
             num_logits=output.num_logits_rows,
             num_steps=self.config.num_scheduler_steps if output.burst else 1,
-            num_drafts=output.num_drafts,
+            num_drafts=output.num_drafts if self.config.speculation else 0,
             has_adapters=self.config.max_loras > 0
             and (self.config.batch_invariant or has_embeds or batch.has_adapters(output)),
             has_embeds=has_embeds,

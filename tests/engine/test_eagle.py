@@ -39,7 +39,7 @@ from jax_paged.models.hooks import reading
 from jax_paged.models.llama import LlamaForCausalLM
 from jax_paged.models.weights import load_model, random_model
 from jax_paged.outputs import RequestOutput
-from jax_paged.worker import model_runner
+from jax_paged.worker import plan_steps
 from jax_paged.worker.buckets import plan_verifying
 
 K = 4
@@ -94,7 +94,7 @@ class Watched(WrappedExecutor):
 
     def __init__(self, args: EngineArgs) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(model_runner, "plan_verifying", lambda *how: plan_verifying(*how)[-1:])
+            patch.setattr(plan_steps, "plan_verifying", lambda config: plan_verifying(config)[-1:])
             super().__init__(make_executor(args), after=self._note)
         self.drafted: list[Drafted] = []
         self.num_bursts = 0
