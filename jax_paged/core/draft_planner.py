@@ -148,7 +148,7 @@ class DraftPlanner:
         self._began, self._is_busy = now, len(self._queues) > 0
         drafted: dict[int, list[int]] = {}
         for i, sample in enumerate(output.samples):
-            if sample.num_logits > 1:
+            if sample.num_logits > 1 and not output.scores_drafts:
                 row = output.scheduled[sample.row].token_ids
                 drafted[sample.seq_id] = result.drafts[i] if result.drafts else row[1 - sample.num_logits :]
         is_ngram, may_pay = self.speculation.method == "ngram", False

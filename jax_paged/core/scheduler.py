@@ -236,7 +236,7 @@ class Scheduler:
             if step.is_empty:
                 self._fill(step, now, self._admission.first_if_swapped, lambda n: n == 1)
         output = self._built(step)
-        if output.scheduled and output.scheduled[-1].num_tokens > 1:
+        if output.scheduled and output.scheduled[-1].num_tokens > 1 and not step.drafts:
             self._admission.note_prompt(now)
         return output
 

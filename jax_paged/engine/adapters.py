@@ -53,8 +53,7 @@ class Adapters:
         if request is None:
             return None
         self._check(request)
-        with self._lock:
-            return self._read(request)
+        return self._found(request)
 
     def add(self, request: Any) -> bool:
         """Reads an adapter ahead of its requests, and keeps it until it is removed.
@@ -66,13 +65,13 @@ class Adapters:
             ValueError: As `get`; also if max_cpu_loras adapters are there already.
         """
         self._check(request)
+        self._found(request)
         with self._lock:
             if request.lora_int_id in self._added and self._requests[request.lora_int_id] == request:
                 return False
             if len(self._added) >= self._max_kept:
                 given, most = len(self._added) + 1, self._max_kept
                 check(False, "the number of adapters that are added", given, f"max_cpu_loras, {most}")
-            self._read(request)
             self._added.add(request.lora_int_id)
             return True
 
@@ -89,7 +88,30 @@ class Adapters:
         check(ok, "lora_request", request, "None or a LoRARequest")
         check(self._is_on, "lora_request", request, "None, as the engine was made without enable_lora=True")
 
-    def _read(self, request: LoRARequest) -> Adapter:
+    def _found(self, request: LoRARequest) -> Adapter:
+        """Returns an adapter, kept or read anew: without the lock, as nobody may wait for a file."""
+        with self._lock:
+            adapter = self._known(request)
+        if adapter is None:
+            try:
+                adapter = read_adapter(Path(request.lora_path).expanduser(), self._limits)
+            except (OverflowError, RecursionError, RuntimeError) as error:  # numbers, nesting, ~nobody
+                raise ValueError(
+                    f"lora_path is {request.lora_path!r}; allowed: the folder of an adapter ({error})"
+                ) from error
+        with self._lock:
+            self._known(request)
+            number = request.lora_int_id
+            self._requests[number] = request
+            self._kept[number] = adapter
+            self._kept.move_to_end(number)
+            for other in list(self._kept):
+                if len(self._kept) > self._max_kept and other not in self._added and other != number:
+                    del self._kept[other]
+        return adapter
+
+    def _known(self, request: LoRARequest) -> Adapter | None:
+        """Returns what is kept of an adapter, whose id is no other's."""
         number = request.lora_int_id
         known = self._requests.get(number, request)
         if known != request:
@@ -98,13 +120,4 @@ class Adapters:
                 f"{request.lora_path!r}; allowed: a number of its own, as {number} is the adapter "
                 f"{known.lora_name!r} of {known.lora_path!r}"
             )
-        adapter = self._kept.get(number)
-        if adapter is None:
-            adapter = read_adapter(Path(request.lora_path).expanduser(), self._limits)
-        self._requests[number] = request
-        self._kept[number] = adapter
-        self._kept.move_to_end(number)
-        for other in list(self._kept):
-            if len(self._kept) > self._max_kept and other not in self._added and other != number:
-                del self._kept[other]
-        return adapter
+        return self._kept.get(number)

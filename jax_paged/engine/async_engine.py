@@ -304,8 +304,7 @@ class AsyncLLMEngine:
             self._held.pop(stream, None)
             self.statistics.forget(request_id)
             state = self.engine.abort_request(request_id)
-            assert state is not None, "a stream without a request"
-            deliver([(stream, state.take_delta())])
+            deliver([(stream, state.take_delta())] if state else [])  # or it has just ended
 
     def _run(self) -> None:
         try:
@@ -363,15 +362,17 @@ class AsyncLLMEngine:
     def _sleep(self, level: int, mode: Mode) -> None:
         if self.error is not None:
             raise self._stopped()
-        self._deliver_held(time.monotonic(), is_turn=True)
         self.engine.sleep(level, mode)
+        self._hand_over(self.engine.take_changed(), is_turn=True)  # what was in flight
 
     def _step(self) -> None:
         self.step_began = time.monotonic()
         states = self.engine.advance()
-        self.step_began = None
+        self.step_began, self.statistics.num_steps = None, self.statistics.num_steps + 1
+        self._hand_over(states)
+
+    def _hand_over(self, states: list[RequestState], *, is_turn: bool = False) -> None:
         now = time.monotonic()
-        self.statistics.num_steps += 1
         for state in states:
             request_id = state.group.request_id
             self.statistics.note(state.group, now)
@@ -380,7 +381,7 @@ class AsyncLLMEngine:
             stream = self._streams.get(request_id)
             if stream is not None and (state.is_finished or not stream.whole):
                 self._held[stream] = state
-        self._deliver_held(now)
+        self._deliver_held(now, is_turn=is_turn)
 
     def _deliver_held(self, now: float, *, is_turn: bool = False) -> None:
         """Hands over outputs: the first and the last of a stream at once, others in turns."""

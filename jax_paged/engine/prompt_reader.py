@@ -167,4 +167,7 @@ def one_salt(argument: str, encoder: TokenizedPrompt | None, decoder: TokenizedP
     given = [argument or None, encoder and encoder.cache_salt, decoder.cache_salt]
     salts = {salt for salt in given if salt is not None}
     check(len(salts) <= 1, "cache_salt", sorted(salts), "one and the same for all of a request")
-    return salts.pop() if salts else ""
+    salt = salts.pop() if salts else ""
+    # What stands for adapters, hooks and vectors follows such a character.
+    check("\0" not in salt, "cache_salt", salt, "a string without the character of number 0")
+    return salt

@@ -1,5 +1,6 @@
 """Recordings of an engine's decisions: written down, and computed again."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -70,6 +71,9 @@ def _check_fits(start: dict, config: "EngineConfig") -> None:
         ("groups", manager["groups"], groups),
     ):
         check(value == ours, f"{name} of the recording", value, f"the engine's, {ours}")
+    drafts, own = scheduler.get("speculation"), config.speculation
+    is_same = drafts is None or (own is not None and drafts == dataclasses.asdict(own))
+    check(is_same, "speculation of the recording", drafts, f"None, or the engine's, {own}")
     for name, value, most in (
         ("num_blocks", manager["num_blocks"], config.num_blocks),
         ("num_swap_blocks", manager["num_swap_blocks"], config.num_swap_blocks),

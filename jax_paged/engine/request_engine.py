@@ -248,6 +248,10 @@ class RequestEngine:
         self._check_open()
         return self._loop.advance()
 
+    def take_changed(self) -> list[RequestState]:
+        """Returns the states that steps have changed and `advance` has not returned yet; runs nothing."""
+        return self._loop.take_changed()
+
     def drain(self) -> bool:
         """Waits for what the device still computes for requests that have ended; returns if no others run."""
         return self._loop.drain()

@@ -1,6 +1,7 @@
 """Routes for whoever runs the server, not for its clients: the engine sleeps, wakes, gets other weights."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,7 +64,7 @@ class DeveloperRoutes:
         """POST /update_weights: serves the weights of a folder from the next step on."""
         self._check(request, ())
         with bad_input(body):
-            problems, folder = Problems(), Path(body.model_path).expanduser()
+            problems, folder = Problems(), Path(os.path.expanduser(body.model_path))
             choices = "error", "recompute", "keep"
             problems.note(check, folder.is_dir(), "model_path", body.model_path, "a folder on this machine")
             problems.note(check_choice, "running", body.running, choices)

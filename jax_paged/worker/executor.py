@@ -170,6 +170,7 @@ class LocalExecutor:
             own["logits_processors"] = list(logits_processors) or None
             own |= {"enable_lora": args.enable_lora or None}
             own |= {"enable_prompt_embeds": args.enable_prompt_embeds or None}
+            own |= {"speculative_config": args.speculative_config}
             for name, value in own.items():
                 check(value is None, name, value, "None, as the model is an encoder")
             self.runner = EncoderRunner(args, loaded)

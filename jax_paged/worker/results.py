@@ -67,7 +67,8 @@ class PendingStep:
             columns[:4, j] = column
         token_ids, logprobs, is_finite, has_choice = columns[:4]
         finite = np.ones(self.num_rows, bool)
-        finite[self.logits_rows.rows[is_finite == 0]] = False
+        # A row behind drafts may never count: its sequence gets the tokens before it, and draws again there.
+        finite[self.logits_rows.rows[(is_finite == 0) & (self.logits_rows.num_drafts == 0)]] = False
         prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in range(self.num_rows)]
         for pending in self.prompt_logprobs:
             prompt_logprobs[pending.row] = pending.read()
@@ -82,8 +83,8 @@ class PendingStep:
             details = read_details(rows, chosen, self.num_top.tolist())
         return ModelRunnerOutput(
             step_id=self.step_id,
-            token_ids=self._by_sample(tokens),
-            logprobs=self._by_sample(details),
+            token_ids=self._up_to_bad(tokens, is_finite),
+            logprobs=self._up_to_bad(details, is_finite),
             is_finite=finite.tolist(),
             prompt_logprobs=prompt_logprobs,
             captured=self._read_captured(lambda x, i, first, n: x[first : first + n])
@@ -134,6 +135,15 @@ class PendingStep:
         return {
             i: {name: of_row(arrays[name], i, first, n) for name in names} for i, (first, n, names) in rows
         }
+
+    def _up_to_bad[T](self, items: list[T], is_finite: np.ndarray) -> list[list[T]]:
+        """Splits what was drawn into a list per sample, up to logits behind drafts that are not finite."""
+        lists = self._by_sample(items)
+        num_drafts = self.logits_rows.num_drafts[: len(items)]
+        bad = np.flatnonzero((is_finite[: len(items)] == 0) & (num_drafts > 0))
+        for j in bad[::-1].tolist():
+            del lists[self.logits_rows.samples[j]][num_drafts[j] :]
+        return lists
 
     def _by_sample[T](self, items: list[T]) -> list[list[T]]:
         """Splits what was drawn into a list per sample."""

@@ -8,6 +8,7 @@ import pytest
 from helpers.scripted_engine import LONG, no_block_lost
 
 from jax_paged import AsyncLLMEngine, SamplingParams
+from jax_paged.engine import async_engine
 
 
 def test_async_streams_equal_the_whole(scripted):
@@ -186,15 +187,17 @@ def test_idle_engine_sleeps(scripted):
     engine.close()
 
 
-def test_async_many_streams_of_a_fast_engine_get_joined_parts(scripted):
+def test_async_many_streams_of_a_fast_engine_get_joined_parts(scripted, monkeypatch):
     """First tokens and ends come at once; what comes between is handed over in turns."""
 
     async def main():
         engine = AsyncLLMEngine(*scripted())
         texts = [f"{'abcdefghij' * 3}{i}" for i in range(8)]
         handed_over: list[int] = []
-        deliver = engine._deliver
-        engine._deliver = lambda items: (handed_over.append(len(items)), deliver(items))[1]
+        deliver = async_engine.deliver
+        monkeypatch.setattr(
+            async_engine, "deliver", lambda items: (handed_over.append(len(items)), deliver(items))[1]
+        )
         try:
             streams = [await engine.submit(f"{text}?", LONG, text) for text in texts]
             parts = [[part async for part in stream] for stream in streams]

@@ -385,6 +385,31 @@ def test_a_server_engine_sleeps_under_way(async_engine: AsyncLLMEngine) -> None:
     asyncio.run(check())
 
 
+def test_what_was_in_flight_reaches_its_client_before_the_sleep(async_engine: AsyncLLMEngine) -> None:
+    """Its last token may be drawn by the step in flight; and a client may leave while the engine sleeps."""
+
+    async def check() -> None:
+        engine = async_engine
+        for num_tokens in range(1, 13):
+            params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+            task = asyncio.create_task(whole(engine, "short", params))
+            while not engine.engine.scheduler.queues.running and not task.done():
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.001 * (num_tokens % 4))
+            await engine.sleep(1, "keep")
+            await asyncio.sleep(0.01)
+            if num_tokens % 2:
+                task.cancel()
+            elif not engine.engine._loop.requests:
+                assert task.done()  # nobody computes for it any more
+            await engine.wake_up()
+            done = await asyncio.gather(task, return_exceptions=True)
+            assert num_tokens % 2 or len(done[0].outputs[0].token_ids) == num_tokens
+        assert len((await whole(engine, "last")).outputs[0].token_ids) == 60
+
+    asyncio.run(check())
+
+
 def test_who_leaves_while_requests_are_waited_for_leaves_the_engine_awake(
     async_engine: AsyncLLMEngine,
 ) -> None:

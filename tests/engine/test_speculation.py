@@ -17,6 +17,7 @@ from helpers.real_model import (
     finished_outputs,
     make_engine,
     mixed_requests,
+    nan_embedding,
     reschedule,
     reset,
     run,
@@ -275,3 +276,52 @@ def test_it_is_off_beside_batch_invariance() -> None:
     with pytest.raises(ValueError, match="None with batch_invariant"):
         EngineArgs(speculative_config={"method": "ngram"}, batch_invariant=True)
     assert Speculation("ngram", 3).max_rows(512) == 256
+
+
+def test_drafts_by_hand_are_not_counted(engine: LLMEngine) -> None:
+    """There may be more of them than the engine would draft."""
+    reset(engine)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    (expected,) = run(engine, [Request([5, 6, 7], params)])
+    reschedule(engine)
+    add(engine, [Request([5, 6, 7], params)])
+    while not engine.step()[0].outputs[0].token_ids:
+        pass
+    engine._loop.settle()
+    seq = next(iter(engine.scheduler.queues.running.values())).sequences[0]
+    right = list(expected.outputs[0].token_ids)[len(seq.output_token_ids) :][:9]
+    before = engine.scheduler.drafts.num_drafts
+    assert engine.verify("0", right).num_accepted == 9
+    assert engine.scheduler.drafts.num_drafts == before
+    assert list(finished_outputs(engine)["0"].outputs[0].token_ids) == list(expected.outputs[0].token_ids)
+
+
+def test_logits_behind_a_wrong_draft_end_nobody(engine: LLMEngine) -> None:
+    """A token with a broken embedding is drafted and never drawn; where it is drawn, its sequence ends."""
+    reset(engine)
+    few = {"temperature": 0, "ignore_eos": True, "max_tokens": 30, "allowed_token_ids": [9, 20, 31, 42]}
+    requests = [
+        Request([50, 9, 60, 50, 20, 50], SamplingParams(**few)),
+        Request([3, 50], SamplingParams(**few)),
+    ]
+    drawn = [list(o.outputs[0].token_ids) for o in run(engine, requests)]
+    unused = [t for t in (9, 20, 31, 42) if all(t not in tokens for tokens in drawn)]
+    with nan_embedding(engine, [*unused, drawn[0][12]]):
+        expected, outputs = in_turns(engine, requests)
+    for before, after in zip(expected, outputs, strict=True):
+        want, got = list(before.outputs[0].token_ids), list(after.outputs[0].token_ids)
+        assert after.outputs[0].finish_reason == before.outputs[0].finish_reason
+        # The rows in front of a broken draft may see its values: their sequence then ends a little early.
+        assert got == want or (got == want[: len(got)] and after.outputs[0].finish_reason == "abort")
+
+
+def test_a_recording_with_other_drafts_is_refused(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    reset(engine)
+    lines: list[str] = []
+    engine.record(lines.append)
+    run(engine, [Request([5, 6], SamplingParams(temperature=0, max_tokens=5))])
+    engine.record(None)
+    engine.replay(lines)
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, speculation=None))
+    with pytest.raises(ValueError, match="speculation of the recording"):
+        engine.replay(lines)

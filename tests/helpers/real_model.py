@@ -382,7 +382,9 @@ def ends_rightly(request: Request, token_ids: list[int]) -> bool:
 def nan_embedding(engine: LLMEngine, token_ids: list[int]) -> Iterator[None]:
     """Makes the embedding of some tokens NaN for a while."""
     weights: Any = engine.executor.runner.arrays["weights"]  # pyright: ignore[reportAttributeAccessIssue]
-    (index,) = (i for i, w in enumerate(weights) if w.shape == (VOCAB_SIZE, 64))
+    index = next(
+        i for i, w in enumerate(weights) if w.shape == (VOCAB_SIZE, 64)
+    )  # the served model's come first
     kept = weights[index]
     broken = np.array(kept)
     broken[token_ids] = np.nan

@@ -45,7 +45,7 @@ def make_mover(
 ) -> tuple[BlockMover, dict[Program, jax.stages.Compiled]]:
     layout = dataclasses.replace(LAYOUT, dtype=jnp.dtype(dtype))
     mover = BlockMover(
-        layout=layout,
+        layouts=(layout,),
         num_blocks=num_blocks,
         num_swap_blocks=num_swap_blocks,
         block_size=BLOCK_SIZE,
