@@ -109,6 +109,12 @@ def choose_backend(
         return backend, "auto, on a CPU"
     if device.platform != "gpu" or attend is not None:
         return backend, f"auto, {'with attention of your own' if attend else 'without an NVIDIA GPU'}"
+    if args.speculative is not None and args.speculative.model is not None:
+        why = (
+            "kernels are not checked with the shapes of what drafts; attention_backend='pallas' asks for them"
+        )
+        _LOGGER.warning("attention runs in XLA: %s", why)
+        return backend, f"auto; {why}"
     verdict = check(suite_of(args, loaded))
     if verdict.outcome == "passed":
         _LOGGER.info("attention runs in the Pallas kernels: %s", verdict.reason)
