@@ -110,13 +110,15 @@ def test_a_slow_form_holds_nobody_up(served, monkeypatch, path):
     threads = [threading.Thread(target=ask) for _ in range(6)]
     for thread in threads:
         thread.start()
-    longest = 0.0
+    seconds = []
     while any(thread.is_alive() for thread in threads):
         start = time.monotonic()
         assert served.client.get("../health").status_code == 200
         served.complete("a block table " * 90, max_tokens=1)  # is read in a thread
-        longest = max(longest, time.monotonic() - start)
-    assert longest < 0.5, "a form takes that long at least"
+        seconds.append(time.monotonic() - start)
+    # Each form takes 0.5 s at least: had it held the server up, so many rounds would have taken that long. A
+    # busy machine may hold up one of them as long.
+    assert sum(taken > 0.5 for taken in seconds) < len(threads) / 2, seconds
     for answer in answers:
         assert answer.status_code == 400
         assert "takes more than 0.5 s to compile" in answer.json()["error"]["message"]
