@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--model", default="pagelet")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="workloads whose name has this text")
     parser.add_argument("--draft-model", help="drafts in place of what the text says")
     args = parser.parse_args()
     config = {"method": "ngram"} if args.draft_model is None else {"model": args.draft_model}
@@ -51,7 +52,8 @@ def main() -> None:
             llm.llm_engine.executor.wait_until_compiled()
         print(plain)
         print("| workload | without | with | ratio | range | drafts accepted |\n|---|---|---|---|---|---|")
-        for name, (prompts, params) in workloads().items():
+        chosen = {name: of for name, of in workloads().items() if args.only in name}
+        for name, (prompts, params) in chosen.items():
             speeds: dict[str, list[float]] = {"without": [], "with": []}
             drafts = drafting.llm_engine.scheduler.drafts
             before = drafts.num_drafts, sum(drafts.num_accepted)

@@ -16,15 +16,16 @@ from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.step_times import StepTimes
 from jax_paged.core.stop_conditions import StopConditions
 
-# Below this share of accepted drafts a step with drafts never pays. Such a sequence guesses now and then,
-# every so many tokens.
-_MIN_RATE, _SELDOM = 0.25, 16
-# Of so many decisions one is the other way round, so that both ways' times and chances stay known.
-_TRIES_OTHER = 64
-# So many sequences are few enough to look at after each result.
-_FEW = 4
-# While drafts don't pay, whether they do now is looked up after every so many results.
-_DECIDES = 4
+# Below this share of accepted drafts a step with drafts never pays.
+_MIN_RATE = 0.25
+# Looking costs time too. So while drafts don't pay, a sequence is looked at after its first tokens, and then
+# for _SPAN tokens in turns: of a few sequences one of _TURNS, of more so many that a few are looked at.
+_FIRST_TOKENS, _SPAN, _TURNS, _FEW = 32, 16, 4, 4
+# After so many such results, of a few sequences and of more, whether drafts pay is decided anew.
+_DECIDES, _DECIDES_MANY = 2, 8
+# After so many a step goes the other way, so that both ways' times stay known: with drafts where they would
+# pay if a step cost what its rows do (each time in vain doubles the distance to the next), and without.
+_TRIES_DRAFTS, _TRIES_PLAIN, _MOST_DOUBLED = 8, 64, 5
 
 
 class _Drafted:
@@ -35,15 +36,16 @@ class _Drafted:
         guess: Of "ngram", tokens that were expected and not verified: the next ones tell whether they would
             have been accepted, so that a sequence whose text begins to repeat is noticed at no cost.
         num_right: How many of the guess have come so far.
+        place: Where the next token of the guess would stand.
     """
 
-    __slots__ = ("acceptance", "guess", "index", "num_right")
+    __slots__ = ("acceptance", "guess", "index", "num_right", "place")
 
     def __init__(self, speculation: Speculation) -> None:
         self.acceptance = Acceptance()
         self.index = NgramIndex(speculation.min_match, speculation.max_match)
         self.guess: list[int] = []
-        self.num_right = 0
+        self.num_right = self.place = 0
 
 
 class _Decoding(NamedTuple):
@@ -92,7 +94,7 @@ class DraftPlanner:
         self._max_tokens = speculation.max_rows(max_num_batched_tokens) if speculation else 0
         self._by_sequence: weakref.WeakKeyDictionary[Sequence, _Drafted] = weakref.WeakKeyDictionary()
         self._pays = False
-        self._num_results = 0
+        self._num_looks = self._num_in_vain = 0
         self._is_try = False  # the next step goes the other way than what pays
         self._times = StepTimes(speculation) if speculation else None
         self._is_busy = False  # requests have run since then
@@ -113,6 +115,7 @@ class DraftPlanner:
             return False
         decoding = self._decoding(is_ahead=False) if self._pays else None
         chosen = [] if decoding is None else self._chosen(decoding)
+        self._is_try &= not self._pays
         self._pays = any(chosen)
         if decoding is None or not self._pays:
             return False
@@ -144,31 +147,41 @@ class DraftPlanner:
         """Takes in what a step has brought, of which the sequences have accepted `new_tokens`."""
         if self.speculation is None:
             return
-        self._note_time(output, result, now - self._began)
-        self._began, self._is_busy = now, len(self._queues) > 0
-        drafted: dict[int, list[int]] = {}
-        for i, sample in enumerate(output.samples):
-            if sample.num_logits > 1 and not output.scores_drafts:
-                row = output.scheduled[sample.row].token_ids
-                drafted[sample.seq_id] = result.drafts[i] if result.drafts else row[1 - sample.num_logits :]
-        is_ngram, may_pay = self.speculation.method == "ngram", False
+        seconds, self._began = now - self._began, now
+        self._is_busy = len(self._queues) > 0
+        drafted = _drafted(output, result)
+        is_few, is_adaptive = len(new_tokens) <= _FEW, self.speculation.is_adaptive
+        num_turns = max(_TURNS, -(-len(new_tokens) // _FEW))
+        if self._pays or self._is_try or not is_adaptive:
+            num_turns = 1
+        is_ngram, best_rate = self.speculation.method == "ngram", -1.0
         for group, seq, token_ids, _ in new_tokens:
             if drafts := drafted.get(seq.seq_id):
                 self._count(seq, drafts, token_ids)
-            elif is_ngram and self._can_draft(group) and not seq.status.is_finished:
-                self._compare(seq, token_ids, is_quick=self._pays or len(new_tokens) <= _FEW)
+            elif not is_ngram or not _has_turn(seq, num_turns):
+                continue
+            elif self._can_draft(group) and not seq.status.is_finished:
+                self._compare(seq, token_ids, is_quick=self._pays or is_few)
             kept = self._by_sequence.get(seq)
-            may_pay |= kept is not None and kept.acceptance.rate >= _MIN_RATE
-        if is_ngram and self.speculation.is_adaptive and not may_pay:
-            self._pays = False
+            best_rate = max(best_rate, kept.acceptance.rate if kept else 0.0)
+        if best_rate >= 0 or not is_ngram:
+            self._note_time(output, result, seconds)
+        if is_ngram and is_adaptive and best_rate < _MIN_RATE:
+            self._pays = self._is_try = False
             return
-        self._num_results += 1
-        is_adaptive = self.speculation.is_adaptive
-        if is_adaptive and not self._pays and self._num_results % _DECIDES:
-            return
-        self._is_try = is_adaptive and self._num_results % _TRIES_OTHER == 0
+        self._num_looks += 1
+        is_due = not is_adaptive or self._pays or self._is_try
+        is_due |= self._num_looks % (_DECIDES if is_few else _DECIDES_MANY) == 0
+        if not is_due or (self._is_try and self._pays):
+            return  # a step that tries drafts is yet to be scheduled
+        tries = _TRIES_PLAIN if self._pays else _TRIES_DRAFTS << self._num_in_vain
+        self._is_try = is_adaptive and not self._is_try and self._num_looks % tries == 0
         decoding = None if self._queues.waiting or self._queues.swapped else self._decoding(is_ahead=True)
         self._pays = decoding is not None and any(self._chosen(decoding))
+        if self._is_try and self._pays:
+            self._num_in_vain = min(self._num_in_vain + 1, _MOST_DOUBLED)
+        elif self._pays:
+            self._num_in_vain = 0
 
     def forget(self, request_id: str) -> None:
         """Forgets a request whose tokens change otherwise than by new ones."""
@@ -226,8 +239,7 @@ class DraftPlanner:
         if kept is None:
             kept = self._by_sequence[seq] = _Drafted(self.speculation)
         if self.speculation.method == "ngram":
-            for token_id in seq.tokens(len(kept.index), len(seq)):
-                kept.index.append(token_id)
+            kept.index.extend(seq.tokens(len(kept.index), len(seq)))
         return kept
 
     def _chosen(self, decoding: list[_Decoding]) -> list[int]:
@@ -296,6 +308,8 @@ class DraftPlanner:
         """
         assert self.speculation is not None
         kept = self._by_sequence.get(seq) or self._kept(seq)
+        if kept.place != len(seq) - len(token_ids):
+            kept.guess, kept.num_right = [], 0  # others had their turn meanwhile
         for token_id in token_ids if kept.guess else ():
             is_right = token_id == kept.guess[kept.num_right]
             kept.num_right += is_right
@@ -304,9 +318,28 @@ class DraftPlanner:
                 kept.guess, kept.num_right = [], 0
                 break
         is_due = is_quick and kept.acceptance.rate >= _MIN_RATE
-        is_due |= len(seq) % _SELDOM < len(token_ids)
+        is_due |= len(seq) % _SPAN < len(token_ids)
         if not kept.guess and is_due:
             kept.guess = self._kept(seq).index.propose(self.speculation.num_tokens)
+        kept.place = len(seq)
+
+
+def _has_turn(seq: Sequence, num_turns: int) -> bool:
+    """Returns whether a sequence is looked at, if so many take turns."""
+    is_new = len(seq.output_token_ids) <= _FIRST_TOKENS
+    return is_new or (len(seq) // _SPAN + seq.seq_id) % num_turns == 0
+
+
+def _drafted(output: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, list[int]]:
+    """Returns the drafts that a step has verified, by the sequence's id."""
+    drafted: dict[int, list[int]] = {}
+    if output.scores_drafts or output.num_batched_tokens == len(output.scheduled):
+        return drafted
+    for i, sample in enumerate(output.samples):
+        if sample.num_logits > 1:
+            row = output.scheduled[sample.row].token_ids
+            drafted[sample.seq_id] = result.drafts[i] if result.drafts else row[1 - sample.num_logits :]
+    return drafted
 
 
 def _num_equal(drafts: list[int], token_ids: list[int]) -> int:

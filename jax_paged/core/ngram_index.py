@@ -23,12 +23,18 @@ class NgramIndex:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def append(self, token_id: int) -> None:
-        """Adds a token behind the others."""
-        tokens, n = self._tokens, self._min_match
-        if len(tokens) >= n:
-            self._places.setdefault(tuple(tokens[-n:]), []).append(len(tokens))
-        tokens.append(token_id)
+    def extend(self, token_ids: list[int]) -> None:
+        """Adds tokens behind the others."""
+        tokens, n, places = self._tokens, self._min_match, self._places
+        first = max(0, len(tokens) - n)
+        tokens.extend(token_ids)
+        # The run that stands last has nothing behind it yet.
+        runs = zip(*[tokens[first + i : -n + i] for i in range(n)], strict=True)
+        for place, run in enumerate(runs, first + n):
+            if run in places:
+                places[run].append(place)
+            else:
+                places[run] = [place]
 
     def propose(self, num_tokens: int) -> list[int]:
         """Returns what followed the last tokens where they stood before: at most num_tokens tokens.

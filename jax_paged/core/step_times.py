@@ -2,8 +2,9 @@
 
 from jax_paged.core.speculation import Speculation
 
-# The weight of the newest time, how many times the mean it counts at most, and how many make a mean.
-_NEWEST, _MOST, _MIN_TIMES = 0.2, 3.0, 3
+# The weight of the newest time, how many times the mean it counts at most, and how many make a mean: it begins
+# with the least of them.
+_NEWEST, _MOST, _MIN_TIMES = 0.2, 1.5, 3
 
 
 class StepTimes:
@@ -54,5 +55,7 @@ def _mean(known: tuple[float, int] | None, seconds: float) -> tuple[float, int]:
     if known is None:
         return seconds, 1
     mean, num_times = known
+    if num_times < _MIN_TIMES:
+        return min(mean, seconds), num_times + 1  # the first runs of a program are slow
     seconds = min(seconds, _MOST * mean)
-    return mean + max(_NEWEST, 1 / (num_times + 1)) * (seconds - mean), num_times + 1
+    return mean + _NEWEST * (seconds - mean), num_times + 1
