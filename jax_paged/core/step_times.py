@@ -2,8 +2,8 @@
 
 from jax_paged.core.speculation import Speculation
 
-# The weight of the newest time, how many times the mean it counts at most, and how many make a mean: it begins
-# with the least of them.
+# The weight of the newest time, how many times the mean it counts at most, and how many make a mean, which
+# begins with the least of them.
 _NEWEST, _MOST, _MIN_TIMES = 0.2, 1.5, 3
 
 
