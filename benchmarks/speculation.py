@@ -10,17 +10,30 @@ import statistics
 import time
 from pathlib import Path
 
-from jax_paged import LLM, SamplingParams
+from jax_paged import LLM, SamplingParams, StructuredOutputsParams
 
 SOURCE = (Path(__file__).parents[1] / "jax_paged/core/burst_planner.py").read_text(encoding="utf-8")
 LINES = "import os\nimport sys\n" * 20
 NUMBERS = "0, 1, 2, 3, " * 30
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 8},
+        "population": {"enum": [1000, 2000]},
+        "country_of_the_city": {"enum": ["France", "Germany"]},
+    },
+    "required": ["city", "population", "country_of_the_city"],
+    "additionalProperties": False,
+}
 
 
 def workloads() -> dict[str, tuple[list[str], SamplingParams]]:
     """Returns prompts and parameters by name."""
     greedy = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     drawn = SamplingParams(temperature=1.0, seed=1, max_tokens=200, ignore_eos=True)
+    form = SamplingParams(
+        temperature=0.8, seed=3, max_tokens=60, structured_outputs=StructuredOutputsParams(json=SCHEMA)
+    )
     questions = ["A block table is", "What is a page?", "import os\n\ndef ", "The scheduler "]
     return {
         "lines that repeat, alone": ([LINES], greedy),
@@ -28,6 +41,7 @@ def workloads() -> dict[str, tuple[list[str], SamplingParams]]:
         "source, alone": ([SOURCE[:2000]], greedy),
         "a question, alone": (["What is a block table?"], greedy),
         "drawn, alone": (["A block table is"], drawn),
+        "a form, alone": (["A place: "], form),
         "lines that repeat, 8": ([LINES[10 * i :] for i in range(8)], greedy),
         "questions, 8": (questions * 2, greedy),
         "drawn, 8": ([f"{i} {q}" for i in range(2) for q in questions], drawn),

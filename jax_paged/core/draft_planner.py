@@ -18,6 +18,9 @@ from jax_paged.core.stop_conditions import StopConditions
 
 # Below this share of accepted drafts a step with drafts never pays.
 _MIN_RATE = 0.25
+# What a form leaves no choice about is likely drawn: the estimate of its acceptance begins with so many of so
+# many.
+_FORCED_FIRST = 4.0, 5.0
 # Looking costs time too. So while drafts don't pay, a sequence is looked at after its first tokens, and then
 # for _SPAN tokens in turns: of a few sequences one of _TURNS, of more so many that a few are looked at.
 _FIRST_TOKENS, _SPAN, _TURNS, _FEW = 32, 16, 4, 4
@@ -37,15 +40,32 @@ class _Drafted:
             have been accepted, so that a sequence whose text begins to repeat is noticed at no cost.
         num_right: How many of the guess have come so far.
         place: Where the next token of the guess would stand.
+        forced: What its form lets follow, and forced_place the length for which that holds.
+        forced_acceptance: How often that was drawn: other tokens may write the same text.
     """
 
-    __slots__ = ("acceptance", "guess", "index", "num_right", "place")
+    __slots__ = (
+        "acceptance",
+        "forced",
+        "forced_acceptance",
+        "forced_place",
+        "guess",
+        "index",
+        "num_right",
+        "place",
+    )
 
     def __init__(self, speculation: Speculation) -> None:
         self.acceptance = Acceptance()
         self.index = NgramIndex(speculation.min_match, speculation.max_match)
         self.guess: list[int] = []
-        self.num_right = self.place = 0
+        self.num_right = self.place = self.forced_place = 0
+        self.forced: list[int] = []
+        self.forced_acceptance = Acceptance(*_FORCED_FIRST)
+
+    def rate_at(self, place: int) -> float:
+        """Returns how likely a draft is drawn behind so many tokens."""
+        return (self.forced_acceptance if self.forced_place == place else self.acceptance).rate
 
 
 class _Decoding(NamedTuple):
@@ -132,6 +152,18 @@ class DraftPlanner:
             step.budget -= 1 + n
         return True
 
+    @property
+    def takes_expected(self) -> bool:
+        """Whether `expect` is of use: drafts of a model are known to the device alone."""
+        return self.speculation is not None and self.speculation.method == "ngram"
+
+    def expect(self, group: SequenceGroup | None, index: int, token_ids: list[int]) -> None:
+        """Takes in what the form of a running request lets follow a sequence."""
+        if group is not None and self._can_draft(group):
+            kept = self._kept(group.sequences[index])
+            kept.forced, kept.forced_place = token_ids, len(group.sequences[index])
+            self._pays = True  # if it does is decided with the step
+
     def note_schedule(self, now: float, *, is_first: bool) -> None:
         """Notes when a step was scheduled; the first of those in flight may come after a pause."""
         if is_first and not self._is_busy:
@@ -149,6 +181,8 @@ class DraftPlanner:
             return
         seconds, self._began = now - self._began, now
         self._is_busy = len(self._queues) > 0
+        if not new_tokens:
+            return  # of a prompt, or a step ahead in which nobody had a turn
         drafted = _drafted(output, result)
         is_few, is_adaptive = len(new_tokens) <= _FEW, self.speculation.is_adaptive
         num_turns = max(_TURNS, -(-len(new_tokens) // _FEW))
@@ -214,7 +248,7 @@ class DraftPlanner:
                     drafts = self._drafts(seq, most)
                 has_drafts |= bool(drafts)
                 kept = self._by_sequence.get(seq)
-                found.append(_Decoding(group, seq, drafts, kept.acceptance.rate if kept else 0.0))
+                found.append(_Decoding(group, seq, drafts, kept.rate_at(len(seq)) if kept else 0.0))
         return found if has_drafts and len(found) < self._max_tokens else None
 
     def _can_draft(self, group: SequenceGroup) -> bool:
@@ -228,6 +262,8 @@ class DraftPlanner:
         kept = self._by_sequence.get(seq) or self._kept(seq)
         if self.speculation.method != "ngram":
             return [NO_TOKEN] * most
+        if kept.forced_place == len(seq):
+            return kept.forced[:most]
         if self.speculation.is_adaptive and kept.acceptance.rate < _MIN_RATE:
             return []
         return self._kept(seq).index.propose(most)
@@ -295,7 +331,9 @@ class DraftPlanner:
         if kept := self._by_sequence.get(seq):
             # Of a sequence that ended at a draft, those behind it tell nothing.
             num_known = len(token_ids) if num_accepted == len(token_ids) else len(drafts)
-            kept.acceptance.note(num_accepted, min(len(drafts), num_known))
+            is_forced = kept.forced_place == len(seq) - len(token_ids)
+            acceptance = kept.forced_acceptance if is_forced else kept.acceptance
+            acceptance.note(num_accepted, min(len(drafts), num_known))
             kept.guess, kept.num_right = [], 0
 
     def _compare(self, seq: Sequence, token_ids: list[int], *, is_quick: bool) -> None:

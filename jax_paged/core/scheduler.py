@@ -59,8 +59,7 @@ class Scheduler:
             priority or key goes first, and takes blocks and seats from running ones of a higher one.
         preemption_mode: "recompute" or "swap" for all requests; None for the paper's rule.
         enable_chunked_prefill: False computes whole prompts only, in steps of their own that go first.
-        delay_factor: New requests wait until the first has waited this many times as long as the last step
-            with a prompt took, so that more of them are computed together.
+        delay_factor: New requests wait this many times as long as the last prompt took, to come together.
         burst_size: Decode steps done in one while no request waits and the blocks are at hand; 1 for none.
         speculation: How drafts of tokens are made; None for no drafts.
         max_loras: Adapters of requests that run at a time.
@@ -88,8 +87,8 @@ class Scheduler:
         speculation: Speculation | None = None,
         max_loras: int = 0,
     ) -> None:
-        limits = max_num_seqs, max_num_batched_tokens, max_model_len, burst_size
-        check_limits(*limits, max_loras, chunks=enable_chunked_prefill)
+        limits = max_num_seqs, max_num_batched_tokens, max_model_len, burst_size, max_loras
+        check_limits(*limits, chunks=enable_chunked_prefill)
         check_order(policy, preemption_mode, watermark, delay_factor)
         self.block_manager = block_manager
         # Every running sequence has a token in every step.
@@ -135,11 +134,11 @@ class Scheduler:
         self.editor = RequestEditor(block_manager, self.queues, self._preemption, self.max_num_seqs)
         self._step_ids = itertools.count()
         self._num_in_flight = 0
-        self._is_short = False  # the last step, of what the results of those before it bring
+        self._is_short = False  # the last step, of what those before it bring
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is waiting, running or swapped out."""
+        """Whether a request is waiting, running or swapped out."""
         return len(self.queues) > 0
 
     @property
@@ -148,7 +147,7 @@ class Scheduler:
         return self.has_unfinished and not self._is_short and not self.drafts.waits
 
     def find(self, seq_id: int) -> tuple[SequenceGroup, Sequence] | None:
-        """Returns the sequence that steps name by an id, with its request; None if it has left its seat."""
+        """Returns the sequence of an id, with its request; None if it has left its seat."""
         return self._seats.find(seq_id)
 
     def add(self, group: SequenceGroup) -> None:
@@ -260,6 +259,10 @@ class Scheduler:
         assert not self._num_in_flight, "the draft follows the last token"
         step = StepBuilder(self.max_num_batched_tokens, is_ahead=False)
         return self._built(step) if self.editor.plan_draft(request_id, token_ids, step) else None
+
+    def expect(self, request_id: str, index: int, token_ids: list[int]) -> None:
+        """Notes which tokens its form lets follow the sequence of an index: drafts that are likely right."""
+        self.drafts.expect(self.queues.find(request_id), index, token_ids)
 
     def edit_request(self, edit: RequestEdit) -> SequenceGroup:
         """Applies an edit between two steps; returns the request, of a fork the new one."""

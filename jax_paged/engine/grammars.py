@@ -150,6 +150,12 @@ class Matcher:
         error = self._state.get_error().partition("<non-verbose/>")[0].strip()
         return "" if error == _DEAD_END else error
 
+    def forced(self) -> list[int]:
+        """Returns the next tokens where the form leaves one text, as the tokenizer writes it."""
+        if self._waits or self._num_when_complete is not None:
+            return []
+        return self._state.compute_ff_tokens()
+
     def fill(self, row: np.ndarray) -> None:
         """Writes the mask of the next token: none is allowed where the form has a dead end.
 

@@ -11,6 +11,7 @@ from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceStatus
+from jax_paged.core.sequence_updater import NewTokens
 from jax_paged.engine.grammars import Matcher, token_masks
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.output_processor import RequestState
@@ -237,6 +238,8 @@ class StepLoop:
                 status = SequenceStatus.FINISHED_STOPPED
                 self.scheduler.finish(group, seq, status, now, stop, num_output_tokens=num_output_tokens)
                 ended[group.request_id] = None
+        if self.scheduler.drafts.takes_expected:
+            self._expect_forced(update.new_tokens)
         request_ids = [*output.ended, *(group.request_id for group in update.changed)]
         self.changed |= dict.fromkeys(self.requests[request_id] for request_id in request_ids)
         for group in update.changed:
@@ -245,6 +248,17 @@ class StepLoop:
             self._finish_ended(self.requests[request_id], now)
         for observe in self.observers:
             observe(self.scheduler, output)
+
+    def _expect_forced(self, new_tokens: list[NewTokens]) -> None:
+        """Tells the scheduler what the forms of running requests leave no choice about."""
+        for group, seq, _, _ in new_tokens:
+            if group.sampling_params.structured_outputs is None or seq.status.is_finished:
+                continue
+            matcher = self.requests[group.request_id].matcher_of(seq)
+            assert matcher is not None, "it was made when the request was checked"
+            matcher.follow(seq.output_token_ids)
+            if token_ids := matcher.forced():
+                self.scheduler.expect(group.request_id, group.sequences.index(seq), token_ids)
 
     def _finish_ended(self, state: RequestState, now: float) -> None:
         """Finishes the outputs whose sequences have ended; forgets a request that has ended as a whole."""

@@ -74,6 +74,10 @@ class RecordedScheduler(Scheduler):
         self._note("draft", request_id=request_id, token_ids=token_ids, decided=decided)
         return output
 
+    def expect(self, request_id: str, index: int, token_ids: list[int]) -> None:
+        self._note("expect", request_id=request_id, index=index, token_ids=token_ids)
+        super().expect(request_id, index, token_ids)
+
     def forget_prefixes(self, kept_salt: str | None) -> None:
         self._note("forget_prefixes", kept_salt=kept_salt)
         super().forget_prefixes(kept_salt)
@@ -223,6 +227,8 @@ def tell(
             scheduler.finish(group, seq, status, **event)
         elif kind == "forget_prefixes":
             scheduler.forget_prefixes(**event)
+        elif kind == "expect":
+            scheduler.expect(**event)
         elif kind == "schedule":
             now = event.pop("now")
             note_step(scheduler.schedule(now), now, event)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.eagle_heads import CONFIG as HEAD_CONFIG
+from helpers.eagle_heads import random_tensors, write_head
 from helpers.real_model import (
     TOLERANCE,
     VOCAB_SIZE,
@@ -35,12 +37,13 @@ SIZES = {"block_size": 4, "max_num_seqs": 40, "max_num_batched_tokens": 128, "nu
 # Methods that draft whatever there is; the random requests of a random model give "ngram" little to find.
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "adaptive": False}
 DRAFT_MODEL = {"method": "draft_model", "adaptive": False}
+EAGLE = {"method": "eagle3", "adaptive": False}
 
 
-def methods(*sizes: int) -> list[Any]:
+def methods(*sizes: int, of: tuple[dict[str, Any], ...] = (NGRAM, DRAFT_MODEL)) -> list[Any]:
     return [
         pytest.param({**method, "num_speculative_tokens": k}, id=f"{method['method']} {k}")
-        for method in (NGRAM, DRAFT_MODEL)
+        for method in of
         for k in sizes
     ]
 
@@ -59,7 +62,7 @@ def other_draft(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def speculating(checkpoint: Path, draft: Path, config: dict[str, Any], **settings: Any) -> LLMEngine:
-    own = {"model": str(draft)} if config["method"] == "draft_model" else {}
+    own = {} if config["method"] == "ngram" else {"model": str(draft)}
     return make_engine(
         checkpoint, few_buckets=True, speculative_config={**config, **own}, **{**SIZES, **settings}
     )
@@ -216,9 +219,14 @@ def test_layers_with_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", methods(1, 3, 7))
-def test_three_hundred_random_requests(checkpoint: Path, other_draft: Path, config: dict[str, Any]) -> None:
-    with speculating(checkpoint, other_draft, config, num_scheduler_steps=8) as engine:
+@pytest.mark.parametrize("config", methods(1, 3, 7, of=(NGRAM, DRAFT_MODEL, EAGLE)))
+def test_three_hundred_random_requests(
+    checkpoint: Path, other_draft: Path, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    draft = other_draft
+    if config["method"] == "eagle3":
+        draft = write_head(tmp_path, HEAD_CONFIG, random_tensors(HEAD_CONFIG))
+    with speculating(checkpoint, draft, config, num_scheduler_steps=8) as engine:
         pools = itertools.cycle([{}, {"num_blocks": 60, "preemption_mode": "swap"}, {"num_blocks": 60}])
         for seed, pool in zip(range(25), pools, strict=False):
             engine._loop.max_in_flight = 1 + seed % 2
@@ -227,6 +235,26 @@ def test_three_hundred_random_requests(checkpoint: Path, other_draft: Path, conf
                 requests = [r for r in requests if r.beams is None]
             assert_same(*in_turns(engine, requests, num_swap_blocks=600 if pool else None, **pool))
             assert sum(engine.scheduler.drafts.num_accepted) > 0
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_form_leaves_no_choice_about_is_drafted(checkpoint: Path, adaptive: bool, depth: int) -> None:
+    config = {**NGRAM, "num_speculative_tokens": 7, "adaptive": adaptive}
+    form = StructuredOutputsParams(regex="[ab](cdefghijkl){3}[ab](mnopqrstuvw){3}x")
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=70, structured_outputs=form)
+    requests = [Request([5, 6], params), Request([7, 8, 9], dataclasses.replace(params, n=3))]
+    with speculating(checkpoint, checkpoint, config, async_scheduling=depth > 1) as engine:
+        assert engine._loop.max_in_flight == depth
+        lines: list[str] = []
+        engine.record(lines.append)
+        assert_same(*in_turns(engine, requests))
+        drafts = engine.scheduler.drafts
+        assert 4 * 40 < sum(drafts.num_accepted) == drafts.num_drafts
+        assert drafts.num_rows < 4 * 30
+        engine.record(None)
+        replay(lines)
+        replay(lines, num_blocks=800)
 
 
 def test_penalties_that_forget_drafts_are_noticed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
