@@ -25,7 +25,7 @@ NUM_REQUESTS = 64
 def make(args: argparse.Namespace, is_off: bool) -> LLM:
     """Returns an engine that has compiled everything."""
     llm = LLM(
-        model="random",
+        model=args.model or "random",
         dtype=args.dtype,
         skip_tokenizer_init=True,
         max_model_len=min(2048, args.prefix + args.tail + args.tokens),
@@ -34,7 +34,7 @@ def make(args: argparse.Namespace, is_off: bool) -> LLM:
         kv_cache_dtype=args.kv_cache_dtype,
         attention_backend=args.backend,
         disable_cascade_attn=is_off,
-        loaded=random_model(HF_CONFIG, args.dtype),
+        loaded=None if args.model else random_model(HF_CONFIG, args.dtype),
     )
     assert isinstance(llm.llm_engine.executor, LocalExecutor)
     llm.llm_engine.executor.runner.wait_until_compiled()
@@ -47,6 +47,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--model", help="one to load, such as pagelet, in place of random weights")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--prefix", type=int, default=512, help="tokens in common")
@@ -55,8 +56,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     rng = np.random.default_rng(0)
-    prefix = rng.integers(5, HF_CONFIG["vocab_size"], args.prefix).tolist()
-    tails = rng.integers(5, HF_CONFIG["vocab_size"], (NUM_REQUESTS, args.tail)).tolist()
+    prefix = rng.integers(5, 2000, args.prefix).tolist()
+    tails = rng.integers(5, 2000, (NUM_REQUESTS, args.tail)).tolist()
     prompts = [{"prompt_token_ids": prefix + tail} for tail in tails]
     params = SamplingParams(temperature=0.0, max_tokens=args.tokens, ignore_eos=True)
     engines, rates, answers = [make(args, is_off) for is_off in (False, True)], [], []
