@@ -126,7 +126,7 @@ def main() -> None:
     if args.reference:
         expected = json.loads(args.reference.read_text())
         report["equal_to_reference"] = sum(a == b for a, b in zip(outputs, expected, strict=True))
-    print(runner.compile_plan())
+    print(llm.compile_plan())
     print("RESULT " + json.dumps(report))
 
 
