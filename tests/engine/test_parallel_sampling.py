@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from typing import Any
 
 import numpy as np
@@ -185,8 +186,12 @@ def test_abort_half_way(shared_engine: LLMEngine, alone: list[RequestOutput]) ->
 
 @pytest.fixture
 def stream_engine(shared_engine: LLMEngine) -> AsyncLLMEngine:
-    """An engine on the same executor, stepped by a thread; closing it does not close the executor."""
-    return AsyncLLMEngine(shared_engine.args, WrappedExecutor(shared_engine.executor))
+    """An engine on the same executor, stepped by a thread; closing it does not close the executor.
+
+    Its steps leave the event loop time to read what has come: a busy machine would join the parts else.
+    """
+    executor = WrappedExecutor(shared_engine.executor, before=lambda output: time.sleep(0.01))
+    return AsyncLLMEngine(shared_engine.args, executor)
 
 
 def test_streams(stream_engine: AsyncLLMEngine, alone: list[RequestOutput]) -> None:
