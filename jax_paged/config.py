@@ -63,7 +63,7 @@ class EngineArgs:
             memory), or None: requests with several sequences are swapped, others recomputed.
         scheduler_delay_factor: New requests wait until the first of them has waited this many times as long
             as the last step with a prompt took; then more are computed together.
-        tensor_parallel_size: Devices that one model is split over; 1.
+        tensor_parallel_size: Devices that one model is split over.
         async_scheduling: Whether the next step begins before the host knows what the last one has drawn, so
             that the device never waits for it. A sequence then ends a step late on the device, which nobody
             sees but its successor.
@@ -183,7 +183,6 @@ class EngineArgs:
         ok = self.hf_overrides is None or isinstance(self.hf_overrides, dict)
         note(check, ok, "hf_overrides", self.hf_overrides, "None or a dict of fields of config.json")
         note(check_choice, "preemption_mode", self.preemption_mode, (None, "recompute", "swap"))
-        note(check_choice, "tensor_parallel_size", self.tensor_parallel_size, (1,))
         note(check_choice, "block_size", self.block_size, (1, 2, 4, 8, 16, 32, 64, 128))
         for name, low in (
             ("max_model_len", 2),
@@ -197,6 +196,7 @@ class EngineArgs:
         note(check_int, "max_logprobs", self.max_logprobs, -1)
         note(check_int, "num_scheduler_steps", self.num_scheduler_steps, 1)
         note(check_int, "max_loras", self.max_loras, 1)
+        note(check_int, "tensor_parallel_size", self.tensor_parallel_size, 1)
         note(check_int, "max_lora_rank", self.max_lora_rank, 1)
         if self.max_cpu_loras is not None:
             low = self.max_loras if isinstance(self.max_loras, int) else 1

@@ -142,7 +142,7 @@ def add(direction, activation, args):
 
 llm = LLM("pagelet", hooks=[Hook(PLACE, add, direction.astype(np.float32), name="steer")], **settings)
 llm.llm_engine.executor.wait_until_compiled()
-num_traces = llm.llm_engine.executor.runner.num_traces
+num_traces = llm.llm_engine.executor.runner.compiled.num_traces
 
 
 def steered(strength, **kwargs):
@@ -204,7 +204,7 @@ for strength in (many[0], 0.0, many[-1]):
 # %%
 records = llm.llm_engine.compile_report()
 print(f"{len(records)} programs: {', '.join(record.program for record in records)}")
-print(f"{llm.llm_engine.executor.runner.num_traces - num_traces} traces since the first request")
+print(f"{llm.llm_engine.executor.runner.compiled.num_traces - num_traces} traces since the first request")
 
 # %% [markdown]
 # A request that does not ask for the hook gets what it gets from an engine without it, even beside one that

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jax_paged.checks import check
@@ -18,12 +18,12 @@ from jax_paged.core.scheduler_output import NewSequence, ScheduledSequence, Sche
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import read_json, resolve_model_dir
 from jax_paged.models.encoder import EncoderModel
-from jax_paged.models.layers import TENSOR
 from jax_paged.models.registry import POOLING_MODELS, get_architecture
 from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.native import products
 from jax_paged.worker.compilation import CompiledPrograms, use_persistent_cache
 from jax_paged.worker.kv_cache import KVCacheLayout
+from jax_paged.worker.mesh import device_mesh
 from jax_paged.worker.pooling import HIDDEN, POOLED
 from jax_paged.worker.programs import Program, TraceContext
 from jax_paged.worker.resolve_config import ModelFacts, resolve_config
@@ -94,17 +94,20 @@ class EncoderRunner:
     Args:
         args: Model and limits.
         loaded: A model in memory to serve, in place of args.model; its weights stay the caller's.
+        first_device: The first of its devices, among those that JAX sees.
 
     Raises:
         ValueError: If the model can't be loaded or a limit does not fit it.
     """
 
-    def __init__(self, args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> None:
+    def __init__(
+        self, args: EngineArgs, loaded: LoadedModel | LanguageModel | None, first_device: int = 0
+    ) -> None:
         use_persistent_cache()
         is_own, loaded = loaded is None, load(args, loaded)
         allowed = "False, as texts of another batch take another program"
         check(not args.batch_invariant, "batch_invariant", True, allowed)
-        mesh = Mesh(np.array([jax.devices()[0]]), (TENSOR,))
+        mesh = device_mesh(args.tensor_parallel_size, first_device)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         matmul_backend = products.resolve_products(args.matmul_backend, loaded.dtype, name="matmul_backend")
         packs = matmul_backend == "onednn"

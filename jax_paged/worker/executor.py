@@ -142,6 +142,7 @@ class LocalExecutor:
         attend: Attends in place of args.attention_backend.
         sampler: Chooses tokens in place of the sampler.
         logits_processors: What requests may ask for by name, ahead of the sampler.
+        first_device: The first of its devices, among those that JAX sees.
 
     Attributes:
         runner: Does the work.
@@ -158,6 +159,7 @@ class LocalExecutor:
         attend: "Attend | None" = None,
         sampler: "Sampler | None" = None,
         logits_processors: "Sequence[LogitsProcessor]" = (),
+        first_device: int = 0,
     ) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
         from jax_paged.worker.encoder_runner import EncoderRunner, is_encoder
@@ -173,9 +175,9 @@ class LocalExecutor:
             own |= {"speculative_config": args.speculative_config}
             for name, value in own.items():
                 check(value is None, name, value, "None, as the model is an encoder")
-            self.runner = EncoderRunner(args, loaded)
+            self.runner = EncoderRunner(args, loaded, first_device)
         else:
-            self.runner = ModelRunner(args, loaded, hooks, attend, sampler, logits_processors)
+            self.runner = ModelRunner(args, loaded, hooks, attend, sampler, logits_processors, first_device)
         self._inspector = Inspector(self.runner)
         self._overrides = args.hf_overrides or {}
         self._source: str | Path | None = args.model if loaded is None else None  # of the weights

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jax_paged.config import EngineArgs, EngineConfig, checks_inputs
@@ -21,7 +21,6 @@ from jax_paged.models.attention import Attend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.hooks import Hook, check_hooks
-from jax_paged.models.layers import TENSOR
 from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.native import products
 from jax_paged.pallas_kernels.quantization import DTYPES
@@ -39,6 +38,7 @@ from jax_paged.worker.kernel_check import choose_backend
 from jax_paged.worker.load_drafter import load_drafter
 from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
+from jax_paged.worker.mesh import device_mesh
 from jax_paged.worker.plan_steps import plan_steps
 from jax_paged.worker.pooling import PoolProgram, plan_pooling
 from jax_paged.worker.programs import Program, TraceContext
@@ -63,6 +63,7 @@ class ModelRunner:
         attend: Attends in place of args.attention_backend.
         sampler: Chooses tokens in place of the sampler.
         logits_processors: What requests may ask for by name, ahead of the sampler.
+        first_device: The first of its devices, among those that JAX sees.
 
     Attributes:
         config: What the settings have come to.
@@ -81,13 +82,14 @@ class ModelRunner:
         attend: Attend | None = None,
         sampler: Sampler | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
+        first_device: int = 0,
     ) -> None:
         # Before the weights take the GPU's memory.
         backend, backend_reason = choose_backend(args, loaded, attend)
         use_persistent_cache()
         is_own, loaded = loaded is None, load(args, loaded)
-        device = jax.devices()[0]
-        self._mesh = mesh = Mesh(np.array([device]), (TENSOR,))
+        self._mesh = mesh = device_mesh(args.tensor_parallel_size, first_device)
+        device = mesh.devices[0]
         self._replicated = NamedSharding(mesh, PartitionSpec())
         matmul_backend = products.resolve_products(args.matmul_backend, loaded.dtype, name="matmul_backend")
         if args.matmul_backend == "auto" and matmul_backend == "xla" and device.platform == "cpu":
@@ -102,8 +104,8 @@ class ModelRunner:
         additions = plan_additions(args, loaded)
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
         draft, draft_weights = load_drafter(args, loaded, layout, mesh, packs=packs)
-        how: dict[str, Any] = {"is_own": is_own, "packs": packs, "mesh": mesh}
-        self.served = ServedWeights(loaded.model, extra=[*hook_params, *draft_weights], **how)
+        extra = [*hook_params, *draft_weights]
+        self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=extra)
         self._weights = self.served.arrays
         layouts = (layout,) if draft is None else (layout, draft.layout)
         self._adapters = AdapterArrays(additions.lora, self._replicated)
@@ -159,9 +161,9 @@ class ModelRunner:
             needed = step_bytes(context_of(config, 2), config.num_scheduler_steps, plan_verifying(config))
             return kv_cache.free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization)
 
-        chosen = {"backend": backend, "matmul_backend": matmul_backend}
+        chosen = {"backend": backend, "matmul_backend": matmul_backend, "free_bytes": free_bytes}
         self.config = dataclasses.replace(
-            resolve_config(args, facts, platform=memory.platform, free_bytes=free_bytes, **chosen),
+            resolve_config(args, facts, platform=memory.platform, **chosen),
             backend_reason=backend_reason,
             hooks={hook.name: hook.num_args for hook in hooks},
             capturing=frozenset(captured),
@@ -229,11 +231,6 @@ class ModelRunner:
     def buckets(self) -> list[Bucket]:
         """The shapes that steps are padded to."""
         return self._compiled.buckets
-
-    @property
-    def num_traces(self) -> int:
-        """How many programs were traced so far."""
-        return self._compiled.num_traces
 
     @property
     def compiled(self) -> CompiledPrograms:

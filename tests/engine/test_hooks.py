@@ -293,10 +293,10 @@ def test_prefixes_are_shared_only_by_requests_of_equal_arguments(llm: LLM) -> No
 
 
 def test_other_arguments_trace_nothing(llm: LLM) -> None:
-    before = llm.llm_engine.executor.runner.num_traces
+    before = llm.llm_engine.executor.runner.compiled.num_traces
     for value in (0.5, -3.0):
         generate(llm, PROMPTS[:2], params(hook_args={"steer": value}), params(hook_args={"up": [1, value]}))
-    assert llm.llm_engine.executor.runner.num_traces == before
+    assert llm.llm_engine.executor.runner.compiled.num_traces == before
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_states_outlive_a_sleep(llm: LLM, level: int) -> None:
 def test_as_a_rerun_in_numpy(llm: LLM, dense: DenseModel, num_blocks: int, mode: Any) -> None:
     """In mixed batches and bursts; with few blocks, requests are preempted and come back with their state."""
     engine = llm.llm_engine
-    num_traces = engine.executor.runner.num_traces  # pyright: ignore
+    num_traces = engine.executor.runner.compiled.num_traces  # pyright: ignore
     names: list[str | None] = ["tempered", None, "guided", "without", "all", "guided"]
     alone = [generate(llm, [p], [params(name)])[0] for p, name in zip(PROMPTS, names, strict=True)]
     check(alone, names, dense)
@@ -143,7 +143,7 @@ def test_as_a_rerun_in_numpy(llm: LLM, dense: DenseModel, num_blocks: int, mode:
     together = generate(llm, PROMPTS, [params(name) for name in names])
     assert list(map(tokens, together)) == list(map(tokens, alone))
     assert (sum(o.metrics.num_preemptions for o in together) > 0) == (num_blocks == 20)
-    assert engine.executor.runner.num_traces == num_traces  # pyright: ignore
+    assert engine.executor.runner.compiled.num_traces == num_traces  # pyright: ignore
 
 
 def test_neighbours_are_unchanged(llm: LLM, checkpoint: Path) -> None:

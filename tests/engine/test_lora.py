@@ -111,7 +111,7 @@ def logprobs(output: RequestOutput) -> list[float]:
 
 
 def traces(engine: LLMEngine) -> int:
-    return engine.executor.runner.num_traces  # pyright: ignore[reportAttributeAccessIssue]
+    return engine.executor.runner.compiled.num_traces  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check(outputs: list[RequestOutput], requests: list[Asked]) -> None:

@@ -87,7 +87,7 @@ def served(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[tuple[L
 def test_a_training_step_under_a_served_module_is_an_error_until_it_is_handed_over(model: Any) -> None:
     with make(model) as llm:
         llm.llm_engine.executor.wait_until_compiled()
-        before, num_traces = values(generate(llm)), llm.llm_engine.executor.runner.num_traces
+        before, num_traces = values(generate(llm)), llm.llm_engine.executor.runner.compiled.num_traces
         train(model)
         with pytest.raises(RuntimeError, match=r"call update_weights\(model\)"):
             generate(llm)
@@ -98,7 +98,7 @@ def test_a_training_step_under_a_served_module_is_an_error_until_it_is_handed_ov
         assert output.num_cached_tokens == 0
         after = values(output)
         assert after != before
-        assert llm.llm_engine.executor.runner.num_traces == num_traces
+        assert llm.llm_engine.executor.runner.compiled.num_traces == num_traces
         with make(model) as own:
             assert values(generate(own)) == after
 
@@ -299,7 +299,7 @@ def dense_logprobs(model: Any, output: Any) -> np.ndarray:
 def serve_ten_versions(llm: LLM, model: Any) -> None:
     """Trains a model ten times; after each, an engine that goes on running has to say what the model does."""
     runner = llm.llm_engine.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
-    num_traces, first = runner.num_traces, llm.llm_engine._loop.num_weight_updates
+    num_traces, first = runner.compiled.num_traces, llm.llm_engine._loop.num_weight_updates
     long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     for i in range(10):
         if not llm.llm_engine.has_unfinished_requests():
@@ -313,7 +313,7 @@ def serve_ten_versions(llm: LLM, model: Any) -> None:
         got = [logprob for _, logprob in values(output)]
         np.testing.assert_allclose(got, dense_logprobs(model, output), atol=TOLERANCE)
         assert generate(llm).num_cached_tokens > 0
-    assert runner.num_traces == num_traces
+    assert runner.compiled.num_traces == num_traces
 
 
 def test_ten_versions_in_a_running_engine(served: tuple[LLM, Any, LLM], model: Any) -> None:

@@ -110,7 +110,7 @@ def test_long_texts_beside_generation(make: Callable[..., LLM], pooling_type: st
     prompts = [case["token_ids"][:30] for case in cases]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     texts = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
-    num_traces = engine.executor.runner.num_traces  # pyright: ignore[reportAttributeAccessIssue]
+    num_traces = engine.executor.runner.compiled.num_traces  # pyright: ignore[reportAttributeAccessIssue]
     for i, case in enumerate(cases):
         prompt, given = prompt_of(case)
         engine.add_request(f"pool-{i}", prompt, given)
@@ -122,7 +122,7 @@ def test_long_texts_beside_generation(make: Callable[..., LLM], pooling_type: st
         found = outputs[f"pool-{i}"].outputs[0].captured["pooled"]
         np.testing.assert_allclose(found, want[i], rtol=0, atol=1e-6 * np.linalg.norm(want[i]))
         assert outputs[f"generate-{i}"].outputs[0].token_ids == texts[i]
-    assert engine.executor.runner.num_traces == num_traces  # pyright: ignore[reportAttributeAccessIssue]
+    assert engine.executor.runner.compiled.num_traces == num_traces  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_all_hidden_states(make: Callable[..., LLM]) -> None:
@@ -244,7 +244,7 @@ def test_texts_come_and_go(make: Callable[..., LLM]) -> None:
     llm, cases = make("bert_embedder"), cases_of("bert_embedder")
     engine = llm.llm_engine
     engine.executor.wait_until_compiled()
-    num_traces = engine.executor.runner.num_traces  # pyright: ignore[reportAttributeAccessIssue]
+    num_traces = engine.executor.runner.compiled.num_traces  # pyright: ignore[reportAttributeAccessIssue]
     want, outputs = [case["pooled"] for case in cases], {}
     for i in range(100):
         engine.add_request(str(i), *prompt_of(cases[i % len(cases)]))
@@ -257,7 +257,7 @@ def test_texts_come_and_go(make: Callable[..., LLM]) -> None:
     for name, output in outputs.items():
         found = output.outputs[0].captured["pooled"]
         np.testing.assert_allclose(found, want[int(name) % len(cases)], atol=1e-5)
-    assert engine.executor.runner.num_traces == num_traces  # pyright: ignore[reportAttributeAccessIssue]
+    assert engine.executor.runner.compiled.num_traces == num_traces  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_who_pools() -> None:

@@ -96,7 +96,7 @@ def test_what_sleeps_is_free_and_wakes_up_as_it_was(awake: LLMEngine, events: li
     before = tokens(awake)
     own, live = bytes_of(awake), live_bytes()
     executor: Any = awake.executor
-    num_traces = executor.runner.num_traces
+    num_traces = executor.runner.compiled.num_traces
     awake.sleep(level)
     assert awake.is_sleeping()
     assert live - live_bytes() >= 0.95 * own
@@ -105,7 +105,7 @@ def test_what_sleeps_is_free_and_wakes_up_as_it_was(awake: LLMEngine, events: li
     output = generate(awake)
     # Reading a checkpoint again begins with the shapes of the model, which JAX traces and does not compile.
     assert [event for event in events if level == 1 or "jaxpr_trace" not in event] == []
-    assert executor.runner.num_traces == num_traces
+    assert executor.runner.compiled.num_traces == num_traces
     assert not awake.is_sleeping()
     assert list(output.outputs[0].token_ids) == before
     assert output.num_cached_tokens == 0

@@ -202,7 +202,7 @@ def test_schemas(request: pytest.FixtureRequest, model: str, seeds: range) -> No
     """Each schema at temperature 1; 4 samples now and then; preempted, swapped, cached and streamed."""
     llm = request.getfixturevalue("llm" if model == "pagelet" else "random_llm")
     engine, schemas = llm.llm_engine, {str(seed): SchemaMaker(seed).schema() for seed in seeds}
-    num_traces = engine.executor.runner.num_traces
+    num_traces = engine.executor.runner.compiled.num_traces
     plain = SamplingParams(temperature=1.0, seed=1, max_tokens=40)
     alone = [list(o.outputs[0].token_ids) for o in generate(llm, [plain])]
     texts: dict[tuple[str, int], str] = defaultdict(str)
@@ -226,7 +226,7 @@ def test_schemas(request: pytest.FixtureRequest, model: str, seeds: range) -> No
                 texts[key] += completion.text
                 reasons[key] = completion.finish_reason
     assert [free] == alone  # to the bit, beside all of these
-    assert engine.executor.runner.num_traces == num_traces
+    assert engine.executor.runner.compiled.num_traces == num_traces
     assert num_preemptions > 0
     whole = [key for key, reason in reasons.items() if reason == "stop"]
     assert {*reasons.values()} <= {"stop", "length"}

@@ -91,7 +91,7 @@ def test_adapters_are_loaded_and_unloaded_while_others_run(
 ) -> None:
     runner = engine.engine.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
     runner.wait_until_compiled()
-    traces, wanted = runner.num_traces, [complete(client, name) for name in ("base", "first")]
+    traces, wanted = runner.compiled.num_traces, [complete(client, name) for name in ("base", "first")]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         traffic = [pool.submit(complete, client, ("base", "first")[i % 2]) for i in range(24)]
         texts = []
@@ -108,7 +108,7 @@ def test_adapters_are_loaded_and_unloaded_while_others_run(
         assert [future.result() for future in traffic] == wanted * 12
     assert texts[:2] == texts[2:]
     assert len({*texts, *wanted}) == 4
-    assert runner.num_traces == traces
+    assert runner.compiled.num_traces == traces
     assert names(client) == ["base", "first", "second"]
 
 

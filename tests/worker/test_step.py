@@ -77,14 +77,14 @@ def test_nothing_compiles_after_the_start(engine: LLMEngine) -> None:
     requests = mixed_requests(seed=3, count=400, max_prompt=60, max_output=6)
     requests += greedy_requests(seed=7, count=100)
     order = np.random.default_rng(0).permutation(len(requests))
-    num_traces = runner.num_traces
+    num_traces = runner.compiled.num_traces
     with compile_events() as events, pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner.compiled, "smallest_ready", note_bucket)
         for i in range(0, 20, 2):
             run(engine, [requests[j] for j in order[i : i + 2]])
         run(engine, [requests[j] for j in order[20:]])
     assert events == []
-    assert runner.num_traces == num_traces
+    assert runner.compiled.num_traces == num_traces
     assert used == set(runner.buckets)
 
 
