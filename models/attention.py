@@ -10,15 +10,19 @@ A padded batch of T token rows holds B sequences one after the other (here T = 8
 
 import dataclasses
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jax_paged.models.sharding import TENSOR, DeviceGrid
 from jax_paged.pallas_kernels import ops
 
 Backend = ops.Implementation
+# How devices share the arrays of the pool, [P, 2, K, S, D], and token rows with heads, [T, H, D].
+POOL_SPEC, HEADS_SPEC = PartitionSpec(None, None, TENSOR), PartitionSpec(None, TENSOR)
 
 
 class Attend(Protocol):
@@ -41,7 +45,8 @@ class Attend(Protocol):
 
         Of the pages of a quantised cache, quantization.rows_of and dequantize make numbers.
 
-        This step's keys and values are in the pool already. A row of padding may get anything finite.
+        This step's keys and values are in the pool already. A row of padding may get anything finite. Where
+        a model is divided among devices, each of them attends with its own heads.
         """
         ...
 
@@ -56,7 +61,7 @@ class Attend(Protocol):
         "query_start_loc",
         "shared_blocks",
     ],
-    meta_fields=["is_decode", "backend", "places", "is_row_by_row", "attend"],
+    meta_fields=["is_decode", "backend", "places", "is_row_by_row", "attend", "grid"],
 )
 @dataclasses.dataclass(frozen=True)
 class AttentionMetadata:
@@ -79,6 +84,7 @@ class AttentionMetadata:
         is_row_by_row: Static; whether every token row attends as a decode of its own, so that its sums depend
             neither on the rows beside it nor on where the chunks of its prompt begin.
         attend: Static; what attends in the backend's place, None for the backend.
+        grid: Static; the devices that heads are divided among, None for one.
         shared_blocks: int32 [B], leading blocks that sequences of one token row attend to together, as
             ops.paged_decode has them, in the groups without a window; None if none ever do.
     """
@@ -93,6 +99,7 @@ class AttentionMetadata:
     places: tuple[tuple[int, int], ...]
     is_row_by_row: bool = False
     attend: Attend | None = None
+    grid: DeviceGrid | None = None
     shared_blocks: Int[Array, " b"] | None = None
 
     def of_token_rows(self, group: int, *, is_causal: bool) -> tuple[Int[Array, "t m"], Int[Array, " t"]]:
@@ -257,23 +264,54 @@ def paged_attention(
         The attention of every token row, 0 in padding.
     """
     pool, group = metadata.places[layer]
-    backend = metadata.backend
-    kv_pages = ops.write_kv(kv_cache[pool], k, v, metadata.slot_mapping[group], backend=backend)
-    kv_cache[pool] = kv_pages
-    options = {"scale": scale, "window": window_of(spec), "soft_cap": soft_cap}
-    if distance_bias is not None:
-        options["distance_bias"] = distance_bias
-    if metadata.attend is not None:
+
+    def attend(
+        kv_pages: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        distance_bias: Array | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Array, Array]:
+        backend = metadata.backend
+        kv_pages = ops.write_kv(kv_pages, k, v, metadata.slot_mapping[group], backend=backend)
+        options: dict[str, Any] = {"scale": scale, "window": window_of(spec), "soft_cap": soft_cap}
+        if distance_bias is not None:
+            options["distance_bias"] = distance_bias
+        if metadata.attend is not None:
+            tables, lens = metadata.block_tables[group], metadata.context_lens[group]
+            out = metadata.attend(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
+            return kv_pages, out
+        options["backend"] = backend
+        if isinstance(spec, FullAttentionSpec):
+            options["shared_blocks"] = metadata.shared_blocks
+        if metadata.is_decode or metadata.is_row_by_row:
+            tables, lens = metadata.of_token_rows(group, is_causal=True)
+            return kv_pages, ops.paged_decode(q, kv_pages, tables, lens, **options)
         tables, lens = metadata.block_tables[group], metadata.context_lens[group]
-        return metadata.attend(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
-    options["backend"] = backend
-    if isinstance(spec, FullAttentionSpec):
-        options["shared_blocks"] = metadata.shared_blocks
-    if metadata.is_decode or metadata.is_row_by_row:
-        tables, lens = metadata.of_token_rows(group, is_causal=True)
-        return ops.paged_decode(q, kv_pages, tables, lens, **options)
-    tables, lens = metadata.block_tables[group], metadata.context_lens[group]
-    return ops.ragged_attention(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
+        return kv_pages, ops.ragged_attention(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
+
+    if metadata.grid is not None:
+        specs = POOL_SPEC, HEADS_SPEC, HEADS_SPEC, HEADS_SPEC, PartitionSpec(TENSOR), PartitionSpec()
+        attend = metadata.grid.on_each(attend, specs, (POOL_SPEC, HEADS_SPEC))
+    kv_cache[pool], out = attend(kv_cache[pool], q, k, v, distance_bias, metadata)
+    return out
+
+
+def write_kv(
+    kv_pages: Float[Array, "p 2 k s d"],
+    k: Float[Array, "t k d"],
+    v: Float[Array, "t k d"],
+    slots: Int[Array, " t"],
+    *,
+    backend: Backend,
+    grid: DeviceGrid | None,
+) -> Float[Array, "p 2 k s d"]:
+    """Writes keys and values to their slots; ops.write_kv for a pool that devices may share."""
+    write = functools.partial(ops.write_kv, backend=backend)
+    if grid is not None:
+        write = grid.on_each(write, (POOL_SPEC, HEADS_SPEC, HEADS_SPEC, PartitionSpec()), POOL_SPEC)
+    return write(kv_pages, k, v, slots)
 
 
 def cross_attention(
@@ -293,4 +331,8 @@ def cross_attention(
     """
     pool, group = metadata.places[layer]
     tables, lens = metadata.of_token_rows(group, is_causal=False)
-    return ops.paged_decode(q, kv_cache[pool], tables, lens, scale=scale, backend=metadata.backend)
+    decode = functools.partial(ops.paged_decode, scale=scale, backend=metadata.backend)
+    if metadata.grid is not None:
+        specs = HEADS_SPEC, POOL_SPEC, PartitionSpec(), PartitionSpec()
+        decode = metadata.grid.on_each(decode, specs, HEADS_SPEC)
+    return decode(q, kv_cache[pool], tables, lens)

@@ -116,7 +116,7 @@ class LanguageModel(nnx.Module):
             return cross_attention(layer, q, kv_cache, metadata, scale=scale)
 
         multiply = functools.partial(grouped_matmul, backend=metadata.backend)
-        return ForwardContext(self, metadata.positions, attend, cross_attend, multiply)
+        return ForwardContext(self, metadata.positions, attend, cross_attend, multiply, grid=metadata.grid)
 
 
 class CausalLM(LanguageModel):

@@ -22,8 +22,9 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import FullAttentionSpec, SlidingWindowSpec
 from jax_paged.models.forward_context import Attend, ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
-from jax_paged.models.layers import TENSOR, Embedding, Linear, RMSNorm
+from jax_paged.models.layers import Embedding, Linear, RMSNorm
 from jax_paged.models.llama import LlamaAttention, LlamaConfig, LlamaMLP
+from jax_paged.models.sharding import DeviceGrid, padded, whole_logits
 
 # How many hidden states of the model a head reads.
 NUM_FEATURES = 3
@@ -115,11 +116,11 @@ class EagleConfig(LlamaConfig):
 class EagleAttention(LlamaAttention):
     """Attention over rows that are twice as wide: an embedding and a hidden state."""
 
-    def make_projections(self, make: Callable[..., Linear], width: int, kv_width: int) -> None:
+    def make_projections(self, make: Callable[..., Linear]) -> None:
         def of_pairs(in_features: int, out_features: int, **how: Any) -> Linear:
             return make(2 * in_features, out_features, **how)
 
-        super().make_projections(of_pairs, width, kv_width)
+        super().make_projections(of_pairs)
 
     def key_and_value(self, x: Float[Array, "*t e2"], context: ForwardContext) -> tuple[Array, Array]:
         """Returns what is cached of every row."""
@@ -182,13 +183,17 @@ class EagleHead(nnx.Module):
         self.fc = Linear(NUM_FEATURES * c.target_hidden_size, c.hidden_size, split=(None, None), **make)
         self.midlayer = EagleLayer(c, dtype=dtype, rngs=rngs)
         self.norm = RMSNorm(c.hidden_size, epsilon=c.rms_norm_eps, dtype=dtype)
-        self.lm_head = Linear(c.hidden_size, c.draft_vocab_size, split=(None, TENSOR), **make)
+        self.lm_head = Linear(
+            c.hidden_size, c.draft_vocab_size, split=(None, padded(c.draft_vocab_size)), **make
+        )
         self.columns = DraftColumns(jnp.arange(c.vocab_size, dtype=jnp.int32))
 
-    def context(self, positions: Int[Array, "*t"], attend: Attend) -> ForwardContext:
-        """Returns the context of a pass."""
+    def context(
+        self, positions: Int[Array, "*t"], attend: Attend, grid: DeviceGrid | None = None
+    ) -> ForwardContext:
+        """Returns the context of a pass, whose tokens attend so, on these devices."""
         rope = self.config.rope
-        return ForwardContext(self, positions, attend, rotations={rope: rope.at(positions)})
+        return ForwardContext(self, positions, attend, rotations={rope: rope.at(positions)}, grid=grid)
 
     def embed(
         self, tokens: Int[Array, "*t"], embedding: Embedding, context: ForwardContext
@@ -217,6 +222,7 @@ class EagleHead(nnx.Module):
     def logits(self, hidden: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t v"]:
         """Returns the float32 logits of the model's tokens; -inf of those that it can't draft."""
         own = self.lm_head.logits(self.norm(hidden, context))
+        own = whole_logits(own, self.config.draft_vocab_size, context.grid)
         if self.config.draft_vocab_size == self.config.vocab_size:
             return own
         return own.at[..., self.columns[...]].get(mode="fill", fill_value=-jnp.inf)

@@ -9,10 +9,11 @@ from flax import nnx
 from jax_paged.models.checkpoint import read_json
 from jax_paged.models.eagle import DraftColumns, EagleConfig, EagleHead, usual_key
 from jax_paged.models.llama import LlamaForCausalLM
+from jax_paged.models.sharding import DeviceGrid
+from jax_paged.models.stored_tensors import read_headers
 from jax_paged.models.weights import (
     LoadedModel,
     StoredTensor,
-    read_headers,
     read_weights,
     stored_problems,
     weights_of,
@@ -21,12 +22,13 @@ from jax_paged.models.weights import (
 _OFFSETS = {"I64": "<i8", "I32": "<i4"}
 
 
-def load_head(folder: Path, target: LoadedModel) -> EagleHead:
-    """Loads a head onto the default device, in the type of its model.
+def load_head(folder: Path, target: LoadedModel, grid: DeviceGrid | None = None) -> EagleHead:
+    """Loads a head onto the default device, or divides it among others, in the type of its model.
 
     Args:
         folder: Holds config.json and model.safetensors, or shards and their index.
         target: The model that it drafts for; not modified.
+        grid: The devices that share the weights.
 
     Raises:
         ValueError: If the folder holds no head for this model. The message lists every problem with the
@@ -46,7 +48,7 @@ def load_head(folder: Path, target: LoadedModel) -> EagleHead:
         raise ValueError(
             f"the head in {folder} can't draft for {target.architecture}, the model that is served:{lines}"
         )
-    read_weights(head, stored, target.dtype, folder)
+    read_weights(head, stored, target.dtype, folder, grid)
     head.columns = DraftColumns(jnp.asarray(columns))
     return head
 

@@ -17,7 +17,7 @@ from jax_paged.models.attention import KVCacheSpec
 from jax_paged.models.causal_lm import LanguageModel, dense_positions
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
-from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, LayerNorm, Linear
+from jax_paged.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
 from jax_paged.models.rope import Rope, read_rope
 
 
@@ -139,11 +139,11 @@ class EncoderLayer(Module):
         self.config, self.layer = config, layer
         e, i, std = config.hidden_size, config.intermediate_size, config.initializer_range
         make = functools.partial(Linear, bias=True, std=std, dtype=dtype, rngs=rngs)
-        self.query, self.key, self.value = (make(e, e, split=(None, TENSOR)) for _ in range(3))
-        self.out = make(e, e, split=(TENSOR, None))
+        self.query, self.key, self.value = (make(e, e, split=(None, None)) for _ in range(3))
+        self.out = make(e, e, split=(None, None))
         self.attn_norm = LayerNorm(e, epsilon=config.norm_eps, dtype=dtype)
-        self.up = make(e, i, split=(None, TENSOR))
-        self.down = make(i, e, split=(TENSOR, None))
+        self.up = make(e, i, split=(None, None))
+        self.down = make(i, e, split=(None, None))
         self.mlp_norm = LayerNorm(e, epsilon=config.norm_eps, dtype=dtype)
 
     def attend(self, q: Array, k: Array, v: Array, context: ForwardContext) -> Array:
@@ -174,10 +174,10 @@ class ModernBertLayer(EncoderLayer):
         make = functools.partial(Linear, bias=False, std=std, dtype=dtype, rngs=rngs)
         norm = functools.partial(LayerNorm, e, epsilon=config.norm_eps, bias=False, dtype=dtype)
         self.qkv = make(e, 3 * e, split=(None, None))
-        self.out = make(e, e, split=(TENSOR, None))
+        self.out = make(e, e, split=(None, None))
         self.attn_norm = norm() if layer else None  # the embeddings are normed
         self.up = make(e, 2 * i, split=(None, None))
-        self.down = make(i, e, split=(TENSOR, None))
+        self.down = make(i, e, split=(None, None))
         self.mlp_norm = norm()
 
     def forward(self, x: Float[Array, "b n e"], context: ForwardContext) -> Float[Array, "b n e"]:

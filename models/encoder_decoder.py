@@ -1,6 +1,7 @@
 """What all encoder-decoder families share: the dense call, and the paged one after an encoder."""
 
 import abc
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,10 +12,11 @@ from jax_paged.models.attention import (
     CrossAttentionSpec,
     bidirectional_attention,
     dense_attention,
+    write_kv,
 )
 from jax_paged.models.causal_lm import LanguageModel, dense_positions
 from jax_paged.models.forward_context import ForwardContext
-from jax_paged.pallas_kernels import ops
+from jax_paged.models.sharding import DeviceGrid
 
 
 class EncoderDecoderLM(LanguageModel):
@@ -93,6 +95,7 @@ class EncoderDecoderLM(LanguageModel):
         *,
         places: tuple[tuple[int, int], ...],
         backend: Backend,
+        grid: DeviceGrid | None,
     ) -> list[Array]:
         """Runs the encoder on one text and writes the keys and values for cross attention to the pools.
 
@@ -103,17 +106,18 @@ class EncoderDecoderLM(LanguageModel):
             slot_mapping: int32 [G, N], slot of each token in each cache group; out of range in padding.
             places: (pool, cache group) of each layer.
             backend: Which kernels write.
+            grid: The devices that the model is divided among; None for one.
 
         Returns:
             The pools, those of cross attention written to.
         """
         kv_cache = list(kv_cache)
-        context = self.encoder_context(tokens[None], length[None])
+        context = dataclasses.replace(self.encoder_context(tokens[None], length[None]), grid=grid)
         cross = self.cross_kv(self.encode(tokens[None], context), context)
         for layer, (k, v) in zip(self._cross_layers(), cross, strict=True):
             pool, group = places[layer]
-            slots = slot_mapping[group]
-            kv_cache[pool] = ops.write_kv(kv_cache[pool], k[0], v[0], slots, backend=backend)
+            written = k[0], v[0], slot_mapping[group]
+            kv_cache[pool] = write_kv(kv_cache[pool], *written, backend=backend, grid=grid)
         return kv_cache
 
     def _cross_layers(self) -> list[int]:

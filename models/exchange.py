@@ -15,7 +15,9 @@ from jaxtyping import Array
 
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import resolve_model_dir
-from jax_paged.models.weights import Weight, load_model, outline, weights_of, with_prefix
+from jax_paged.models.sharding import DeviceGrid
+from jax_paged.models.stored_tensors import with_prefix
+from jax_paged.models.weights import Weight, load_model, outline, weights_of
 
 # A model, its state, tensors by the checkpoint's keys, or what names a checkpoint.
 NewWeights = LanguageModel | nnx.State | Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path
@@ -26,6 +28,7 @@ def with_weights(
     new: NewWeights,
     max_model_len: int,
     overrides: Mapping[str, Any] = types.MappingProxyType({}),
+    grid: DeviceGrid | None = None,
 ) -> LanguageModel:
     """Returns a model of the same structure with other weights; arrays on a device are shared, not copied.
 
@@ -35,6 +38,7 @@ def with_weights(
             hub id.
         max_model_len: As load_model takes it, for a folder.
         overrides: As load_model takes them, for a folder.
+        grid: As load_model takes it, for a folder.
 
     Raises:
         ValueError: If names, shapes or types are not those of `like`; the message lists every problem.
@@ -43,7 +47,7 @@ def with_weights(
     if isinstance(new, str | Path):
         folder = resolve_model_dir(str(new)), weights[0].param.dtype.name, max_model_len, overrides
         _check_kind(like, outline(*folder))  # before anything is read
-        new = load_model(*folder).model
+        return load_model(*folder, grid).model
     if isinstance(new, LanguageModel):
         _check_kind(like, new)
         new = nnx.state(new, nnx.Param)

@@ -19,14 +19,17 @@ decided in one place. There is no global and no thread-local: a context lives wh
 import abc
 import dataclasses
 import functools
+import itertools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
 from jax_paged.models.rope import Rope, Rotation
+from jax_paged.models.sharding import DeviceGrid, Units
 from jax_paged.pallas_kernels import grouped_loop
 
 
@@ -82,6 +85,7 @@ class ForwardContext:
         cross_attend: How tokens attend to the encoder's output.
         grouped_matmul: What multiplies the rows of experts; by default what can be differentiated.
         rotations: By how much the tokens are rotated, for each rope of the model.
+        grid: The devices that the model is divided among; None for one.
         hooks: What happens to the output of some modules, by their paths; see hooks.py.
         changes: What becomes of a module's output before that, by what it was given and has returned: what
             adapters add (lora.py), vectors in place of tokens.
@@ -93,6 +97,7 @@ class ForwardContext:
     cross_attend: CrossAttend = no_cross_attention
     grouped_matmul: GroupedMatmul = grouped_loop.grouped_matmul
     rotations: Mapping[Rope, Rotation] = types.MappingProxyType({})
+    grid: DeviceGrid | None = None
     hooks: Mapping[str, Callable[[Array], Array]] = types.MappingProxyType({})
     changes: Mapping[str, Callable[[Any, Array], Array]] = types.MappingProxyType({})
 
@@ -118,6 +123,12 @@ class ForwardContext:
             return False
         paths = set(map(self.path, modules))
         return bool(self.hooks.keys() & paths or self.changes.keys() & paths)
+
+    def parts(self, y: Array, units: Sequence[Units]) -> list[Array]:
+        """Takes the output of a map apart that computes several things at once, each in these units."""
+        if self.grid is not None:
+            return self.grid.parts(y, units)
+        return jnp.split(y, list(itertools.accumulate(u.num * u.size for u in units[:-1])), axis=-1)
 
     def path(self, module: "Module") -> str:
         """Returns where a module stands in the model, such as "layers.7.self_attn.q_proj".

@@ -16,7 +16,8 @@ from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
-from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, LayerNorm, Linear
+from jax_paged.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
+from jax_paged.models.sharding import even, padded
 
 WEIGHT_TABLE = WeightTable(
     rows=(
@@ -96,12 +97,14 @@ class GPT2Attention(Module):
         self.layer, self.num_heads, self.scale = layer, config.num_attention_heads, config.scales[layer]
         size = config.hidden_size
         make = functools.partial(Linear, bias=True, std=config.initializer_range, dtype=dtype, rngs=rngs)
-        self.c_attn = make(size, 3 * size, split=(None, TENSOR))
-        self.c_proj = make(size, size, split=(TENSOR, None))
+        self.units = even(self.num_heads, size // self.num_heads)
+        self.c_attn = make(size, 3 * size, split=(None, 3 * self.units))
+        self.c_proj = make(size, size, split=(self.units, None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         heads = (*x.shape[:-1], self.num_heads, -1)
-        q, k, v = (y.reshape(heads) for y in jnp.split(self.c_attn(x, context), 3, axis=-1))
+        parts = context.parts(self.c_attn(x, context), 3 * self.units)
+        q, k, v = (y.reshape(heads) for y in parts)
         out = context.attend(self.layer, q, k, v, scale=self.scale)
         return self.c_proj(out.reshape(x.shape), context)
 
@@ -112,8 +115,9 @@ class GPT2MLP(Module):
     def __init__(self, config: GPT2Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.activation = ACTIVATIONS[config.activation_function]
         make = functools.partial(Linear, bias=True, std=config.initializer_range, dtype=dtype, rngs=rngs)
-        self.c_fc = make(config.hidden_size, config.intermediate_size, split=(None, TENSOR))
-        self.c_proj = make(config.intermediate_size, config.hidden_size, split=(TENSOR, None))
+        size, inner = config.hidden_size, config.intermediate_size
+        self.c_fc = make(size, inner, split=(None, even(inner)))
+        self.c_proj = make(inner, size, split=(even(inner), None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         return self.c_proj(self.activation(self.c_fc(x, context)), context)
@@ -147,13 +151,17 @@ class GPT2LMHeadModel(CausalLM):
         size, std = config.hidden_size, config.initializer_range
         embedding = functools.partial(Embedding, features=size, std=std, dtype=dtype, rngs=rngs)
         self.wte = embedding(config.vocab_size)
-        self.wpe = embedding(config.max_position_embeddings)
+        self.wpe = embedding(config.max_position_embeddings, is_divided=False)
         self.h = nnx.List(
             [GPT2Block(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_hidden_layers)]
         )
         self.ln_f = LayerNorm(size, epsilon=config.layer_norm_epsilon, dtype=dtype)
-        head = functools.partial(Linear, bias=False, split=(None, TENSOR), std=std, dtype=dtype, rngs=rngs)
-        self.lm_head = None if config.tie_word_embeddings else head(size, config.vocab_size)
+        head = functools.partial(Linear, bias=False, std=std, dtype=dtype, rngs=rngs)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else head(size, config.vocab_size, split=(None, padded(config.vocab_size)))
+        )
 
     def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
         x = self.wte(tokens, context) + self.wpe(context.positions, context)

@@ -11,10 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jax_paged.models.forward_context import ForwardContext, Module
+from jax_paged.models.sharding import Split, padded
 from jax_paged.pallas_kernels.native import products
-
-# Mesh axis that heads, MLP width and vocabulary are split over.
-TENSOR = "tensor"
 
 
 def _in_float32(activation: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -32,9 +30,9 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def parameter(value: Array, split: tuple[str | None, ...]) -> nnx.Param:
-    """Makes a weight that carries the mesh axis (or None) that splits each of its dimensions."""
-    return nnx.Param(value, out_sharding=split, eager_sharding=False)
+def parameter(value: Array, split: Split) -> nnx.Param:
+    """Makes a weight that carries how each of its dimensions is divided among devices."""
+    return nnx.Param(value, split=split)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype", "std"))
@@ -60,7 +58,7 @@ class Linear(Module):
         in_features: Size of x.
         out_features: Size of y.
         bias: Whether there is one.
-        split: Mesh axis that splits each dimension of the kernel.
+        split: How each dimension of the kernel is divided among devices.
         std: Standard deviation of the initial kernel.
         dtype: Of the weights.
         rngs: Where random weights come from.
@@ -72,12 +70,12 @@ class Linear(Module):
         out_features: int,
         *,
         bias: bool,
-        split: tuple[str | None, str | None],
+        split: Split,
         std: float,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ) -> None:
-        self.out_features = out_features
+        self.in_features, self.out_features = in_features, out_features
         # Where its columns are in a packed kernel that it shares.
         self.first_column, self.num_columns = 0, out_features
         self.kernel: nnx.Param | PackedKernel = parameter(
@@ -137,12 +135,29 @@ def gated(
 
 
 class Embedding(Module):
-    """A table with one vector per token, and its packed transpose if it has been packed as a head."""
+    """A table with one vector per token, and its packed transpose if it has been packed as a head.
+
+    Args:
+        vocab_size: Number of vectors.
+        features: Size of a vector.
+        is_divided: Whether devices share the table; else each has all of it.
+        std: Standard deviation of the initial table.
+        dtype: Of the table.
+        rngs: Where random weights come from.
+    """
 
     def __init__(
-        self, vocab_size: int, features: int, *, std: float, dtype: jnp.dtype, rngs: nnx.Rngs
+        self,
+        vocab_size: int,
+        features: int,
+        *,
+        is_divided: bool = True,
+        std: float,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
     ) -> None:
-        self.embedding = parameter(normal(rngs.params(), (vocab_size, features), dtype, std), (TENSOR, None))
+        split = padded(vocab_size) if is_divided else None, None
+        self.embedding = parameter(normal(rngs.params(), (vocab_size, features), dtype, std), split)
         self.packed_head: PackedKernel | None = nnx.data(None)
 
     def forward(self, x: Int[Array, "..."], context: ForwardContext) -> Float[Array, "... e"]:

@@ -19,8 +19,9 @@ from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec, SlidingWi
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
-from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, Linear, RMSNorm, gated
+from jax_paged.models.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, gated
 from jax_paged.models.rope import Rope, max_positions, read_rope, rope_values
+from jax_paged.models.sharding import even, padded, repeated
 
 WEIGHT_TABLE = WeightTable(
     rows=(
@@ -162,17 +163,22 @@ class LlamaAttention(Module):
         self.scale: float = config.head_dim**-0.5
         self.soft_cap: float | None = None
         make = functools.partial(Linear, std=config.initializer_range, dtype=dtype, rngs=rngs)
-        width = config.num_attention_heads * config.head_dim
-        self.make_projections(make, width, config.num_key_value_heads * config.head_dim)
-        self.o_proj = make(width, config.hidden_size, bias=config.output_bias, split=(TENSOR, None))
+        heads, size = config.num_attention_heads, config.head_dim
+        self.make_projections(make)
+        self.o_proj = make(
+            heads * size, config.hidden_size, bias=config.output_bias, split=(even(heads, size), None)
+        )
         norm = functools.partial(self.norm_class, config.head_dim, epsilon=config.rms_norm_eps, dtype=dtype)
         self.q_norm = norm() if config.qk_norm else None
         self.k_norm = norm() if config.qk_norm else None
 
-    def make_projections(self, make: Callable[..., Linear], width: int, kv_width: int) -> None:
+    def make_projections(self, make: Callable[..., Linear]) -> None:
         c = self.config
-        make = functools.partial(make, c.hidden_size, bias=c.attention_bias, split=(None, TENSOR))
-        self.q_proj, self.k_proj, self.v_proj = make(width), make(kv_width), make(kv_width)
+        make = functools.partial(make, c.hidden_size, bias=c.attention_bias)
+        heads, kv_heads = even(c.num_attention_heads, c.head_dim), repeated(c.num_key_value_heads, c.head_dim)
+        self.q_proj = make(c.num_attention_heads * c.head_dim, split=(None, heads))
+        kv_width = c.num_key_value_heads * c.head_dim
+        self.k_proj, self.v_proj = (make(kv_width, split=(None, kv_heads)) for _ in range(2))
 
     def project(self, x: Float[Array, "*t e"], context: ForwardContext) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values, their heads joined."""
@@ -197,9 +203,9 @@ class LlamaMLP(Module):
         make = functools.partial(
             Linear, bias=config.mlp_bias, std=config.initializer_range, dtype=dtype, rngs=rngs
         )
-        self.gate_proj = make(config.hidden_size, config.intermediate_size, split=(None, TENSOR))
-        self.up_proj = make(config.hidden_size, config.intermediate_size, split=(None, TENSOR))
-        self.down_proj = make(config.intermediate_size, config.hidden_size, split=(TENSOR, None))
+        size, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj, self.up_proj = (make(size, inner, split=(None, even(inner))) for _ in range(2))
+        self.down_proj = make(inner, size, split=(even(inner), None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         return self.down_proj(gated(self.activation, self.gate_proj, self.up_proj, x, context), context)
@@ -245,9 +251,9 @@ class LlamaForCausalLM(CausalLM):
             [self.layer_class(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_hidden_layers)]
         )
         self.norm = self.norm_class(hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
-        head = functools.partial(Linear, bias=False, split=(None, TENSOR), std=std, dtype=dtype, rngs=rngs)
+        head = functools.partial(Linear, bias=False, std=std, dtype=dtype, rngs=rngs)
         is_tied = config.tie_word_embeddings or not self.draws
-        self.lm_head = None if is_tied else head(hidden_size, vocab_size)
+        self.lm_head = None if is_tied else head(hidden_size, vocab_size, split=(None, padded(vocab_size)))
 
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
         return self.embed_tokens(tokens, context)

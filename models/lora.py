@@ -25,6 +25,7 @@ from jaxtyping import Array, Int
 from jax_paged.models.adapter_files import Adapter
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.layers import Linear
+from jax_paged.models.sharding import Split
 
 # What becomes of a module's output, by what it was given and has returned.
 RowFunction = Callable[[Array, Array], Array]
@@ -38,12 +39,14 @@ class LoraMap(NamedTuple):
         name: Its name in the checkpoint.
         num_in: Size of what it takes.
         num_out: Size of what it returns.
+        split: How the two are divided among devices.
     """
 
     path: str
     name: str
     num_in: int
     num_out: int
+    split: Split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +90,8 @@ def lora_maps(model: LanguageModel) -> tuple[LoraMap, ...]:
         if type(module) is Linear and module is not model.head:
             path = ".".join(map(str, parts))
             name = model.weight_table.hf_key(f"{path}.kernel")[0].removesuffix(".weight")
-            num_in, num_out = module.kernel.shape
-            found.append(LoraMap(path, name, num_in, num_out))
+            split = module.kernel.get_metadata()["split"]
+            found.append(LoraMap(path, name, module.in_features, module.out_features, split))
     return tuple(sorted(found))
 
 

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader
-from jax_paged.models.layers import ACTIVATIONS, TENSOR, Linear, normal, parameter
+from jax_paged.models.layers import ACTIVATIONS, Linear, normal, parameter
 from jax_paged.models.llama import LlamaConfig, LlamaDecoderLayer, LlamaMLP
+from jax_paged.models.sharding import TENSOR, Split, Units, even
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,25 +70,60 @@ class Experts(Module):
         self.num_experts = config.num_experts
         size, inner, std = config.hidden_size, config.moe_intermediate_size, config.initializer_range
 
-        def make(shape: tuple[int, int], split: tuple[str | None, str | None]) -> nnx.Param:
+        def make(shape: tuple[int, int], split: Split) -> nnx.Param:
             value = normal(rngs.params(), (config.num_experts, *shape), dtype, std)
-            return parameter(value, (None, *split))
+            return parameter(value, ((Units(config.num_experts, kind="experts"),), *split))
 
-        self.gate_proj = make((size, inner), (None, TENSOR))
-        self.up_proj = make((size, inner), (None, TENSOR))
-        self.down_proj = make((inner, size), (TENSOR, None))
+        self.gate_proj = make((size, inner), (None, even(inner)))
+        self.up_proj = make((size, inner), (None, even(inner)))
+        self.down_proj = make((inner, size), (even(inner), None))
 
     def forward(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
+        params = self.gate_proj, self.up_proj, self.down_proj
+        kernels, grid = [param[...] for param in params], context.grid
+        if grid is None:
+            return self.compute(x, *kernels, context=context).astype(x.tokens.dtype)
+
+        def compute(x: RoutedTokens, *kernels: Array) -> Array:
+            first = jax.lax.axis_index(TENSOR) * kernels[0].shape[0] if grid.splits_experts else 0
+            return jax.lax.psum(self.compute(x, *kernels, context=context, first=first), TENSOR)
+
+        specs = [grid.spec(param.get_metadata("split")) for param in params]
+        out = grid.on_each(compute, (PartitionSpec(), *specs), PartitionSpec())(x, *kernels)
+        return out.astype(x.tokens.dtype)
+
+    def compute(
+        self,
+        x: RoutedTokens,
+        gate_proj: Float[Array, "g e i"],
+        up_proj: Float[Array, "g e i"],
+        down_proj: Float[Array, "g i e"],
+        *,
+        context: ForwardContext,
+        first: Int[Array, ""] | int = 0,
+    ) -> Float[Array, "*t e"]:
+        """Returns the sum of what some of the experts make of their tokens, or a part of each of them.
+
+        Args:
+            x: The input of the layer.
+            gate_proj: Of the experts that are here; so are the two that follow.
+            up_proj: See gate_proj.
+            down_proj: See gate_proj.
+            context: Of the pass.
+            first: The first of the experts that are here.
+        """
         *leading, features = x.tokens.shape
         tokens, top_k = x.tokens.reshape(-1, features), x.chosen.shape[-1]
-        by_expert = jnp.argsort(x.chosen.reshape(-1), stable=True)
-        sizes = jnp.bincount(x.chosen.reshape(-1), length=self.num_experts)
+        # The rows of the experts that are here come first; those of others belong to no group, and become 0.
+        experts = (x.chosen.reshape(-1) - first) % self.num_experts
+        by_expert = jnp.argsort(experts, stable=True)
+        sizes = jnp.bincount(experts, length=self.num_experts)[: len(gate_proj)]
         rows = tokens[by_expert // top_k]
-        gate = self.activation(context.grouped_matmul(rows, self.gate_proj[...], sizes))
-        inner = gate * context.grouped_matmul(rows, self.up_proj[...], sizes)
-        out = context.grouped_matmul(inner, self.down_proj[...], sizes)[jnp.argsort(by_expert)]
-        out = out.reshape(*leading, top_k, features) * x.weights[..., None]
-        return jnp.sum(out, axis=-2).astype(tokens.dtype)
+        gate = self.activation(context.grouped_matmul(rows, gate_proj, sizes))
+        inner = gate * context.grouped_matmul(rows, up_proj, sizes)
+        out = context.grouped_matmul(inner, down_proj, sizes)
+        out = out[jnp.argsort(by_expert)].reshape(*leading, top_k, features) * x.weights[..., None]
+        return jnp.sum(out, axis=-2)
 
 
 class Router(Linear):

@@ -16,7 +16,8 @@ from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
-from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, LayerNorm, Linear
+from jax_paged.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
+from jax_paged.models.sharding import even, padded
 
 WEIGHT_TABLE = WeightTable(
     rows=(
@@ -102,11 +103,12 @@ class OPTAttention(Module):
     def __init__(self, config: OPTConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.layer, self.num_heads = layer, config.num_attention_heads
         size = config.hidden_size
+        heads = even(self.num_heads, size // self.num_heads)
         make = functools.partial(
             Linear, size, size, bias=config.enable_bias, std=config.init_std, dtype=dtype, rngs=rngs
         )
-        self.q_proj, self.k_proj, self.v_proj = (make(split=(None, TENSOR)) for _ in range(3))
-        self.out_proj = make(split=(TENSOR, None))
+        self.q_proj, self.k_proj, self.v_proj = (make(split=(None, heads)) for _ in range(3))
+        self.out_proj = make(split=(heads, None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         heads = (*x.shape[:-1], self.num_heads, -1)
@@ -127,8 +129,11 @@ class OPTDecoderLayer(Module):
         make = functools.partial(Linear, bias=config.enable_bias, std=config.init_std, dtype=dtype, rngs=rngs)
         self.self_attn = OPTAttention(config, layer, dtype=dtype, rngs=rngs)
         self.self_attn_layer_norm = _layer_norm(config, dtype)
-        self.fc1 = make(config.hidden_size, config.ffn_dim, split=(None, TENSOR))
-        self.fc2 = make(config.ffn_dim, config.hidden_size, split=(TENSOR, None))
+        size, inner = config.hidden_size, config.ffn_dim
+        self.fc1, self.fc2 = (
+            make(size, inner, split=(None, even(inner))),
+            make(inner, size, split=(even(inner), None)),
+        )
         self.final_layer_norm = _layer_norm(config, dtype)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
@@ -154,7 +159,7 @@ class OPTForCausalLM(CausalLM):
         options: Any = {"std": config.init_std, "dtype": dtype, "rngs": rngs}
         num_positions = config.max_position_embeddings + POSITION_OFFSET
         self.embed_tokens = Embedding(config.vocab_size, word_size, **options)
-        self.embed_positions = Embedding(num_positions, size, **options)
+        self.embed_positions = Embedding(num_positions, size, is_divided=False, **options)
         make = functools.partial(Linear, bias=False, **options)
         projected = word_size != size
         self.project_in = make(word_size, size, split=(None, None)) if projected else None
@@ -164,7 +169,9 @@ class OPTForCausalLM(CausalLM):
         )
         self.final_layer_norm = _layer_norm(config, dtype) if config.final_layer_norm else None
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else make(word_size, config.vocab_size, split=(None, TENSOR))
+        self.lm_head = (
+            None if tied else make(word_size, config.vocab_size, split=(None, padded(config.vocab_size)))
+        )
 
     def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
         x = self.embed_tokens(tokens, context)

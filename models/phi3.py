@@ -15,9 +15,10 @@ from jaxtyping import Array, Float
 
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader
-from jax_paged.models.layers import ACTIVATIONS, TENSOR, Linear
+from jax_paged.models.layers import ACTIVATIONS, Linear
 from jax_paged.models.llama import LlamaAttention, LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 from jax_paged.models.rope import Rope, base_frequencies, rope_values
+from jax_paged.models.sharding import even, repeated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +72,15 @@ class Phi3Attention(LlamaAttention):
 
     same_input: ClassVar[tuple[str, ...]] = ()
 
-    def make_projections(self, make: Callable[..., Linear], width: int, kv_width: int) -> None:
-        self.split_at = (width, width + kv_width)
-        size = self.config.hidden_size
-        self.qkv_proj = make(size, width + 2 * kv_width, bias=False, split=(None, TENSOR))
+    def make_projections(self, make: Callable[..., Linear]) -> None:
+        c = self.config
+        kv_heads = repeated(c.num_key_value_heads, c.head_dim)
+        self.units = (*even(c.num_attention_heads, c.head_dim), *kv_heads, *kv_heads)
+        width = sum(u.num * u.size for u in self.units)
+        self.qkv_proj = make(c.hidden_size, width, bias=False, split=(None, self.units))
 
     def project(self, x: Float[Array, "*t e"], context: ForwardContext) -> tuple[Array, Array, Array]:
-        q, k, v = jnp.split(self.qkv_proj(x, context), self.split_at, axis=-1)
+        q, k, v = context.parts(self.qkv_proj(x, context), self.units)
         return q, k, v
 
 
@@ -88,11 +91,12 @@ class Phi3MLP(Module):
         self.activation = ACTIVATIONS[config.hidden_act]
         make = functools.partial(Linear, bias=False, std=config.initializer_range, dtype=dtype, rngs=rngs)
         size, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = make(size, 2 * inner, split=(None, TENSOR))
-        self.down_proj = make(inner, size, split=(TENSOR, None))
+        self.units = 2 * even(inner)
+        self.gate_up_proj = make(size, 2 * inner, split=(None, self.units))
+        self.down_proj = make(inner, size, split=(even(inner), None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
-        gate, up = jnp.split(self.gate_up_proj(x, context), 2, axis=-1)
+        gate, up = context.parts(self.gate_up_proj(x, context), self.units)
         return self.down_proj(self.activation(gate) * up, context)
 
 

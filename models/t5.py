@@ -18,7 +18,8 @@ from jax_paged.models.attention import CrossAttentionSpec, FullAttentionSpec, KV
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
-from jax_paged.models.layers import ACTIVATIONS, TENSOR, Embedding, Linear, RMSNorm, gated, normal, parameter
+from jax_paged.models.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, gated, normal, parameter
+from jax_paged.models.sharding import even, padded
 
 BLOCK, HF_BLOCK = r"(encoder|decoder)\.block\.(\d+)\.", r"\1.block.\2.layer."
 BIAS = "relative_attention_bias"
@@ -151,8 +152,9 @@ class T5Attention(Module):
         self.layer, self.head_dim = layer, config.d_kv
         size, width = config.hidden_size, config.num_heads * config.d_kv
         make = functools.partial(_linear, config, dtype=dtype, rngs=rngs)
-        self.q, self.k, self.v = (make(size, width, split=(None, TENSOR)) for _ in range(3))
-        self.o = make(width, size, split=(TENSOR, None))
+        heads = even(config.num_heads, config.d_kv)
+        self.q, self.k, self.v = (make(size, width, split=(None, heads)) for _ in range(3))
+        self.o = make(width, size, split=(heads, None))
 
     def heads(self, y: Float[Array, "*t w"]) -> Float[Array, "*t h d"]:
         return y.reshape(*y.shape[:-1], -1, self.head_dim)
@@ -183,11 +185,12 @@ class T5MLP(Module):
     def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.activation = config.activation
         make = functools.partial(_linear, config, dtype=dtype, rngs=rngs)
-        widen = functools.partial(make, config.hidden_size, config.d_ff, split=(None, TENSOR))
+        inner = even(config.d_ff)
+        widen = functools.partial(make, config.hidden_size, config.d_ff, split=(None, inner))
         self.wi = None if config.is_gated else widen()
         self.wi_0 = widen() if config.is_gated else None
         self.wi_1 = widen() if config.is_gated else None
-        self.wo = make(config.d_ff, config.hidden_size, split=(TENSOR, None))
+        self.wo = make(config.d_ff, config.hidden_size, split=(inner, None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         if self.wi is not None:
@@ -243,7 +246,7 @@ class T5Stack(Module):
         self.config = config
         shape = (config.relative_attention_num_buckets, config.num_heads)
         bias = normal(rngs.params(), shape, dtype, config.initializer_factor * config.hidden_size**-0.5)
-        self.relative_attention_bias = parameter(bias, (None, TENSOR))
+        self.relative_attention_bias = parameter(bias, (None, even(config.num_heads)))
         self.block = nnx.List(blocks)
         self.final_layer_norm = RMSNorm(config.hidden_size, epsilon=config.layer_norm_epsilon, dtype=dtype)
 
@@ -272,7 +275,7 @@ class T5ForConditionalGeneration(EncoderDecoderLM):
         encoder = [T5Block(config, i, **options) for i in range(config.num_layers)]
         decoder = [T5DecoderBlock(config, 2 * i, **options) for i in range(config.num_decoder_layers)]
         self.encoder, self.decoder = (T5Stack(config, blocks, **options) for blocks in (encoder, decoder))
-        head = functools.partial(_linear, config, split=(None, TENSOR), **options)
+        head = functools.partial(_linear, config, split=(None, padded(vocab_size)), **options)
         self.lm_head = None if config.tie_word_embeddings else head(size, vocab_size)
 
     def encode(self, tokens: Int[Array, "b n"], context: ForwardContext) -> Float[Array, "b n e"]:

@@ -14,11 +14,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy, which safetensors needs)
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jax_paged.models.causal_lm import LanguageModel
@@ -26,9 +24,16 @@ from jax_paged.models.checkpoint import end_token_ids, read_generation_config, r
 from jax_paged.models.eagle import EagleHead
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.registry import get_architecture, get_model_class
+from jax_paged.models.sharding import DeviceGrid
+from jax_paged.models.stored_tensors import (
+    STORED_DTYPES,
+    StoredTensor,
+    read_columns,
+    read_headers,
+    read_tensor,
+    with_prefix,
+)
 
-INDEX_FILE = "model.safetensors.index.json"
-STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 NUM_LOADING_THREADS = 4
 
 _LOGGER = logging.getLogger(__name__)
@@ -88,24 +93,14 @@ class Weight:
         return shape[::-1] if self.transposed else shape
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of a checkpoint, as its file's header describes it."""
-
-    file: Path
-    key: str
-    offset: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
 def load_model(
     folder: Path,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     max_model_len: int | None = None,
     overrides: Mapping[str, Any] = types.MappingProxyType({}),
+    grid: DeviceGrid | None = None,
 ) -> LoadedModel:
-    """Loads a checkpoint folder onto the default device.
+    """Loads a checkpoint folder onto the default device, or divides it among others.
 
     Names and shapes of all tensors are checked by the headers before any weight is read. A few tensors at a
     time are then moved out of the mapped files, so that the host never holds two copies of the model.
@@ -116,6 +111,7 @@ def load_model(
         max_model_len: Maximum tokens of a text that the user asks for. It extends the context of a model
             whose rotary positions can be (rope.max_positions); it shortens none.
         overrides: Fields in place of those of config.json.
+        grid: The devices that share the weights, each of which is read once, straight to where it lies.
 
     Raises:
         ValueError: If the folder holds no supported model. The message lists every problem with the config,
@@ -126,12 +122,16 @@ def load_model(
     generation_config, architecture = read_generation_config(folder), get_architecture(hf_config)
     eos_token_ids = end_token_ids(generation_config, hf_config, model.config.vocab_size)
     _check_stored(folder, stored_problems(stored, weights_of(model), model.weight_table))
-    read_weights(model, stored, chosen, folder)
+    read_weights(model, stored, chosen, folder, grid)
     return _loaded(model, architecture, chosen, eos_token_ids, sampling_defaults(generation_config))
 
 
 def read_weights(
-    model: LanguageModel | EagleHead, stored: dict[str, StoredTensor], dtype: jnp.dtype, folder: Path
+    model: LanguageModel | EagleHead,
+    stored: dict[str, StoredTensor],
+    dtype: jnp.dtype,
+    folder: Path,
+    grid: DeviceGrid | None = None,
 ) -> None:
     """Reads the weights of a model that has shapes in their places, from tensors that were checked."""
     weights = weights_of(model)
@@ -140,7 +140,7 @@ def read_weights(
     start = logged = time.monotonic()
     flat, num_read, num_values = [], 0, sum(w.param.size for w in weights)
     with ThreadPoolExecutor(NUM_LOADING_THREADS) as pool:
-        values = pool.map(lambda w: _load_weight(w, stored, dtype).block_until_ready(), weights)
+        values = pool.map(lambda w: _load_weight(w, stored, dtype, grid).block_until_ready(), weights)
         for w, value in zip(weights, values, strict=True):
             flat.append((w.path, w.param.replace(value)))
             num_read += w.param.size
@@ -277,9 +277,32 @@ def _loaded(
     )
 
 
-def _load_weight(weight: Weight, stored: dict[str, StoredTensor], dtype: jnp.dtype) -> Array:
-    parts = [_place(_read_tensor(stored[key]), weight.transposed, dtype) for key in weight.keys]
+def _load_weight(
+    weight: Weight, stored: dict[str, StoredTensor], dtype: jnp.dtype, grid: DeviceGrid | None
+) -> Array:
+    if grid is not None and grid.num_devices > 1:
+        return _load_divided(weight, stored, dtype, grid)
+    parts = [_place(read_tensor(stored[key]), weight.transposed, dtype) for key in weight.keys]
     return jnp.stack(parts) if weight.is_stack else parts[0]
+
+
+def _load_divided(
+    weight: Weight, stored: dict[str, StoredTensor], dtype: jnp.dtype, grid: DeviceGrid
+) -> Array:
+    """Reads of a weight what each device has of it."""
+    split = weight.param.get_metadata()["split"]
+    columns = grid.columns(split)
+    whole = [np.arange(n) if c is None else c for n, c in zip(weight.param.shape, columns, strict=True)]
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        own = [c[part] for c, part in zip(whole, index, strict=True)]
+        keys = [weight.keys[i] for i in own.pop(0)] if weight.is_stack else weight.keys
+        own = own[::-1] if weight.transposed else own
+        read_parts = [read_columns(stored[key], own) for key in keys]
+        parts = [(part.T if weight.transposed else part).astype(dtype) for part in read_parts]
+        return np.stack(parts) if weight.is_stack else parts[0]
+
+    return jax.make_array_from_callback(tuple(map(len, whole)), grid.sharding(split), read)
 
 
 def _place(value: np.ndarray, transposed: bool, dtype: jnp.dtype) -> Array:
@@ -309,58 +332,6 @@ def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, Store
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype is {dtype!r}; allowed: 'auto' or 'float32' or 'bfloat16'")
     return jnp.dtype(dtype)
-
-
-def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of all shards of a folder by key, without reading a weight."""
-    names = ["model.safetensors"]
-    if not (folder / names[0]).exists():
-        if not (folder / INDEX_FILE).exists():
-            others = sorted(f.name for f in folder.iterdir())
-            raise ValueError(
-                f"{folder} holds neither {names[0]} nor {INDEX_FILE}, but {others}; weights in other formats "
-                "are not read: convert them to safetensors"
-            )
-        weight_map = read_json(folder / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-            raise ValueError(
-                f"weight_map of {folder / INDEX_FILE} is {weight_map!r}; allowed: an object of file names"
-            )
-        names = sorted(set(weight_map.values()))
-
-    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
-    if missing:
-        raise ValueError(f"{folder / INDEX_FILE} names shards that {folder} does not hold: {missing}")
-    stored: dict[str, StoredTensor] = {}
-    for name in names:
-        file = folder / name
-        try:
-            with safe_open(file, "numpy") as f:  # checks the whole header
-                keys = list(f.keys())
-        except SafetensorError as e:
-            raise ValueError(f"{file} is not a whole safetensors file: {e}") from e
-        with file.open("rb") as f:
-            header_len = int.from_bytes(f.read(8), "little")
-            header = json.loads(f.read(header_len))
-        for key in keys:
-            if key in stored:
-                raise ValueError(f"{key} is in {stored[key].file} and again in {file}")
-            part = header[key]
-            offset = 8 + header_len + part["data_offsets"][0]
-            stored[key] = StoredTensor(file, key, offset, tuple(part["shape"]), part["dtype"])
-    return stored
-
-
-def with_prefix[T](stored: dict[str, T], table: WeightTable) -> dict[str, T]:
-    """Returns tensors by their full keys, of a checkpoint that was saved without the part before them."""
-    if any(key.startswith(table.prefix) for key in stored):
-        return stored
-    return {key if key in table.tied else table.prefix + key: tensor for key, tensor in stored.items()}
-
-
-def _read_tensor(stored: StoredTensor) -> np.ndarray:
-    # Mapped anew for each tensor: the pages that were read count as memory until the mapping is closed.
-    return np.memmap(stored.file, STORED_DTYPES[stored.dtype], "r", stored.offset, stored.shape)
 
 
 def stored_problems(stored: dict[str, StoredTensor], weights: list[Weight], table: WeightTable) -> list[str]:

@@ -1,6 +1,7 @@
 """Blocks on the move: copy-on-write inside the pool, and swapping between the pool and host memory."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.models.attention import POOL_SPEC
 from jax_paged.pallas_kernels import ops
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.programs import Program, TraceContext
@@ -30,11 +32,14 @@ class CopyProgram(Program):
         return f"copy {self.num_copies}"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
-        def copy(pool: list[Array], src: Array, dst: Array) -> list[Array]:
-            return [ops.copy_blocks(x, src, dst, backend=context.backend) for x in pool]
+        def copy_all(pool: list[Array], src: Array, dst: Array) -> list[Array]:
+            copy = functools.partial(ops.copy_blocks, backend=context.backend)
+            if context.grid is not None:
+                copy = context.grid.on_each(copy, (POOL_SPEC, PartitionSpec(), PartitionSpec()), POOL_SPEC)
+            return [copy(x, src, dst) for x in pool]
 
         pool, ids = context.pool(), context.shape((self.num_copies,), jnp.int32)
-        jitted = jax.jit(copy, donate_argnums=0, out_shardings=[context.pool_sharding] * len(pool))
+        jitted = jax.jit(copy_all, donate_argnums=0, out_shardings=[context.pool_sharding] * len(pool))
         return jitted.trace(pool, ids, ids)
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged.checks import check
 from jax_paged.models.attention import AttentionMetadata
 from jax_paged.models.causal_lm import CausalLM, LanguageModel
+from jax_paged.models.sharding import whole_logits
 from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.drafting import LastRows, TracedModels, draw_drafts, num_drafts_of
 from jax_paged.worker.kv_cache import KVCacheLayout
@@ -65,7 +66,8 @@ class DraftModel:
                 shared_blocks=None,
             )
             hidden, kv_cache = self._run(traced.weights, token_ids, kv_cache, moved)
-            return self._merge(traced.weights).logits(hidden), kv_cache
+            logits = self._merge(traced.weights).logits(hidden)
+            return whole_logits(logits, traced.target.config.vocab_size, metadata.grid), kv_cache
 
         return draw_drafts(metadata, tokens, batch, how, one_pass, kv_cache, sees_last=True)
 

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_paged.models.attention import AttentionMetadata, paged_attention
+from jax_paged.models.attention import AttentionMetadata, paged_attention, write_kv
 from jax_paged.models.eagle import EagleHead
 from jax_paged.models.forward_context import ForwardContext
 from jax_paged.models.llama import LlamaForCausalLM
-from jax_paged.pallas_kernels import ops
 from jax_paged.worker.drafting import LastRows, TracedModels, draw_drafts
 from jax_paged.worker.kv_cache import KVCacheLayout
 from jax_paged.worker.sampler import SamplingBatch
@@ -129,7 +128,7 @@ class EagleDrafter:
     ) -> tuple[list[Array], list[Array]]:
         metadata, head, pool = traced.metadata, self._merge(traced.weights), kv_cache[-1]
         rows = self._rows(metadata)
-        context = head.context(jnp.maximum(rows.positions, 0), _never)
+        context = head.context(jnp.maximum(rows.positions, 0), _never, metadata.grid)
         features = _finite(head.features(outputs, context))
         first = metadata.query_start_loc[:-1]
         kept = self._kept(traced, states, rows.positions.at[first].get(mode="clip"))
@@ -141,7 +140,7 @@ class EagleDrafter:
         slots = self._slots(metadata, pool, rows.seq, rows.places)
         firsts = _each_once(slots.at[first].get(mode="clip"), pool)
         slots = jnp.where(is_first, firsts.at[rows.seq].get(mode="clip"), slots)
-        pool = ops.write_kv(pool, key, value, slots, backend=metadata.backend)
+        pool = write_kv(pool, key, value, slots, backend=metadata.backend, grid=metadata.grid)
         at = jnp.maximum(last.rows, 0)
         kept_features = states[0].at[last.seats].set(features[at], mode="drop")
         kept_positions = states[1].at[last.seats].set(metadata.positions[at], mode="drop")
@@ -163,7 +162,7 @@ class EagleDrafter:
         def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
             return paged_attention(0, spec, q, k, v, pools, metadata, **options)
 
-        return head.context(metadata.positions, attend)
+        return head.context(metadata.positions, attend, metadata.grid)
 
     def _kept(
         self, traced: TracedModels, states: list[Array], positions: Int[Array, " b"]

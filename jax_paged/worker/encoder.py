@@ -29,8 +29,8 @@ class EncodeProgram(Program):
             weights: list[Array], pool: list[Array], tokens: Array, length: Array, slots: Array
         ) -> list[Array]:
             model: Any = context.merge(weights)
-            places = context.layout.places
-            return model.write_encoded(tokens, length, pool, slots, places=places, backend=context.backend)
+            how = {"places": context.layout.places, "backend": context.backend, "grid": context.grid}
+            return model.write_encoded(tokens, length, pool, slots, **how)
 
         pool, n = context.pool(), self.num_tokens
         shapes = ((n,), (), (len(context.layout.groups), n))

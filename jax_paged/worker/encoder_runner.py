@@ -20,10 +20,9 @@ from jax_paged.models.checkpoint import read_json, resolve_model_dir
 from jax_paged.models.encoder import EncoderModel
 from jax_paged.models.registry import POOLING_MODELS, get_architecture
 from jax_paged.models.weights import LoadedModel
-from jax_paged.pallas_kernels.native import products
 from jax_paged.worker.compilation import CompiledPrograms, use_persistent_cache
 from jax_paged.worker.kv_cache import KVCacheLayout
-from jax_paged.worker.mesh import device_mesh
+from jax_paged.worker.mesh import choose_products, device_grid
 from jax_paged.worker.pooling import HIDDEN, POOLED
 from jax_paged.worker.programs import Program, TraceContext
 from jax_paged.worker.resolve_config import ModelFacts, resolve_config
@@ -104,14 +103,16 @@ class EncoderRunner:
         self, args: EngineArgs, loaded: LoadedModel | LanguageModel | None, first_device: int = 0
     ) -> None:
         use_persistent_cache()
-        is_own, loaded = loaded is None, load(args, loaded)
+        allowed = "1, as an encoder runs on one device"
+        check(args.tensor_parallel_size == 1, "tensor_parallel_size", args.tensor_parallel_size, allowed)
+        grid = device_grid(args, first_device)
+        is_own, loaded = loaded is None, load(args, loaded, grid)
         allowed = "False, as texts of another batch take another program"
         check(not args.batch_invariant, "batch_invariant", True, allowed)
-        mesh = device_mesh(args.tensor_parallel_size, first_device)
-        self._replicated = NamedSharding(mesh, PartitionSpec())
-        matmul_backend = products.resolve_products(args.matmul_backend, loaded.dtype, name="matmul_backend")
+        self._replicated = NamedSharding(grid.mesh, PartitionSpec())
+        matmul_backend = choose_products(args, loaded.dtype)
         packs = matmul_backend == "onednn"
-        self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=[])
+        self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, grid=grid, extra=[])
         facts = ModelFacts(
             architecture=loaded.architecture,
             dtype=str(loaded.dtype),
@@ -129,7 +130,7 @@ class EncoderRunner:
         self.config = resolve_config(
             dataclasses.replace(args, num_gpu_blocks_override=_NUM_BLOCKS, **whole),
             facts,
-            platform=jax.devices()[0].platform,
+            platform=grid.mesh.devices[0].platform,
             backend="xla",
             matmul_backend=matmul_backend,
             free_bytes=lambda _: 0,

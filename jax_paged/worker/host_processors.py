@@ -39,7 +39,7 @@ class RowLogitsProgram(Program):
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         def compute(weights: list[Array], hidden: Array, row: Array) -> Array:
-            return context.merge(weights).logits(hidden[row])
+            return context.logits(context.merge(weights), hidden[row])
 
         hidden = context.shape((context.max_num_batched_tokens, self.hidden_size), context.dtype)
         jitted = jax.jit(compute, out_shardings=context.replicated)

@@ -61,7 +61,7 @@ class InspectProgram(Program):
                 return out
 
             hidden = model.hidden(tokens, dataclasses.replace(paged, attend=attend))
-            return model.logits(hidden[metadata.query_start_loc[1] - 1]), found
+            return context.logits(model, hidden[metadata.query_start_loc[1] - 1]), found
 
         t, m = self.num_tokens, self.num_blocks
         shapes = ((t,), (num_groups, t), (num_groups, 1, m), (num_groups, 1), (2,))
@@ -76,6 +76,7 @@ class InspectProgram(Program):
             "backend": context.backend,
             "places": context.layout.places,
             "attend": context.attend,
+            "grid": context.grid,
         }
         return AttentionMetadata(*arrays, **static)
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from jax.sharding import AbstractMesh
 from jaxtyping import Array
 
 from jax_paged.config import EngineArgs, cache_dir
@@ -32,11 +32,13 @@ from jax_paged.models.attention import Attend, window_of
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.forward_context import ForwardContext
+from jax_paged.models.sharding import TENSOR, DeviceGrid, repeated
 from jax_paged.models.weights import LoadedModel, outline
 from jax_paged.pallas_kernels import native, ops, self_check
 from jax_paged.pallas_kernels.expert_check import Experts
 from jax_paged.pallas_kernels.ops import resolve_backend
 from jax_paged.pallas_kernels.self_check import Suite, Variant
+from jax_paged.worker.weights import check_divided, flatten
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -138,9 +140,12 @@ def _command(args: EngineArgs) -> str:
 
 
 def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None) -> Suite:
-    """Returns the shapes with which a model calls the kernels, whether or not it is loaded yet.
+    """Returns the shapes with which a device calls the kernels, whether or not the model is loaded yet.
 
     They are found by running the model on shapes alone, with attention that takes notes.
+
+    Raises:
+        ValueError: If the model can't be divided among so many devices.
     """
     if loaded is None:
         model = outline(
@@ -149,14 +154,18 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
     else:
         model = loaded.model if isinstance(loaded, LoadedModel) else loaded
     specs, found = model.kv_cache_specs(), dict[Any, Variant]()
-    graphdef, state = nnx.split(model)
+    flat, weights, splits = flatten(model)
+    size = args.tensor_parallel_size
+    grid = DeviceGrid(AbstractMesh((size,), (TENSOR,)), args.enable_expert_parallel)
+    check_divided(model, grid)
+    (kv_heads,) = repeated(specs[0].num_kv_heads, 1)
 
     def attend(
         layer: int, q: Array, k: Array, v: Array, *, scale: float, soft_cap: float | None = None, **bias: Any
     ) -> Array:
         asked = window_of(specs[layer]), soft_cap, bias.get("distance_bias") is not None
         # Layers that differ in their scale only run the same kernels.
-        found.setdefault(asked, Variant(q.shape[-2], float(scale), *asked))
+        found.setdefault(asked, Variant(q.shape[-2] // size, float(scale), *asked))
         return q
 
     def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
@@ -168,15 +177,19 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
         products[Experts(x.shape[0], *kernels.shape)] = None  # the rows of one token
         return jnp.zeros((x.shape[0], kernels.shape[2]), x.dtype)
 
-    def run(state: Any) -> Array:
-        model, token = nnx.merge(graphdef, state), jnp.zeros(1, jnp.int32)
-        return model.hidden(token, ForwardContext(model, token, attend, cross_attend, multiply))
+    def run(weights: list[Array]) -> Array:
+        model, token = flat.merge(weights), jnp.zeros(1, jnp.int32)
+        how = attend, cross_attend, multiply
+        return model.hidden(token, ForwardContext(model, token, *how, grid=grid if size > 1 else None))
 
-    hidden = jax.eval_shape(run, state)
+    shapes = [grid.shape(x.shape, split) for x, split in zip(weights, splits, strict=True)]
+    hidden = jax.eval_shape(
+        run, [jax.ShapeDtypeStruct(*x) for x in zip(shapes, (x.dtype for x in weights), strict=True)]
+    )
     max_len = args.max_model_len or model.config.max_position_embeddings
     return Suite(
         variants=tuple(found.values()),
-        kv_heads=specs[0].num_kv_heads,
+        kv_heads=kv_heads.on(size),
         head_dim=specs[0].head_dim,
         page_size=args.block_size,
         dtype=str(hidden.dtype),

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array
 
 from jax_paged.core.cache_group import CacheGroup
-from jax_paged.models.attention import CrossAttentionSpec, KVCacheSpec, window_of
-from jax_paged.models.layers import TENSOR
+from jax_paged.models.attention import POOL_SPEC, CrossAttentionSpec, KVCacheSpec, window_of
+from jax_paged.models.sharding import repeated
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, row_size, tiles_of
 
 
@@ -51,9 +51,10 @@ class KVCacheLayout:
         groups: What the layers of each cache group need.
         places: (array, group) of each layer, in the order of the model's kv_cache_specs().
         num_pools: Arrays.
-        num_kv_heads: Of every layer.
+        num_kv_heads: Of every layer; on all devices together, so that one may be there several times.
         head_dim: Of every layer.
         dtype: Of the arrays.
+        num_devices: How many share the heads.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -62,17 +63,19 @@ class KVCacheLayout:
     num_kv_heads: int
     head_dim: int
     dtype: jnp.dtype
+    num_devices: int = 1
 
     def pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Returns the shape of each array."""
         return num_blocks, 2, self.num_kv_heads, block_size, row_size(self.head_dim, self.dtype)
 
     def block_bytes(self, block_size: int) -> int:
-        """Returns the bytes that one block takes in all arrays together."""
-        return self.num_pools * math.prod(self.pool_shape(1, block_size)) * self.dtype.itemsize
+        """Returns the bytes that one block takes in all arrays together, on each device."""
+        num_values = math.prod(self.pool_shape(1, block_size)) // self.num_devices
+        return self.num_pools * num_values * self.dtype.itemsize
 
 
-def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype) -> KVCacheLayout:
+def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype, num_devices: int = 1) -> KVCacheLayout:
     """Splits the layers of a model into cache groups.
 
     The kind with the fewest layers sets the size of a group, so that no array is used by few groups only;
@@ -81,9 +84,10 @@ def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype) -> KVCacheLayout:
     Args:
         specs: One per layer.
         dtype: Of the arrays.
+        num_devices: How many share the heads.
 
     Raises:
-        ValueError: If the layers differ in heads.
+        ValueError: If the layers differ in heads, or these can't be divided.
     """
     shapes = {(s.num_kv_heads, s.head_dim) for s in specs}
     if len(shapes) != 1:
@@ -102,12 +106,15 @@ def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype) -> KVCacheLayout:
             for pool, layer in enumerate(layers[first : first + size]):
                 places[layer] = pool, len(groups)
             groups.append(CacheGroup(window_of(spec), isinstance(spec, CrossAttentionSpec)))
-    return KVCacheLayout(tuple(groups), tuple(places), size, *shapes.pop(), dtype)
+    num_kv_heads, head_dim = shapes.pop()
+    (heads,) = repeated(num_kv_heads, head_dim)
+    num_kv_heads = num_devices * heads.on(num_devices)
+    return KVCacheLayout(tuple(groups), tuple(places), size, num_kv_heads, head_dim, dtype, num_devices)
 
 
 def kv_cache_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Returns how a mesh splits an array of the pool: along the kv heads."""
-    return NamedSharding(mesh, PartitionSpec(None, None, TENSOR))
+    return NamedSharding(mesh, POOL_SPEC)
 
 
 def allocate_kv_cache(

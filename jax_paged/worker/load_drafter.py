@@ -1,16 +1,14 @@
 """What drafts for the model of an engine: loaded, and checked against that model."""
 
 import dataclasses
-from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jax_paged.config import EngineArgs
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.eagle_checkpoint import load_head
+from jax_paged.models.sharding import DeviceGrid
 from jax_paged.models.weights import LoadedModel, load_model
 from jax_paged.worker.draft_model import DraftModel, check_draft, check_groups
 from jax_paged.worker.drafting import Drafter
@@ -20,7 +18,7 @@ from jax_paged.worker.weights import flatten, packed
 
 
 def load_drafter(
-    args: EngineArgs, loaded: LoadedModel, layout: KVCacheLayout, mesh: Mesh, *, packs: bool
+    args: EngineArgs, loaded: LoadedModel, layout: KVCacheLayout, grid: DeviceGrid, *, packs: bool
 ) -> tuple[Drafter | None, list[Array]]:
     """Loads what drafts on the device, in the type of the model that is served; returns it and its weights.
 
@@ -28,7 +26,7 @@ def load_drafter(
         args: Name it.
         loaded: The model that is served.
         layout: Of its pool.
-        mesh: Where the weights lie.
+        grid: The devices that share the weights.
         packs: Whether oneDNN multiplies.
 
     Raises:
@@ -39,27 +37,22 @@ def load_drafter(
         return None, []
     name = speculative.model
     if speculative.kind == "eagle3":
-        head = load_head(resolve_model_dir(name), loaded)
+        head = load_head(resolve_model_dir(name), loaded, grid)
         window, group = _widest(layout)
         # An entry stands one place before its token: what has left the window of that may be gone.
         window = None if window is None else max(1, window - 1)
-        own = plan_layout([head.kv_cache_spec(window)], layout.dtype)
+        own = plan_layout([head.kv_cache_spec(window)], layout.dtype, grid.num_devices)
         own = dataclasses.replace(own, groups=layout.groups, places=((0, group),))
         paths = head.config.features_of(loaded.config.num_hidden_layers)
-        flat, weights = _placed(packed(head, in_place=True) if packs else head, mesh)
+        flat, weights, _ = flatten(packed(head, in_place=True) if packs else head)
         return EagleDrafter(flat, own, paths, head.config.hidden_size, loaded.dtype, window), weights
     dtype = "float32" if loaded.dtype == jnp.float32 else "bfloat16"
-    draft = load_model(resolve_model_dir(name), dtype, None, {})
+    draft = load_model(resolve_model_dir(name), dtype, None, {}, grid)
     check_draft(draft, loaded, args.max_model_len, name)
-    own = plan_layout(draft.model.kv_cache_specs(), layout.dtype)
+    own = plan_layout(draft.model.kv_cache_specs(), layout.dtype, grid.num_devices)
     check_groups(own, layout, name)
-    flat, weights = _placed(packed(draft.model, in_place=True) if packs else draft.model, mesh)
+    flat, weights, _ = flatten(packed(draft.model, in_place=True) if packs else draft.model)
     return DraftModel(flat, own), weights
-
-
-def _placed(model: Any, mesh: Mesh) -> tuple[Any, list[Array]]:
-    flat, weights, shardings = flatten(model, mesh)
-    return flat, jax.device_put(weights, shardings)
 
 
 def _widest(layout: KVCacheLayout) -> tuple[int | None, int]:

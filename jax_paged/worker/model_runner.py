@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +21,6 @@ from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.hooks import Hook, check_hooks
 from jax_paged.models.weights import LoadedModel
-from jax_paged.pallas_kernels.native import products
 from jax_paged.pallas_kernels.quantization import DTYPES
 from jax_paged.worker import host_processors, kv_cache, prompt_logprobs
 from jax_paged.worker.adapters import AdapterArrays, LoadAdapterProgram, plan_additions
@@ -38,7 +36,7 @@ from jax_paged.worker.kernel_check import choose_backend
 from jax_paged.worker.load_drafter import load_drafter
 from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
-from jax_paged.worker.mesh import device_mesh
+from jax_paged.worker.mesh import choose_products, device_grid
 from jax_paged.worker.plan_steps import plan_steps
 from jax_paged.worker.pooling import PoolProgram, plan_pooling
 from jax_paged.worker.programs import Program, TraceContext
@@ -49,8 +47,6 @@ from jax_paged.worker.sampler import Sampler
 from jax_paged.worker.step import StepProgram, step_bytes
 from jax_paged.worker.token_counts import ResetTokenCountsProgram, reset_token_counts
 from jax_paged.worker.weights import ServedWeights, load, pooling_of
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -87,25 +83,21 @@ class ModelRunner:
         # Before the weights take the GPU's memory.
         backend, backend_reason = choose_backend(args, loaded, attend)
         use_persistent_cache()
-        is_own, loaded = loaded is None, load(args, loaded)
-        self._mesh = mesh = device_mesh(args.tensor_parallel_size, first_device)
-        device = mesh.devices[0]
+        grid = device_grid(args, first_device)
+        is_own, loaded = loaded is None, load(args, loaded, grid)
+        self._mesh = mesh = grid.mesh
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        matmul_backend = products.resolve_products(args.matmul_backend, loaded.dtype, name="matmul_backend")
-        if args.matmul_backend == "auto" and matmul_backend == "xla" and device.platform == "cpu":
-            problem = products.problem(loaded.dtype)
-            _LOGGER.warning("XLA packs the weights in every step; oneDNN does it once, but %s", problem)
-        layout = kv_cache.plan_layout(
-            loaded.model.kv_cache_specs(), DTYPES.get(args.kv_cache_dtype, loaded.dtype)
-        )
+        matmul_backend = choose_products(args, loaded.dtype)
+        dtype = DTYPES.get(args.kv_cache_dtype, loaded.dtype)
+        layout = kv_cache.plan_layout(loaded.model.kv_cache_specs(), dtype, grid.num_devices)
         packs = matmul_backend == "onednn"
         captured = check_hooks(loaded.model, hooks)
         check_processors(logits_processors, loaded.vocab_size)
         additions = plan_additions(args, loaded)
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
-        draft, draft_weights = load_drafter(args, loaded, layout, mesh, packs=packs)
+        draft, draft_weights = load_drafter(args, loaded, layout, grid, packs=packs)
         extra = [*hook_params, *draft_weights]
-        self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, mesh=mesh, extra=extra)
+        self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, grid=grid, extra=extra)
         self._weights = self.served.arrays
         layouts = (layout,) if draft is None else (layout, draft.layout)
         self._adapters = AdapterArrays(additions.lora, self._replicated)
@@ -141,6 +133,7 @@ class ModelRunner:
                 backend=backend,
                 batch_invariant=config.batch_invariant,
                 mesh=mesh,
+                splits_experts=grid.splits_experts,
                 is_processed=args.logprobs_mode == "processed_logprobs",
                 attend=attend,
                 sampler=sampler,
@@ -154,7 +147,7 @@ class ModelRunner:
                 **additions._asdict(),
             )
 
-        memory = kv_cache.device_memory(device)
+        memory = kv_cache.device_memory(mesh.devices[0])
 
         def free_bytes(config: EngineConfig) -> int:
             # What the largest step needs is found out with a tiny pool.

@@ -40,6 +40,7 @@ from jaxtyping import Array
 
 from jax_paged.core.scheduler_output import MAX_END_TOKENS
 from jax_paged.models.attention import Attend, AttentionMetadata, Backend
+from jax_paged.models.sharding import DeviceGrid
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.sampler import SamplingBatch
@@ -168,6 +169,7 @@ def attention_metadata(
     places: tuple[tuple[int, int], ...],
     is_row_by_row: bool,
     attend: Attend | None,
+    grid: DeviceGrid | None,
     shares_prefixes: bool,
 ) -> AttentionMetadata:
     """Returns what the model reads: part of an unpacked buffer, and the block tables of its rows."""
@@ -180,6 +182,7 @@ def attention_metadata(
         places=places,
         is_row_by_row=is_row_by_row,
         attend=attend,
+        grid=grid,
         shared_blocks=fields["shared_blocks"] if shares_prefixes and bucket.num_seqs >= MIN_ROWS else None,
     )
 

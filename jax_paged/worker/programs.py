@@ -18,6 +18,7 @@ from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.hooks import Hook, at_paths
 from jax_paged.models.lora import LoraLayout
 from jax_paged.models.pooling import PoolingSpec
+from jax_paged.models.sharding import DeviceGrid, whole_logits
 from jax_paged.worker.drafting import Drafter
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.logits_processors import LogitsProcessor, state_shapes
@@ -63,6 +64,7 @@ class TraceContext:
         backend: Which kernels attend.
         batch_invariant: Whether a token's sums may not depend on what is computed beside it.
         mesh: Where everything lies; None leaves that open, to lower for devices that are not there.
+        splits_experts: Whether each expert is whole on one of several devices.
         is_processed: Whether log-probabilities are those of the processed logits.
         attend: Attends in the backend's place; None for the backend.
         sampler: Chooses tokens in the sampler's place; None for the sampler.
@@ -92,6 +94,7 @@ class TraceContext:
     backend: Backend
     batch_invariant: bool
     mesh: Mesh | AbstractMesh | None
+    splits_experts: bool = False
     is_processed: bool = False
     attend: Attend | None = None
     sampler: Sampler | None = None
@@ -115,6 +118,12 @@ class TraceContext:
     def num_mask_words(self) -> int:
         """Columns of token masks, 32 tokens each."""
         return -(-self.vocab_size // 32)
+
+    @property
+    def grid(self) -> DeviceGrid | None:
+        """The devices that the model is divided among; None for one."""
+        is_one = self.mesh is None or self.mesh.size == 1
+        return None if is_one else DeviceGrid(self.mesh, self.splits_experts)
 
     @property
     def replicated(self) -> NamedSharding | None:
@@ -168,6 +177,10 @@ class TraceContext:
     def merge(self, weights: list[Array]) -> LanguageModel:
         """Returns the model with the weights that a program is traced with."""
         return self.model.merge(weights)
+
+    def logits(self, model: LanguageModel, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        """Returns the logits of hidden states; every device gets all of them, at once."""
+        return whole_logits(model.logits(hidden), self.vocab_size, self.grid)
 
     def hooks_at(
         self, weights: list[Array], columns: Float[Array, "t columns"], captured: dict[str, Array]

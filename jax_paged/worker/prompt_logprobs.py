@@ -39,7 +39,7 @@ class PromptLogprobsProgram(Program):
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         def compute(weights: list[Array], hidden: Array, packed: Array) -> Array:
             rows, targets = packed
-            logits = context.merge(weights).logits(hidden[rows])
+            logits = context.logits(context.merge(weights), hidden[rows])
             wanted = jnp.ones(NUM_ROWS, bool)
             logprob, rank, top_ids, top = token_logprobs(
                 logits, targets, wanted, max_logprobs=context.max_logprobs

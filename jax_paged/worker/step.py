@@ -120,7 +120,7 @@ class TracedStep:
             hooks = reading(context.draft.paths, hooks, read)
         hidden, own = model.paged(tokens, own, metadata, hooks, self.changes())
         kv_cache = [*own, *kv_cache[context.layout.num_pools :]]
-        logits = model.logits(hidden[fields["logits_rows"]])
+        logits = context.logits(model, hidden[fields["logits_rows"]])
         batch = self.sampling_batch(fields, tokens, token_counts)
         processed = None
         if context.processors:
@@ -174,7 +174,7 @@ class TracedStep:
     def metadata(self, fields: dict[str, Array]) -> AttentionMetadata:
         """Returns what the models read of a step."""
         context = self.context
-        how = context.backend, context.layout.places, context.batch_invariant, context.attend
+        how = context.backend, context.layout.places, context.batch_invariant, context.attend, context.grid
         return attention_metadata(fields, self.tables, self.bucket, *how, context.shares_prefixes)
 
     def sampling_batch(

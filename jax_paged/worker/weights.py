@@ -1,7 +1,7 @@
 """The weights of a model as a flat list on the device, their exchange, and the model that they make."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_paged.checks import check_choice
+from jax_paged.checks import check, check_choice
 from jax_paged.config import EngineArgs
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import read_json, resolve_model_dir
@@ -20,7 +20,8 @@ from jax_paged.models.exchange import NewWeights, with_weights
 from jax_paged.models.forward_context import Module
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.models.pooling import PoolingSpec, read_pooling
-from jax_paged.models.weights import LoadedModel, load_model, loaded_from
+from jax_paged.models.sharding import DeviceGrid, Split, taken, whole_shape
+from jax_paged.models.weights import LoadedModel, load_model, loaded_from, outline
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,27 +46,46 @@ class FlatModel[M: nnx.Module]:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights[: self.num_weights]))
 
 
-def load(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> LoadedModel:
-    """Returns the model that an engine serves.
+def load(args: EngineArgs, loaded: LoadedModel | LanguageModel | None, grid: DeviceGrid) -> LoadedModel:
+    """Returns the model that an engine serves; one that is loaded lies on the devices of a grid.
 
     Args:
         args: Name the model and its tokenizer.
         loaded: A model in memory in place of it. What a module alone does not tell, such as end tokens, is
             read where the tokenizer lies, if that is a folder.
+        grid: The devices.
 
     Raises:
-        ValueError: If it can't be loaded, or is of another type than is asked for.
+        ValueError: If it can't be loaded or divided, or is of another type than is asked for.
     """
     if loaded is None:
-        return load_model(
-            resolve_model_dir(args.model), args.dtype, args.max_model_len, args.hf_overrides or {}
-        )
+        folder = resolve_model_dir(args.model), args.dtype, args.max_model_len, args.hf_overrides or {}
+        if grid.num_devices > 1:
+            check_divided(outline(*folder), grid)
+        return load_model(*folder, grid)
     if isinstance(loaded, LanguageModel):
         name = args.tokenizer or ""
         is_folder = name == "pagelet" or (bool(name) and Path(name).expanduser().is_dir())
         loaded = loaded_from(loaded, resolve_model_dir(name) if is_folder else None)
     check_choice("dtype", args.dtype, ("auto", str(loaded.dtype)))
+    check_divided(loaded.model, grid)
     return loaded
+
+
+def check_divided(model: LanguageModel, grid: DeviceGrid) -> None:
+    """Checks that the devices of a grid can share a model.
+
+    Raises:
+        ValueError: If a weight can't be divided; the message lists what is allowed for each kind of weight.
+    """
+    problems: dict[str, str] = {}
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        try:
+            grid.columns(param.get_metadata()["split"])
+        except ValueError as error:
+            problems.setdefault(str(error), ".".join(map(str, path)))
+    allowed = ", ".join(f"{what} ({path})" for what, path in problems.items())
+    check(not problems, "tensor_parallel_size", grid.num_devices, allowed)
 
 
 def pooling_of(args: EngineArgs, loaded: LoadedModel, *, is_own: bool) -> PoolingSpec | None:
@@ -115,15 +135,26 @@ def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:
     return model
 
 
-def flatten[M: nnx.Module](
-    model: M, mesh: Mesh | AbstractMesh
-) -> tuple[FlatModel[M], list[Any], list[NamedSharding]]:
-    """Returns a model without weights, its weights as they are, and how a mesh splits each of them."""
+def flatten[M: nnx.Module](model: M) -> tuple[FlatModel[M], list[Any], list[Split]]:
+    """Returns a model without weights, its weights as they are, and how each of them is divided."""
     graphdef, state = nnx.split(model)
-    specs = jax.tree.leaves(nnx.get_partition_spec(state), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    splits = [v.get_metadata().get("split", (None,) * v.get_raw_value().ndim) for v in variables]
     leaves, treedef = jax.tree.flatten(state)
-    assert len(leaves) == len(specs), f"{len(leaves)} weights, {len(specs)} of which say how they are split"
-    return FlatModel(graphdef, treedef), leaves, [NamedSharding(mesh, spec) for spec in specs]
+    assert len(leaves) == len(splits), (
+        f"{len(leaves)} weights, {len(splits)} of which say how they are divided"
+    )
+    return FlatModel(graphdef, treedef), leaves, splits
+
+
+def placed(weights: Sequence[Any], splits: Sequence[Split], grid: DeviceGrid) -> list[Array]:
+    """Returns weights, as a checkpoint has them, on the devices of a grid."""
+    columns = [grid.columns(split) for split in splits]
+    in_order = [
+        weight if all(c is None for c in cs) else taken(np.asarray(weight), cs)
+        for weight, cs in zip(weights, columns, strict=True)
+    ]
+    return jax.device_put(in_order, [grid.sharding(split) for split in splits])
 
 
 class ServedWeights:
@@ -134,7 +165,7 @@ class ServedWeights:
         is_own: Whether the model may be packed in place, and its weights freed; else they stay the caller's,
             who may go on training it.
         packs: Whether oneDNN multiplies.
-        mesh: Where the weights lie.
+        grid: The devices that they are divided among; weights that are loaded lie there already.
         extra: Arrays that programs get behind the weights; copied to every device.
 
     Attributes:
@@ -144,19 +175,19 @@ class ServedWeights:
     """
 
     def __init__(
-        self, model: LanguageModel, *, is_own: bool, packs: bool, mesh: Mesh, extra: list[Any]
+        self, model: LanguageModel, *, is_own: bool, packs: bool, grid: DeviceGrid, extra: list[Any]
     ) -> None:
-        graphdef, state = nnx.split(model)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-        self._like = nnx.merge(graphdef, shapes)
-        self._mesh, self._packs = mesh, packs
+        flat, given, splits = flatten(model)
+        shapes = [whole_shape(x.shape, split) for x, split in zip(given, splits, strict=True)]
+        self._like = flat.merge([jax.ShapeDtypeStruct(*x) for x in zip(shapes, (x.dtype for x in given))])
+        self._grid, self._packs = grid, packs
         self.arrays: list[Any] = []
         self._is_own, self._watched = is_own, _watch(None if is_own else model)
         self._kept: dict[int, np.ndarray] = {}  # weights that are in host memory, by their places in `arrays`
         self._extra: dict[int, np.ndarray] = {}  # what is behind the weights, while it is in host memory
         self.are_dropped = False
-        self.model, weights = self._flat(model, [] if is_own else jax.tree.leaves(state))
-        placed = jax.device_put([jnp.asarray(x) for x in extra], NamedSharding(mesh, PartitionSpec()))
+        self.model, weights = self._flat(model, [] if is_own else given, are_placed=is_own)
+        placed = jax.device_put([jnp.asarray(x) for x in extra], NamedSharding(grid.mesh, PartitionSpec()))
         self.arrays += [*weights, *placed]
 
     def replace(self, new: NewWeights, max_model_len: int, overrides: Mapping[str, Any]) -> None:
@@ -172,11 +203,11 @@ class ServedWeights:
         """
         if not isinstance(new, LanguageModel | nnx.State | Mapping | str | Path):
             new = dict(new)  # pairs, which may come only once
-        model = with_weights(self._like, new, max_model_len, overrides)
+        model = with_weights(self._like, new, max_model_len, overrides, self._grid)
         self._is_own = isinstance(new, str | Path)
         given = nnx.state(new) if isinstance(new, LanguageModel) else None if self._is_own else new
         old = [x for x, is_shared in zip(self.arrays, self._is_shared, strict=False) if not is_shared]
-        flat, weights = self._flat(model, jax.tree.leaves(given))
+        flat, weights = self._flat(model, jax.tree.leaves(given), are_placed=self._is_own)
         assert flat.treedef == self.model.treedef, "other weights are flattened in the same order"
         self.arrays[: len(weights)] = weights
         for array in old:
@@ -251,7 +282,7 @@ class ServedWeights:
         self.arrays, self._watched, self._kept = [], [], {}
 
     def _flat(
-        self, model: LanguageModel, given: Collection[Any]
+        self, model: LanguageModel, given: Collection[Any], *, are_placed: bool
     ) -> tuple[FlatModel[LanguageModel], list[Array]]:
         """Returns a model without its weights, and these on the mesh; notes which are the caller's arrays.
 
@@ -260,13 +291,13 @@ class ServedWeights:
         """
         before = jax.tree.leaves(nnx.state(model))
         own = packed(model, in_place=self._is_own) if self._packs else model
-        flat, weights, shardings = flatten(own, self._mesh)
+        flat, weights, splits = flatten(own)
         callers, served = {id(array) for array in given}, {id(array) for array in weights}
         self._is_shared = [id(array) in callers for array in weights]
         for array in before:
             if id(array) not in callers | served:
                 array.delete()
-        return flat, jax.device_put(weights, shardings)
+        return flat, weights if are_placed else placed(weights, splits, self._grid)
 
 
 def _watch(model: LanguageModel | None) -> list[Callable[[], bool]]:

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jax_paged.core.cache_group import CacheGroup
-from jax_paged.models.layers import TENSOR
+from jax_paged.models.sharding import TENSOR
 from jax_paged.worker.block_mover import (
     FEW_COPIES,
     SWAP_BLOCKS,

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 from test_block_mover import LAYOUT
 
-from jax_paged.models.layers import TENSOR
+from jax_paged.models.sharding import TENSOR
 from jax_paged.worker.input_batch import TokenCountReset
 from jax_paged.worker.programs import Program, TraceContext
 from jax_paged.worker.sampler import IN_PROMPT

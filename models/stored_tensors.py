@@ -1,0 +1,93 @@
+"""The tensors of a checkpoint's files: which there are, and reading them."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy, which safetensors needs)
+import numpy as np
+from jaxtyping import Int
+from safetensors import SafetensorError, safe_open
+
+from jax_paged.models.checkpoint import read_json
+from jax_paged.models.hf_format import WeightTable
+from jax_paged.models.sharding import taken
+
+INDEX_FILE = "model.safetensors.index.json"
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint, as its file's header describes it."""
+
+    file: Path
+    key: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of all shards of a folder by key, without reading a weight."""
+    names = ["model.safetensors"]
+    if not (folder / names[0]).exists():
+        if not (folder / INDEX_FILE).exists():
+            others = sorted(f.name for f in folder.iterdir())
+            raise ValueError(
+                f"{folder} holds neither {names[0]} nor {INDEX_FILE}, but {others}; weights in other formats "
+                "are not read: convert them to safetensors"
+            )
+        weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise ValueError(
+                f"weight_map of {folder / INDEX_FILE} is {weight_map!r}; allowed: an object of file names"
+            )
+        names = sorted(set(weight_map.values()))
+
+    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder / INDEX_FILE} names shards that {folder} does not hold: {missing}")
+    stored: dict[str, StoredTensor] = {}
+    for name in names:
+        file = folder / name
+        try:
+            with safe_open(file, "numpy") as f:  # checks the whole header
+                keys = list(f.keys())
+        except SafetensorError as e:
+            raise ValueError(f"{file} is not a whole safetensors file: {e}") from e
+        with file.open("rb") as f:
+            header_len = int.from_bytes(f.read(8), "little")
+            header = json.loads(f.read(header_len))
+        for key in keys:
+            if key in stored:
+                raise ValueError(f"{key} is in {stored[key].file} and again in {file}")
+            part = header[key]
+            offset = 8 + header_len + part["data_offsets"][0]
+            stored[key] = StoredTensor(file, key, offset, tuple(part["shape"]), part["dtype"])
+    return stored
+
+
+def with_prefix[T](stored: dict[str, T], table: WeightTable) -> dict[str, T]:
+    """Returns tensors by their full keys, of a checkpoint that was saved without the part before them."""
+    if any(key.startswith(table.prefix) for key in stored):
+        return stored
+    return {key if key in table.tied else table.prefix + key: tensor for key, tensor in stored.items()}
+
+
+def read_tensor(stored: StoredTensor) -> np.ndarray:
+    """Returns a tensor, whose file is read as its values are."""
+    # Mapped anew for each tensor: the pages that were read count as memory until the mapping is closed.
+    return np.memmap(stored.file, STORED_DTYPES[stored.dtype], "r", stored.offset, stored.shape)
+
+
+def read_columns(stored: StoredTensor, columns: Sequence[Int[np.ndarray, " c"]]) -> np.ndarray:
+    """Returns some columns of each dimension of a tensor, zeros where they are -1; no others are read."""
+    value = read_tensor(stored)
+    for axis, order in enumerate(columns):
+        if order[0] >= 0 and (np.diff(order) == 1).all():
+            value = value[(slice(None),) * axis + (slice(order[0], order[-1] + 1),)]
+        else:
+            value = taken(value, [*[None] * axis, order])
+    return value
