@@ -63,10 +63,10 @@ class EngineArgs:
             memory), or None: requests with several sequences are swapped, others recomputed.
         scheduler_delay_factor: New requests wait until the first of them has waited this many times as long
             as the last step with a prompt took; then more are computed together.
-        tensor_parallel_size: Devices that one model is divided among: each has some of its heads, of the columns
-            of its other weights, and of the pool.
-        enable_expert_parallel: With several devices, whether each of them has some experts whole; else each has
-            a part of every expert.
+        tensor_parallel_size: Devices that one model is divided among: each has some of its heads, of the
+            columns of its other weights, and of the pool.
+        enable_expert_parallel: With several devices, whether each of them has some experts whole; else each
+            has a part of every expert.
         async_scheduling: Whether the next step begins before the host knows what the last one has drawn, so
             that the device never waits for it. A sequence then ends a step late on the device, which nobody
             sees but its successor.

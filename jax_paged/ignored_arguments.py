@@ -105,7 +105,6 @@ IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
     "disable_sliding_window": (False,),
     "distributed_executor_backend": (None, "uni", "mp"),
     "download_dir": (None,),
-    "enable_expert_parallel": (False,),
     "enable_prompt_adapter": (False,),
     "enable_sleep_mode": (False, True),
     "generation_config": ("auto",),

@@ -122,8 +122,9 @@ class TraceContext:
     @property
     def grid(self) -> DeviceGrid | None:
         """The devices that the model is divided among; None for one."""
-        is_one = self.mesh is None or self.mesh.size == 1
-        return None if is_one else DeviceGrid(self.mesh, self.splits_experts)
+        if self.mesh is None or self.mesh.size == 1:
+            return None
+        return DeviceGrid(self.mesh, self.splits_experts)
 
     @property
     def replicated(self) -> NamedSharding | None:

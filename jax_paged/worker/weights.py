@@ -41,7 +41,7 @@ class FlatModel[M: nnx.Module]:
         """How many arrays the weights are."""
         return self.treedef.num_leaves
 
-    def merge(self, weights: list[Array]) -> M:
+    def merge(self, weights: Sequence[Any]) -> M:
         """Returns the model with these weights; what follows them in the list is left alone."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights[: self.num_weights]))
 
@@ -179,7 +179,8 @@ class ServedWeights:
     ) -> None:
         flat, given, splits = flatten(model)
         shapes = [whole_shape(x.shape, split) for x, split in zip(given, splits, strict=True)]
-        self._like = flat.merge([jax.ShapeDtypeStruct(*x) for x in zip(shapes, (x.dtype for x in given))])
+        whole = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, given, strict=True)]
+        self._like = flat.merge(whole)
         self._grid, self._packs = grid, packs
         self.arrays: list[Any] = []
         self._is_own, self._watched = is_own, _watch(None if is_own else model)
