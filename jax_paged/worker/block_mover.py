@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jax_paged.core.scheduler_output import SchedulerOutput
@@ -101,7 +101,7 @@ class BlockMover:
         num_swap_blocks: int,
         block_size: int,
         max_copies: int,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh,
     ) -> None:
         self._num_blocks = num_blocks
         self._sharding, self._replicated = kv_cache_sharding(mesh), NamedSharding(mesh, PartitionSpec())

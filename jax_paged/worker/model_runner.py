@@ -147,7 +147,7 @@ class ModelRunner:
                 **additions._asdict(),
             )
 
-        memory = kv_cache.device_memory(mesh.devices[0])
+        memory = kv_cache.device_memory(grid.devices)
 
         def free_bytes(config: EngineConfig) -> int:
             # What the largest step needs is found out with a tiny pool.
