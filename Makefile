@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .PHONY: setup serve test test-slow test-browser test-server lint format bench bench-peers bench-server paper gpu-check \
-	kernels-compile kernels-emulate native-sanitize clean
+	kernels-compile devices-compile kernels-emulate native-sanitize clean
 
 setup: $(READY)
 
@@ -102,6 +102,9 @@ KERNELS_PYTHON ?= $(KERNELS_VENV)/bin/python
 KERNELS_READY  := $(if $(filter $(KERNELS_VENV)/%,$(KERNELS_PYTHON)),$(KERNELS_VENV)/.ready)
 kernels-compile: $(KERNELS_READY)
 	$(KERNELS_PYTHON) benchmarks/kernels_compile.py $(ARGS)
+
+devices-compile: $(KERNELS_READY)
+	$(KERNELS_PYTHON) benchmarks/devices_compile.py
 
 # The tests for GPUs, in the emulator of PTX (tests/ptx_emulator): long; not timed as a whole. SCHEDULES=3 runs every
 # kernel three times, each time in another order, and compares the bits.

@@ -46,7 +46,7 @@ from jax_paged.worker.results import PendingStep
 from jax_paged.worker.sampler import Sampler
 from jax_paged.worker.step import StepProgram, step_bytes
 from jax_paged.worker.token_counts import ResetTokenCountsProgram, reset_token_counts
-from jax_paged.worker.weights import ServedWeights, load, pooling_of
+from jax_paged.worker.weights import ServedWeights, check_order, load, outline_of, pooling_of
 
 
 class ModelRunner:
@@ -91,7 +91,8 @@ class ModelRunner:
         dtype = DTYPES.get(args.kv_cache_dtype, loaded.dtype)
         layout = kv_cache.plan_layout(loaded.model.kv_cache_specs(), dtype, grid.num_devices)
         packs = matmul_backend == "onednn"
-        captured = check_hooks(loaded.model, hooks)
+        captured = check_hooks(outline_of(loaded.model), hooks)
+        check_order(loaded.model, hooks, grid)
         check_processors(logits_processors, loaded.vocab_size)
         additions = plan_additions(args, loaded)
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])

@@ -18,6 +18,7 @@ from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import read_json, resolve_model_dir
 from jax_paged.models.exchange import NewWeights, with_weights
 from jax_paged.models.forward_context import Module
+from jax_paged.models.hooks import Hook
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.models.pooling import PoolingSpec, read_pooling
 from jax_paged.models.sharding import DeviceGrid, Split, taken, whole_shape
@@ -70,6 +71,23 @@ def load(args: EngineArgs, loaded: LoadedModel | LanguageModel | None, grid: Dev
     check_choice("dtype", args.dtype, ("auto", str(loaded.dtype)))
     check_divided(loaded.model, grid)
     return loaded
+
+
+def check_order(model: LanguageModel, hooks: Sequence[Hook], grid: DeviceGrid) -> None:
+    """Checks that devices have the output of hooked modules in its own order.
+
+    Raises:
+        ValueError: If one is in the order of the devices.
+    """
+    for hook in hooks:
+        module = dict((".".join(map(str, path)), m) for path, m in nnx.iter_modules(model)).get(hook.path)
+        if isinstance(module, Linear):
+            order = grid.columns(module.kernel.get_metadata()["split"])[-1]
+            allowed = (
+                f"modules whose outputs {grid.num_devices} devices have in order: a projection to several "
+                "things at once, or to fewer heads than there are devices, is not"
+            )
+            check(order is None, "path", hook.path, allowed)
 
 
 def check_divided(model: LanguageModel, grid: DeviceGrid) -> None:
@@ -147,6 +165,13 @@ def flatten[M: nnx.Module](model: M) -> tuple[FlatModel[M], list[Any], list[Spli
     return FlatModel(graphdef, treedef), leaves, splits
 
 
+def outline_of[M: nnx.Module](model: M) -> M:
+    """Returns a model with the shapes that its weights have in a checkpoint, wherever they lie."""
+    flat, weights, splits = flatten(model)
+    shapes = [whole_shape(x.shape, split) for x, split in zip(weights, splits, strict=True)]
+    return flat.merge([jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, weights, strict=True)])
+
+
 def placed(
     weights: Sequence[Any], splits: Sequence[Split], grid: DeviceGrid, *, are_in_order: bool
 ) -> list[Array]:
@@ -187,10 +212,8 @@ class ServedWeights:
     def __init__(
         self, model: LanguageModel, *, is_own: bool, packs: bool, grid: DeviceGrid, extra: list[Any]
     ) -> None:
-        flat, given, splits = flatten(model)
-        shapes = [whole_shape(x.shape, split) for x, split in zip(given, splits, strict=True)]
-        whole = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, given, strict=True)]
-        self._like = flat.merge(whole)
+        given = jax.tree.leaves(nnx.state(model))
+        self._like = outline_of(model)
         self._grid, self._packs = grid, packs
         self.arrays: list[Any] = []
         self._is_own, self._watched = is_own, _watch(None if is_own else model)

@@ -1,0 +1,182 @@
+"""Compiles the step of an 8B Llama for several H100s that this machine does not have, and counts what they tell
+each other.
+
+    make devices-compile                                in the environment of kernels-compile (4.5 GB)
+    make devices-compile KERNELS_PYTHON=/path/python    in one that has jax[cuda13]
+
+XLA does all that it does on a GPU machine but autotuning; nothing is run, and no time is known. The exit status
+is not 0 if a step has other collectives than two sums a layer, one for the embeddings and one gathering of the
+logits, if it gathers or copies an array of the pool, or if its temporaries are more than 10% above those of the
+step of one device. The table goes to docs/several-devices.md.
+"""
+
+import argparse
+import collections
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+DOC = ROOT / "docs" / "several-devices.md"
+BEGIN, END = "<!-- devices-compile: begin -->", "<!-- devices-compile: end -->"
+MARK = "RESULT "
+NUM_BLOCKS = 4096
+MAX_RATIO = 1.1
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+BYTES = {"bf16": 2, "f32": 4, "s32": 4}
+
+
+class Check(NamedTuple):
+    """A step on some H100s.
+
+    Args:
+        num_hosts: Machines.
+        num_devices: GPUs of each machine.
+        num_tokens: Token rows: 64 decodes, or more with prompts among them.
+    """
+
+    num_hosts: int
+    num_devices: int
+    num_tokens: int
+
+    @property
+    def size(self) -> int:
+        """GPUs in all."""
+        return self.num_hosts * self.num_devices
+
+
+CHECKS = [Check(*hosts, t) for t in (64, 2048) for hosts in ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4))]
+
+
+def compile_step(check: Check, dump: Path) -> dict[str, Any]:
+    """Returns what the compiled step has: collectives with their bytes, temporaries, what it does to the pool."""
+    import jax
+    import numpy as np
+    from engine_step import LLAMA_8B, abstract_context
+    from jax.experimental import topologies
+    from jax.sharding import Mesh
+
+    from jax_paged.worker.buckets import Bucket
+    from jax_paged.worker.compilation import ONE_GRAPH
+    from jax_paged.worker.step import StepProgram
+
+    target = (ROOT / "benchmarks" / "targets" / "h100.txtpb").read_text()
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="",
+        topology=f"{check.num_hosts}x1x{check.num_devices}",
+        target_config=target,
+    )
+    mesh = Mesh(np.array(topology.devices), ("tensor",))
+    context = abstract_context(LLAMA_8B, mesh, num_blocks=NUM_BLOCKS)
+    with jax.default_device(topology.devices[0]):
+        lowered = StepProgram(Bucket(check.num_tokens == 64, check.num_tokens, 64)).lower(context)
+        compiled = lowered.compile(compiler_options=dict(ONE_GRAPH))
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    found: collections.Counter[str] = collections.Counter()
+    num_bytes: collections.Counter[str] = collections.Counter()
+    for result, name in re.findall(rf"= ([^=]*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(", text):
+        found[name] += 1
+        # Of a collective that begins here and ends later, the last shape is that of its result.
+        dtype, shape = re.findall(r"(\w+)\[([\d,]*)\]", result)[-1]
+        num_bytes[name] += BYTES[dtype] * math.prod(map(int, filter(None, shape.split(","))))
+    pool = rf"\w+\[{NUM_BLOCKS},2,[\d,]+\]"
+    return {
+        "collectives": found,
+        "bytes": num_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "pool_moves": len(re.findall(rf"= [^=]*{pool}[^=]* (?:copy|all-gather|gather)(?:-start)?\(", text)),
+        "graphs": graphs(dump),
+    }
+
+
+def graphs(dump: Path) -> list[int]:
+    """Returns how many CUDA graphs a step is, and how many operations are outside of them."""
+    for file in dump.glob("*thunk_sequence_after_thunk_passes.txt"):
+        top = [line for line in file.read_text().splitlines() if re.match(r"\d+: ", line)]
+        inside = sum("kCommandBuffer" in line for line in top)
+    return [inside, len(top) - inside]
+
+
+def run_apart(check: Check) -> dict[str, Any]:
+    """Returns what `compile_step` returns, of a process of its own; "error" if that failed."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+    with tempfile.TemporaryDirectory() as dump:
+        environment["XLA_FLAGS"] = f"--xla_dump_to={dump}"
+        command = [sys.executable, __file__, "--run", *map(str, check), dump]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    results = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if done.returncode or not results:
+        lines = [line for line in done.stderr.splitlines() if "Error" in line] or [done.stderr[-300:]]
+        return {"error": f"exit {done.returncode}: {lines[-1][:300]}"}
+    return json.loads(results[-1].removeprefix(MARK))
+
+
+def problems(check: Check, found: dict[str, Any], alone: dict[str, Any], num_layers: int) -> list[str]:
+    """Returns what is wrong with a step, beside that of one device."""
+    if "error" in found:
+        return [found["error"]]
+    wanted = {"all-reduce": 2 * num_layers + 1, "all-gather": 1} if check.size > 1 else {}
+    out = [] if found["collectives"] == wanted else [f"collectives are {found['collectives']}, not {wanted}"]
+    if found["pool_moves"]:
+        out.append(f"{found['pool_moves']} copies or gatherings of a pool")
+    if found["temp_bytes"] > MAX_RATIO * alone.get("temp_bytes", math.inf):
+        out.append(
+            f"{found['temp_bytes']} bytes of temporaries, those of one device are {alone['temp_bytes']}"
+        )
+    return out
+
+
+def table(results: dict[Check, dict[str, Any]]) -> str:
+    """Returns the table of the documentation."""
+    lines = [
+        "| hosts x GPUs | token rows | all-reduces | MiB | all-gathers | MiB | others | moves of the pool "
+        "| temporaries, MiB | graphs | outside |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for check, found in results.items():
+        cells: list[Any] = [f"{check.num_hosts} x {check.num_devices}", check.num_tokens]
+        if "error" in found:
+            cells += ["**failed**", *[""] * 8]
+        else:
+            counts, sizes = found["collectives"], found["bytes"]
+            for name in COLLECTIVES[:2]:
+                cells += [counts.get(name, 0), f"{sizes.get(name, 0) / 2**20:.1f}"]
+            cells += [sum(counts.get(name, 0) for name in COLLECTIVES[2:]), found["pool_moves"]]
+            cells += [f"{found['temp_bytes'] / 2**20:.1f}", *found["graphs"]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--run", nargs=4, metavar=("HOSTS", "GPUS", "ROWS", "DUMP"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        print(MARK + json.dumps(compile_step(Check(*map(int, args.run[:3])), Path(args.run[3]))))
+        return 0
+    from engine_step import LLAMA_8B
+
+    results, wrong = dict[Check, dict[str, Any]](), 0
+    for check in CHECKS:
+        results[check] = found = run_apart(check)
+        alone = results[Check(1, 1, check.num_tokens)]
+        said = problems(check, found, alone, LLAMA_8B["num_hidden_layers"])
+        wrong += bool(said)
+        name = f"{check.num_hosts} x {check.num_devices} GPUs, {check.num_tokens} rows"
+        print(f"{name}: {'; '.join(said) or 'ok'} {found.get('collectives', '')}", flush=True)
+    begin, rest = DOC.read_text(encoding="utf-8").split(BEGIN)
+    end = rest.split(END)[1]
+    DOC.write_text(f"{begin}{BEGIN}\n{table(results)}\n{END}{end}", encoding="utf-8")
+    print(f"{len(results) - wrong} of {len(results)} checks passed")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
