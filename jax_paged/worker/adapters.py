@@ -113,8 +113,8 @@ class AdapterArrays:
         for slot, _, adapter in loads:
             assert self._layout is not None, "there is no slot for an adapter"
             assert adapter is not None, "the engine adds the weights of an adapter when a step is scheduled"
-            placed = jax.device_put([np.int32(slot - 1), self._layout.padded(adapter)], self._sharding)
-            self.arrays = run(LoadAdapterProgram(), self.arrays, *placed)
+            padded = self._layout.padded(adapter)
+            self.arrays = run(LoadAdapterProgram(), self.arrays, np.int32(slot - 1), padded)
 
     def free(self) -> None:
         """Moves the arrays to host memory; no program may run until `restore`."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jax_paged.models.weights import LoadedModel
     from jax_paged.worker.compilation import CompileRecord
     from jax_paged.worker.logits_processors import LogitsProcessor
+    from jax_paged.worker.process_group import ProcessGroup
     from jax_paged.worker.sampler import Sampler
 
 
@@ -143,6 +144,7 @@ class LocalExecutor:
         sampler: Chooses tokens in place of the sampler.
         logits_processors: What requests may ask for by name, ahead of the sampler.
         first_device: The first of its devices, among those that JAX sees.
+        group: The processes whose devices they are; None for this one alone.
 
     Attributes:
         runner: Does the work.
@@ -160,6 +162,7 @@ class LocalExecutor:
         sampler: "Sampler | None" = None,
         logits_processors: "Sequence[LogitsProcessor]" = (),
         first_device: int = 0,
+        group: "ProcessGroup | None" = None,
     ) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
         from jax_paged.worker.encoder_runner import EncoderRunner, is_encoder
@@ -177,7 +180,8 @@ class LocalExecutor:
                 check(value is None, name, value, "None, as the model is an encoder")
             self.runner = EncoderRunner(args, loaded, first_device)
         else:
-            self.runner = ModelRunner(args, loaded, hooks, attend, sampler, logits_processors, first_device)
+            own_parts = hooks, attend, sampler, logits_processors
+            self.runner = ModelRunner(args, loaded, *own_parts, first_device, group)
         self._inspector = Inspector(self.runner)
         self._overrides = args.hf_overrides or {}
         self._source: str | Path | None = args.model if loaded is None else None  # of the weights
