@@ -21,9 +21,24 @@ MatmulBackend = Literal["auto", "onednn", "xla"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 KVCacheDTypeName = Literal["auto", "fp8_e4m3", "int8"]
+ExecutorBackend = Literal["uni", "mp", "external_launcher"]
 
 
-@ignores(IGNORED, none_is_default=("block_size", "enable_chunked_prefill", "enable_prefix_caching", "seed"))
+# A day: systems count how long a connection may wait in other ways, and not without end.
+MAX_TIMEOUT_S = 86_400
+
+# Arguments for which vLLM's scripts may pass None to get the default.
+_NONE_IS_DEFAULT = (
+    "block_size",
+    "distributed_executor_backend",
+    "distributed_timeout_seconds",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "seed",
+)
+
+
+@ignores(IGNORED, none_is_default=_NONE_IS_DEFAULT)
 @dataclasses.dataclass(frozen=True)
 class EngineArgs:
     """What an engine is made from; the names are vLLM's.
@@ -67,6 +82,11 @@ class EngineArgs:
             columns of its other weights, and of the pool.
         enable_expert_parallel: With several devices, whether each of them has some experts whole; else each
             has a part of every expert.
+        distributed_executor_backend: Whose the devices are: "uni", this process's; "mp", those of processes
+            that the engine starts on this machine, one for each; "external_launcher", those of processes on
+            any machines that torchrun, SLURM or Kubernetes has started (docs/several-devices.md).
+        distributed_timeout_seconds: Seconds after which several processes count as lost that do not find
+            each other, or take longer for a step.
         async_scheduling: Whether the next step begins before the host knows what the last one has drawn, so
             that the device never waits for it. A sequence then ends a step late on the device, which nobody
             sees but its successor.
@@ -133,6 +153,8 @@ class EngineArgs:
     scheduler_delay_factor: float = 0.0
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    distributed_executor_backend: ExecutorBackend = "uni"
+    distributed_timeout_seconds: float = 300
     async_scheduling: bool = True
     num_scheduler_steps: int = 1
     batch_invariant: bool = False
@@ -177,6 +199,10 @@ class EngineArgs:
         note(check_choice, "attention_backend", self.attention_backend, get_args(AttentionBackend))
         note(check_choice, "matmul_backend", self.matmul_backend, get_args(MatmulBackend))
         note(check_choice, "logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
+        backend, backends = self.distributed_executor_backend, get_args(ExecutorBackend)
+        note(check_choice, "distributed_executor_backend", backend, backends)
+        seconds = self.distributed_timeout_seconds
+        note(check_number, "distributed_timeout_seconds", seconds, 0, MAX_TIMEOUT_S, low_open=True)
         note(check_choice, "scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         note(check_choice, "runner", self.runner, ("auto", "generate", "pooling"))
         note(_pooler_config, self.pooler_config)
@@ -299,6 +325,7 @@ class EngineConfig:
         lora_maps: The linear maps that adapters may change, by their names in the checkpoint: the sizes of
             what each takes and returns.
         embed_size: Numbers of a vector in place of a token; 0 if prompts have none.
+        distributed_executor_backend: As EngineArgs.distributed_executor_backend.
     """
 
     model_name: str
@@ -343,6 +370,52 @@ class EngineConfig:
     max_cpu_loras: int = 0
     lora_maps: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     embed_size: int = 0
+    distributed_executor_backend: ExecutorBackend = "uni"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What a launcher such as torchrun says of the processes that it has started.
+
+    Args:
+        rank: Which of them this one is; the first serves.
+        world_size: How many there are.
+        address: Of the machine of the first.
+        port: Where the first waits for the others.
+        local_rank: Which of its machine's processes this one is, and which of its GPUs it takes; None if it
+            takes all.
+    """
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    local_rank: int | None = None
+
+
+def launch_of_environment() -> Launch:
+    """Returns what RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, if it is set, LOCAL_RANK say.
+
+    Raises:
+        ValueError: If one of the others is missing, or no number of its range.
+    """
+    problems = Problems()
+
+    def number(name: str, low: int, high: int | None = None) -> int:
+        text = os.environ.get(name)
+        value = int(text) if text is not None and text.isascii() and text.isdecimal() else text
+        problems.note(check_int, name, value, low, high)
+        return value if isinstance(value, int) else low
+
+    size = number("WORLD_SIZE", 1)
+    rank, port = number("RANK", 0, size - 1), number("MASTER_PORT", 1, 65_534)
+    address = os.environ.get("MASTER_ADDR")
+    problems.note(check, bool(address), "MASTER_ADDR", address, "the name or address of the first's machine")
+    local_rank = number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else None
+    problems.raise_if_any()
+    # torchrun listens at MASTER_PORT itself, unless it is told not to.
+    is_taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Launch(rank, size, address or "", port + is_taken, local_rank)
 
 
 def cache_dir(name: str) -> str:

@@ -64,6 +64,7 @@ class AsyncLLMEngine:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        self.engine.executor.when_failed(lambda reason: self.fail(EngineDeadError(reason)))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:

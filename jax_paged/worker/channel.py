@@ -1,5 +1,6 @@
 """Messages between the processes of an engine: a header of JSON and NumPy arrays, over a socket."""
 
+import contextlib
 import json
 import math
 import socket
@@ -37,7 +38,7 @@ class Channel:
             arrays: Of any types and shapes.
 
         Raises:
-            OSError: If the other end is gone, or takes nothing for as long as `set_timeout` allows.
+            OSError: If the other end is gone, or takes nothing for as long as `set_limits` allows.
         """
         shapes = [(str(array.dtype), array.shape) for array in arrays]
         text = json.dumps([header, shapes], separators=(",", ":")).encode()
@@ -55,7 +56,7 @@ class Channel:
         """Waits for a message and returns it.
 
         Raises:
-            OSError: If the other end is gone, or sends nothing for as long as `set_timeout` allows.
+            OSError: If the other end is gone, or sends nothing for as long as `set_limits` allows.
             ValueError: If something else than such a message has come.
         """
         (length,) = _LENGTH.unpack(self._read(bytearray(_LENGTH.size)))
@@ -69,12 +70,17 @@ class Channel:
             arrays.append(buffer.view(dtype).reshape(shape))
         return header, arrays
 
-    def set_timeout(self, seconds: float | None) -> None:
-        """Bounds how long sending and receiving wait for the other end; None waits for ever."""
-        self._socket.settimeout(seconds)
+    def set_limits(self, *, sending_s: float = 0, receiving_s: float = 0) -> None:
+        """Bounds how many seconds sending and receiving wait for the other end; 0 waits for ever."""
+        for option, seconds in ((socket.SO_SNDTIMEO, sending_s), (socket.SO_RCVTIMEO, receiving_s)):
+            whole = int(seconds)
+            timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
 
     def close(self) -> None:
-        """Ends the connection; the other end notices it."""
+        """Ends the connection; the other end notices it, and whoever receives here."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _read[T: bytearray | memoryview](self, buffer: T) -> T:

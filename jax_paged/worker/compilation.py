@@ -298,8 +298,9 @@ class CompiledPrograms:
                     continue
                 self._num_traces += 1
             try:
-                self._futures[program].set_result(self._compile(program))
+                compiled = self._compile(program)
                 self._note_compiled(program)
+                self._futures[program].set_result(compiled)
             except BaseException as error:
                 _LOGGER.error("%s was not compiled (of a step, a larger one is used): %r", program, error)
                 self._futures[program].set_exception(error)

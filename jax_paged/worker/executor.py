@@ -1,6 +1,6 @@
 """What the engine asks of whoever runs its steps, and the executor that does it in this process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -103,6 +103,10 @@ class Executor(Protocol):
         """Returns when everything is compiled; until then steps may use a larger shape than they need."""
         ...
 
+    def when_failed(self, note: Callable[[str], None]) -> None:
+        """Calls a function with the reason, from any thread, should it fail while no step runs."""
+        ...
+
     def update_weights(self, new: "NewWeights") -> None:
         """Computes with other weights from the next step on; ValueError if they don't fit."""
         ...
@@ -169,6 +173,9 @@ class LocalExecutor:
         from jax_paged.worker.inspection import Inspector
         from jax_paged.worker.model_runner import ModelRunner
 
+        backend = args.distributed_executor_backend
+        allowed = "'uni' for an executor of this process, or beside parts of one's own"
+        check(group is not None or backend == "uni", "distributed_executor_backend", backend, allowed)
         self.runner: Any
         if is_encoder(args, loaded):
             own = {"hooks": list(hooks) or None, "attend": attend, "sampler": sampler}
@@ -269,6 +276,9 @@ class LocalExecutor:
     def wait_until_compiled(self) -> None:
         """Returns when everything is compiled; until then steps may use a larger shape than they need."""
         self.runner.wait_until_compiled()
+
+    def when_failed(self, note: Callable[[str], None]) -> None:
+        """Never calls the function: what fails in this process does so in a step."""
 
     def update_weights(self, new: "NewWeights") -> None:
         """Computes with other weights from the next step on; ValueError if they don't fit."""

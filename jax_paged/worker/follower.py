@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -53,7 +53,7 @@ class Follower:
         self._channel.send({"ready": True})
         return compiled.run
 
-    def follow(self) -> None:
+    def follow(self) -> NoReturn:
         """Runs what the leader announces, for ever."""
         threading.Thread(target=self._read, daemon=True).start()
         while True:

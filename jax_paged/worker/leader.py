@@ -1,5 +1,6 @@
 """The first process of an engine that has several: it says what they run, and follows nobody."""
 
+import collections
 import threading
 import weakref
 from collections.abc import Callable
@@ -33,7 +34,7 @@ class Leader:
         self._weights: list[Any] = []
         self._numbers: dict[int, tuple[int, Any]] = {}  # by id of an array: its number, and what watches it
         self._next = 0
-        self._dropped: list[int] = []  # numbers of arrays that nobody here has any more
+        self._dropped: collections.deque[int] = collections.deque()  # numbers of arrays that nobody here has any more
         self._compiled: list[set[str]] = [set() for _ in channels]  # names of programs, by follower
 
     def least(self, value: int) -> int:
@@ -85,7 +86,8 @@ class Leader:
                 else:
                     codes.append(None)
                     arrays.append(np.asarray(leaf))
-        dropped, self._dropped = self._dropped, []
+        # Others may end at any time, in any thread.
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         for channel in self._channels:
             channel.send([name, codes, dropped], arrays)
 

@@ -1,5 +1,6 @@
-"""A worker: a process that the engine starts, and that has some of its devices."""
+"""A worker: a process that has some of an engine's devices, and ends with whoever has started it."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -9,118 +10,126 @@ import signal
 import socket
 import sys
 import threading
+import time
 from typing import Any, NoReturn
 
+import jax
 import numpy as np
 
-from jax_paged.config import EngineArgs
+from jax_paged.checks import check
 from jax_paged.worker.channel import Channel
+from jax_paged.worker.executor import LocalExecutor
+from jax_paged.worker.follower import Follower
+from jax_paged.worker.handshake import follow, lead
+from jax_paged.worker.leader import Leader
+from jax_paged.worker.model_runner import ModelRunner
+from jax_paged.worker.task import Task
 
+_LOGGER = logging.getLogger(__name__)
+_REASON_S = 0.5
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """What a worker is started for.
-
-    Args:
-        args: Model and limits.
-        rank: Which of the workers it is.
-        num_workers: How many there are.
-        peers: Sockets: of the first worker to each other, of others to the first.
-        log_level: Of its messages.
-    """
-
-    args: EngineArgs
-    rank: int
-    num_workers: int
-    peers: tuple[int, ...]
-    log_level: int
+# Names of the executor's methods, and their arguments.
+type Calls = queue.SimpleQueue[tuple[str, list[np.ndarray]]]
 
 
 def main(descriptor: int) -> NoReturn:
-    """Works for the engine at the other end of a socket until that is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the engine ends this
-    engine = Channel(socket.socket(fileno=descriptor))
-    task: Task = pickle.loads(engine.receive()[1][0].data)
-    logging.basicConfig(level=task.log_level, format=f"worker {task.rank}: %(message)s")
-    peers = [Channel(socket.socket(fileno=peer)) for peer in task.peers]
+    """Works for whoever is at the other end of a socket, until that is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes
+    owner = Channel(socket.socket(fileno=descriptor))
+    task: Task = pickle.loads(owner.receive()[1][0].data)
+    logging.basicConfig(level=task.log_level, format=f"worker {task.launch.rank}: %(message)s")
+    calls: Calls = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(owner, calls), daemon=True).start()
     try:
-        (_lead if task.rank == 0 else _follow)(task, engine, peers)
-    except BaseException as error:
-        _LOGGER.debug("it ends", exc_info=True)
-        reply(engine, error)
-        for peer in peers:
-            peer.send({"error": str(error)})
-    end(1)
+        if task.launch.rank == 0:
+            _lead(task, owner, calls)
+        _follow(task)
+    except ValueError as error:
+        _tell(owner, ValueError(str(error)))
+    except Exception as error:
+        # Where another worker is lost, this one's collectives fail: who watches that one knows it better.
+        time.sleep(_REASON_S)
+        _LOGGER.exception("it has failed")
+        _tell(owner, RuntimeError(f"worker {task.launch.rank} has failed: {error!r}"))
+    _end(1)
 
 
-_LOGGER = logging.getLogger(__name__)
-
-
-def end(code: int) -> NoReturn:
-    """Ends the process at once: JAX would wait for the others, and threads for their compilations."""
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def reply(channel: Channel, value: Any) -> None:
-    channel.send("reply", [np.frombuffer(pickle.dumps(value), np.uint8)])
-
-
-def _initialize(task: Task, address: str) -> None:
-    import jax
-
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        address, task.num_workers, task.rank, cluster_detection_method="deactivate",
-        coordinator_bind_address=address,
-    )
-
-
-def _lead(task: Task, engine: Channel, peers: list[Channel]) -> None:
-    from jax_paged.worker.executor import LocalExecutor
-    from jax_paged.worker.leader import Leader
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    for peer in peers:
-        peer.send({"coordinator": address})
-    _initialize(task, address)
+def _lead(task: Task, owner: Channel, calls: Calls) -> NoReturn:
+    """Runs the steps that the owner asks for, with all other workers."""
+    channels, address = lead(task)
+    _meet(task, address)
 
     def fail(reason: str) -> None:
-        reply(engine, RuntimeError(reason))
-        end(1)
+        with contextlib.suppress(OSError):  # it may be the end of all of them
+            _tell(owner, RuntimeError(reason))
+        _end(1)
 
-    executor = LocalExecutor(task.args, group=Leader(peers, fail))
-    reply(engine, (executor.config, executor.buckets))
-    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def read() -> None:
-        try:
-            while True:
-                calls.put(engine.receive())
-        except OSError:
-            end(0)
-
-    threading.Thread(target=read, daemon=True).start()
+    executor = LocalExecutor(task.args, group=Leader(channels, fail))
+    compiled = executor.runner.compiled
+    compiled.when_compiled(lambda _: owner.send(compiled.progress))
+    _tell(owner, (executor.config, executor.buckets), executor)
     while True:
         name, (packed,) = calls.get()
-        args, kwargs = pickle.loads(packed.data)
-        if name == "dispatch":
+        args = pickle.loads(packed.data)
+        if name == "dispatch":  # which nobody waits for
             executor.dispatch(*args)
-            continue
-        try:
-            value = getattr(executor, name)(*args, **kwargs)
-        except ValueError as error:
-            value = error
-        reply(engine, value)
+        else:
+            _tell(owner, getattr(executor, name)(*args), executor)
 
 
-def _follow(task: Task, engine: Channel, peers: list[Channel]) -> None:
-    from jax_paged.worker.follower import Follower
-    from jax_paged.worker.model_runner import ModelRunner
-
-    (leader,) = peers
-    _initialize(task, leader.receive()[0]["coordinator"])
-    group = Follower(leader, lambda: end(0))
-    runner = ModelRunner(task.args, group=group)
+def _follow(task: Task) -> NoReturn:
+    """Runs what the first worker announces."""
+    channel, address = follow(task)
+    group = Follower(channel, lambda: _end(0))
+    try:
+        _meet(task, address)
+        # Whatever the first one uses has to be there: it alone minds the time.
+        ModelRunner(dataclasses.replace(task.args, max_compile_s=None), group=group)
+    except ValueError as error:
+        channel.send({"error": str(error)})
+        raise
     group.follow()
+
+
+def _meet(task: Task, address: str) -> None:
+    """Makes the devices of all workers one mesh's.
+
+    Raises:
+        ValueError: If this one has another number of devices than it should.
+    """
+    launch, args = task.launch, task.args
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        address,
+        launch.world_size,
+        launch.rank,
+        launch.local_rank,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(1, round(args.distributed_timeout_seconds)),
+        coordinator_bind_address=address,
+    )
+    size, num_devices = args.tensor_parallel_size, jax.local_device_count() * launch.world_size
+    devices = f"{launch.world_size} processes with {jax.local_device_count()} devices each"
+    check(size == num_devices, "tensor_parallel_size", size, f"{num_devices}, as there are {devices}")
+
+
+def _listen(owner: Channel, calls: Calls) -> None:
+    """Takes the messages of the owner, and ends with it, whatever the worker waits for."""
+    try:
+        while True:
+            calls.put(owner.receive())
+    except OSError:
+        _end(0)
+
+
+def _tell(owner: Channel, value: Any, executor: LocalExecutor | None = None) -> None:
+    """Answers the owner, and says how far the compilation is."""
+    progress = None if executor is None else executor.compile_progress
+    owner.send(progress, [np.frombuffer(pickle.dumps(value), np.uint8)])
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process at once: JAX would wait for other processes, and threads for their compilations."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
