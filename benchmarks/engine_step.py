@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_paged.models.attention import Backend
 from jax_paged.models.registry import get_model_class
+from jax_paged.models.sharding import DeviceGrid
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.kv_cache import plan_layout
 from jax_paged.worker.programs import TraceContext
@@ -46,7 +47,7 @@ def abstract_context(
 
     Args:
         hf_config: A config.json.
-        mesh: One device, of a machine at hand or not.
+        mesh: Devices of a machine at hand or not.
         num_blocks: Blocks of the pool.
         backend: Of the attention.
         max_model_len: Sets the columns of block tables.
@@ -58,14 +59,15 @@ def abstract_context(
     config = model_class.config_class.from_hf(hf_config)
     dtype = jnp.dtype(jnp.bfloat16)
     model = nnx.eval_shape(lambda: model_class(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    flat, weights, shardings = flatten(model, mesh)
+    flat, weights, splits = flatten(model)
+    grid = DeviceGrid(mesh)
     return TraceContext(
         model=flat,
         weights=[
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-            for x, s in zip(weights, shardings, strict=True)
+            jax.ShapeDtypeStruct(grid.shape(x.shape, split), x.dtype, sharding=grid.sharding(split))
+            for x, split in zip(weights, splits, strict=True)
         ],
-        layout=plan_layout(model.kv_cache_specs(), dtype),
+        layout=plan_layout(model.kv_cache_specs(), dtype, grid.num_devices),
         num_blocks=num_blocks,
         block_size=block_size,
         dtype=dtype,

@@ -95,7 +95,7 @@ class EncoderDecoderLM(LanguageModel):
         *,
         places: tuple[tuple[int, int], ...],
         backend: Backend,
-        grid: DeviceGrid | None,
+        grid: DeviceGrid | None = None,
     ) -> list[Array]:
         """Runs the encoder on one text and writes the keys and values for cross attention to the pools.
 

@@ -86,6 +86,12 @@ class DeviceGrid:
         """How many devices there are."""
         return self.mesh.shape[TENSOR]
 
+    @property
+    def devices(self) -> list[jax.Device]:
+        """Those of this process; they are no abstract ones."""
+        assert isinstance(self.mesh, Mesh), "abstract devices hold nothing"
+        return list(self.mesh.local_devices)
+
     def divided(self, split: Split) -> list[tuple[Units, ...] | None]:
         """Returns what is divided of a weight: its experts, or the other dimensions."""
         kinds = [units[0].kind if units else None for units in split]
@@ -145,9 +151,13 @@ class DeviceGrid:
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def replicate(self, x: Array) -> Array:
-        """Returns an array of which every device has all."""
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec()))
+    def gather(self, y: Array) -> Array:
+        """Returns an array of which every device has all, of one whose last dimension is divided."""
+        # Without the first constraint XLA would gather the weights that y is made with.
+        divided = PartitionSpec(*[None] * (y.ndim - 1), TENSOR)
+        for spec in (divided, PartitionSpec()):
+            y = jax.lax.with_sharding_constraint(y, NamedSharding(self.mesh, spec))
+        return y
 
 
 def even(num: int, size: int = 1) -> tuple[Units, ...]:
@@ -172,7 +182,7 @@ def whole_logits(
 
     They are gathered once: what draws from them would otherwise wait for the other devices at every turn.
     """
-    return logits if grid is None else grid.replicate(logits)[..., :vocab_size]
+    return logits if grid is None else grid.gather(logits)[..., :vocab_size]
 
 
 def whole_shape(shape: Sequence[int], split: Split) -> tuple[int, ...]:

@@ -282,7 +282,8 @@ def _load_weight(
 ) -> Array:
     if grid is not None and grid.num_devices > 1:
         return _load_divided(weight, stored, dtype, grid)
-    parts = [_place(read_tensor(stored[key]), weight.transposed, dtype) for key in weight.keys]
+    device = None if grid is None else grid.devices[0]
+    parts = [_place(read_tensor(stored[key]), weight.transposed, dtype, device) for key in weight.keys]
     return jnp.stack(parts) if weight.is_stack else parts[0]
 
 
@@ -305,11 +306,11 @@ def _load_divided(
     return jax.make_array_from_callback(tuple(map(len, whole)), grid.sharding(split), read)
 
 
-def _place(value: np.ndarray, transposed: bool, dtype: jnp.dtype) -> Array:
+def _place(value: np.ndarray, transposed: bool, dtype: jnp.dtype, device: jax.Device | None) -> Array:
     if transposed and jax.default_backend() == "cpu":
         value, transposed = value.T, False  # transposing during the copy is many times faster than later
     # Never an alias: pages of a mapped file count as memory, and the file may change.
-    placed = jax.device_put(value, may_alias=False)
+    placed = jax.device_put(value, device, may_alias=False)
     return _convert(placed, transposed, dtype) if transposed or placed.dtype != dtype else placed
 
 

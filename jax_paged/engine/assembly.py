@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_paged.checks import check
-from jax_paged.config import EngineArgs, EngineConfig, launch_of_environment
+from jax_paged.config import EngineArgs, EngineConfig
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import SequenceGroup
 from jax_paged.engine.multiprocess import ExternalExecutor, MultiprocessExecutor
 from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.launch import launch_of_environment
 from jax_paged.models.checkpoint import resolve_model_dir
 
 if TYPE_CHECKING:

@@ -254,8 +254,7 @@ class AsyncLLMEngine:
         Args:
             error: What `error` is from now on, unless the engine has stopped already.
         """
-        if self.error is None:
-            self.error = error
+        self.error = self.error or error
         self._calls.put(None)
         streams = [*list(self._streams.values()), *list(self._submitted)]
         deliver([(stream, self._stopped()) for stream in streams])

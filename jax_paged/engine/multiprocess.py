@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from jax_paged.checks import check
-from jax_paged.config import EngineArgs, EngineConfig, Launch
+from jax_paged.config import EngineArgs, EngineConfig
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
 from jax_paged.engine.errors import EngineDeadError
+from jax_paged.launch import Launch
 from jax_paged.worker.channel import Channel
 from jax_paged.worker.task import Task
 
@@ -197,6 +198,8 @@ class MultiprocessExecutor:
         """Ends the workers."""
         self._noters.clear()
         self._fail("the engine is closed", until=time.monotonic() + _CLOSING_S)
+        for worker in self._workers:
+            worker.close(until=0)  # which another thread may still be at
 
     def _start(self, args: EngineArgs) -> list[Worker]:
         """Starts the workers that this process has to, the first of all first."""
@@ -297,10 +300,8 @@ class ExternalExecutor(MultiprocessExecutor):
     """
 
     def __init__(self, args: EngineArgs, launch: Launch) -> None:
-        size, allowed = args.tensor_parallel_size, f"a multiple of WORLD_SIZE, {launch.world_size}"
-        check(size % launch.world_size == 0, "tensor_parallel_size", size, allowed)
         if launch.rank > 0:
-            self._follow(Worker(args, launch, None))
+            follow(args, launch)
         self._launch = launch
         super().__init__(args)
 
@@ -308,16 +309,26 @@ class ExternalExecutor(MultiprocessExecutor):
         """Starts the first worker; the others are other processes'."""
         return [Worker(args, self._launch, None)]
 
-    @staticmethod
-    def _follow(worker: Worker) -> NoReturn:
-        """Waits for the end of the worker of this process; raises SystemExit, or what has stopped it."""
-        try:
-            _, arrays = worker.channel.receive()
-            raise pickle.loads(arrays[0].data)
-        except OSError:
-            sys.exit(worker.wait())
-        finally:
-            worker.close(until=time.monotonic() + _CLOSING_S)
+
+def follow(args: EngineArgs, launch: Launch) -> NoReturn:
+    """Does what the first of several processes does, on the devices of this one, until that ends.
+
+    Args:
+        args: Model and limits; those of the first.
+        launch: What the launcher says of this process.
+
+    Raises:
+        ValueError: If the processes differ or do not find each other, or the model can't be loaded.
+        SystemExit: When the first has ended.
+    """
+    worker = Worker(args, launch, None)
+    try:
+        _, arrays = worker.channel.receive()
+        raise pickle.loads(arrays[0].data)
+    except OSError:
+        sys.exit(worker.wait())
+    finally:
+        worker.close(until=time.monotonic() + _CLOSING_S)
 
 
 def packed(value: Any) -> np.ndarray:

@@ -52,9 +52,7 @@ class WriteBlockTablesProgram(Program):
         return jitted.trace(context.seat_arrays().block_tables, context.shape((2, NUM_WRITTEN), np.int32))
 
 
-def write_block_tables(
-    run: Callable[..., Any], block_tables: Array, changes: np.ndarray
-) -> Array:
+def write_block_tables(run: Callable[..., Any], block_tables: Array, changes: np.ndarray) -> Array:
     """Writes any number of changes ahead of a step; returns the array, which is donated.
 
     Args:

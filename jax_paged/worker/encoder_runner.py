@@ -130,7 +130,7 @@ class EncoderRunner:
         self.config = resolve_config(
             dataclasses.replace(args, num_gpu_blocks_override=_NUM_BLOCKS, **whole),
             facts,
-            platform=grid.mesh.devices[0].platform,
+            platform=grid.devices[0].platform,
             backend="xla",
             matmul_backend=matmul_backend,
             free_bytes=lambda _: 0,

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_paged.worker.channel import Channel
 from jax_paged.worker.compilation import CompiledPrograms
-from jax_paged.worker.leader import WEIGHTS
+from jax_paged.worker.process_group import WEIGHTS
 from jax_paged.worker.programs import Program
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import importlib.metadata
+import json
 import socket
 import time
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import jax
 
 from jax_paged.checks import check
-from jax_paged.config import EngineArgs, Launch
-from jax_paged.models.checkpoint import resolve_model_dir
+from jax_paged.config import EngineArgs
+from jax_paged.launch import Launch
+from jax_paged.models.checkpoint import read_json, resolve_model_dir
 from jax_paged.models.stored_tensors import read_headers
 from jax_paged.worker.channel import Channel
 from jax_paged.worker.task import Task
@@ -28,7 +30,7 @@ def fingerprint(args: EngineArgs, num_workers: int) -> dict[str, str]:
         ValueError: If there is no such checkpoint.
     """
     folder = resolve_model_dir(args.model)
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
     for key, tensor in sorted(read_headers(folder).items()):
         digest.update(f"{key} {tensor.file.name} {tensor.offset} {tensor.shape} {tensor.dtype}\n".encode())
     return {

@@ -1,5 +1,7 @@
 """Host memory for blocks that are swapped out; each process has that of its own devices."""
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
@@ -49,7 +51,7 @@ class HostBlocks:
         for memory, whole in zip(self.arrays, self._shapes, strict=True):
             taken, shape = memory[places], (len(places), *whole.shape[1:])
 
-            def part(index: tuple[slice, ...], taken: np.ndarray = taken, shape=shape) -> np.ndarray:
+            def part(index: Any, taken: np.ndarray = taken, shape: tuple[int, ...] = shape) -> np.ndarray:
                 return taken[:, :, self._local(index, shape)]
 
             arrays.append(jax.make_array_from_callback(shape, self._sharding, part))

@@ -13,6 +13,7 @@ pool. Four layers, every second one with a window, and two arrays:
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,9 +39,11 @@ class DeviceMemory(NamedTuple):
     stats: dict[str, int] | None
 
 
-def device_memory(device: Any) -> DeviceMemory:
-    """Returns the kind of a device, and what its allocator says now."""
-    return DeviceMemory(device.platform, device.memory_stats())
+def device_memory(devices: Sequence[Any]) -> DeviceMemory:
+    """Returns the kind of devices, and what the allocator of the one with the least memory left says now."""
+    stats = [device.memory_stats() for device in devices]
+    least = None if None in stats else min(stats, key=lambda s: s["bytes_limit"] - s["bytes_in_use"])
+    return DeviceMemory(devices[0].platform, least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +121,7 @@ def kv_cache_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 
 def allocate_kv_cache(
-    layouts: tuple[KVCacheLayout, ...], num_blocks: int, block_size: int, mesh: Mesh
+    layouts: tuple[KVCacheLayout, ...], num_blocks: int, block_size: int, mesh: Mesh | AbstractMesh
 ) -> list[Array]:
     """Makes the arrays of the pool, filled with zeros: those of each layout in turn."""
     sharding = kv_cache_sharding(mesh)

@@ -11,10 +11,8 @@ import numpy as np
 
 from jax_paged.worker.channel import Channel
 from jax_paged.worker.compilation import CompiledPrograms
+from jax_paged.worker.process_group import WEIGHTS
 from jax_paged.worker.programs import Program
-
-# In a message, in the place of an argument: the list of weights.
-WEIGHTS = "weights"
 
 
 class Leader:
@@ -34,7 +32,7 @@ class Leader:
         self._weights: list[Any] = []
         self._numbers: dict[int, tuple[int, Any]] = {}  # by id of an array: its number, and what watches it
         self._next = 0
-        self._dropped: collections.deque[int] = collections.deque()  # numbers of arrays that nobody here has any more
+        self._dropped: collections.deque[int] = collections.deque()  # numbers that mean nothing any more
         self._compiled: list[set[str]] = [set() for _ in channels]  # names of programs, by follower
 
     def least(self, value: int) -> int:

@@ -14,7 +14,7 @@ from jax_paged.worker.draft_model import DraftModel, check_draft, check_groups
 from jax_paged.worker.drafting import Drafter
 from jax_paged.worker.eagle_drafter import EagleDrafter
 from jax_paged.worker.kv_cache import KVCacheLayout, plan_layout
-from jax_paged.worker.weights import flatten, packed
+from jax_paged.worker.weights import flatten, packed, placed
 
 
 def load_drafter(
@@ -44,14 +44,16 @@ def load_drafter(
         own = plan_layout([head.kv_cache_spec(window)], layout.dtype, grid.num_devices)
         own = dataclasses.replace(own, groups=layout.groups, places=((0, group),))
         paths = head.config.features_of(loaded.config.num_hidden_layers)
-        flat, weights, _ = flatten(packed(head, in_place=True) if packs else head)
+        flat, weights, splits = flatten(packed(head, in_place=True) if packs else head)
+        weights = placed(weights, splits, grid, are_in_order=True)
         return EagleDrafter(flat, own, paths, head.config.hidden_size, loaded.dtype, window), weights
     dtype = "float32" if loaded.dtype == jnp.float32 else "bfloat16"
     draft = load_model(resolve_model_dir(name), dtype, None, {}, grid)
     check_draft(draft, loaded, args.max_model_len, name)
     own = plan_layout(draft.model.kv_cache_specs(), layout.dtype, grid.num_devices)
     check_groups(own, layout, name)
-    flat, weights, _ = flatten(packed(draft.model, in_place=True) if packs else draft.model)
+    flat, weights, splits = flatten(packed(draft.model, in_place=True) if packs else draft.model)
+    weights = placed(weights, splits, grid, are_in_order=True)
     return DraftModel(flat, own), weights
 
 

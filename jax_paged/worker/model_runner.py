@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +151,7 @@ class ModelRunner:
                 **additions._asdict(),
             )
 
-        memory = kv_cache.device_memory(mesh.local_devices[0])
+        memory = kv_cache.device_memory(grid.devices)
 
         def free_bytes(config: EngineConfig) -> int:
             # What the largest step needs is found out with a tiny pool.

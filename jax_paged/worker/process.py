@@ -26,7 +26,8 @@ from jax_paged.worker.model_runner import ModelRunner
 from jax_paged.worker.task import Task
 
 _LOGGER = logging.getLogger(__name__)
-_REASON_S = 0.5
+# For another thread to tell why a collective has failed, and for other workers to end.
+_REASON_S, _FAREWELL_S = 0.5, 0.2
 
 # Names of the executor's methods, and their arguments.
 type Calls = queue.SimpleQueue[tuple[str, list[np.ndarray]]]
@@ -39,10 +40,11 @@ def main(descriptor: int) -> NoReturn:
     task: Task = pickle.loads(owner.receive()[1][0].data)
     logging.basicConfig(level=task.log_level, format=f"worker {task.launch.rank}: %(message)s")
     calls: Calls = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(owner, calls), daemon=True).start()
+    peers: list[Channel] = []
+    threading.Thread(target=_listen, args=(owner, calls, peers), daemon=True).start()
     try:
         if task.launch.rank == 0:
-            _lead(task, owner, calls)
+            _lead(task, owner, calls, peers)
         _follow(task)
     except ValueError as error:
         _tell(owner, ValueError(str(error)))
@@ -54,9 +56,10 @@ def main(descriptor: int) -> NoReturn:
     _end(1)
 
 
-def _lead(task: Task, owner: Channel, calls: Calls) -> NoReturn:
-    """Runs the steps that the owner asks for, with all other workers."""
+def _lead(task: Task, owner: Channel, calls: Calls, peers: list[Channel]) -> NoReturn:
+    """Runs the steps that the owner asks for, with all other workers, which are added to `peers`."""
     channels, address = lead(task)
+    peers += channels
     _meet(task, address)
 
     def fail(reason: str) -> None:
@@ -99,6 +102,7 @@ def _meet(task: Task, address: str) -> None:
     """
     launch, args = task.launch, task.args
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is to end it
     jax.distributed.initialize(
         address,
         launch.world_size,
@@ -113,12 +117,16 @@ def _meet(task: Task, address: str) -> None:
     check(size == num_devices, "tensor_parallel_size", size, f"{num_devices}, as there are {devices}")
 
 
-def _listen(owner: Channel, calls: Calls) -> None:
-    """Takes the messages of the owner, and ends with it, whatever the worker waits for."""
+def _listen(owner: Channel, calls: Calls, peers: list[Channel]) -> None:
+    """Takes the messages of the owner, and ends with it and after the peers, whatever it waits for."""
     try:
         while True:
             calls.put(owner.receive())
     except OSError:
+        for peer in peers:
+            peer.close()
+        # Where the first process of JAX is gone, it aborts the others, with many words.
+        time.sleep(_FAREWELL_S if peers else 0)
         _end(0)
 
 

@@ -6,6 +6,9 @@ from typing import Any, Protocol
 from jax_paged.worker.compilation import CompiledPrograms
 from jax_paged.worker.programs import Program
 
+# In a message, in the place of an argument: the list of weights.
+WEIGHTS = "weights"
+
 
 class ProcessGroup(Protocol):
     """What a runner asks of the processes that it is one of."""

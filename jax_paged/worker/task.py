@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from jax_paged.config import EngineArgs, Launch
+from jax_paged.config import EngineArgs
+from jax_paged.launch import Launch
 
 
 @dataclasses.dataclass(frozen=True)

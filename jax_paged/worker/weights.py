@@ -147,14 +147,24 @@ def flatten[M: nnx.Module](model: M) -> tuple[FlatModel[M], list[Any], list[Spli
     return FlatModel(graphdef, treedef), leaves, splits
 
 
-def placed(weights: Sequence[Any], splits: Sequence[Split], grid: DeviceGrid) -> list[Array]:
-    """Returns weights, as a checkpoint has them, on the devices of a grid."""
-    columns = [grid.columns(split) for split in splits]
-    in_order = [
-        weight if all(c is None for c in cs) else taken(np.asarray(weight), cs)
-        for weight, cs in zip(weights, columns, strict=True)
-    ]
-    return jax.device_put(in_order, [grid.sharding(split) for split in splits])
+def placed(
+    weights: Sequence[Any], splits: Sequence[Split], grid: DeviceGrid, *, are_in_order: bool
+) -> list[Array]:
+    """Returns weights on the devices of a grid.
+
+    Args:
+        weights: As a checkpoint has them, or in the order of the devices.
+        splits: How they are divided.
+        grid: The devices.
+        are_in_order: Whether they are in the order of the devices, as `load` has read them.
+    """
+    if not are_in_order:
+        columns = [grid.columns(split) for split in splits]
+        weights = [
+            weight if all(c is None for c in cs) else taken(np.asarray(weight), cs)
+            for weight, cs in zip(weights, columns, strict=True)
+        ]
+    return jax.device_put(list(weights), [grid.sharding(split) for split in splits])
 
 
 class ServedWeights:
@@ -298,7 +308,7 @@ class ServedWeights:
         for array in before:
             if id(array) not in callers | served:
                 array.delete()
-        return flat, weights if are_placed else placed(weights, splits, self._grid)
+        return flat, placed(weights, splits, self._grid, are_in_order=are_placed)
 
 
 def _watch(model: LanguageModel | None) -> list[Callable[[], bool]]:

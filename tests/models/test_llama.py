@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 from test_references import FIXTURES, TOLERANCE, compare
 
-from jax_paged.models.layers import TENSOR
 from jax_paged.models.llama import LlamaConfig, LlamaForCausalLM
 from jax_paged.models.rope import Rope, base_frequencies
+from jax_paged.models.sharding import Units, even, padded, repeated
 from jax_paged.models.weights import load_model
 
 FOLDER = next(f for f in FIXTURES if f.name == "llama3_tied_biases_old_config")
@@ -110,14 +110,22 @@ def test_every_weight_says_how_it_is_split() -> None:
         mlp_bias=True,
     )
     model = nnx.eval_shape(lambda: LlamaForCausalLM(config, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0)))
-    column, row = (None, TENSOR), (TENSOR, None)
-    columns = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
-    expected: dict[str, Any] = dict.fromkeys(columns, column)
-    expected |= dict.fromkeys(("o_proj", "down_proj", "embed_tokens"), row)
+    heads, kv_heads, inner = even(4, 4), repeated(2, 4), even(24)
+    expected: dict[str, tuple[tuple[Units, ...] | None, ...]] = {
+        "q_proj": (None, heads),
+        "k_proj": (None, kv_heads),
+        "v_proj": (None, kv_heads),
+        "o_proj": (heads, None),
+        "gate_proj": (None, inner),
+        "up_proj": (None, inner),
+        "down_proj": (inner, None),
+        "embed_tokens": (padded(config.vocab_size), None),
+        "lm_head": (None, padded(config.vocab_size)),
+    }
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     assert len(params) == 1 + 2 * 7 + 2 + 1 + 1
     for path, param in params:
-        split = param.get_metadata()["out_sharding"]
+        split = param.get_metadata()["split"]
         assert len(split) == param.ndim, path
         whole = expected.get(str(path[-2]), (None, None))
         assert split == (whole if param.ndim == 2 else whole[1:]), path
