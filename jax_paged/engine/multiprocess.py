@@ -36,6 +36,7 @@ main(descriptor)
 """
 # For workers to end by themselves.
 _CLOSING_S = 1.0
+_STDERR = 2
 
 
 class Worker:
@@ -56,7 +57,9 @@ class Worker:
         with theirs:
             command = [sys.executable, "-c", _WORKER, json.dumps([sys.path, theirs.fileno()])]
             passed = (theirs.fileno(), *(descriptors or ()))
-            self._process = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL)
+            # What gloo prints is no output of the user's program.
+            pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": _STDERR}
+            self._process = subprocess.Popen(command, pass_fds=passed, **pipes)
         self.channel = Channel(ours)
         self.channel.set_limits(sending_s=args.distributed_timeout_seconds)
         task = Task(args, launch, descriptors, logging.getLogger().getEffectiveLevel())
