@@ -14,6 +14,7 @@ Source: Hu et al., LoRA, 2021; the batch of several adapters: Chen et al., Punic
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from jaxtyping import Array, Int
 from jax_paged.models.adapter_files import Adapter
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.layers import Linear
-from jax_paged.models.sharding import Split
+from jax_paged.models.sharding import DeviceGrid, Split, taken
 
 # What becomes of a module's output, by what it was given and has returned.
 RowFunction = Callable[[Array, Array], Array]
@@ -65,13 +66,24 @@ class LoraLayout:
     rank: int
     dtype: jnp.dtype
 
-    def shapes(self) -> list[tuple[int, int]]:
-        """Returns the shapes of the arrays of all slots."""
-        width = self.num_slots * self.rank
-        return [shape for m in self.maps for shape in ((m.num_in, width), (width, m.num_out))]
+    def shapes(self, width: int, grid: DeviceGrid) -> list[tuple[int, ...]]:
+        """Returns the shapes of arrays of this width, on all devices together."""
+        pairs = [((m.num_in, width), (width, m.num_out)) for m in self.maps]
+        splits = self.splits
+        return [grid.shape(s, split) for s, split in zip(itertools.chain(*pairs), splits, strict=True)]
 
-    def padded(self, adapter: Adapter) -> list[np.ndarray]:
-        """Returns the arrays of one adapter, [in, rank] and [rank, out] for each map; 0 where it has none."""
+    @property
+    def splits(self) -> list[Split]:
+        """How the arrays are divided among devices: as the kernels that they add to."""
+        return [split for m in self.maps for split in ((m.split[0], None), (None, m.split[1]))]
+
+    def padded(self, adapter: Adapter, grid: DeviceGrid) -> list[np.ndarray]:
+        """Returns the arrays of one adapter, [in, rank] and [rank, out] for each map; 0 where it has none.
+
+        Args:
+            adapter: As its checkpoint has it.
+            grid: The devices in whose order the columns are.
+        """
         arrays: list[np.ndarray] = []
         for m in self.maps:
             a, b = np.zeros((m.num_in, self.rank), self.dtype), np.zeros((self.rank, m.num_out), self.dtype)
@@ -79,7 +91,7 @@ class LoraLayout:
                 rank = pair.a.shape[1]
                 a[:, :rank], b[:rank] = pair.a, pair.b
             arrays += [a, b]
-        return arrays
+        return [taken(x, grid.columns(s)) for x, s in zip(arrays, self.splits, strict=True)]
 
 
 def lora_maps(model: LanguageModel) -> tuple[LoraMap, ...]:

@@ -354,7 +354,7 @@ def stored_problems(stored: dict[str, StoredTensor], weights: list[Weight], tabl
         if kept in expected and kept in stored:
             a, b = stored[key], stored[kept]
             readable = {a.dtype, b.dtype} <= STORED_DTYPES.keys()
-            if not readable or not np.array_equal(_read_tensor(a), _read_tensor(b)):
+            if not readable or not np.array_equal(read_tensor(a), read_tensor(b)):
                 problems.append(f"{key} differs from {kept}, though config.json ties them")
         elif not re.fullmatch(table.ignored, key):
             problems.append(f"{key} is unexpected")

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jax_paged.checks import check
@@ -16,6 +15,7 @@ from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler_output import AdapterLoad
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.lora import LoraLayout, lora_maps
+from jax_paged.models.sharding import DeviceGrid
 from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.programs import Program, TraceContext
 
@@ -84,10 +84,8 @@ class LoadAdapterProgram(Program):
             starts = ((0, first) if i % 2 == 0 else (first, 0) for i in range(len(arrays)))
             return [lax.dynamic_update_slice(*each) for each in zip(arrays, new, starts, strict=True)]
 
-        shapes = [shape for m in context.lora.maps for shape in ((m.num_in, rank), (rank, m.num_out))]
-        new = [context.shape(shape, context.lora.dtype) for shape in shapes]
-        arrays = context.lora_arrays()
-        jitted = jax.jit(load, donate_argnums=0, out_shardings=[context.replicated] * len(arrays))
+        arrays, new = context.lora_arrays(), context.lora_arrays(num_slots=1)
+        jitted = jax.jit(load, donate_argnums=0, out_shardings=[x.sharding for x in arrays])
         return jitted.trace(arrays, context.shape((), jnp.int32), new)
 
 
@@ -96,16 +94,20 @@ class AdapterArrays:
 
     Args:
         layout: Of the arrays; None if requests have no adapters.
-        sharding: Of all of them.
+        grid: The devices that share them.
 
     Attributes:
         arrays: An argument of the steps of requests with adapters.
     """
 
-    def __init__(self, layout: LoraLayout | None, sharding: NamedSharding) -> None:
-        self._layout, self._sharding = layout, sharding
-        shapes = layout.shapes() if layout else []
-        self.arrays = [jnp.zeros(shape, layout and layout.dtype, device=sharding) for shape in shapes]
+    def __init__(self, layout: LoraLayout | None, grid: DeviceGrid) -> None:
+        self._layout, self._grid = layout, grid
+        self._shardings = [grid.sharding(split) for split in layout.splits] if layout else []
+        shapes = layout.shapes(layout.num_slots * layout.rank, grid) if layout else []
+        self.arrays = [
+            jnp.zeros(shape, layout and layout.dtype, device=where)
+            for shape, where in zip(shapes, self._shardings, strict=True)
+        ]
         self._on_host: list[np.ndarray] = []
 
     def load(self, run: Callable[..., Any], loads: tuple[AdapterLoad, ...]) -> None:
@@ -113,7 +115,7 @@ class AdapterArrays:
         for slot, _, adapter in loads:
             assert self._layout is not None, "there is no slot for an adapter"
             assert adapter is not None, "the engine adds the weights of an adapter when a step is scheduled"
-            padded = self._layout.padded(adapter)
+            padded = self._layout.padded(adapter, self._grid)
             self.arrays = run(LoadAdapterProgram(), self.arrays, np.int32(slot - 1), padded)
 
     def free(self) -> None:
@@ -124,7 +126,7 @@ class AdapterArrays:
     def restore(self) -> None:
         """Brings the arrays back that `free` has moved."""
         if self._on_host:
-            self.arrays = jax.device_put(self._on_host, self._sharding)
+            self.arrays = jax.device_put(self._on_host, self._shardings)
             self._on_host = []
 
     def close(self) -> None:

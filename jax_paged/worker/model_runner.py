@@ -104,7 +104,7 @@ class ModelRunner:
         self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, grid=grid, extra=extra)
         self._weights = self.served.arrays
         layouts = (layout,) if draft is None else (layout, draft.layout)
-        self._adapters = AdapterArrays(additions.lora, self._replicated)
+        self._adapters = AdapterArrays(additions.lora, grid)
         self._encodes = isinstance(loaded.model, EncoderDecoderLM)
         facts = ModelFacts(
             architecture=loaded.architecture,

@@ -18,7 +18,7 @@ from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.hooks import Hook, at_paths
 from jax_paged.models.lora import LoraLayout
 from jax_paged.models.pooling import PoolingSpec
-from jax_paged.models.sharding import DeviceGrid, whole_logits
+from jax_paged.models.sharding import TENSOR, DeviceGrid, whole_logits
 from jax_paged.worker.drafting import Drafter
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.logits_processors import LogitsProcessor, state_shapes
@@ -170,10 +170,18 @@ class TraceContext:
             draft_states=[self.shape(*x) for x in self.draft.states(s)] if self.draft else [],
         )
 
-    def lora_arrays(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of the arrays of adapters."""
-        lora = self.lora
-        return [] if lora is None else [self.shape(shape, lora.dtype) for shape in lora.shapes()]
+    def lora_arrays(self, num_slots: int | None = None) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the arrays of adapters, or of as many as have so many slots."""
+        if (lora := self.lora) is None:
+            return []
+        if self.mesh is None:
+            grid, shardings = DeviceGrid(AbstractMesh((1,), (TENSOR,))), [None] * len(lora.splits)
+        else:
+            grid = DeviceGrid(self.mesh)
+            shardings = [grid.sharding(split) for split in lora.splits]
+        shapes = lora.shapes((num_slots or lora.num_slots) * lora.rank, grid)
+        pairs = zip(shapes, shardings, strict=True)
+        return [jax.ShapeDtypeStruct(shape, lora.dtype, sharding=where) for shape, where in pairs]
 
     def merge(self, weights: list[Array]) -> LanguageModel:
         """Returns the model with the weights that a program is traced with."""

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.adapters import ADAPTERS, CONFIG, FIXTURES, limits_of, merged, reference, write, write_random
+from jax.sharding import AbstractMesh
 
 from jax_paged.models.adapter_files import read_adapter
 from jax_paged.models.lora import LoraLayout, lora_maps, row_functions
+from jax_paged.models.sharding import TENSOR, DeviceGrid
 from jax_paged.models.weights import load_model
 
 NAMES = sorted(folder.name for folder in ADAPTERS.iterdir() if folder.name != "soft_prompt")
@@ -44,7 +46,8 @@ def test_the_dense_model_computes_what_peft_does_merged_and_beside_it(name: str)
     model = load_model(base, "float32").model
     layout = LoraLayout(lora_maps(model), 2, 16, jnp.dtype("float32"))
     adapter = read_adapter(ADAPTERS / name, limits_of(base))
-    pairs = zip(layout.shapes(), layout.padded(adapter), strict=True)
+    grid = DeviceGrid(AbstractMesh((1,), (TENSOR,)))
+    pairs = zip(layout.shapes(32, grid), layout.padded(adapter, grid), strict=True)
     # What lies in the other slot is nobody's, and infinite.
     arrays = [jnp.full(shape, 3e38).at[-x.shape[0] :, -x.shape[1] :].set(x) for shape, x in pairs]
     arrays = [x.at[:16].set(1e38) if i % 2 else x for i, x in enumerate(arrays)]

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jax_paged.models import weights
+from jax_paged.models import stored_tensors, weights
 from jax_paged.models.weights import load_model, random_checkpoint, random_model, save_model
 
 SHARDED = Path(__file__).parent / "fixtures" / "wide_heads_mlp_bias_sharded"
@@ -130,11 +130,13 @@ def test_bad_shards_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"00001-of-00004.* and again in .*00002-of-00004"):
         load_model(folder)
     for weight_map in (None, ["a"], {"lm_head.weight": 3}):
-        (folder / weights.INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+        (folder / stored_tensors.INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(ValueError, match="weight_map of"):
             load_model(folder)
     shutil.copy(SHARDED / "model-00001-of-00004.safetensors", tmp_path / "outside.safetensors")
-    (folder / weights.INDEX_FILE).write_text(json.dumps({"weight_map": {"x": "../outside.safetensors"}}))
+    (folder / stored_tensors.INDEX_FILE).write_text(
+        json.dumps({"weight_map": {"x": "../outside.safetensors"}})
+    )
     with pytest.raises(ValueError, match=r"outside\.safetensors"):
         load_model(folder)
 
@@ -151,7 +153,7 @@ def test_all_wrong_weights_are_in_one_message(folder: Path, monkeypatch: pytest.
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32),
     }
     edit(folder, changes)
-    monkeypatch.delattr(weights, "_read_tensor")
+    monkeypatch.delattr(weights, "read_tensor")
     with pytest.raises(ValueError) as error:
         load_model(folder)
     assert str(error.value).splitlines()[1:] == [
@@ -273,10 +275,8 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
 
 
 def test_weights_are_not_read_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, read_tensor = [], weights._read_tensor
-    monkeypatch.setattr(
-        weights, "_read_tensor", lambda stored: read.append(stored.key) or read_tensor(stored)
-    )
+    read, read_tensor = [], weights.read_tensor
+    monkeypatch.setattr(weights, "read_tensor", lambda stored: read.append(stored.key) or read_tensor(stored))
     loaded = load_model(folder)
     assert len(read) == len(set(read)) == len(jax.tree.leaves(nnx.state(loaded.model)))
 
