@@ -1,14 +1,16 @@
 """An engine whose devices are in several processes: it draws what one draws, and ends when one is lost."""
 
 import contextlib
+import http.client
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -26,16 +28,17 @@ from helpers.real_model import (
     tokens_of,
 )
 
-from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
+from jax_paged import AsyncLLMEngine, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.multiprocess import MultiprocessExecutor
 from jax_paged.outputs import RequestOutput
 
+ROOT = Path(__file__).parents[2]
 SIZES = {"block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 2000}
 TINY = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 40}
 
 
-def two_processes(folder: Path, **settings) -> EngineArgs:
+def two_processes(folder: Path, **settings: Any) -> EngineArgs:
     backend = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"} | settings
     how = {"skip_tokenizer_init": True, "swap_space": 0.01, "max_compile_s": 0}
     return EngineArgs(model=str(folder), max_logprobs=20, **how, **backend)
@@ -166,8 +169,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launched(folder: Path, rank: int, port: int, seed: int = 0) -> "subprocess.Popen[str]":
-    where = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def launched(
+    folder: Path, rank: int, port: int, *, seed: int = 0, num_workers: int = 2
+) -> "subprocess.Popen[str]":
+    numbers = {"RANK": rank, "WORLD_SIZE": num_workers, "MASTER_PORT": port}
+    where = {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in numbers.items()}
     command = [sys.executable, "-c", EXTERNAL, str(folder), str(seed)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=os.environ | where, **pipes)
@@ -223,7 +229,7 @@ def break_while_running(folder: Path, rank: int, how: signal.Signals, limit_s: f
             engine.step()
         os.kill(executor._workers[rank]._process.pid, how)
         start = time.monotonic()
-        with pytest.raises(EngineDeadError, match=r"worker 1 has ended|the workers hang"):
+        with pytest.raises(EngineDeadError, match=r"worker \d has ended|the workers hang"):
             drain(engine)
         seconds = time.monotonic() - start
     assert not any(worker._process.poll() is None for worker in executor._workers)
@@ -238,8 +244,73 @@ def test_a_follower_that_stalls(checkpoint: Path) -> None:
     assert 5 <= break_while_running(checkpoint, 1, signal.SIGSTOP, 5) < 7
 
 
+def test_an_engine_that_is_killed(checkpoint: Path) -> None:
+    engine = launched(checkpoint, 0, free_port(), num_workers=1)
+    until = time.monotonic() + 120
+    while not (children := psutil.Process(engine.pid).children()) and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(1)
+    engine.kill()
+    engine.communicate()
+    assert children
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+
+
+def test_a_worker_that_is_lost_while_nothing_runs(scripted: Any) -> None:
+    noted: list[Callable[[str], None]] = []
+    args, executor = scripted()
+    executor.when_failed = noted.append
+    engine = AsyncLLMEngine(args, executor)
+    try:
+        assert engine.stopped is None
+        noted[0]("worker 1 has ended")
+        assert str(engine.stopped) == "worker 1 has ended"
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_a_server_whose_follower_is_killed(checkpoint: Path) -> None:
+    port, settings = free_port(), " ".join(f"--{k.replace('_', '-')} {v}" for k, v in TINY.items())
+    options = f"--port {port} --stay --tensor-parallel-size 2 --distributed-executor-backend mp {settings}"
+    command = [
+        sys.executable,
+        "serve.py",
+        "--model",
+        str(checkpoint),
+        "--max-compile-s",
+        "0",
+        *options.split(),
+    ]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as server:
+        try:
+            assert health(port, 120) == 200
+            *_, follower = psutil.Process(server.pid).children()
+            follower.kill()
+            time.sleep(1)
+            assert health(port, 1) == 503
+            assert psutil.Process(server.pid).children() == []
+        finally:
+            server.terminate()
+
+
+def health(port: int, limit_s: float) -> int:
+    """Returns the status of /health, once the server listens."""
+    until = time.monotonic() + limit_s
+    while True:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/health")
+            return connection.getresponse().status
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
+
+
 @pytest.mark.slow
 def test_faults_again_and_again(checkpoint: Path) -> None:
     for i in range(20):
-        assert break_while_running(checkpoint, i % 4 // 3 ^ 1, signal.SIGKILL, 60) < 2
-        assert break_while_running(checkpoint, 1 - i % 4 // 3, signal.SIGSTOP, 5) < 7
+        rank = 0 if i % 4 == 3 else 1
+        assert break_while_running(checkpoint, rank, signal.SIGKILL, 60) < 2
+        assert 5 <= break_while_running(checkpoint, rank, signal.SIGSTOP, 5) < 7

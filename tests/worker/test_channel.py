@@ -49,7 +49,11 @@ def test_messages_come_in_order(ends: list[Channel]) -> None:
 
 
 def test_an_end_that_is_closed_is_noticed(ends: list[Channel]) -> None:
-    waiting = threading.Thread(target=lambda: pytest.raises(OSError, ends[0].receive))
+    def wait() -> None:
+        with pytest.raises(ConnectionResetError, match="the other end is closed"):
+            ends[0].receive()
+
+    waiting = threading.Thread(target=wait)
     waiting.start()
     time.sleep(0.05)
     ends[0].close()
