@@ -21,9 +21,24 @@ MatmulBackend = Literal["auto", "onednn", "xla"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 KVCacheDTypeName = Literal["auto", "fp8_e4m3", "int8"]
+ExecutorBackend = Literal["uni", "mp", "external_launcher"]
 
 
-@ignores(IGNORED, none_is_default=("block_size", "enable_chunked_prefill", "enable_prefix_caching", "seed"))
+# A day: systems count how long a connection may wait in other ways, and not without end.
+MAX_TIMEOUT_S = 86_400
+
+# Arguments for which vLLM's scripts may pass None to get the default.
+_NONE_IS_DEFAULT = (
+    "block_size",
+    "distributed_executor_backend",
+    "distributed_timeout_seconds",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "seed",
+)
+
+
+@ignores(IGNORED, none_is_default=_NONE_IS_DEFAULT)
 @dataclasses.dataclass(frozen=True)
 class EngineArgs:
     """What an engine is made from; the names are vLLM's.
@@ -67,6 +82,11 @@ class EngineArgs:
             columns of its other weights, and of the pool.
         enable_expert_parallel: With several devices, whether each of them has some experts whole; else each
             has a part of every expert.
+        distributed_executor_backend: Whose the devices are: "uni", this process's; "mp", those of processes
+            that the engine starts on this machine, one for each; "external_launcher", those of processes on
+            any machines that torchrun, SLURM or Kubernetes has started (docs/several-devices.md).
+        distributed_timeout_seconds: Seconds after which several processes count as lost that do not find
+            each other, or take longer for a step.
         async_scheduling: Whether the next step begins before the host knows what the last one has drawn, so
             that the device never waits for it. A sequence then ends a step late on the device, which nobody
             sees but its successor.
@@ -133,6 +153,8 @@ class EngineArgs:
     scheduler_delay_factor: float = 0.0
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
+    distributed_executor_backend: ExecutorBackend = "uni"
+    distributed_timeout_seconds: float = 300
     async_scheduling: bool = True
     num_scheduler_steps: int = 1
     batch_invariant: bool = False
@@ -177,6 +199,10 @@ class EngineArgs:
         note(check_choice, "attention_backend", self.attention_backend, get_args(AttentionBackend))
         note(check_choice, "matmul_backend", self.matmul_backend, get_args(MatmulBackend))
         note(check_choice, "logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
+        backend, backends = self.distributed_executor_backend, get_args(ExecutorBackend)
+        note(check_choice, "distributed_executor_backend", backend, backends)
+        seconds = self.distributed_timeout_seconds
+        note(check_number, "distributed_timeout_seconds", seconds, 0, MAX_TIMEOUT_S, low_open=True)
         note(check_choice, "scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         note(check_choice, "runner", self.runner, ("auto", "generate", "pooling"))
         note(_pooler_config, self.pooler_config)
@@ -299,6 +325,7 @@ class EngineConfig:
         lora_maps: The linear maps that adapters may change, by their names in the checkpoint: the sizes of
             what each takes and returns.
         embed_size: Numbers of a vector in place of a token; 0 if prompts have none.
+        distributed_executor_backend: As EngineArgs.distributed_executor_backend.
     """
 
     model_name: str
@@ -343,6 +370,7 @@ class EngineConfig:
     max_cpu_loras: int = 0
     lora_maps: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     embed_size: int = 0
+    distributed_executor_backend: ExecutorBackend = "uni"
 
 
 def cache_dir(name: str) -> str:

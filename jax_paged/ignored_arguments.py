@@ -103,7 +103,6 @@ IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
     "data_parallel_size": (1,),
     "device": ("auto",),
     "disable_sliding_window": (False,),
-    "distributed_executor_backend": (None, "uni", "mp"),
     "download_dir": (None,),
     "enable_prompt_adapter": (False,),
     "enable_sleep_mode": (False, True),

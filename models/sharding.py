@@ -88,9 +88,9 @@ class DeviceGrid:
 
     @property
     def devices(self) -> list[jax.Device]:
-        """The devices, which are no abstract ones."""
+        """Those of this process; they are no abstract ones."""
         assert isinstance(self.mesh, Mesh), "abstract devices hold nothing"
-        return list(self.mesh.devices.flat)
+        return list(self.mesh.local_devices)
 
     def divided(self, split: Split) -> list[tuple[Units, ...] | None]:
         """Returns what is divided of a weight: its experts, or the other dimensions."""

@@ -10,7 +10,9 @@ from jax_paged.config import EngineArgs, EngineConfig
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import SequenceGroup
+from jax_paged.engine.multiprocess import ExternalExecutor, MultiprocessExecutor
 from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.launch import launch_of_environment
 from jax_paged.models.checkpoint import resolve_model_dir
 
 if TYPE_CHECKING:
@@ -34,12 +36,17 @@ def tokenizer_name(args: EngineArgs) -> str:
     return name
 
 
-def make_local_executor(args: EngineArgs) -> "Executor":
-    """Returns an executor that runs the steps in this process; the first call imports JAX.
+def make_executor(args: EngineArgs) -> "Executor":
+    """Returns the executor that the arguments ask for: one of this process imports JAX.
 
     Raises:
         ValueError: If the model can't be loaded or a limit does not fit it.
+        SystemExit: If a launcher has started this process to follow another, and that has ended.
     """
+    if args.distributed_executor_backend == "mp":
+        return MultiprocessExecutor(args)
+    if args.distributed_executor_backend == "external_launcher":
+        return ExternalExecutor(args, launch_of_environment())
     from jax_paged.worker.executor import LocalExecutor
 
     return LocalExecutor(args)

@@ -64,6 +64,7 @@ class AsyncLLMEngine:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        self.engine.executor.when_failed(lambda reason: self.fail(EngineDeadError(reason)))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -253,8 +254,7 @@ class AsyncLLMEngine:
         Args:
             error: What `error` is from now on, unless the engine has stopped already.
         """
-        if self.error is None:
-            self.error = error
+        self.error = self.error or error
         self._calls.put(None)
         streams = [*list(self._streams.values()), *list(self._submitted)]
         deliver([(stream, self._stopped()) for stream in streams])

@@ -221,6 +221,9 @@ class InputProcessor:
         captures = not self._config.capturing.isdisjoint(params.hook_args or ())
         params.skip_reading_prefix_cache = captures or not params.reads_prefix_cache
         if params.logits_processors:
+            backend = config.distributed_executor_backend
+            allowed = f"None with distributed_executor_backend={backend!r}, as they run in this process"
+            check(backend == "uni", "logits_processors", params.logits_processors, allowed)
             message = "logits_processors run on the host, token by token, which is slow: see LogitsProcessor"
             warnings.warn(message, UserWarning, stacklevel=2)
         if params.bad_words:

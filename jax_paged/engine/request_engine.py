@@ -18,7 +18,7 @@ from jax_paged.engine import prefixes
 from jax_paged.engine.assembly import (
     OwnScheduler,
     described,
-    make_local_executor,
+    make_executor,
     make_scheduler,
     make_tokenizer,
     with_end_token,
@@ -48,8 +48,8 @@ class RequestEngine:
 
     Args:
         args: Model and limits.
-        executor: Runs the steps. The engine closes it, also if it can't be made. None runs them in this
-            process.
+        executor: Runs the steps. The engine closes it, also if it can't be made. None makes the one that the
+            arguments ask for.
         scheduler: A subclass of Scheduler to take its place; or a function of a new request (a SequenceGroup)
             that returns its key: requests of lower keys go first, and take the blocks of others.
 
@@ -71,7 +71,7 @@ class RequestEngine:
         try:
             self.tokenizer = make_tokenizer(args)
             if executor is None:
-                executor = make_local_executor(args)
+                executor = make_executor(args)
             self.config = with_end_token(executor.config, self.tokenizer)
             self.input_processor = InputProcessor(self.config, self.tokenizer)
             max_in_flight = 2 if self.config.async_scheduling else 1

@@ -18,6 +18,8 @@ import uvicorn
 
 from jax_paged.config import EngineArgs, api_key_of_environment
 from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.engine.multiprocess import follow
+from jax_paged.launch import launch_of_environment
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.keys import with_all_keys
 from jax_paged.server.listening import allow_open_files, check_exposure, check_tls, uvicorn_config
@@ -39,7 +41,8 @@ def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
         options: How to listen, what clients may do, and what is logged.
 
     Raises:
-        SystemExit: If the address can't be bound, or the model or a setting can't be used.
+        SystemExit: If the address can't be bound, or the model or a setting can't be used; or if a launcher
+            has started this process to follow another, and that has ended.
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """
     configure(options.log_level, options.log_format)
@@ -47,6 +50,11 @@ def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
         options = with_all_keys(options, api_key_of_environment())
         check_tls(options)
     config = uvicorn_config("", options, log_level="warning", timeout_graceful_shutdown=_CLOSING_S)
+    if args.distributed_executor_backend == "external_launcher":
+        with _one_line_errors():
+            launch = launch_of_environment()
+            if launch.rank > 0:
+                follow(args, launch)
     # A port that is taken is found before the model is loaded.
     listener = _listener(options)
     with _one_line_errors():

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jax_paged.checks import check
@@ -116,9 +115,8 @@ class AdapterArrays:
         for slot, _, adapter in loads:
             assert self._layout is not None, "there is no slot for an adapter"
             assert adapter is not None, "the engine adds the weights of an adapter when a step is scheduled"
-            new = jax.device_put(self._layout.padded(adapter, self._grid), self._shardings)
-            at = jax.device_put(np.int32(slot - 1), NamedSharding(self._grid.mesh, PartitionSpec()))
-            self.arrays = run(LoadAdapterProgram(), self.arrays, at, new)
+            padded = self._layout.padded(adapter, self._grid)
+            self.arrays = run(LoadAdapterProgram(), self.arrays, np.int32(slot - 1), padded)
 
     def free(self) -> None:
         """Moves the arrays to host memory; no program may run until `restore`."""

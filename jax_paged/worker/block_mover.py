@@ -8,13 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.attention import POOL_SPEC
 from jax_paged.pallas_kernels import ops
-from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.programs import Program, TraceContext
 
 # Blocks that one call moves; the last call of a step is padded.
@@ -79,44 +78,30 @@ class SwapInProgram(Program):
 
 
 class BlockMover:
-    """Owns the host memory of swapped blocks; moves many blocks per call.
+    """Moves many blocks per call.
 
     Args:
-        layouts: Of the arrays of the pool, in their order.
         num_blocks: Of the pool.
-        num_swap_blocks: Of host memory.
-        block_size: Tokens per block.
         max_copies: Maximum copies that one call makes.
-        mesh: Where the pool lies.
-
-    Attributes:
-        host: Host memory, an array per array of the pool; without swap blocks none.
+        store: Keeps blocks in host memory, as HostBlocks.store does; None if nothing is swapped.
+        load: Brings them back, as HostBlocks.load does.
     """
 
     def __init__(
         self,
         *,
-        layouts: tuple[KVCacheLayout, ...],
         num_blocks: int,
-        num_swap_blocks: int,
-        block_size: int,
         max_copies: int,
-        mesh: Mesh | AbstractMesh,
+        store: Callable[..., None] | None,
+        load: Callable[[np.ndarray], list[Array]] | None,
     ) -> None:
-        self._num_blocks = num_blocks
-        self._sharding, self._replicated = kv_cache_sharding(mesh), NamedSharding(mesh, PartitionSpec())
+        self._num_blocks, self._store, self._load = num_blocks, store, load
         self._copies = [CopyProgram(n) for n in sorted({FEW_COPIES, max_copies})]
-        # One more than can be swapped: block 0 stays unused. Memory is taken as it is written to.
-        self.host = [
-            np.empty(layout.pool_shape(num_swap_blocks + 1, block_size), layout.dtype)
-            for layout in layouts
-            for _ in range(layout.num_pools if num_swap_blocks else 0)
-        ]
 
     @property
     def programs(self) -> list[Program]:
         """The programs that the methods below run."""
-        swaps = [SwapOutProgram(), SwapInProgram()] if self.host else []
+        swaps = [SwapOutProgram(), SwapInProgram()] if self._store else []
         return [*self._copies, *swaps]
 
     def move(self, run: Callable[..., Any], pool: list[Array], step: SchedulerOutput) -> list[Array]:
@@ -156,26 +141,23 @@ class BlockMover:
         """Copies (device block, host block) pairs to host memory; waits until they are there."""
         chunks = [pairs[i : i + SWAP_BLOCKS] for i in range(0, len(pairs), SWAP_BLOCKS)]
         gathered = [run(SwapOutProgram(), pool, self._columns(c, SWAP_BLOCKS, 0, 0)[0]) for c in chunks]
+        assert self._store is not None, "there are blocks in host memory"
         for chunk, blocks in zip(chunks, gathered, strict=True):
-            to = [host for _, host in chunk]
-            for memory, moved in zip(self.host, blocks, strict=True):
-                memory[to] = np.asarray(moved)[: len(chunk)]
+            self._store(np.array([host for _, host in chunk], np.int32), *blocks)
 
     def swap_in(
         self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]
     ) -> list[Array]:
         """Copies (host block, device block) pairs back; returns the pool, which is donated."""
+        assert self._load is not None, "there are blocks in host memory"
         for i in range(0, len(pairs), SWAP_BLOCKS):
-            chunk = pairs[i : i + SWAP_BLOCKS]
-            src = [host for host, _ in chunk] + [0] * (SWAP_BLOCKS - len(chunk))
-            blocks = jax.device_put([memory[src] for memory in self.host], self._sharding)
-            dst = self._columns(chunk, SWAP_BLOCKS, 0, self._num_blocks)[1]
-            pool = run(SwapInProgram(), pool, blocks, dst)
+            src, dst = self._columns(pairs[i : i + SWAP_BLOCKS], SWAP_BLOCKS, 0, self._num_blocks)
+            pool = run(SwapInProgram(), pool, self._load(src), dst)
         return pool
 
     def _columns(
         self, pairs: tuple[tuple[int, int], ...], size: int, pad_from: int, pad_to: int
-    ) -> list[Array]:
+    ) -> list[np.ndarray]:
         """Returns the two columns of the pairs, padded."""
         columns = np.array([*pairs, *[(pad_from, pad_to)] * (size - len(pairs))], np.int32).T
-        return jax.device_put([np.ascontiguousarray(c) for c in columns], self._replicated)
+        return [np.ascontiguousarray(c) for c in columns]

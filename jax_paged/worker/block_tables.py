@@ -52,18 +52,15 @@ class WriteBlockTablesProgram(Program):
         return jitted.trace(context.seat_arrays().block_tables, context.shape((2, NUM_WRITTEN), np.int32))
 
 
-def write_block_tables(
-    run: Callable[..., Any], block_tables: Array, changes: np.ndarray, place: Callable[[np.ndarray], Array]
-) -> Array:
+def write_block_tables(run: Callable[..., Any], block_tables: Array, changes: np.ndarray) -> Array:
     """Writes any number of changes ahead of a step; returns the array, which is donated.
 
     Args:
         run: Runs a program on arguments.
         block_tables: int32 [G, S, M].
         changes: int32 [2, n], as InputBatch.take_table_changes returns them.
-        place: Moves an array to the device.
     """
     for start in range(0, changes.shape[1], NUM_WRITTEN):
         chunk = pad_changes(changes[:, start : start + NUM_WRITTEN], NUM_WRITTEN, block_tables.size)
-        block_tables = run(WriteBlockTablesProgram(), block_tables, place(chunk))
+        block_tables = run(WriteBlockTablesProgram(), block_tables, chunk)
     return block_tables

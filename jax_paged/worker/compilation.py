@@ -112,6 +112,7 @@ class CompiledPrograms:
         options: Of the compiler.
         max_compile_s: Seconds after which no other step is begun to be compiled; the largest of each kind
             and the other programs always are.
+        is_ready: Whether a step that is compiled here may be used: elsewhere it may still be compiled.
 
     Raises:
         Exception: Whatever the compilation of one of the largest buckets has failed with.
@@ -124,10 +125,11 @@ class CompiledPrograms:
         lower: Callable[[Program], jax.stages.Lowered],
         options: dict[str, str | bool | int] | None = None,
         max_compile_s: float = math.inf,
+        is_ready: Callable[[Program], bool] = lambda _: True,
     ) -> None:
         self._options, self._max_compile_s = options, max_compile_s
         self.buckets = buckets
-        self._lower = lower
+        self._lower, self._is_ready = lower, is_ready
         self._programs: list[Program] = [*map(StepProgram, buckets), *others]
         self._futures: dict[Program, concurrent.futures.Future[CompiledProgram]] = {
             program: concurrent.futures.Future() for program in self._programs
@@ -205,7 +207,8 @@ class CompiledPrograms:
             fits &= bucket.num_logits >= num_logits and bucket.num_drafts >= num_drafts
             fits &= bool(bucket.num_drafts) == bool(num_drafts)
             fits &= (bucket.is_decode, bucket.num_steps, bucket.has_adapters, bucket.has_embeds) == needed
-            if fits and self._is_compiled(StepProgram(bucket)):
+            program = StepProgram(bucket)
+            if fits and self._is_compiled(program) and self._is_ready(program):
                 return bucket
         raise AssertionError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")
 
@@ -232,6 +235,15 @@ class CompiledPrograms:
         for program, future in self._futures.items():
             if program not in self._skipped:
                 future.result()
+
+    def when_compiled(self, note: Callable[[Program], None]) -> None:
+        """Calls a function for each program once it is compiled, in the thread that has compiled it."""
+
+        def note_done(program: Program) -> Callable[[concurrent.futures.Future[CompiledProgram]], None]:
+            return lambda _: note(program) if self._is_compiled(program) else None
+
+        for program, future in self._futures.items():
+            future.add_done_callback(note_done(program))
 
     def stop(self) -> None:
         """Ends the background threads; a compilation under way is waited for."""
@@ -286,8 +298,9 @@ class CompiledPrograms:
                     continue
                 self._num_traces += 1
             try:
-                self._futures[program].set_result(self._compile(program))
+                compiled = self._compile(program)
                 self._note_compiled(program)
+                self._futures[program].set_result(compiled)
             except BaseException as error:
                 _LOGGER.error("%s was not compiled (of a step, a larger one is used): %r", program, error)
                 self._futures[program].set_exception(error)

@@ -52,7 +52,6 @@ def encode(
     config: EngineConfig,
     weights: list[Array],
     kv_cache: list[Array],
-    place: Callable[[Any], Any],
 ) -> list[Array]:
     """Runs the encoder for requests that begin in a step: what their decoder attends to goes to the pool.
 
@@ -63,7 +62,6 @@ def encode(
         config: Of the engine.
         weights: Of the model.
         kv_cache: The pool; donated if there is anything to encode.
-        place: Puts arrays on the device.
 
     Returns:
         The pool.
@@ -77,7 +75,7 @@ def encode(
             num_blocks=config.num_blocks,
             block_size=config.block_size,
         )
-        kv_cache = run(program, weights, kv_cache, *place(inputs))
+        kv_cache = run(program, weights, kv_cache, *inputs)
     return kv_cache
 
 

@@ -1,6 +1,6 @@
 """What the engine asks of whoever runs its steps, and the executor that does it in this process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jax_paged.models.weights import LoadedModel
     from jax_paged.worker.compilation import CompileRecord
     from jax_paged.worker.logits_processors import LogitsProcessor
+    from jax_paged.worker.process_group import ProcessGroup
     from jax_paged.worker.sampler import Sampler
 
 
@@ -102,6 +103,10 @@ class Executor(Protocol):
         """Returns when everything is compiled; until then steps may use a larger shape than they need."""
         ...
 
+    def when_failed(self, note: Callable[[str], None]) -> None:
+        """Calls a function with the reason, from any thread, should it fail while no step runs."""
+        ...
+
     def update_weights(self, new: "NewWeights") -> None:
         """Computes with other weights from the next step on; ValueError if they don't fit."""
         ...
@@ -143,6 +148,7 @@ class LocalExecutor:
         sampler: Chooses tokens in place of the sampler.
         logits_processors: What requests may ask for by name, ahead of the sampler.
         first_device: The first of its devices, among those that JAX sees.
+        group: The processes whose devices they are; None for this one alone.
 
     Attributes:
         runner: Does the work.
@@ -160,12 +166,16 @@ class LocalExecutor:
         sampler: "Sampler | None" = None,
         logits_processors: "Sequence[LogitsProcessor]" = (),
         first_device: int = 0,
+        group: "ProcessGroup | None" = None,
     ) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
         from jax_paged.worker.encoder_runner import EncoderRunner, is_encoder
         from jax_paged.worker.inspection import Inspector
         from jax_paged.worker.model_runner import ModelRunner
 
+        backend = args.distributed_executor_backend
+        allowed = "'uni' for an executor of this process, or beside parts of one's own"
+        check(group is not None or backend == "uni", "distributed_executor_backend", backend, allowed)
         self.runner: Any
         if is_encoder(args, loaded):
             own = {"hooks": list(hooks) or None, "attend": attend, "sampler": sampler}
@@ -177,7 +187,8 @@ class LocalExecutor:
                 check(value is None, name, value, "None, as the model is an encoder")
             self.runner = EncoderRunner(args, loaded, first_device)
         else:
-            self.runner = ModelRunner(args, loaded, hooks, attend, sampler, logits_processors, first_device)
+            own_parts = hooks, attend, sampler, logits_processors
+            self.runner = ModelRunner(args, loaded, *own_parts, first_device, group)
         self._inspector = Inspector(self.runner)
         self._overrides = args.hf_overrides or {}
         self._source: str | Path | None = args.model if loaded is None else None  # of the weights
@@ -265,6 +276,9 @@ class LocalExecutor:
     def wait_until_compiled(self) -> None:
         """Returns when everything is compiled; until then steps may use a larger shape than they need."""
         self.runner.wait_until_compiled()
+
+    def when_failed(self, note: Callable[[str], None]) -> None:
+        """Never calls the function: what fails in this process does so in a step."""
 
     def update_weights(self, new: "NewWeights") -> None:
         """Computes with other weights from the next step on; ValueError if they don't fit."""

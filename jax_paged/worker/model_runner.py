@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +29,7 @@ from jax_paged.worker.block_tables import WriteBlockTablesProgram, write_block_t
 from jax_paged.worker.buckets import Bucket, plan_verifying
 from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
 from jax_paged.worker.encoder import encode, plan_encoders
+from jax_paged.worker.host_blocks import HostBlocks
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.kept_states import KeptStates
 from jax_paged.worker.kernel_check import choose_backend
@@ -39,7 +39,8 @@ from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
 from jax_paged.worker.mesh import choose_products, device_grid
 from jax_paged.worker.plan_steps import plan_steps
 from jax_paged.worker.pooling import PoolProgram, plan_pooling
-from jax_paged.worker.programs import Program, TraceContext
+from jax_paged.worker.process_group import OneProcess, ProcessGroup
+from jax_paged.worker.programs import SeatArrays, TraceContext
 from jax_paged.worker.prompt_logprobs import PromptLogprobsProgram
 from jax_paged.worker.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.results import PendingStep
@@ -60,6 +61,7 @@ class ModelRunner:
         sampler: Chooses tokens in place of the sampler.
         logits_processors: What requests may ask for by name, ahead of the sampler.
         first_device: The first of its devices, among those that JAX sees.
+        group: The processes whose devices they are; None for this one alone.
 
     Attributes:
         config: What the settings have come to.
@@ -79,7 +81,9 @@ class ModelRunner:
         sampler: Sampler | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         first_device: int = 0,
+        group: ProcessGroup | None = None,
     ) -> None:
+        group = group or OneProcess()
         # Before the weights take the GPU's memory.
         backend, backend_reason = choose_backend(args, loaded, attend)
         use_persistent_cache()
@@ -153,7 +157,7 @@ class ModelRunner:
         def free_bytes(config: EngineConfig) -> int:
             # What the largest step needs is found out with a tiny pool.
             needed = step_bytes(context_of(config, 2), config.num_scheduler_steps, plan_verifying(config))
-            return kv_cache.free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization)
+            return group.least(kv_cache.free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization))
 
         chosen = {"backend": backend, "matmul_backend": matmul_backend, "free_bytes": free_bytes}
         self.config = dataclasses.replace(
@@ -187,14 +191,16 @@ class ModelRunner:
             shares_prefixes=self._context.shares_prefixes,
             embed_size=self.config.embed_size,
         )
+        # One more than can be swapped: block 0 stays unused.
+        swapped = self._context.pool(self.config.num_swap_blocks + 1) if self.config.num_swap_blocks else []
+        self._host = HostBlocks(swapped, kv_cache.kv_cache_sharding(mesh))
         self._mover = BlockMover(
-            layouts=layouts,
             num_blocks=self.config.num_blocks,
-            num_swap_blocks=self.config.num_swap_blocks,
-            block_size=self.config.block_size,
             max_copies=self.config.max_num_seqs,
-            mesh=mesh,
+            store=group.everywhere("store", self._host.store) if swapped else None,
+            load=group.everywhere("load", self._host.load) if swapped else None,
         )
+        self._place = group.everywhere("place", functools.partial(_placed, sharding=self._replicated))
         self._states_on_host: list[np.ndarray] = []
         self.allocate()
         self._kept_states = KeptStates()
@@ -219,7 +225,10 @@ class ModelRunner:
             lambda program: program.lower(context),
             options,
             math.inf if args.max_compile_s is None else args.max_compile_s,
+            group.is_ready,
         )
+        kept = self._kv_cache, self._seat_arrays, self._adapters.arrays
+        self._run = group.begin(self._compiled, self._weights, kept)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -248,7 +257,7 @@ class ModelRunner:
     @property
     def host_blocks(self) -> list[np.ndarray]:
         """Host memory for blocks that are swapped out, an array per array of the pool."""
-        return self._mover.host
+        return self._host.arrays
 
     def wait_until_compiled(self) -> None:
         """Returns when everything is compiled; until then steps may use a larger bucket than needed."""
@@ -265,9 +274,9 @@ class ModelRunner:
         states = self._kept_states.bring_back(output, batch, states, self._place)
         self._kv_cache = self._mover.move(self._run, self._kv_cache, output)
         held = self._weights, self._kv_cache
-        self._kv_cache = encode(self._run, self._encoders, output, self.config, *held, self._place)
+        self._kv_cache = encode(self._run, self._encoders, output, self.config, *held)
         self._adapters.load(self._run, output.adapter_loads)
-        counts = reset_token_counts(self._run, self._seat_arrays.token_counts, resets, self._place)
+        counts = reset_token_counts(self._run, self._seat_arrays.token_counts, resets)
         self._seat_arrays = self._seat_arrays._replace(token_counts=counts, processor_states=states)
         logits_rows = plan_logits_rows(output)
         if output.scheduled:
@@ -294,9 +303,9 @@ class ModelRunner:
             context.layouts, context.num_blocks, context.block_size, self._mesh
         )
         seats: SeatArrays[Array] = jax.tree.map(lambda x: zeros(x.shape, x.dtype), context.seat_arrays())
-        kept = [self._place(states) for states in self._states_on_host] or seats.processor_states
+        kept = _placed(*self._states_on_host, sharding=self._replicated) or seats.processor_states
         self._seat_arrays = seats._replace(processor_states=kept)
-        self._empty_inputs: dict[int, tuple[Array, Array, Array]] = {}
+        self._empty_inputs: dict[int, list[Array]] = {}
 
     def free(self) -> None:
         """Frees what `allocate` has taken, between two steps; no sequence goes on in its seat."""
@@ -323,12 +332,12 @@ class ModelRunner:
         bucket = self._bucket(output, wants_hidden=bool(targets or functions or pooling))
         inputs = self.builder.build(output, logits_rows, bucket)
         tables = self._seat_arrays.block_tables
-        tables = write_block_tables(self._run, tables, inputs.changes_ahead, self._place)
+        tables = write_block_tables(self._run, tables, inputs.changes_ahead)
         self._seat_arrays = self._seat_arrays._replace(block_tables=tables)
         given = inputs.bias_ids, inputs.bias_values, inputs.token_mask
         sampling_inputs = [e if x is None else x for x, e in zip(given, self._empty(bucket), strict=True)]
         more = [self._adapters.arrays] if bucket.has_adapters else []
-        more += [] if inputs.embeds is None else [self._place(inputs.embeds)]
+        more += [] if inputs.embeds is None else [inputs.embeds]
         held = self._weights, self._kv_cache, self._seat_arrays
         results, details, hidden, self._kv_cache, self._seat_arrays, captured = self._run(
             StepProgram(bucket), *held, inputs.packed, *sampling_inputs, *more
@@ -348,13 +357,13 @@ class ModelRunner:
             results=results,
             details=details if (num_top >= 0).any() else None,
             prompt_logprobs=prompt_logprobs.begin_rows(
-                self._run, self._prompt_logprobs, self._weights, hidden, output, targets, self._place
+                self._run, self._prompt_logprobs, self._weights, hidden, output, targets
             ),
             redrawn=redrawn,
             captured=captured,
             capturing=self._input_batch.capturing(output, self.config.capturing) if captured else {},
             num_shared_tokens=inputs.num_shared_tokens,
-            pooled=pooling and pooling.begin(self._run, self._weights, hidden, self._place),
+            pooled=pooling and pooling.begin(self._run, self._weights, hidden),
         )
 
     def _bucket(self, output: SchedulerOutput, *, wants_hidden: bool) -> Bucket:
@@ -376,16 +385,15 @@ class ModelRunner:
             has_embeds=has_embeds,
         )
 
-    def _run(self, program: Program, *args: Any) -> Any:
-        return self._compiled.run(program, *args)
-
-    def _place(self, array: Any) -> Any:
-        return jax.device_put(array, self._replicated)
-
-    def _empty(self, bucket: Bucket) -> tuple[Array, Array, Array]:
+    def _empty(self, bucket: Bucket) -> list[Array]:
         if bucket.num_logits not in self._empty_inputs:
             inputs = empty_sampling_inputs(
                 bucket.num_logits, self.config.vocab_size, self._context.num_mask_words
             )
-            self._empty_inputs[bucket.num_logits] = jax.device_put(inputs, self._replicated)
+            self._empty_inputs[bucket.num_logits] = self._place(*inputs)
         return self._empty_inputs[bucket.num_logits]
+
+
+def _placed(*arrays: np.ndarray, sharding: NamedSharding) -> list[Array]:
+    """Returns arrays that every device has, also those of other processes, which do the same."""
+    return [jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index]) for x in arrays]

@@ -101,13 +101,11 @@ class PlannedPooling:
     places: dict[int, int]
     whole: dict[int, tuple[int, int]]
 
-    def begin(
-        self, run: Callable[..., Any], weights: list[Array], hidden: Array, place: Callable[..., Array]
-    ) -> PendingPooled:
+    def begin(self, run: Callable[..., Any], weights: list[Array], hidden: Array) -> PendingPooled:
         """Starts computing it; the arguments are those of prompt_logprobs.begin."""
         sums = None
         if self.places:
-            sums = run(PoolProgram(hidden.shape[1]), weights, hidden, place(self.packed))
+            sums = run(PoolProgram(hidden.shape[1]), weights, hidden, self.packed)
             sums.copy_to_host_async()
         return PendingPooled(self.places, self.whole, sums, hidden if self.whole else None)
 

@@ -107,7 +107,6 @@ def begin(
     hidden: Array,
     first: int,
     targets: list[int],
-    place: Callable[[np.ndarray], Array],
 ) -> list[Array]:
     """Starts computing the log-probabilities of tokens that follow neighbouring token rows.
 
@@ -118,7 +117,6 @@ def begin(
         hidden: Of a mixed step.
         first: The first of the token rows.
         targets: The tokens.
-        place: Moves an array to the device.
 
     Returns:
         The results of the program, one per NUM_ROWS tokens.
@@ -129,7 +127,7 @@ def begin(
         packed = np.zeros((2, NUM_ROWS), np.int32)
         packed[0, : len(chunk)] = np.arange(first + i, first + i + len(chunk))
         packed[1, : len(chunk)] = chunk
-        results.append(run(program, weights, hidden, place(packed)))
+        results.append(run(program, weights, hidden, packed))
     return results
 
 
@@ -140,14 +138,13 @@ def begin_rows(
     hidden: Array,
     output: SchedulerOutput,
     targets: dict[int, tuple[list[int], int]],
-    place: Callable[[np.ndarray], Array],
 ) -> list[PendingPromptLogprobs]:
     """Starts computing what `row_targets` has found for a step; the other arguments are those of `begin`."""
     pending, first = [], 0
     for i, row in enumerate(output.scheduled if targets else ()):
         if i in targets:
             tokens, num_top = targets[i]
-            results = begin(run, program, weights, hidden, first, tokens, place)
+            results = begin(run, program, weights, hidden, first, tokens)
             pending.append(PendingPromptLogprobs(i, len(tokens), num_top, results))
         first += row.num_tokens
     return pending

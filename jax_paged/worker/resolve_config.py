@@ -133,6 +133,7 @@ def resolve_config(
         num_scheduler_steps=args.num_scheduler_steps,
         seed=args.seed,
         kv_cache_dtype=args.kv_cache_dtype,
+        distributed_executor_backend=args.distributed_executor_backend,
         speculation=_speculation(args, model, max_num_batched_tokens, on_cpu=on_cpu),
     )
     num_blocks = _num_blocks(args, config, model.block_bytes, on_cpu, free_bytes)

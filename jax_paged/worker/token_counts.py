@@ -58,7 +58,6 @@ def reset_token_counts(
     run: Callable[..., Any],
     token_counts: Array,
     resets: Iterable[TokenCountReset],
-    place: Callable[[np.ndarray], Array],
 ) -> Array:
     """Writes the rows of sequences that take a seat; returns the array, which is donated.
 
@@ -66,11 +65,10 @@ def reset_token_counts(
         run: Runs a program on arguments.
         token_counts: int32 [S, V].
         resets: The sequences.
-        place: Moves an array to the device.
     """
     for reset in resets:
         for packed in _chunks(reset, token_counts.shape[1]):
-            token_counts = run(ResetTokenCountsProgram(), token_counts, place(packed))
+            token_counts = run(ResetTokenCountsProgram(), token_counts, packed)
     return token_counts
 
 

@@ -51,6 +51,9 @@ class WrappedExecutor:
         """The ModelRunner of a LocalExecutor."""
         return self.inner.runner  # pyright: ignore[reportAttributeAccessIssue]
 
+    def when_failed(self, note: Callable[[str], None]) -> None:
+        self.inner.when_failed(note)
+
     def dispatch(self, output: SchedulerOutput) -> None:
         self._before(output)
         self.inner.dispatch(output)

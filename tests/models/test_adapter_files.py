@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh
 from helpers.adapters import ADAPTERS, CONFIG, FIXTURES, limits_of, merged, reference, write, write_random
+from jax.sharding import AbstractMesh
 
 from jax_paged.models.adapter_files import read_adapter
 from jax_paged.models.lora import LoraLayout, lora_maps, row_functions

@@ -22,6 +22,7 @@ from jax_paged.worker.block_mover import (
     SwapInProgram,
     SwapOutProgram,
 )
+from jax_paged.worker.host_blocks import HostBlocks
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
 from jax_paged.worker.programs import Program, TraceContext
 from jax_paged.worker.weights import FlatModel
@@ -44,14 +45,6 @@ def make_mover(
     dtype: str = "float32", num_swap_blocks: int = 150, num_blocks: int = NUM_BLOCKS
 ) -> tuple[BlockMover, dict[Program, jax.stages.Compiled]]:
     layout = dataclasses.replace(LAYOUT, dtype=jnp.dtype(dtype))
-    mover = BlockMover(
-        layouts=(layout,),
-        num_blocks=num_blocks,
-        num_swap_blocks=num_swap_blocks,
-        block_size=BLOCK_SIZE,
-        max_copies=MAX_COPIES,
-        mesh=MESH,
-    )
     context = TraceContext(
         model=FlatModel(None, None),  # none of these programs runs it
         weights=[],
@@ -68,6 +61,9 @@ def make_mover(
         batch_invariant=False,
         mesh=MESH,
     )
+    host = HostBlocks(context.pool(num_swap_blocks + 1), kv_cache_sharding(MESH))
+    swaps = {"store": host.store, "load": host.load} if num_swap_blocks else {"store": None, "load": None}
+    mover = BlockMover(num_blocks=num_blocks, max_copies=MAX_COPIES, **swaps)
     return mover, {program: program.lower(context).compile() for program in mover.programs}
 
 

@@ -42,7 +42,7 @@ def test_any_number_of_changes_goes_ahead(num_changes: int) -> None:
         used.append(program)
         return jax.jit(write_changes)(*args)
 
-    got = write_block_tables(run, jnp.asarray(want), np.stack([places, blocks]), jnp.asarray)
+    got = write_block_tables(run, jnp.asarray(want), np.stack([places, blocks]))
     want.reshape(-1)[places] = blocks
     assert np.array_equal(got, want)
     assert used == [WriteBlockTablesProgram()] * -(-num_changes // NUM_WRITTEN)
@@ -84,7 +84,7 @@ def test_a_long_table_takes_its_seat_and_grows() -> None:
         inputs = builder.build(output, plan_logits_rows(output), bucket)
         num_ahead.append(inputs.changes_ahead.shape[1])
         device = write_block_tables(
-            lambda program, *args: jax.jit(write_changes)(*args), device, inputs.changes_ahead, jnp.asarray
+            lambda program, *args: jax.jit(write_changes)(*args), device, inputs.changes_ahead
         )
         fields = unpack(jnp.asarray(inputs.packed), bucket, 1)
         device = write_changes(device, fields["table_changes"])

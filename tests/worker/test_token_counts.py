@@ -77,7 +77,7 @@ def test_rows_are_written_whatever_they_held(compiled: jax.stages.Compiled) -> N
         seat %= NUM_SEATS
         prompt = rng.choices(range(VOCAB_SIZE // 2), k=num_prompt)
         output = rng.choices(range(10, VOCAB_SIZE), k=num_output)
-        counts = reset_token_counts(run, counts, [TokenCountReset(seat, prompt, output)], jnp.asarray)
+        counts = reset_token_counts(run, counts, [TokenCountReset(seat, prompt, output)])
         want[seat] = expected_row(prompt, output)
         assert np.array_equal(counts, want), (num_prompt, num_output)
     assert used == [ResetTokenCountsProgram()] * sum(-(-sum(n) // NUM_RESET_TOKENS) for n in LENGTHS)

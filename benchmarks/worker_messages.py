@@ -1,0 +1,130 @@
+"""What it costs to tell another process about a step, and what a step costs in one and in two processes.
+
+    python benchmarks/worker_messages.py [--out FILE]
+
+A message goes from one process to another, which answers with a few bytes as soon as it has all of it: the
+round trip bounds the cost from above. Its array has as many bytes as the buffers of a step. The steps are
+those of a small random model that is divided among two devices, of one process and of two.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import platform
+import socket
+import statistics
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_paged import EngineArgs, LLMEngine, SamplingParams
+from jax_paged.models.weights import random_checkpoint
+from jax_paged.worker.channel import Channel
+
+SIZES, NUM_MESSAGES, NUM_STEPS = (1, 4, 16, 64, 256), 2000, 200
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 7,
+}
+
+
+def answer(connection: socket.socket) -> None:
+    """Answers messages until there are no more."""
+    channel = Channel(connection)
+    with contextlib.suppress(OSError):
+        while True:
+            channel.receive()
+            channel.send(None)
+
+
+def message_times(kib: int) -> list[float]:
+    """Returns the milliseconds of round trips whose message has an array of so many KiB."""
+    ours, theirs = socket.socketpair()
+    process = multiprocessing.get_context("spawn").Process(target=answer, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    channel, array = Channel(ours), np.zeros(kib * 256, np.int32)
+    header = ["decode 64", ["weights", *range(100_000, 100_070), None], list(range(100_070, 100_140))]
+    times = []
+    for _ in range(NUM_MESSAGES):
+        start = time.perf_counter()
+        channel.send(header, [array])
+        channel.receive()
+        times.append(1e3 * (time.perf_counter() - start))
+    channel.close()
+    process.join()
+    return times[NUM_MESSAGES // 10 :]
+
+
+def step_times(folder: Path, backend: str) -> list[float]:
+    """Returns the milliseconds of decode steps of eight requests."""
+    args = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        tensor_parallel_size=2,
+        distributed_executor_backend=backend,  # pyright: ignore[reportArgumentType]
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=400,
+        swap_space=0,
+    )
+    with LLMEngine(args) as engine:
+        engine.executor.wait_until_compiled()
+        params = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True)
+        for i in range(8):
+            engine.add_request(str(i), {"prompt_token_ids": [8, 9, 10 + i]}, params)
+        times = []
+        while engine.has_unfinished_requests():
+            start = time.perf_counter()
+            engine.step()
+            times.append(1e3 * (time.perf_counter() - start))
+    return times[10:-10]
+
+
+def row(name: str, times: list[float]) -> str:
+    """Returns a row of the table."""
+    ninety = statistics.quantiles(times, n=10)[-1]
+    return f"| {name} | {statistics.median(times):.3f} | {ninety:.3f} | {min(times):.3f} |"
+
+
+def main() -> None:
+    """Measures all, and prints it or writes it to a file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    out: Path | None = parser.parse_args().out
+    jax.config.update("jax_num_cpu_devices", 2)
+    lines = [
+        f"# Messages between the processes of an engine, {date.today()}",
+        "",
+        f"`python benchmarks/worker_messages.py`; {platform.machine()}, jax {jax.__version__}; milliseconds.",
+        "",
+        "| | p50 | p90 | least |",
+        "|---|---|---|---|",
+        *(row(f"round trip of a message of {kib} KiB", message_times(kib)) for kib in SIZES),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        random_checkpoint(Path(folder), CONFIG, "float32")
+        for backend, name in (("uni", "one process"), ("mp", "two processes")):
+            lines.append(row(f"decode step on two devices of {name}", step_times(Path(folder), backend)))
+    text = "\n".join(lines) + "\n"
+    print(text) if out is None else out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Messages between the processes of an engine: a header of JSON and NumPy arrays, over a socket."""
+
+import contextlib
+import json
+import math
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
+import numpy as np
+
+_LENGTH = struct.Struct("<I")
+# Of a header. What is longer does not come from a process of an engine.
+_MAX_HEADER_BYTES = 2**24
+
+
+class Channel:
+    """One end of a connection; nothing that it receives is executed. Any thread may send, and one receives.
+
+    Args:
+        connection: A stream, connected; the channel owns it.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._sending = threading.Lock()
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, header: Any, arrays: Sequence[np.ndarray] = ()) -> None:
+        """Sends a message.
+
+        Args:
+            header: What JSON can hold.
+            arrays: Of any types and shapes.
+
+        Raises:
+            OSError: If the other end is gone, or takes nothing for as long as `set_limits` allows.
+        """
+        shapes = [(str(array.dtype), array.shape) for array in arrays]
+        text = json.dumps([header, shapes], separators=(",", ":")).encode()
+        parts: list[Any] = [_LENGTH.pack(len(text)), text]
+        parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
+        with self._sending:
+            while parts:
+                num_sent = self._socket.sendmsg(parts)
+                while parts and num_sent >= len(parts[0]):
+                    num_sent -= len(parts.pop(0))
+                if parts:
+                    parts[0] = memoryview(parts[0])[num_sent:]
+
+    def receive(self) -> tuple[Any, list[np.ndarray]]:
+        """Waits for a message and returns it.
+
+        Raises:
+            OSError: If the other end is gone, or sends nothing for as long as `set_limits` allows.
+            ValueError: If something else than such a message has come.
+        """
+        (length,) = _LENGTH.unpack(self._read(bytearray(_LENGTH.size)))
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"a header has {length} bytes; allowed: at most {_MAX_HEADER_BYTES}")
+        header, shapes = json.loads(self._read(bytearray(length)))
+        arrays = []
+        for dtype, shape in shapes:
+            buffer = np.empty(math.prod(shape) * np.dtype(dtype).itemsize, np.uint8)
+            self._read(buffer.data)
+            arrays.append(buffer.view(dtype).reshape(shape))
+        return header, arrays
+
+    def set_limits(self, *, sending_s: float = 0, receiving_s: float = 0) -> None:
+        """Bounds how many seconds sending and receiving wait for the other end; 0 waits for ever."""
+        for option, seconds in ((socket.SO_SNDTIMEO, sending_s), (socket.SO_RCVTIMEO, receiving_s)):
+            whole = int(seconds)
+            timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
+
+    def close(self) -> None:
+        """Ends the connection; the other end notices it, and whoever receives here."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read[T: bytearray | memoryview](self, buffer: T) -> T:
+        """Fills a buffer and returns it."""
+        view = memoryview(buffer)
+        while view:
+            num_read = self._socket.recv_into(view)
+            if not num_read:
+                raise ConnectionResetError("the other end is closed")
+            view = view[num_read:]
+        return buffer

@@ -1,0 +1,61 @@
+"""The processes of an engine: what its first one runs on its devices, the others run too, on theirs."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from jax_paged.worker.compilation import CompiledPrograms
+from jax_paged.worker.programs import Program
+
+# In a message, in the place of an argument: the list of weights.
+WEIGHTS = "weights"
+
+
+class ProcessGroup(Protocol):
+    """What a runner asks of the processes that it is one of."""
+
+    def least(self, value: int) -> int:
+        """Returns the least that any process has passed."""
+        ...
+
+    def everywhere[**P, T](self, name: str, function: Callable[P, T]) -> Callable[P, T]:
+        """Returns a function that runs in every process, each on its own devices and memory.
+
+        Args:
+            name: The same in every process; no program is called so.
+            function: Takes arrays, and returns arrays in lists, or nothing.
+        """
+        ...
+
+    def is_ready(self, program: Program) -> bool:
+        """Whether a program that is compiled here is so in every process."""
+        ...
+
+    def begin(self, compiled: CompiledPrograms, weights: list[Any], kept: Any) -> Callable[..., Any]:
+        """Waits for all processes, and returns what runs a program, on arguments, in each of them.
+
+        Args:
+            compiled: The programs.
+            weights: The list that programs are called with.
+            kept: Arrays that are there from the start; programs take and return them.
+        """
+        ...
+
+
+class OneProcess:
+    """An engine whose devices are all in this process. It is a ProcessGroup."""
+
+    def least(self, value: int) -> int:
+        """Returns the least that any process has passed."""
+        return value
+
+    def everywhere[**P, T](self, name: str, function: Callable[P, T]) -> Callable[P, T]:
+        """Returns the function; see ProcessGroup."""
+        return function
+
+    def is_ready(self, program: Program) -> bool:
+        """Whether a program that is compiled here is so in every process."""
+        return True
+
+    def begin(self, compiled: CompiledPrograms, weights: list[Any], kept: Any) -> Callable[..., Any]:
+        """Returns what runs a program; see ProcessGroup."""
+        return compiled.run

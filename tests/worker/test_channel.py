@@ -1,0 +1,78 @@
+"""What goes over a channel arrives as it was; what is lost or foreign is an error."""
+
+import socket
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_paged.worker.channel import Channel
+
+
+@pytest.fixture
+def ends():
+    channels = [Channel(end) for end in socket.socketpair()]
+    yield channels
+    for channel in channels:
+        channel.close()
+
+
+def test_headers_and_arrays_of_any_type_and_shape(ends: list[Channel]) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [
+        np.int32(7),
+        rng.integers(0, 99, (3, 0, 2)),
+        rng.normal(size=(300, 400)).astype(np.float32).T,
+        np.asarray(jnp.arange(12, dtype=jnp.bfloat16).reshape(3, 4)),
+        rng.integers(0, 2, (5, 5)).astype(bool),
+    ]
+    header = ["decode 8", ["weights", None, 3], []]
+    thread = threading.Thread(target=ends[0].send, args=(header, [np.asarray(x) for x in arrays]))
+    thread.start()
+    got, found = ends[1].receive()
+    thread.join()
+    assert got == header
+    for a, b in zip(arrays, found, strict=True):
+        assert (b.dtype, b.shape) == (a.dtype, a.shape)
+        np.testing.assert_array_equal(a, b)
+
+
+def test_messages_come_in_order(ends: list[Channel]) -> None:
+    for i in range(50):
+        ends[0].send(i, [np.full(i, i)])
+    for i in range(50):
+        header, (array,) = ends[1].receive()
+        assert header == i
+        assert array.tolist() == [i] * i
+
+
+def test_an_end_that_is_closed_is_noticed(ends: list[Channel]) -> None:
+    def wait() -> None:
+        with pytest.raises(ConnectionResetError, match="the other end is closed"):
+            ends[0].receive()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.05)
+    ends[0].close()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    with pytest.raises(ConnectionResetError, match="the other end is closed"):
+        ends[1].receive()
+
+
+def test_limits_of_time(ends: list[Channel]) -> None:
+    ends[0].set_limits(sending_s=0.1, receiving_s=0.1)
+    for wait in (ends[0].receive, lambda: ends[0].send("", [np.zeros(2**24, np.uint8)])):
+        start = time.monotonic()
+        with pytest.raises(BlockingIOError):
+            wait()
+        assert 0.05 < time.monotonic() - start < 2
+
+
+def test_what_is_no_message(ends: list[Channel]) -> None:
+    ends[0]._socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(ValueError, match="a header has 542393671 bytes; allowed: at most 16777216"):
+        ends[1].receive()

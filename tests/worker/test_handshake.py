@@ -1,0 +1,161 @@
+"""Workers find each other, and begin only if all are to do the same."""
+
+import dataclasses
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jax_paged import EngineArgs
+from jax_paged.launch import Launch, launch_of_environment
+from jax_paged.worker import handshake
+from jax_paged.worker.channel import Channel
+from jax_paged.worker.follower import Follower
+from jax_paged.worker.leader import Leader
+from jax_paged.worker.task import Task
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def tasks(checkpoint: Path) -> list[Task]:
+    """Two workers that are to find each other."""
+    args = EngineArgs(model=str(checkpoint), skip_tokenizer_init=True, distributed_timeout_seconds=20)
+    port = free_port()
+    return [Task(args, Launch(rank, 2, "127.0.0.1", port), None, 0) for rank in range(2)]
+
+
+def both(*calls: Callable[[], Any]) -> list[Any]:
+    """Returns what calls beside each other return or raise."""
+
+    def result(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(result, calls))
+
+
+def changed(task: Task, **settings: Any) -> Task:
+    return dataclasses.replace(task, args=dataclasses.replace(task.args, **settings))
+
+
+def test_equal_workers_meet(tasks: list[Task]) -> None:
+    (channels, ours), (channel, theirs) = both(
+        lambda: handshake.lead(tasks[0]), lambda: handshake.follow(tasks[1])
+    )
+    assert ours == theirs
+    channels[0].send("hello")
+    assert channel.receive() == ("hello", [])
+
+
+def test_all_that_differs_is_named_in_both(tasks: list[Task]) -> None:
+    other = changed(tasks[1], seed=3, block_size=8)
+    errors = both(lambda: handshake.lead(tasks[0]), lambda: handshake.follow(other))
+    for error in errors:
+        assert isinstance(error, ValueError)
+        assert str(error).splitlines() == [
+            "block_size is 8 in worker 1; allowed: 16, as in worker 0",
+            "seed is 3 in worker 1; allowed: 0, as in worker 0",
+        ]
+
+
+@pytest.mark.parametrize("name", ["jax", "jax-paged", "the checkpoint (config.json, headers of the weights)"])
+def test_other_versions_and_checkpoints(
+    tasks: list[Task], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = handshake.fingerprint
+
+    def fingerprint(args: EngineArgs, num_workers: int) -> dict[str, str]:
+        return make(args, num_workers) | ({name: "9.9"} if threading.current_thread() is follower else {})
+
+    monkeypatch.setattr(handshake, "fingerprint", fingerprint)
+    found: list[Any] = []
+    follower = threading.Thread(target=lambda: found.extend(both_in_place(tasks[1])))
+    follower.start()
+    with pytest.raises(ValueError) as error:
+        handshake.lead(tasks[0])
+    follower.join()
+    assert str(error.value).startswith(f"{name} is 9.9 in worker 1; allowed: ")
+    assert str(found[0]) == str(error.value)
+
+
+def both_in_place(task: Task) -> list[Any]:
+    try:
+        return [handshake.follow(task)]
+    except ValueError as error:
+        return [error]
+
+
+def test_a_checkpoint_that_one_worker_lacks(tasks: list[Task], tmp_path: Path) -> None:
+    other = changed(tasks[1], model=str(tmp_path))
+    errors = both(lambda: handshake.lead(tasks[0]), lambda: handshake.follow(other))
+    assert all("worker 1: " in str(error) and "config.json" in str(error) for error in errors)
+
+
+def test_foreigners_are_turned_away(tasks: list[Task]) -> None:
+    def disturb() -> tuple[Channel, str]:
+        launch = tasks[1].launch
+        for message in (b"GET / HTTP/1.1\r\n\r\n", b"\x02\x00\x00\x00[]", b"\x07\x00\x00\x00[{}, []"):
+            with handshake._connected(launch, 5)._socket as foreigner:
+                foreigner.sendall(message)
+        handshake._connected(launch, 5).send({"rank": 7})
+        return handshake.follow(tasks[1])
+
+    led, followed = both(lambda: handshake.lead(tasks[0]), disturb)
+    assert led[1] == followed[1]
+
+
+def test_a_port_that_is_taken(tasks: list[Task]) -> None:
+    with (
+        socket.create_server(("127.0.0.1", tasks[0].launch.port)),
+        pytest.raises(ValueError, match=r"MASTER_PORT\): Address already in use.*; allowed: an"),
+    ):
+        handshake.lead(tasks[0])
+
+
+def test_those_that_do_not_come(tasks: list[Task]) -> None:
+    alone, lost = (changed(task, distributed_timeout_seconds=0.3) for task in tasks)
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 2; allowed: 1, as only the ranks \[0\] have come"):
+        handshake.lead(alone)
+    with pytest.raises(ValueError, match=r"MASTER_ADDR is '127.0.0.1', port \d+ \(MASTER_PORT\), where no"):
+        handshake.follow(lost)
+
+
+def test_the_least_that_any_worker_has() -> None:
+    pairs = [socket.socketpair() for _ in range(2)]
+    leader = Leader([Channel(ours) for ours, _ in pairs], lambda reason: None)
+    followers = [Follower(Channel(theirs), lambda: None) for _, theirs in pairs]
+    groups = zip([leader, *followers], (700, 900, 400), strict=True)
+    assert both(*(lambda g=g, n=n: g.least(n) for g, n in groups)) == [400, 400, 400]
+
+
+def test_what_a_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError) as error:
+        launch_of_environment()
+    names = ["WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR"]
+    assert [line.split(" is None; allowed: ")[0] for line in str(error.value).splitlines()] == names
+    given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert launch_of_environment() == Launch(1, 2, "node0", 29500)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert launch_of_environment() == Launch(1, 2, "node0", 29501, local_rank=1)
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ValueError, match=r"RANK is 2; allowed: an integer in \[0, 1\]"):
+        launch_of_environment()
+    monkeypatch.setenv("RANK", "one")
+    with pytest.raises(ValueError, match=r"RANK is 'one'; allowed: an integer in \[0, 1\]"):
+        launch_of_environment()
