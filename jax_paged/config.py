@@ -64,6 +64,8 @@ class EngineArgs:
         scheduler_delay_factor: New requests wait until the first of them has waited this many times as long
             as the last step with a prompt took; then more are computed together.
         tensor_parallel_size: Devices that one model is split over.
+        data_parallel_size: Engines with the same weights, each on devices of its own: LLM spreads lists over
+            them, and the server requests (docs/scale.md).
         async_scheduling: Whether the next step begins before the host knows what the last one has drawn, so
             that the device never waits for it. A sequence then ends a step late on the device, which nobody
             sees but its successor.
@@ -129,6 +131,7 @@ class EngineArgs:
     preemption_mode: Literal["recompute", "swap"] | None = None
     scheduler_delay_factor: float = 0.0
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     async_scheduling: bool = True
     num_scheduler_steps: int = 1
     batch_invariant: bool = False
@@ -197,6 +200,7 @@ class EngineArgs:
         note(check_int, "num_scheduler_steps", self.num_scheduler_steps, 1)
         note(check_int, "max_loras", self.max_loras, 1)
         note(check_int, "tensor_parallel_size", self.tensor_parallel_size, 1)
+        note(check_int, "data_parallel_size", self.data_parallel_size, 1)
         note(check_int, "max_lora_rank", self.max_lora_rank, 1)
         if self.max_cpu_loras is not None:
             low = self.max_loras if isinstance(self.max_loras, int) else 1

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 import tokenizers
 from helpers.real_model import DenseModel, make_engine, reschedule, reset, write_checkpoint
@@ -13,6 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from jax_paged import LLM, EngineArgs, LLMEngine
 from jax_paged.worker.compilation import use_persistent_cache
 
+# Four devices where there is one, so that tests can split models over them and run engines side by side.
+jax.config.update("jax_num_cpu_devices", 4)
 # What one test has compiled, the next one finds, and the next run: before any engine is made, too.
 use_persistent_cache()
 

@@ -28,7 +28,8 @@ class ReplicaRouter:
     """Chooses replicas, and counts what they have to do: 4 for a request that waits, 1 for one that runs.
 
     A choice counts as a request that waits, at once: those who choose in the same moment see each other. The
-    caller then tells what becomes of it: `begin`, and `finish`, or `leave`. One thread at a time may use it.
+    caller then tells what becomes of it (`begin`, and `finish`, or `leave`), or what a replica has to do by
+    its own account (`count`). One thread at a time may use it.
 
     The home of a prefix is the replica whose number, times that of the prefix, is the largest modulo a prime
     (rendezvous hashing with a multiplicative hash). So routers agree that have never heard of each other; a
@@ -102,6 +103,11 @@ class ReplicaRouter:
         """Forgets a request that left before it ran; does nothing for a replica that has gone."""
         if (replica := self._replicas.get(replica_id)) is not None:
             replica.num_waiting -= 1
+
+    def count(self, replica_id: str, num_waiting: int, num_running: int) -> None:
+        """Takes what a replica says that it has to do, in place of what was counted here."""
+        replica = self._replicas[replica_id]
+        replica.num_waiting, replica.num_running = num_waiting, num_running
 
     def add_replica(self, replica_id: str) -> None:
         """Adds a replica that has nothing to do yet.

@@ -34,15 +34,19 @@ def tokenizer_name(args: EngineArgs) -> str:
     return name
 
 
-def make_local_executor(args: EngineArgs) -> "Executor":
+def make_local_executor(args: EngineArgs, replica: int = 0) -> "Executor":
     """Returns an executor that runs the steps in this process; the first call imports JAX.
+
+    Args:
+        args: Model and limits.
+        replica: Its place among the engines that args.data_parallel_size asks for.
 
     Raises:
         ValueError: If the model can't be loaded or a limit does not fit it.
     """
     from jax_paged.worker.executor import LocalExecutor
 
-    return LocalExecutor(args)
+    return LocalExecutor(args, first_device=replica * args.tensor_parallel_size)
 
 
 def check_kernels(args: EngineArgs) -> tuple[str, bool]:

@@ -107,7 +107,7 @@ class EncoderRunner:
         is_own, loaded = loaded is None, load(args, loaded)
         allowed = "False, as texts of another batch take another program"
         check(not args.batch_invariant, "batch_invariant", True, allowed)
-        mesh = device_mesh(args.tensor_parallel_size, first_device)
+        mesh = device_mesh(args.tensor_parallel_size, first_device, args.data_parallel_size)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         matmul_backend = products.resolve_products(args.matmul_backend, loaded.dtype, name="matmul_backend")
         packs = matmul_backend == "onednn"

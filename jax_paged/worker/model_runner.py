@@ -88,7 +88,7 @@ class ModelRunner:
         backend, backend_reason = choose_backend(args, loaded, attend)
         use_persistent_cache()
         is_own, loaded = loaded is None, load(args, loaded)
-        self._mesh = mesh = device_mesh(args.tensor_parallel_size, first_device)
+        self._mesh = mesh = device_mesh(args.tensor_parallel_size, first_device, args.data_parallel_size)
         device = mesh.devices[0]
         self._replicated = NamedSharding(mesh, PartitionSpec())
         matmul_backend = products.resolve_products(args.matmul_backend, loaded.dtype, name="matmul_backend")
