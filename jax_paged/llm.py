@@ -115,9 +115,12 @@ class LLM(PoolingMethods):
             ValueError: If the state is of another version, or the model or the pool is another one.
         """
         loaded = state if isinstance(state, EngineState) else EngineState.load(state)
-        llm = cls(**(loaded.values["args"] | changes))
+        args = loaded.values["args"] | changes
+        size = args.get("data_parallel_size", 1)
+        check(size == 1, "data_parallel_size", size, "1 to restore a state, which is one engine's")
+        llm = cls(**args)
         try:
-            llm._only_engine("restore a state").load_state(loaded)
+            llm.llm_engine.load_state(loaded)
         except BaseException:
             llm.close()
             raise

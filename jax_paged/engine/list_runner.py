@@ -15,8 +15,8 @@ from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.replicas import Placement
 from jax_paged.outputs import RequestOutput
 
-# A list is as slow as the slowest replica: for its prefixes one gets no more than a request ahead of another.
-_MAX_LAG = 4
+# A list is as slow as its slowest engine: a prefix is at home where no other engine has fewer requests.
+_MAX_LAG = 0
 
 # What a step has brought: how many requests got tokens, and the outputs of those that have ended.
 _Step = tuple[int, dict[str, RequestOutput]]

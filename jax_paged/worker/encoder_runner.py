@@ -104,10 +104,11 @@ class EncoderRunner:
         self, args: EngineArgs, loaded: LoadedModel | LanguageModel | None, first_device: int = 0
     ) -> None:
         use_persistent_cache()
-        is_own, loaded = loaded is None, load(args, loaded)
+        mesh = device_mesh(args.tensor_parallel_size, first_device, args.data_parallel_size)
+        with jax.default_device(mesh.devices[0]):
+            is_own, loaded = loaded is None, load(args, loaded)
         allowed = "False, as texts of another batch take another program"
         check(not args.batch_invariant, "batch_invariant", True, allowed)
-        mesh = device_mesh(args.tensor_parallel_size, first_device, args.data_parallel_size)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         matmul_backend = products.resolve_products(args.matmul_backend, loaded.dtype, name="matmul_backend")
         packs = matmul_backend == "onednn"

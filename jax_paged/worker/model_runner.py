@@ -87,9 +87,10 @@ class ModelRunner:
         # Before the weights take the GPU's memory.
         backend, backend_reason = choose_backend(args, loaded, attend)
         use_persistent_cache()
-        is_own, loaded = loaded is None, load(args, loaded)
         self._mesh = mesh = device_mesh(args.tensor_parallel_size, first_device, args.data_parallel_size)
         device = mesh.devices[0]
+        with jax.default_device(device):
+            is_own, loaded = loaded is None, load(args, loaded)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         matmul_backend = products.resolve_products(args.matmul_backend, loaded.dtype, name="matmul_backend")
         if args.matmul_backend == "auto" and matmul_backend == "xla" and device.platform == "cpu":
