@@ -1,6 +1,5 @@
 """Which of several engines with the same weights runs a request: its prefix's home, or the least loaded."""
 
-import dataclasses
 import hashlib
 from collections.abc import Iterable
 
@@ -11,17 +10,6 @@ MAX_LAG = 32
 _LOAD_OF_WAITING = 4
 # A Mersenne prime, so that products modulo it are spread evenly.
 _PRIME = 2**61 - 1
-
-
-@dataclasses.dataclass(slots=True)
-class _Replica:
-    number: int
-    num_waiting: int = 0
-    num_running: int = 0
-
-    @property
-    def load(self) -> int:
-        return _LOAD_OF_WAITING * self.num_waiting + self.num_running
 
 
 class ReplicaRouter:
@@ -49,22 +37,23 @@ class ReplicaRouter:
     def __init__(self, replica_ids: Iterable[str], max_lag: int = MAX_LAG) -> None:
         check_int("max_lag", max_lag, 0)
         self._max_lag = max_lag
-        self._replicas: dict[str, _Replica] = {}
+        self._loads: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
         for replica_id in replica_ids:
             self.add_replica(replica_id)
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
         """The replicas, in the order in which they came."""
-        return tuple(self._replicas)
+        return tuple(self._loads)
 
     def load(self, replica_id: str) -> int:
         """Returns what a replica has to do."""
-        return self._replicas[replica_id].load
+        return self._loads[replica_id]
 
     def home(self, prefix_key: str) -> str:
         """Returns the replica that a prefix belongs to, whatever that has to do."""
-        return self._first(self._replicas, prefix_key)
+        return self._first(self._numbers, prefix_key)
 
     def choose(self, prefix_key: str | None = None) -> str:
         """Returns who runs a request, which waits there from now on.
@@ -77,37 +66,31 @@ class ReplicaRouter:
         Raises:
             ValueError: If there are no replicas.
         """
-        check(bool(self._replicas), "the number of replicas", 0, "at least 1 to choose from")
-        loads = {replica_id: replica.load for replica_id, replica in self._replicas.items()}
-        least = min(loads.values())
+        check(bool(self._loads), "the number of replicas", 0, "at least 1 to choose from")
+        least = min(self._loads.values())
         chosen = None if prefix_key is None else self.home(prefix_key)
-        if chosen is None or loads[chosen] - least > self._max_lag:
-            free = [replica_id for replica_id, load in loads.items() if load == least]
+        if chosen is None or self._loads[chosen] - least > self._max_lag:
+            free = [replica_id for replica_id, load in self._loads.items() if load == least]
             # A prefix that its home has no time for meets itself elsewhere, too, if it can.
             chosen = free[0] if prefix_key is None else self._first(free, prefix_key)
-        self._replicas[chosen].num_waiting += 1
+        self._loads[chosen] += _LOAD_OF_WAITING
         return chosen
 
     def begin(self, replica_id: str) -> None:
         """Counts a request that waited as one that runs; does nothing for a replica that has gone."""
-        if (replica := self._replicas.get(replica_id)) is not None:
-            replica.num_waiting -= 1
-            replica.num_running += 1
+        self._add(replica_id, 1 - _LOAD_OF_WAITING)
 
     def finish(self, replica_id: str) -> None:
         """Forgets a request that ran; does nothing for a replica that has gone."""
-        if (replica := self._replicas.get(replica_id)) is not None:
-            replica.num_running -= 1
+        self._add(replica_id, -1)
 
     def leave(self, replica_id: str) -> None:
         """Forgets a request that left before it ran; does nothing for a replica that has gone."""
-        if (replica := self._replicas.get(replica_id)) is not None:
-            replica.num_waiting -= 1
+        self._add(replica_id, -_LOAD_OF_WAITING)
 
     def count(self, replica_id: str, num_waiting: int, num_running: int) -> None:
         """Takes what a replica says that it has to do, in place of what was counted here."""
-        replica = self._replicas[replica_id]
-        replica.num_waiting, replica.num_running = num_waiting, num_running
+        self._loads[replica_id] = _LOAD_OF_WAITING * num_waiting + num_running
 
     def add_replica(self, replica_id: str) -> None:
         """Adds a replica that has nothing to do yet.
@@ -116,8 +99,8 @@ class ReplicaRouter:
             ValueError: If there is one of this name. One that has gone must not come back under its name
                 while requests still run that were sent to it.
         """
-        check(replica_id not in self._replicas, "replica_id", replica_id, "a name that no replica has")
-        self._replicas[replica_id] = _Replica(_number(replica_id))
+        check(replica_id not in self._loads, "replica_id", replica_id, "a name that no replica has")
+        self._loads[replica_id], self._numbers[replica_id] = 0, _number(replica_id)
 
     def remove_replica(self, replica_id: str) -> None:
         """Chooses a replica no more, and forgets its requests.
@@ -125,13 +108,19 @@ class ReplicaRouter:
         Raises:
             ValueError: If there is none of this name.
         """
-        check(replica_id in self._replicas, "replica_id", replica_id, f"one of {list(self._replicas)}")
-        del self._replicas[replica_id]
+        check(replica_id in self._loads, "replica_id", replica_id, f"one of {list(self._loads)}")
+        del self._loads[replica_id], self._numbers[replica_id]
+
+    def _add(self, replica_id: str, load: int) -> None:
+        if replica_id in self._loads:
+            self._loads[replica_id] += load
 
     def _first(self, replica_ids: Iterable[str], prefix_key: str) -> str:
         """Returns which of some replicas a prefix prefers."""
-        number, replicas = _number(prefix_key), self._replicas
-        return max(replica_ids, key=lambda replica_id: number * replicas[replica_id].number % _PRIME)
+        number, numbers = _number(prefix_key), self._numbers
+        ids = list(replica_ids)
+        products = [number * numbers[replica_id] % _PRIME for replica_id in ids]
+        return ids[products.index(max(products))]
 
 
 def _number(name: str) -> int:
