@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from jax_paged.checks import check, check_int
 
-# Of the load that a prefix may cost its home: eight requests that wait, or 32 that run.
-MAX_LAG = 32
+# What a prefix may cost: to stand behind four more requests that wait, or 16 more that run, than elsewhere.
+MAX_LAG = 16
 _LOAD_OF_WAITING = 4
 # A Mersenne prime, so that products modulo it are spread evenly.
 _PRIME = 2**61 - 1
