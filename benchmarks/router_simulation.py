@@ -323,7 +323,8 @@ def main() -> None:
         kept = facts | {name: [*map(dataclasses.asdict, found)] for name, found in tables.items()}
         (RESULTS / f"{NAME}.json").write_text(json.dumps(kept, indent=1) + "\n")
         (RESULTS / f"{NAME}.md").write_text(
-            f"# The router, simulated\n\nCommit {facts['commit']}. `python benchmarks/router_simulation.py`: "
+            "# The router, simulated\n\n"
+            f"Commit {facts['commit']}. `python benchmarks/router_simulation.py`: "
             f"{args.users:,} users who come within {period_s:.0f} s, {args.replicas:,} replicas,\n"
             f"{outcomes[0].num_requests:,} turns. A model, of which no part ran on a GPU: see the docstring.\n\n"
             f"![Cached share and waiting, by policy]({NAME}.svg)\n\n{table(outcomes)}\n\n"
