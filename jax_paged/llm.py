@@ -83,7 +83,8 @@ class LLM(PoolingMethods):
         engine_args = {"num_scheduler_steps": num_steps, **engine_args}
         args = EngineArgs(model=model, tokenizer=tokenizer, **engine_args)
         parts = loaded, hooks, attend, sampler, logits_processors
-        has_parts = any(part is not None and part != () for part in parts)
+        has_parts = any(part is not None for part in (loaded, attend, sampler))
+        has_parts = has_parts or bool(hooks) or bool(logits_processors)
         if has_parts:
             own = "`loaded`, `hooks`, `attend`, `sampler` and `logits_processors`"
             check(executor is None, "executor", executor, f"None beside {own}")

@@ -53,7 +53,9 @@ class Conversations:
 
 def _ends(token_ids: Sequence[int], salt: str) -> list[bytes]:
     """Returns a digest per full block of a prompt, of all tokens up to its end."""
-    tokens, digest = array("q", token_ids), hashlib.blake2b(salt.encode(), digest_size=16)
+    tokens = array("q", token_ids)
+    # Salts come from users, and may hold lone surrogates.
+    digest = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16)
     ends = []
     for end in range(_BLOCK_SIZE, len(tokens) + 1, _BLOCK_SIZE):
         digest.update(tokens[end - _BLOCK_SIZE : end])

@@ -89,8 +89,9 @@ class ReplicaRouter:
         self._add(replica_id, -_LOAD_OF_WAITING)
 
     def count(self, replica_id: str, num_waiting: int, num_running: int) -> None:
-        """Takes what a replica says that it has to do, in place of what was counted here."""
-        self._loads[replica_id] = _LOAD_OF_WAITING * num_waiting + num_running
+        """Takes what a replica says it has to do, in place of what was counted; nothing if it has gone."""
+        if replica_id in self._loads:
+            self._loads[replica_id] = _LOAD_OF_WAITING * num_waiting + num_running
 
     def add_replica(self, replica_id: str) -> None:
         """Adds a replica that has nothing to do yet.
@@ -124,4 +125,6 @@ class ReplicaRouter:
 
 
 def _number(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest()) % (_PRIME - 1) + 1
+    # Texts of clients may hold lone surrogates.
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return int.from_bytes(digest) % (_PRIME - 1) + 1

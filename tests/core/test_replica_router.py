@@ -84,6 +84,7 @@ def test_what_replicas_that_have_gone_still_run_counts_no_more() -> None:
     router.remove_replica(chosen)
     for tell in (router.begin, router.finish, router.leave):
         tell(chosen)
+    router.count(chosen, 1, 1)
     [left] = router.replica_ids
     assert router.choose("key") == left
     router.remove_replica(left)
@@ -91,6 +92,19 @@ def test_what_replicas_that_have_gone_still_run_counts_no_more() -> None:
         router.choose("key")
     with pytest.raises(ValueError, match="replica_id is 'a'; allowed: one of"):
         router.remove_replica("a")
+
+
+def test_replicas_may_say_what_they_have_to_do() -> None:
+    router = ReplicaRouter(["a", "b"], max_lag=8)
+    router.count("a", 2, 3)
+    router.count("b", 1, 0)
+    assert (router.load("a"), router.load("b")) == (11, 4)
+    assert [router.choose(), router.choose(), router.choose()] == ["b", "b", "a"]
+
+
+def test_texts_of_clients_may_hold_anything() -> None:
+    assert ReplicaRouter(["a", "b"]).choose("\ud800") in ("a", "b")
+    assert Conversations().key_of([1] * 16, salt="\ud800") is not None
 
 
 def test_bad_arguments() -> None:

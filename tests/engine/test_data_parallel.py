@@ -1,6 +1,7 @@
 """Several engines side by side give the outputs of one, and end together."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -10,11 +11,13 @@ from typing import Any
 
 import jax
 import pytest
-from helpers.real_model import assert_no_block_lost, largest_buckets
+from helpers.adapters import write_random
+from helpers.real_model import assert_no_block_lost, largest_buckets, tokens_of
 from helpers.scripted_engine import LONG, no_block_lost
 
 from jax_paged import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from jax_paged.engine.list_runner import ListRunner
+from jax_paged.lora_request import LoRARequest
 from jax_paged.worker import plan_steps
 
 SETTINGS: dict[str, Any] = {
@@ -27,6 +30,8 @@ SETTINGS: dict[str, Any] = {
     "num_gpu_blocks_override": 200,
     "num_scheduler_steps": 2,
     "seed": 3,
+    "enable_lora": True,
+    "max_lora_rank": 4,
 }
 KINDS = [
     SamplingParams(temperature=0, max_tokens=12),
@@ -87,6 +92,21 @@ def test_two_engines_give_the_outputs_of_one(one: LLM, two: LLM) -> None:
             assert x.outputs[0].cumulative_logprob == pytest.approx(y.outputs[0].cumulative_logprob, abs=1e-3)
 
 
+def test_adapters_come_along_with_their_requests(
+    one: LLM, two: LLM, checkpoint: Path, tmp_path: Path
+) -> None:
+    folders = [write_random(tmp_path / str(i), checkpoint, 4, i) for i in (1, 2)]
+    adapters = [LoRARequest(folder.name, int(folder.name), str(folder)) for folder in folders]
+    prompts = [[i, 2, 3, 4] for i in range(6)]
+    chosen = [None, *adapters, *adapters, None]
+    given: Any = {"use_tqdm": False, "lora_request": chosen}
+    expected, found = (llm.generate(prompts, KINDS[0], **given) for llm in (one, two))
+    assert facts(found) == facts(expected)
+    without = two.generate(prompts, KINDS[0], use_tqdm=False)
+    same = [x == y for x, y in zip(tokens_of(found), tokens_of(without), strict=True)]
+    assert same == [adapter is None for adapter in chosen]
+
+
 def test_beams_and_texts(one: LLM, two: LLM) -> None:
     prompts = ["a text", "another", "and one that is longer than these"]
     beams = BeamSearchParams(beam_width=3, max_tokens=6)
@@ -143,15 +163,11 @@ def test_what_concerns_one_engine_is_refused(two: LLM, tmp_path: Path) -> None:
         ({"data_parallel_size": 5}, "data_parallel_size is 5; allowed: at most 4, as JAX sees 4 devices"),
     ],
 )
-def test_sizes_that_can_t_be(checkpoint: Path, sizes: dict[str, int], message: str) -> None:
-    empty = checkpoint / "model.safetensors"
-    weights = empty.read_bytes()
-    empty.write_bytes(b"")  # no weights are read
-    try:
-        with pytest.raises(ValueError, match=message):
-            LLM(str(checkpoint), **SETTINGS, **sizes)
-    finally:
-        empty.write_bytes(weights)
+def test_sizes_that_can_t_be(checkpoint: Path, tmp_path: Path, sizes: dict[str, int], message: str) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    (folder / "model.safetensors").write_bytes(b"")  # no weights are read
+    with pytest.raises(ValueError, match=message):
+        LLM(str(folder), **SETTINGS, **sizes)
 
 
 def test_an_engine_alone_has_no_replicas(checkpoint: Path) -> None:
@@ -186,18 +202,19 @@ def test_engines_step_at_the_same_time(engines: list[LLMEngine]) -> None:
 
 def test_ctrl_c_ends_all_engines(engines: list[LLMEngine]) -> None:
     def interrupt(output: object) -> None:
-        time.sleep(0.002)
         if engines[1].executor.num_steps == 3:  # pyright: ignore
             os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
 
     for engine in engines:
-        engine.executor.during_step = interrupt  # pyright: ignore
+        engine.executor.during_step = lambda output: time.sleep(0.01)  # pyright: ignore
+    engines[1].executor.during_step = interrupt  # pyright: ignore
     handler = signal.getsignal(signal.SIGINT)
     runner = ListRunner(engines)
     with pytest.raises(KeyboardInterrupt):
         runner.run(requests_of(engines[0], 9), use_tqdm=False)
     assert signal.getsignal(signal.SIGINT) is handler
-    assert all(engine.executor.num_steps < 10 for engine in engines)  # pyright: ignore
+    assert all(engine.executor.num_steps < 20 for engine in engines)  # pyright: ignore
     for engine in engines:
         engine.executor.during_step = lambda output: None  # pyright: ignore
     assert len(runner.run(requests_of(engines[0], 4), use_tqdm=False)) == 4
