@@ -326,7 +326,7 @@ def main() -> None:
             "# The router, simulated\n\n"
             f"Commit {facts['commit']}. `python benchmarks/router_simulation.py`: "
             f"{args.users:,} users who come within {period_s:.0f} s, {args.replicas:,} replicas,\n"
-            f"{outcomes[0].num_requests:,} turns. A model, and nothing of it ran on a GPU: see the script.\n\n"
+            f"{outcomes[0].num_requests:,} turns. A model; nothing of it ran on a GPU: see the script.\n\n"
             f"![Cached share and waiting, by policy]({NAME}.svg)\n\n{table(outcomes)}\n\n"
             f"## Lags, with a tenth of replicas and users\n\n{table(lags)}\n"
         )
