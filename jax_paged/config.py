@@ -87,6 +87,8 @@ class EngineArgs:
             any machines that torchrun, SLURM or Kubernetes has started (docs/several-devices.md).
         distributed_timeout_seconds: Seconds after which several processes count as lost that do not find
             each other, or take longer for a step.
+        data_parallel_size: Engines with the same weights, each on devices of its own: LLM spreads lists over
+            them, and the server requests (docs/scale.md).
         async_scheduling: Whether the next step begins before the host knows what the last one has drawn, so
             that the device never waits for it. A sequence then ends a step late on the device, which nobody
             sees but its successor.
@@ -155,6 +157,7 @@ class EngineArgs:
     enable_expert_parallel: bool = False
     distributed_executor_backend: ExecutorBackend = "uni"
     distributed_timeout_seconds: float = 300
+    data_parallel_size: int = 1
     async_scheduling: bool = True
     num_scheduler_steps: int = 1
     batch_invariant: bool = False
@@ -227,6 +230,10 @@ class EngineArgs:
         note(check_int, "num_scheduler_steps", self.num_scheduler_steps, 1)
         note(check_int, "max_loras", self.max_loras, 1)
         note(check_int, "tensor_parallel_size", self.tensor_parallel_size, 1)
+        note(check_int, "data_parallel_size", self.data_parallel_size, 1)
+        ok = self.data_parallel_size == 1 or backend == "uni"
+        allowed = f"1 with {backend!r} workers, which take the machine's devices from the first on"
+        note(check, ok, "data_parallel_size", self.data_parallel_size, allowed)
         note(check_int, "max_lora_rank", self.max_lora_rank, 1)
         if self.max_cpu_loras is not None:
             low = self.max_loras if isinstance(self.max_loras, int) else 1

@@ -100,7 +100,6 @@ IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
     "config_format": ("auto", "hf"),
     "convert": ("auto", "none", "embed", "classify"),
     "cpu_offload_gb": (0, 0.0),
-    "data_parallel_size": (1,),
     "device": ("auto",),
     "disable_sliding_window": (False,),
     "download_dir": (None,),

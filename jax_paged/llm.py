@@ -1,20 +1,17 @@
 """LLM: prompts in, outputs out, for notebooks and scripts."""
 
-import itertools
 import os
-import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
-
-from tqdm import tqdm
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.engine.assembly import OwnScheduler
 from jax_paged.engine.input_processor import CheckedRequest
-from jax_paged.engine.interrupt import deferred_interrupt
+from jax_paged.engine.list_runner import ListRunner
 from jax_paged.engine.llm_engine import LLMEngine
+from jax_paged.engine.replicas import make_replicas
 from jax_paged.engine.sleeping import Mode
 from jax_paged.engine.snapshot import EngineState
 from jax_paged.engine.tokenizer import Messages
@@ -44,7 +41,7 @@ NUM_SCHEDULER_STEPS = 8
 
 
 class LLM(PoolingMethods):
-    """A model with its engine; `close` it, or use it in a `with` block, to free the memory.
+    """A model with its engine, or several; `close` it, or use it in a `with` block, to free the memory.
 
     Args:
         model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
@@ -58,7 +55,11 @@ class LLM(PoolingMethods):
         sampler: A choice of tokens of your own, in JAX: see worker/sampler.Sampler.
         logits_processors: What requests may ask for by name, with SamplingParams.extra_args.
         **engine_args: The other fields of EngineArgs; num_scheduler_steps is 8 unless it is given, or
-            batch_invariant is True.
+            batch_invariant is True. With data_parallel_size there are so many engines, over which lists are
+            spread; what concerns one engine alone is an error then.
+
+    Attributes:
+        llm_engine: The engine, or the first of several.
 
     Raises:
         ValueError: If the model or a setting can't be used.
@@ -81,14 +82,27 @@ class LLM(PoolingMethods):
         num_steps = 1 if engine_args.get("batch_invariant") else NUM_SCHEDULER_STEPS
         engine_args = {"num_scheduler_steps": num_steps, **engine_args}
         args = EngineArgs(model=model, tokenizer=tokenizer, **engine_args)
-        if loaded is not None or hooks or attend is not None or sampler is not None or logits_processors:
-            from jax_paged.worker.executor import LocalExecutor  # imports JAX
-
+        parts = loaded, hooks, attend, sampler, logits_processors
+        has_parts = any(part is not None for part in (loaded, attend, sampler))
+        has_parts = has_parts or bool(hooks) or bool(logits_processors)
+        if has_parts:
             own = "`loaded`, `hooks`, `attend`, `sampler` and `logits_processors`"
             check(executor is None, "executor", executor, f"None beside {own}")
-            executor = LocalExecutor(args, loaded, hooks, attend, sampler, logits_processors)
-        self.llm_engine = LLMEngine(args, executor, scheduler=scheduler)
-        self._request_ids = itertools.count()
+        if executor is not None or loaded is not None:
+            allowed = "1 with `executor` or `loaded`, of which there is one"
+            check(args.data_parallel_size == 1, "data_parallel_size", args.data_parallel_size, allowed)
+
+        def make(replica: int) -> LLMEngine:
+            if not has_parts and args.data_parallel_size == 1:
+                return LLMEngine(args, executor, scheduler=scheduler)
+            from jax_paged.worker.executor import LocalExecutor  # imports JAX
+
+            local = LocalExecutor(args, *parts, first_device=replica * args.tensor_parallel_size)
+            return LLMEngine(args, local, scheduler=scheduler)
+
+        self._replicas = make_replicas(args.data_parallel_size, make)
+        self.llm_engine = self._replicas[0]
+        self._runner = ListRunner(self._replicas)
 
     @classmethod
     def restore(cls, state: "EngineState | str | os.PathLike[str]", **changes: Any) -> Self:
@@ -102,7 +116,10 @@ class LLM(PoolingMethods):
             ValueError: If the state is of another version, or the model or the pool is another one.
         """
         loaded = state if isinstance(state, EngineState) else EngineState.load(state)
-        llm = cls(**(loaded.values["args"] | changes))
+        args = loaded.values["args"] | changes
+        size = args.get("data_parallel_size", 1)
+        check(size == 1, "data_parallel_size", size, "1 to restore a state, which is one engine's")
+        llm = cls(**args)
         try:
             llm.llm_engine.load_state(loaded)
         except BaseException:
@@ -133,15 +150,17 @@ class LLM(PoolingMethods):
         self, weights: "NewWeights", *, running: Running = "error", weight_version: str | None = None
     ) -> None:
         """Serves other weights from now on, as LLMEngine.update_weights does."""
-        self.llm_engine.update_weights(weights, running=running, weight_version=weight_version)
+        self._only_engine("update weights").update_weights(
+            weights, running=running, weight_version=weight_version
+        )
 
     def sleep(self, level: int = 1, mode: Mode = "wait") -> None:
         """Gives the memory of weights and pool to others, as LLMEngine.sleep does."""
-        self.llm_engine.sleep(level, mode)
+        self._only_engine("sleep").sleep(level, mode)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Takes memory again, as LLMEngine.wake_up does."""
-        self.llm_engine.wake_up(tags)
+        self._only_engine("wake up").wake_up(tags)
 
     def generate(
         self,
@@ -291,7 +310,7 @@ class LLM(PoolingMethods):
         Raises:
             ValueError: If the prefix doesn't fit, or enable_prefix_caching is False.
         """
-        return self.llm_engine.pin_prefix(prompt, cache_salt=cache_salt)
+        return self._only_engine("pin prefixes").pin_prefix(prompt, cache_salt=cache_salt)
 
     def unpin_prefix(self, name: str) -> None:
         """Releases a pinned prefix.
@@ -299,7 +318,7 @@ class LLM(PoolingMethods):
         Raises:
             ValueError: If no prefix is pinned by this name.
         """
-        self.llm_engine.unpin_prefix(name)
+        self._only_engine("pin prefixes").unpin_prefix(name)
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Returns the tokenizer as transformers loads it.
@@ -315,7 +334,7 @@ class LLM(PoolingMethods):
 
     def pool_map(self) -> "PoolMap":
         """Returns what each block of the pool holds, as LLMEngine.pool_map does; a notebook draws it."""
-        return self.llm_engine.pool_map()
+        return self._only_engine("draw its pool").pool_map()
 
     def compile_plan(self) -> str:
         """Returns a table of what is compiled, as LLMEngine.compile_plan does."""
@@ -323,7 +342,8 @@ class LLM(PoolingMethods):
 
     def close(self) -> None:
         """Frees weights and pool; a second call does nothing."""
-        self.llm_engine.close()
+        for engine in self._replicas:
+            engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -334,7 +354,7 @@ class LLM(PoolingMethods):
         self.close()
 
     def __repr__(self) -> str:
-        return f"LLM{self.llm_engine!r}"
+        return "".join(["LLM", *map(repr, self._replicas)])
 
     def _params_of(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -361,36 +381,13 @@ class LLM(PoolingMethods):
             raise ValueError(f"prompts[{index}]: {error}") from error
 
     def _run(self, requests: list[CheckedRequest], use_tqdm: UseTqdm) -> list[RequestOutput]:
-        """Runs requests to their end; Ctrl-C (between two steps) or an error ends all of them."""
-        make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        engine = self.llm_engine
-        ids = [f"generate-{next(self._request_ids)}" for _ in requests]
-        outputs: dict[str, RequestOutput] = {}
-        own = frozenset(ids)  # others may have been added to the engine by hand
-        with (
-            deferred_interrupt() as interrupted,
-            make_bar(total=len(ids), disable=not use_tqdm, unit="request", dynamic_ncols=True) as bar,
-        ):
-            num_tokens, start = 0, time.monotonic()
-            try:
-                for request_id, request in zip(ids, requests, strict=True):
-                    engine.add_request(request_id, request)
-                while len(outputs) < len(ids) and not interrupted.is_set():
-                    changed = engine.advance()
-                    own_states = ((s.group.request_id, s) for s in changed if s.group.request_id in own)
-                    ended = {i: s.output() for i, s in own_states if s.is_finished}
-                    outputs |= ended
-                    num_tokens += len(changed)
-                    rate = num_tokens / (time.monotonic() - start)
-                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-                    bar.update(len(ended))
-            finally:
-                for request_id in ids:
-                    engine.abort_request(request_id)
-            engine.drain()
-        if interrupted.is_set() and len(outputs) < len(ids):
-            raise KeyboardInterrupt  # the handler of Ctrl-C has returned, as asyncio's does
-        return [outputs[request_id] for request_id in ids]
+        return self._runner.run(requests, use_tqdm)
+
+    def _only_engine(self, what: str) -> LLMEngine:
+        """Returns the engine, of which there must be one for what is asked."""
+        allowed = f"1 to {what}, which is done to one engine at a time"
+        check(len(self._replicas) == 1, "data_parallel_size", len(self._replicas), allowed)
+        return self.llm_engine
 
 
 def _one_each(name: str, given: Any, num: int) -> Sequence[Any]:

@@ -36,8 +36,12 @@ def tokenizer_name(args: EngineArgs) -> str:
     return name
 
 
-def make_executor(args: EngineArgs) -> "Executor":
+def make_executor(args: EngineArgs, replica: int = 0) -> "Executor":
     """Returns the executor that the arguments ask for: one of this process imports JAX.
+
+    Args:
+        args: Model and limits.
+        replica: Its place among the engines that args.data_parallel_size asks for.
 
     Raises:
         ValueError: If the model can't be loaded or a limit does not fit it.
@@ -49,7 +53,7 @@ def make_executor(args: EngineArgs) -> "Executor":
         return ExternalExecutor(args, launch_of_environment())
     from jax_paged.worker.executor import LocalExecutor
 
-    return LocalExecutor(args)
+    return LocalExecutor(args, first_device=replica * args.tensor_parallel_size)
 
 
 def check_kernels(args: EngineArgs) -> tuple[str, bool]:

@@ -8,25 +8,24 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from jax_paged.config import EngineArgs
-from jax_paged.engine import pooling
 from jax_paged.engine.errors import EngineAsleepError, EngineDeadError, stopped_by
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.output_processor import RequestState
-from jax_paged.engine.request_stream import CumulativeOutputs, Done, RequestStream, deliver, run_for
+from jax_paged.engine.request_methods import RequestMethods
+from jax_paged.engine.request_stream import Done, RequestStream, deliver, run_for
 from jax_paged.engine.sleeping import Mode
 from jax_paged.engine.statistics import EngineStatistics
 from jax_paged.engine.weight_updates import Running
 from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
-from jax_paged.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
 from jax_paged.pooling_params import PoolingParams
-from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from jax_paged.models.exchange import NewWeights
@@ -39,19 +38,22 @@ _SECONDS_PER_STREAM = 0.0015
 _LONGEST_TURN_S = 0.1
 
 
-class AsyncLLMEngine:
+class AsyncLLMEngine(RequestMethods):
     """An LLMEngine that a thread of its own steps; it sleeps while there is nothing to do.
 
     Args:
         args: Model and limits.
         executor: As LLMEngine takes it.
+        replica: Its place among several, which its streams and its thread are called by.
 
     Raises:
         ValueError: If the model or a setting can't be used.
     """
 
-    def __init__(self, args: EngineArgs, executor: "Executor | None" = None) -> None:
+    def __init__(self, args: EngineArgs, executor: "Executor | None" = None, replica: int = 0) -> None:
         self.engine = LLMEngine(args, executor)
+        self.replicas = (self,)
+        self._replica = replica
         self.error: BaseException | None = None  # what has stopped the engine, if anything
         self.statistics = EngineStatistics()  # changed by the engine's thread alone
         self.step_began: float | None = None  # time.monotonic when the running step began; None between steps
@@ -62,14 +64,9 @@ class AsyncLLMEngine:
         # Level, mode and what is told when it is done; it waits for running requests.
         self._falling_asleep: tuple[int, Mode, Future[None]] | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"engine {replica}", daemon=True)
         self._thread.start()
         self.engine.executor.when_failed(lambda reason: self.fail(EngineDeadError(reason)))
-
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Makes an engine; the name that vLLM's scripts use."""
-        return cls(engine_args)
 
     @property
     def stopped(self) -> EngineDeadError | None:
@@ -82,6 +79,17 @@ class AsyncLLMEngine:
         if self._falling_asleep is None and not self.engine.is_sleeping():
             return None
         return EngineAsleepError("the engine sleeps, or is about to; it takes requests when it is woken")
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests wait, those included that its thread has not taken yet, and how many run."""
+        queues = self.engine.scheduler.queues
+        num_waiting = len(self._submitted) + len(queues.waiting)
+        return num_waiting, len(queues.running) + len(queues.swapped)
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request of this id is here, and has not ended."""
+        return request_id in self._streams or any(s.request_id == request_id for s in list(self._submitted))
 
     async def submit(
         self,
@@ -123,80 +131,12 @@ class AsyncLLMEngine:
                 priority=priority,
                 lora_request=lora_request,
             )
-        stream = RequestStream(request_id, whole, self._abort)
+        stream = RequestStream(request_id, whole, self._abort, self._replica)
         self._submitted.add(stream)
         self._calls.put(lambda: self._add(stream, prompt))
         if self.error is not None:  # checked after the put: the thread sets it before its last look
             raise self._stopped()
         return stream
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | BeamSearchParams | None,
-        request_id: str,
-        lora_request: LoRARequest | None = None,
-        *,
-        cache_salt: str = "",
-        priority: int = 0,
-    ) -> AsyncGenerator[RequestOutput]:
-        """Runs a request; what each output holds is output_kind's choice. Leaving the loop early aborts it.
-
-        Args:
-            prompt: As LLMEngine.check_request takes it.
-            sampling_params: As LLMEngine.check_request takes it.
-            request_id: No unfinished request may have the same.
-            lora_request: As LLMEngine.check_request takes it.
-            cache_salt: As LLMEngine.check_request takes it.
-            priority: As LLMEngine.check_request takes it.
-
-        Raises:
-            ValueError: If the engine can't run it.
-            EngineDeadError: If the engine has failed or is closed.
-        """
-        kind = sampling_params.output_kind if isinstance(sampling_params, SamplingParams) else None
-        stream = await self.submit(
-            prompt,
-            sampling_params,
-            request_id,
-            cache_salt=cache_salt,
-            priority=priority,
-            lora_request=lora_request,
-            whole=kind is RequestOutputKind.FINAL_ONLY,
-        )
-        outputs = CumulativeOutputs()
-        try:
-            async for part in stream:
-                yield part if kind is RequestOutputKind.DELTA else outputs.add(part)
-        finally:
-            stream.abort()
-
-    async def encode(
-        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
-    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput]]:
-        """Pools a prompt; the only output is the last. Leaving the loop early aborts it.
-
-        Args:
-            prompt: As LLMEngine.check_request takes it.
-            pooling_params: What to make of it; without a task it is the model's first.
-            request_id: No unfinished request may have the same.
-            priority: As LLMEngine.check_request takes it.
-
-        Raises:
-            ValueError: If the model can't do it, or the engine can't run it.
-            EngineDeadError: If the engine has failed or is closed.
-        """
-        config = self.engine.config
-        params = pooling.resolved(pooling_params, None, config)
-        stream = await self.submit(prompt, params, request_id, priority=priority, whole=True)
-        assert config.pooling is not None, "it can pool"
-        try:
-            async for output in stream:
-                data = pooling.data_of(output, params, config.pooling)
-                facts = output.prompt_token_ids, output.num_cached_tokens
-                yield PoolingRequestOutput(request_id, PoolingOutput(data), *facts)
-        finally:
-            stream.abort()
 
     async def update_weights(
         self, weights: "NewWeights", *, running: Running = "error", weight_version: str | None = None
@@ -238,10 +178,6 @@ class AsyncLLMEngine:
             self._calls.put(lambda one=one: self._end(one))
         return Done()
 
-    def shutdown(self) -> None:
-        """Does what `close` does; the name that vLLM's scripts use."""
-        self.close()
-
     def close(self) -> None:
         """Ends the thread after its step, then all requests, and frees weights and pool."""
         self._calls.put(None)
@@ -258,6 +194,9 @@ class AsyncLLMEngine:
         self._calls.put(None)
         streams = [*list(self._streams.values()), *list(self._submitted)]
         deliver([(stream, self._stopped()) for stream in streams])
+
+    def __repr__(self) -> str:
+        return repr(self.engine)
 
     def stack(self) -> str:
         """Returns where the engine's thread is, as a traceback."""

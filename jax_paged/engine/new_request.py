@@ -1,6 +1,7 @@
 """What was checked of a request, as the scheduler sees it."""
 
 import copy
+import dataclasses
 import hashlib
 import sys
 from array import array
@@ -10,6 +11,15 @@ from typing import Any
 from jax_paged.checks import check
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.engine.input_processor import CheckedRequest
+
+
+def with_seed(request: CheckedRequest, new_seed: Callable[[], int]) -> CheckedRequest:
+    """Returns a request that has a seed: its own, or a new one."""
+    if request.params.seed is not None:
+        return request
+    params = copy.copy(request.params)  # dataclasses.replace would check all values again
+    params.seed = new_seed()
+    return dataclasses.replace(request, params=params)
 
 
 def sequence_group(
@@ -23,10 +33,7 @@ def sequence_group(
         arrival_time: In the engine's clock (seconds).
         new_seed: Returns a seed for a request that has none.
     """
-    params, cache_salt = request.params, request.cache_salt
-    if params.seed is None:
-        params = copy.copy(params)  # dataclasses.replace would check all values again
-        params.seed = new_seed()
+    params, cache_salt = with_seed(request, new_seed).params, request.cache_salt
     if request.encoder_token_ids:
         # What the decoder has computed is of use only beside the same encoder output.
         cache_salt += hashlib.sha256(array("q", request.encoder_token_ids).tobytes()).hexdigest()

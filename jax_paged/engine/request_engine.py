@@ -71,6 +71,8 @@ class RequestEngine:
         try:
             self.tokenizer = make_tokenizer(args)
             if executor is None:
+                allowed = "1 for one engine; LLM, ReplicatedEngine and the server run several"
+                check(args.data_parallel_size == 1, "data_parallel_size", args.data_parallel_size, allowed)
                 executor = make_executor(args)
             self.config = with_end_token(executor.config, self.tokenizer)
             self.input_processor = InputProcessor(self.config, self.tokenizer)

@@ -23,15 +23,19 @@ class RequestStream:
         request_id: Of its request.
         whole: Whether to give a single output, at the end.
         abort: Ends the request of a stream.
+        replica: The place of its engine among several.
 
     Attributes:
         has_begun: Whether the first output is on its way; the engine's thread alone uses it.
         on_ready: Called when there is an output, or an error, to take.
     """
 
-    def __init__(self, request_id: str, whole: bool, abort: Callable[["RequestStream"], None]) -> None:
+    def __init__(
+        self, request_id: str, whole: bool, abort: Callable[["RequestStream"], None], replica: int = 0
+    ) -> None:
         self.request_id = request_id
         self.whole = whole
+        self.replica = replica
         self.loop = asyncio.get_running_loop()
         self.has_begun = False
         self.on_ready: Callable[[], None] | None = None

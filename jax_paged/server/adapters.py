@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import Field
 
-from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.lora_request import LoRARequest
 from jax_paged.server.protocol import Body
 from jax_paged.server.responses import ApiError, shortened, unknown_model
@@ -41,7 +41,7 @@ class ServedModels:
         ValueError: If one of them can't be loaded.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, model_name: str, lora_modules: tuple[str, ...] = ()) -> None:
+    def __init__(self, engine: ServingEngine, model_name: str, lora_modules: tuple[str, ...] = ()) -> None:
         self._engine = engine
         self.model_name = model_name
         self._created = int(time.time())

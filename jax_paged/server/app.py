@@ -10,8 +10,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import EngineAsleepError, EngineDeadError
+from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.server.access import AccessLog
 from jax_paged.server.adapters import ServedModels
 from jax_paged.server.answers import (
@@ -64,7 +64,7 @@ class OpenAIServer:
         ValueError: If one of options.lora_modules can't be loaded.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, model_name: str, options: ServerOptions | None = None) -> None:
+    def __init__(self, engine: ServingEngine, model_name: str, options: ServerOptions | None = None) -> None:
         self.engine = engine
         self.model_name = model_name
         self.options = options or ServerOptions()
@@ -75,7 +75,7 @@ class OpenAIServer:
             stay=self.options.stay_on_engine_failure,
         )
         # Enough to run, and some that wait in the engine: a seat that is left is taken in the next step.
-        max_num_seqs = engine.engine.config.max_num_seqs
+        max_num_seqs = len(engine.replicas) * engine.engine.config.max_num_seqs
         self._room = WaitingRoom(max_num_seqs + max(4, max_num_seqs // 4), self.options.max_num_waiting)
         self.metrics = Metrics(engine, model_name, lambda: self._room.num_waiting)
         runner = RequestRunner(engine, self._room, self.metrics)

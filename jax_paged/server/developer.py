@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from jax_paged.checks import Problems, check, check_choice
-from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.server.event_stream import unless_gone
 from jax_paged.server.generation import bad_input
 from jax_paged.server.options import ServerOptions
@@ -36,7 +36,7 @@ class DeveloperRoutes:
         options: Whose pages may send requests.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, options: ServerOptions) -> None:
+    def __init__(self, engine: ServingEngine, options: ServerOptions) -> None:
         self._engine = engine
         self._options = options
 

@@ -11,9 +11,9 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from jax_paged.checks import TooLongError, check
-from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import EngineAsleepError
 from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.lora_request import LoRARequest
@@ -54,7 +54,7 @@ class TextRoutes:
 
     def __init__(
         self,
-        engine: AsyncLLMEngine,
+        engine: ServingEngine,
         runner: RequestRunner,
         texts: TextReader,
         models: ServedModels,
@@ -194,7 +194,7 @@ class GenerationRoutes(TextRoutes):
 
 
 def check_all(
-    engine: AsyncLLMEngine,
+    engine: ServingEngine,
     prompts: list[Prompt],
     params: SamplingParams | BeamSearchParams,
     body: Generation,
@@ -225,7 +225,7 @@ def has_form(params: SamplingParams | BeamSearchParams) -> bool:
     return isinstance(params, SamplingParams) and params.structured_outputs is not None
 
 
-def tokenizer_of(engine: AsyncLLMEngine) -> Tokenizer:
+def tokenizer_of(engine: ServingEngine) -> Tokenizer:
     """Returns the engine's tokenizer.
 
     Raises:

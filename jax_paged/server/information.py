@@ -8,7 +8,7 @@ from fastapi.responses import Response
 from pydantic import ConfigDict, Field
 
 from jax_paged.checks import check, check_int
-from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.server.adapters import ServedModels
 from jax_paged.server.conversation import messages_for
@@ -59,7 +59,7 @@ class InformationRoutes:
     """
 
     def __init__(
-        self, engine: AsyncLLMEngine, texts: TextReader, models: ServedModels, options: ServerOptions
+        self, engine: ServingEngine, texts: TextReader, models: ServedModels, options: ServerOptions
     ) -> None:
         self._engine = engine
         self._texts = texts

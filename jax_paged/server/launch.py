@@ -17,9 +17,9 @@ import orjson
 import uvicorn
 
 from jax_paged.config import EngineArgs, api_key_of_environment
-from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.multiprocess import follow
 from jax_paged.launch import launch_of_environment
+from jax_paged.engine.replicated_engine import ServingEngine, serving_engine
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.keys import with_all_keys
 from jax_paged.server.listening import allow_open_files, check_exposure, check_tls, uvicorn_config
@@ -83,7 +83,7 @@ def _listener(options: ServerOptions) -> socket.socket:
         )
 
 
-def _load_engine(args: EngineArgs, options: ServerOptions) -> AsyncLLMEngine:
+def _load_engine(args: EngineArgs, options: ServerOptions) -> ServingEngine:
     # Loading makes hundreds of thousands of objects, nearly all of which stay: to look through them for
     # garbage again and again takes half a second.
     gc.disable()
@@ -92,7 +92,7 @@ def _load_engine(args: EngineArgs, options: ServerOptions) -> AsyncLLMEngine:
     try:
         with _one_line_errors():
             template = None if options.chat_template is None else _template(options.chat_template)
-            engine = AsyncLLMEngine(args)
+            engine = serving_engine(args)
             if engine.engine.tokenizer is not None:
                 if template is not None:
                     engine.engine.tokenizer.replace_chat_template(template)
@@ -160,7 +160,7 @@ class Server(uvicorn.Server):
         body = {"model": self._openai.model_name, "messages": [question], "temperature": 0}
         page = f"\nor open {url}/ in a browser.\n" if self._openai.options.ui else ""
         print(
-            f"{self._openai.engine.engine!r}\n"
+            f"{self._openai.engine!r}\n"
             f"Serving the OpenAI API at {url}/v1. Press Ctrl-C to stop. Try:\n\n"
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
             f"    -d '{orjson.dumps(body).decode()}'\n{page}",

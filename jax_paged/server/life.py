@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError
+from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.server.responses import ApiError, asleep_error
 from jax_paged.server.waiting import WaitingRoom
 
@@ -36,7 +36,7 @@ class Life:
     """
 
     def __init__(
-        self, engine: AsyncLLMEngine, *, shutdown_timeout: float, step_timeout: float, stay: bool
+        self, engine: ServingEngine, *, shutdown_timeout: float, step_timeout: float, stay: bool
     ) -> None:
         self.num_active = 0  # requests whose answer is not complete
         self.is_draining = False
@@ -122,7 +122,8 @@ class Life:
                     f"the engine hangs: a step takes more than {self._step_timeout:g} s (--step-timeout)"
                 )
             )
-        if self._engine.error is not None:
+        if (stopped := self._engine.stopped) is not None:
+            self._engine.fail(stopped)  # the other engines, if there are several
             self._exit_code = ENGINE_FAILED
             if not self._stay:
                 self._ends_at = now + _LAST_WORDS_S

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import orjson
 
-from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.server.options import LogFormat, LogLevel
 
 _LOGGER = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def printable(text: str) -> str:
 
 
 async def log_statistics(
-    engine: AsyncLLMEngine, num_waiting: Callable[[], int], interval_s: float = _STATISTICS_INTERVAL_S
+    engine: ServingEngine, num_waiting: Callable[[], int], interval_s: float = _STATISTICS_INTERVAL_S
 ) -> None:
     """Logs a line per interval in which the engine had something to do, until it is cancelled.
 
@@ -61,28 +61,28 @@ async def log_statistics(
         num_waiting: Returns how many requests wait.
         interval_s: Seconds between two lines.
     """
-    done = engine.statistics
     last = _counts(engine)
     while True:
         start = time.monotonic()
         await asyncio.sleep(interval_s)
         seconds, now = time.monotonic() - start, _counts(engine)
-        scheduler = engine.engine.scheduler
-        queues, manager = scheduler.queues, scheduler.block_manager
-        if now == last and not len(queues):
+        schedulers = [replica.engine.scheduler for replica in engine.replicas]
+        if now == last and not any(len(scheduler.queues) for scheduler in schedulers):
             continue
+        num_blocks = sum(scheduler.block_manager.num_usable_blocks for scheduler in schedulers)
+        num_free = sum(scheduler.block_manager.num_free_blocks for scheduler in schedulers)
         prompt, cached, generated, steps = (new - old for new, old in zip(now, last, strict=True))
         last = now
         fields = {
-            "running": len(queues.running),
+            "running": sum(len(scheduler.queues.running) for scheduler in schedulers),
             "waiting": num_waiting(),
-            "swapped": len(queues.swapped),
+            "swapped": sum(len(scheduler.queues.swapped) for scheduler in schedulers),
             "prompt_tokens_per_s": round(prompt / seconds, 1),
             "generated_tokens_per_s": round(generated / seconds, 1),
             "steps_per_s": round(steps / seconds, 1),
-            "pool_usage": round(1 - manager.num_free_blocks / manager.num_usable_blocks, 4),
+            "pool_usage": round(1 - num_free / num_blocks, 4),
             "cached_prompt_tokens": round(cached / prompt, 4) if prompt else None,
-            "generated_tokens_total": done.num_generated_tokens,
+            "generated_tokens_total": now[2],
         }
         hits = f", {cached / prompt:.0%} of the prompts cached" if prompt else ""
         _LOGGER.info(
@@ -97,9 +97,10 @@ async def log_statistics(
         )
 
 
-def _counts(engine: AsyncLLMEngine) -> tuple[int, ...]:
-    done = engine.statistics
-    return done.num_prompt_tokens, done.num_cached_tokens, done.num_generated_tokens, done.num_steps
+def _counts(engine: ServingEngine) -> tuple[int, ...]:
+    done = [replica.statistics for replica in engine.replicas]
+    each = ((d.num_prompt_tokens, d.num_cached_tokens, d.num_generated_tokens, d.num_steps) for d in done)
+    return tuple(map(sum, zip(*each, strict=True)))
 
 
 class _TextFormatter(logging.Formatter):

@@ -11,12 +11,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from jax_paged.engine.async_engine import AsyncLLMEngine
-from jax_paged.engine.statistics import Distribution
+from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.outputs import RequestOutput
 from jax_paged.server.responses import num_prompt_tokens
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _LABELS = ("model_name", "engine")
+# What has no engine yet, where there are several.
+_ANY_ENGINE = "any"
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 _NUM_RECENT = 100
 
@@ -46,19 +48,20 @@ class Metrics:
         num_ended: Requests that have ended, by the reason.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, model_name: str, num_in_front: Callable[[], int]) -> None:
+    def __init__(self, engine: ServingEngine, model_name: str, num_in_front: Callable[[], int]) -> None:
         self._engine = engine
         self._num_in_front = num_in_front
         self.recent: collections.deque[Latency] = collections.deque(maxlen=_NUM_RECENT)
         self.num_ended: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
         self._registry = CollectorRegistry()
-        self._labels = (model_name, "0")
-        self._registry.register(_EngineCollector(engine, self.num_waiting, self._labels))
+        self._labels = [(model_name, str(replica)) for replica in range(len(engine.replicas))]
+        self._registry.register(_EngineCollector(engine, model_name, num_in_front))
+        # Everything that follows is a list, with an entry per engine.
         ended = self._counter("vllm:request_success", "Requests that ended.", "finished_reason")
-        self._ended = {reason: ended.labels(*self._labels, reason) for reason in _FINISH_REASONS}
-        self._preemptions = self._counter(
-            "vllm:num_preemptions", "How often requests that ended had lost their blocks."
-        ).labels(*self._labels)
+        self._ended = [{r: ended.labels(*labels, r) for r in _FINISH_REASONS} for labels in self._labels]
+        preempted = "How often requests that ended had lost their blocks."
+        preemptions = self._counter("vllm:num_preemptions", preempted)
+        self._preemptions = [preemptions.labels(*labels) for labels in self._labels]
         self._responses = Counter(
             "jax_paged_http_responses",
             "Answers per route and status, refused requests included; 499 if the client had left.",
@@ -89,42 +92,44 @@ class Metrics:
             "vllm:request_time_per_output_token_seconds", "Mean seconds between two tokens of a request."
         )
 
-    def observe(self, output: RequestOutput, num_tokens: list[int]) -> None:
+    def observe(self, output: RequestOutput, num_tokens: list[int], replica: int = 0) -> None:
         """Counts a request that has ended.
 
         Args:
             output: The last output of the request.
             num_tokens: Generated tokens per output.
+            replica: The place of the engine that ran it.
         """
         times, longest = output.metrics, max(num_tokens)
         reason = finish_reason(output)
         self.num_ended[reason] += 1
-        self._ended[reason].inc()
-        self._prompt.observe(num_prompt_tokens(output))
-        self._generation.observe(sum(num_tokens))
-        self._longest.observe(longest)
+        self._ended[replica][reason].inc()
+        self._prompt[replica].observe(num_prompt_tokens(output))
+        self._generation[replica].observe(sum(num_tokens))
+        self._longest[replica].observe(longest)
         if times.num_preemptions:
-            self._preemptions.inc(times.num_preemptions)
+            self._preemptions[replica].inc(times.num_preemptions)
         arrival, started, first = times.arrival_time, times.first_scheduled_time, times.first_token_time
         if started is not None:
-            self._queue.observe(started - arrival)
+            self._queue[replica].observe(started - arrival)
         if times.finished_time is None:
             return
-        self._total.observe(times.finished_time - arrival)
+        self._total[replica].observe(times.finished_time - arrival)
         if started is None or first is None:
             return
-        self._inference.observe(times.finished_time - started)
-        self._prefill.observe(first - started)
-        self._decode.observe(times.finished_time - first)
-        self._first_token.observe(first - arrival)
+        self._inference[replica].observe(times.finished_time - started)
+        self._prefill[replica].observe(first - started)
+        self._decode[replica].observe(times.finished_time - first)
+        self._first_token[replica].observe(first - arrival)
         per_token = (times.finished_time - first) / (longest - 1) if longest > 1 else None
         if per_token is not None:
-            self._per_token.observe(per_token)
+            self._per_token[replica].observe(per_token)
         self.recent.append(Latency(first - arrival, per_token))
 
     def num_waiting(self) -> int:
         """Returns how many requests wait, in front of the engine and in it."""
-        return self._num_in_front() + len(self._engine.engine.scheduler.queues.waiting)
+        waiting = (len(replica.engine.scheduler.queues.waiting) for replica in self._engine.replicas)
+        return self._num_in_front() + sum(waiting)
 
     def observe_response(self, route: str, status: int) -> None:
         """Counts an answer.
@@ -143,9 +148,9 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, [*_LABELS, *labels], registry=self._registry)
 
-    def _histogram(self, name: str, text: str, bounds: Iterable[float] = _SECONDS) -> Histogram:
+    def _histogram(self, name: str, text: str, bounds: Iterable[float] = _SECONDS) -> list[Histogram]:
         family = Histogram(name, text, _LABELS, buckets=tuple(bounds), registry=self._registry)
-        return family.labels(*self._labels)
+        return [family.labels(*labels) for labels in self._labels]
 
     @staticmethod
     def _lengths(max_model_len: int) -> list[int]:
@@ -155,110 +160,132 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads an engine when it is scraped.
+    """Reads the engines when it is scraped.
 
-    The engine's scheduler is looked up every time: LLMEngine.record() replaces it.
+    An engine's scheduler is looked up every time: LLMEngine.record() replaces it.
     """
 
-    def __init__(
-        self, engine: AsyncLLMEngine, num_waiting: Callable[[], int], labels: tuple[str, ...]
-    ) -> None:
-        self._engine = engine
-        self._num_waiting = num_waiting
-        self._labels = labels
+    def __init__(self, engine: ServingEngine, model_name: str, num_in_front: Callable[[], int]) -> None:
+        self._replicas = engine.replicas
+        self._model_name = model_name
+        self._num_in_front = num_in_front
 
     def collect(self) -> Iterator[Metric]:
-        """Yields what the engine has done, and what it holds now."""
-        engine, done = self._engine.engine, self._engine.statistics
-        queues, manager = engine.scheduler.queues, engine.scheduler.block_manager
-        used = 1 - manager.num_free_blocks / manager.num_usable_blocks
-        num_compiled, num_programs = engine.executor.compile_progress
-        usage = "Share of the pool's blocks that requests hold."
-        yield self._gauge("vllm:num_requests_running", "Requests that are running.", len(queues.running))
-        yield self._gauge("vllm:num_requests_waiting", "Requests that are waiting.", self._num_waiting())
-        yield self._gauge("vllm:kv_cache_usage_perc", f"{usage} 1 means all.", used)
-        yield self._gauge("vllm:gpu_cache_usage_perc", f"{usage} The name that older boards use.", used)
-        for name, text, value in (
-            (
-                "prompt_tokens",
-                "Prompt tokens of requests that got their first token.",
-                done.num_prompt_tokens,
-            ),
-            ("generation_tokens", "Generated tokens.", done.num_generated_tokens),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", done.num_prompt_tokens),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", done.num_cached_tokens),
-        ):
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
-            counter.add_metric(self._labels, value)
-            yield counter
+        """Yields what each engine has done, and what it holds now."""
+        yield from self._gauges()
+        yield from self._counters()
         yield from self._speculation()
         for name, text in (
             ("inter_token_latency", "Seconds between two tokens of a sequence."),
             ("time_per_output_token", "inter_token_latency_seconds, under the name that older boards use."),
         ):
-            yield self._histogram(f"vllm:{name}_seconds", text, done.inter_token)
-        config = engine.config
-        facts = {
-            "block_size": config.block_size,
-            "num_gpu_blocks": config.num_blocks,
-            "cache_dtype": config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-            "enable_prefix_caching": config.enable_prefix_caching,
-            "engine": self._labels[1],
-        }
-        info = GaugeMetricFamily("vllm:cache_config_info", "How the pool is made.", labels=list(facts))
-        info.add_metric([str(value) for value in facts.values()], 1)
-        yield info
-        states = "What sleeps: awake is 0 while anything does; then the level, 1 or 2, says which is 1."
-        asleep = GaugeMetricFamily("vllm:engine_sleep_state", states, labels=[*_LABELS, "sleep_state"])
-        for i, state in enumerate(("awake", "weights_offloaded", "discard_all")):
-            asleep.add_metric([*self._labels, state], int(engine.sleep_level == i))
-        yield asleep
-        version = GaugeMetricFamily(
-            "jax_paged_weight_version_info", "The weights.", labels=["weight_version"]
-        )
-        version.add_metric([engine.weight_version], 1)
-        yield version
-        swapped = "Requests whose blocks are in host memory."
-        yield GaugeMetricFamily("jax_paged_num_requests_swapped", swapped, value=len(queues.swapped))
-        yield GaugeMetricFamily("jax_paged_programs", "Programs to compile.", value=num_programs)
-        yield GaugeMetricFamily("jax_paged_programs_compiled", "Those that are.", value=num_compiled)
-        yield CounterMetricFamily("jax_paged_steps", "Steps of the engine.", value=done.num_steps)
-        shared = "Tokens that steps read once for several sequences, each of these after the first counted."
-        yield CounterMetricFamily("jax_paged_shared_tokens", shared, value=engine.num_shared_tokens)
+            histogram = HistogramMetricFamily(f"vllm:{name}_seconds", text, labels=_LABELS)
+            for labels, replica in self._each():
+                values = replica.statistics.inter_token
+                counts = itertools.accumulate(list(values.counts))
+                bounds = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
+                histogram.add_metric(labels, list(zip(bounds, counts, strict=True)), values.total)
+            yield histogram
+        yield from self._facts()
+        yield from self._sums()
+
+    def _each(self) -> Iterator[tuple[list[str], AsyncLLMEngine]]:
+        """Yields each engine, with its labels."""
+        for place, replica in enumerate(self._replicas):
+            yield [self._model_name, str(place)], replica
+
+    def _gauges(self) -> Iterator[Metric]:
+        running = self._gauge("vllm:num_requests_running", "Requests that are running.")
+        waiting = self._gauge("vllm:num_requests_waiting", "Requests that are waiting.")
+        usage = "Share of the pool's blocks that requests hold."
+        used = self._gauge("vllm:kv_cache_usage_perc", f"{usage} 1 means all.")
+        older = self._gauge("vllm:gpu_cache_usage_perc", f"{usage} The name that older boards use.")
+        is_one = len(self._replicas) == 1
+        for labels, replica in self._each():
+            queues, manager = replica.engine.scheduler.queues, replica.engine.scheduler.block_manager
+            running.add_metric(labels, len(queues.running))
+            waiting.add_metric(labels, len(queues.waiting) + (self._num_in_front() if is_one else 0))
+            for family in (used, older):
+                family.add_metric(labels, 1 - manager.num_free_blocks / manager.num_usable_blocks)
+        if not is_one:
+            waiting.add_metric([self._model_name, _ANY_ENGINE], self._num_in_front())
+        yield from (running, waiting, used, older)
+
+    def _counters(self) -> Iterator[Metric]:
+        for name, text, attribute in (
+            ("prompt_tokens", "Prompt tokens of requests that got their first token.", "num_prompt_tokens"),
+            ("generation_tokens", "Generated tokens.", "num_generated_tokens"),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "num_prompt_tokens"),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "num_cached_tokens"),
+        ):
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+            for labels, replica in self._each():
+                counter.add_metric(labels, getattr(replica.statistics, attribute))
+            yield counter
 
     def _speculation(self) -> Iterator[Metric]:
         """Yields what has become of drafts, if there are any."""
-        drafts = self._engine.engine.scheduler.drafts
-        if drafts.speculation is None:
+        drafts = [(labels, replica.engine.scheduler.drafts) for labels, replica in self._each()]
+        if drafts[0][1].speculation is None:
             return
-        for name, text, value in (
-            ("num_drafts", "Rows of a sequence with drafts that were verified.", drafts.num_rows),
-            ("num_draft_tokens", "Drafts that were verified.", drafts.num_drafts),
-            ("num_accepted_tokens", "Drafts that were drawn.", sum(drafts.num_accepted)),
+        for name, text, value_of in (
+            ("num_drafts", "Rows of a sequence with drafts that were verified.", lambda d: d.num_rows),
+            ("num_draft_tokens", "Drafts that were verified.", lambda d: d.num_drafts),
+            ("num_accepted_tokens", "Drafts that were drawn.", lambda d: sum(d.num_accepted)),
         ):
             counter = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=_LABELS)
-            counter.add_metric(self._labels, value)
+            for labels, of_engine in drafts:
+                counter.add_metric(labels, value_of(of_engine))
             yield counter
         by_place = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafts that were drawn, by their place behind the last token.",
             labels=[*_LABELS, "position"],
         )
-        for position, value in enumerate(drafts.num_accepted):
-            by_place.add_metric([*self._labels, str(position)], value)
+        for labels, of_engine in drafts:
+            for position, value in enumerate(of_engine.num_accepted):
+                by_place.add_metric([*labels, str(position)], value)
         yield by_place
 
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        gauge = GaugeMetricFamily(name, text, labels=_LABELS)
-        gauge.add_metric(self._labels, value)
-        return gauge
+    def _facts(self) -> Iterator[Metric]:
+        """Yields how the engines are made, and what sleeps."""
+        names = ["block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "engine"]
+        info = GaugeMetricFamily("vllm:cache_config_info", "How the pool is made.", labels=names)
+        states = "What sleeps: awake is 0 while anything does; then the level, 1 or 2, says which is 1."
+        asleep = GaugeMetricFamily("vllm:engine_sleep_state", states, labels=[*_LABELS, "sleep_state"])
+        for labels, replica in self._each():
+            config = replica.engine.config
+            dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+            values = config.block_size, config.num_blocks, dtype, config.enable_prefix_caching, labels[1]
+            info.add_metric([str(value) for value in values], 1)
+            for i, state in enumerate(("awake", "weights_offloaded", "discard_all")):
+                asleep.add_metric([*labels, state], int(replica.engine.sleep_level == i))
+        yield from (info, asleep)
 
-    def _histogram(self, name: str, text: str, values: Distribution) -> HistogramMetricFamily:
-        counts = itertools.accumulate(list(values.counts))
-        bounds = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
-        histogram = HistogramMetricFamily(name, text, labels=_LABELS)
-        histogram.add_metric(self._labels, list(zip(bounds, counts, strict=True)), values.total)
-        return histogram
+    def _sums(self) -> Iterator[Metric]:
+        """Yields what vLLM has no name for: of all engines together, as it bears no label."""
+        engines = [replica.engine for replica in self._replicas]
+        version = GaugeMetricFamily(
+            "jax_paged_weight_version_info", "The weights.", labels=["weight_version"]
+        )
+        version.add_metric([engines[0].weight_version], 1)
+        yield version
+        progress = [engine.executor.compile_progress for engine in engines]
+        num_compiled, num_programs = map(sum, zip(*progress, strict=True))
+        num_swapped = sum(len(engine.scheduler.queues.swapped) for engine in engines)
+        swapped = "Requests whose blocks are in host memory."
+        yield GaugeMetricFamily("jax_paged_num_requests_swapped", swapped, value=num_swapped)
+        yield GaugeMetricFamily("jax_paged_programs", "Programs to compile.", value=num_programs)
+        yield GaugeMetricFamily("jax_paged_programs_compiled", "Those that are.", value=num_compiled)
+        num_steps = sum(replica.statistics.num_steps for replica in self._replicas)
+        yield CounterMetricFamily("jax_paged_steps", "Steps of the engine.", value=num_steps)
+        shared = "Tokens that steps read once for several sequences, each of these after the first counted."
+        num_shared = sum(engine.num_shared_tokens for engine in engines)
+        yield CounterMetricFamily("jax_paged_shared_tokens", shared, value=num_shared)
+
+    @staticmethod
+    def _gauge(name: str, text: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(name, text, labels=_LABELS)
 
 
 def finish_reason(output: RequestOutput) -> str:

@@ -7,7 +7,7 @@ from importlib import resources
 
 from fastapi.responses import Response
 
-from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.server.metrics import Metrics
 from jax_paged.server.responses import json_response
 from jax_paged.server.state import State
@@ -22,7 +22,7 @@ class PageRoutes:
         model_name: The model's name for clients.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, metrics: Metrics, model_name: str) -> None:
+    def __init__(self, engine: ServingEngine, metrics: Metrics, model_name: str) -> None:
         self._state = State(engine, metrics, model_name)
         text = resources.files("jax_paged.server").joinpath("page.html").read_text(encoding="utf-8")
         self._body = text.encode()

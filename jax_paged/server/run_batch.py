@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message
 from tqdm import tqdm
 
 from jax_paged.config import EngineArgs
-from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError
+from jax_paged.engine.replicated_engine import ServingEngine, serving_engine
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.logs import configure
 from jax_paged.server.options import BatchOptions, ReasoningParser, ServerOptions, ToolCallParser
@@ -72,7 +72,7 @@ def run_batch(args: EngineArgs, options: BatchOptions) -> NoReturn:
             num_lines = _num_lines(options.input_file)
             done = Done.read(options.output_file)
             output = stack.enter_context(options.output_file.open("ab"))
-            engine = stack.enter_context(contextlib.closing(AsyncLLMEngine(args)))
+            engine = stack.enter_context(contextlib.closing(serving_engine(args)))
         except (OSError, ValueError) as error:
             sys.exit(f"jax-paged: {error}")
         bar = stack.enter_context(tqdm(total=num_lines, unit="request", dynamic_ncols=True))
@@ -163,7 +163,7 @@ class Batch:
 
     def __init__(
         self,
-        engine: AsyncLLMEngine,
+        engine: ServingEngine,
         model_name: str,
         done: Done,
         summary: Summary,
@@ -177,7 +177,7 @@ class Batch:
         self._output = output
         self._bar = bar
         # Enough that the engine never lacks any, while the next ones are tokenized.
-        self._num_at_a_time = 2 * engine.engine.config.max_num_seqs + 16
+        self._num_at_a_time = len(engine.replicas) * 2 * engine.engine.config.max_num_seqs + 16
         options = ServerOptions(
             ui=False,
             max_num_waiting=self._num_at_a_time,

@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.sequence import SequenceGroup
-from jax_paged.engine.async_engine import AsyncLLMEngine
+from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.server.metrics import Latency, Metrics
 
 # However many pages are open, the state is put together this often at most.
@@ -35,7 +35,7 @@ class State:
         model_name: The model's name for clients.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, metrics: Metrics, model_name: str) -> None:
+    def __init__(self, engine: ServingEngine, metrics: Metrics, model_name: str) -> None:
         self._engine = engine
         self._metrics = metrics
         self._model_name = model_name
@@ -59,16 +59,16 @@ class State:
         return self._last
 
     def _snapshot(self, now: float) -> dict[str, Any]:
-        engine, done, metrics = self._engine.engine, self._engine.statistics, self._metrics
-        config, scheduler = engine.config, engine.scheduler
-        queues = scheduler.queues
+        replicas, metrics, config = self._engine.replicas, self._metrics, self._engine.engine.config
+        done = [replica.statistics for replica in replicas]
+        schedulers = [replica.engine.scheduler for replica in replicas]
         by_status = {
-            "running": list(queues.running.values()),
-            "swapped": list(queues.swapped.values()),
-            "waiting": list(queues.waiting.values()),
+            "running": [group for s in schedulers for group in list(s.queues.running.values())],
+            "swapped": [group for s in schedulers for group in list(s.queues.swapped.values())],
+            "waiting": [group for s in schedulers for group in list(s.queues.waiting.values())],
         }
         shown = [(group, status) for status, groups in by_status.items() for group in groups][:_MAX_REQUESTS]
-        num_compiled, num_programs = engine.executor.compile_progress
+        progress = [replica.engine.executor.compile_progress for replica in replicas]
         stopped = self._engine.error
         recent = list(metrics.recent)
         return {
@@ -79,21 +79,22 @@ class State:
                 "attention": config.backend,
                 "products": config.matmul_backend,
                 "max_model_len": config.max_model_len,
-                "max_num_seqs": config.max_num_seqs,
+                "num_engines": len(replicas),
+                "max_num_seqs": len(replicas) * config.max_num_seqs,
                 "max_num_batched_tokens": config.max_num_batched_tokens,
                 "max_logprobs": config.max_logprobs,
-                "weight_bytes": config.weight_bytes,
-                "kv_cache_bytes": config.kv_cache_bytes,
+                "weight_bytes": len(replicas) * config.weight_bytes,
+                "kv_cache_bytes": len(replicas) * config.kv_cache_bytes,
             },
             "has_chat": self._has_chat,
             "stopped": None if stopped is None else str(stopped) or repr(stopped),
             "uptime_s": now - self._start,
-            "programs": {"compiled": num_compiled, "all": num_programs},
+            "programs": {"compiled": sum(p[0] for p in progress), "all": sum(p[1] for p in progress)},
             "done": {
-                "steps": done.num_steps,
-                "prompt_tokens": done.num_prompt_tokens,
-                "cached_tokens": done.num_cached_tokens,
-                "generated_tokens": done.num_generated_tokens,
+                "steps": sum(d.num_steps for d in done),
+                "prompt_tokens": sum(d.num_prompt_tokens for d in done),
+                "cached_tokens": sum(d.num_cached_tokens for d in done),
+                "generated_tokens": sum(d.num_generated_tokens for d in done),
                 "requests": dict(metrics.num_ended),
             },
             "latency": _latency(recent),
@@ -103,7 +104,7 @@ class State:
                 "waiting": metrics.num_waiting(),
             },
             "requests": [_request(group, status, now) for group, status in shown],
-            "pool": _pool(scheduler.block_manager, [group for group, _ in shown]),
+            "pool": _pools([s.block_manager for s in schedulers], [group for group, _ in shown]),
         }
 
 
@@ -142,8 +143,39 @@ def _quantiles(values: Iterable[float]) -> dict[str, float] | None:
     return {"p50": statistics.median(found), "p90": found[min(len(found) - 1, len(found) * 9 // 10)]}
 
 
-def _pool(manager: BlockManager, requests: Sequence[SequenceGroup]) -> dict[str, Any]:
-    """Returns whose the blocks are: runs of equal cells, and the blocks that are shared or not full."""
+def _pools(managers: Sequence[BlockManager], requests: Sequence[SequenceGroup]) -> dict[str, Any]:
+    """Returns whose the blocks are, pool behind pool, without null blocks.
+
+    They are told as runs of equal cells, and as the blocks that are shared or not full.
+    """
+    pools = [_pool(manager, requests) for manager in managers]
+    cells, refs = np.concatenate([pool[0] for pool in pools]), np.concatenate([pool[1] for pool in pools])
+    drawn = cells[:_MAX_BLOCKS]
+    starts = np.flatnonzero(np.concatenate(([True], drawn[1:] != drawn[:-1])))
+    lengths = np.diff(np.append(starts, len(drawn)))
+    shared = np.flatnonzero(refs[:_MAX_BLOCKS] > 1)
+    size, not_full, start = managers[0].block_size, [], 0
+    for own, _, num_filled in pools:
+        placed = ((start + block, n) for block, n in num_filled.items())
+        not_full += [[block, n] for block, n in placed if block < _MAX_BLOCKS and n < size]
+        start += len(own)
+    return {
+        "block_size": size,
+        "num_blocks": sum(manager.num_usable_blocks for manager in managers),
+        "num_used": int(np.count_nonzero(refs)),
+        "num_cached": int(np.count_nonzero(cells == _CACHED)),
+        "num_shared": int(np.count_nonzero(refs > 1)),
+        "num_saved": int(np.sum(np.maximum(refs - 1, 0))),
+        "cells": np.stack([lengths, drawn[starts]], 1).tolist(),
+        "shared": [list(pair) for pair in zip(shared.tolist(), refs[shared].tolist(), strict=True)],
+        "not_full": not_full,
+    }
+
+
+def _pool(
+    manager: BlockManager, requests: Sequence[SequenceGroup]
+) -> tuple[np.ndarray, np.ndarray, dict[int, int]]:
+    """Returns, without the null block: each block's cell and references, and the tokens of some blocks."""
     pool, size = manager.pool, manager.block_size
     contents, refs = list(pool.contents), np.array(pool.ref_counts)
     is_cached = np.fromiter((content is not None for content in contents), bool, len(contents))
@@ -162,24 +194,4 @@ def _pool(manager: BlockManager, requests: Sequence[SequenceGroup]) -> dict[str,
                 for position in range(n // size, len(blocks)):
                     filled = max(0, min(n - position * size, size))
                     num_filled[blocks[position]] = max(filled, num_filled.get(blocks[position], 0))
-    num_used = int(np.count_nonzero(refs))
-    num_cached = int(np.count_nonzero(cells == _CACHED))
-    drawn = cells[1 : _MAX_BLOCKS + 1]  # without the null block
-    starts = np.flatnonzero(np.concatenate(([True], drawn[1:] != drawn[:-1])))
-    lengths = np.diff(np.append(starts, len(drawn)))
-    shared = np.flatnonzero(refs[: _MAX_BLOCKS + 1] > 1)
-    return {
-        "block_size": size,
-        "num_blocks": manager.num_usable_blocks,
-        "num_used": num_used,
-        "num_cached": num_cached,
-        "num_shared": int(np.count_nonzero(refs > 1)),
-        "num_saved": int(np.sum(np.maximum(refs - 1, 0))),
-        "cells": np.stack([lengths, drawn[starts]], 1).tolist(),
-        "shared": [
-            [block - 1, count] for block, count in zip(shared.tolist(), refs[shared].tolist(), strict=True)
-        ],
-        "not_full": [
-            [block - 1, n] for block, n in num_filled.items() if 0 < block <= _MAX_BLOCKS and n < size
-        ],
-    }
+    return cells[1:], refs[1:], {block - 1: n for block, n in num_filled.items() if block}

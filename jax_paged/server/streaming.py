@@ -10,9 +10,9 @@ from typing import Any, Self
 import orjson
 
 from jax_paged.core.sequence import RequestMetrics
-from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import NOT_RUNNING, EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.engine.request_stream import RequestStream
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.server.access import RequestRecord
@@ -59,7 +59,7 @@ class RequestRunner:
         metrics: Counts every request that ends, aborted ones included.
     """
 
-    def __init__(self, engine: AsyncLLMEngine, room: WaitingRoom, metrics: Metrics) -> None:
+    def __init__(self, engine: ServingEngine, room: WaitingRoom, metrics: Metrics) -> None:
         self._engine = engine
         self._room = room
         self._metrics = metrics
@@ -303,7 +303,7 @@ class _RunningRequest:
     def _count_end(self, part: RequestOutput) -> None:
         # The engine's clock begins when it gets the request, the client's when the server does.
         part.metrics.arrival_time -= self._waited_s
-        self._metrics.observe(part, self.num_tokens)
+        self._metrics.observe(part, self.num_tokens, self._stream.replica)
         self._record.observe(part, self.num_tokens)
         self._record.end()
 

@@ -21,6 +21,7 @@ def device_grid(args: EngineArgs, first_device: int) -> DeviceGrid:
     Args:
         args: Say how many.
         first_device: The first of them, among those that JAX sees.
+        data_parallel_size: How many such models there are to be, side by side.
 
     Raises:
         ValueError: If there are not so many.
@@ -29,9 +30,13 @@ def device_grid(args: EngineArgs, first_device: int) -> DeviceGrid:
     allowed = f"at most {len(devices)}, the devices that JAX sees"
     if first_device:
         allowed += f" from number {first_device} on"
+    hint = ""
     if jax.default_backend() == "cpu":
-        allowed += " (a CPU is as many as XLA_FLAGS=--xla_force_host_platform_device_count=N says)"
-    check(size <= len(devices), "tensor_parallel_size", size, allowed)
+        hint = " (a CPU is as many as XLA_FLAGS=--xla_force_host_platform_device_count=N says)"
+    check(size <= len(devices), "tensor_parallel_size", size, allowed + hint)
+    most = jax.device_count() // size
+    allowed = f"at most {most}, as JAX sees {jax.device_count()} devices, and each engine takes {size}"
+    check(args.data_parallel_size <= most, "data_parallel_size", args.data_parallel_size, allowed + hint)
     return DeviceGrid(Mesh(np.array(devices[:size]), (TENSOR,)), args.enable_expert_parallel)
 
 

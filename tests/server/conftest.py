@@ -16,6 +16,7 @@ from helpers.wrapped_executor import WrappedExecutor
 from jax_paged import AsyncLLMEngine, EngineArgs, LLMEngine
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.options import ServerOptions
 
@@ -130,8 +131,8 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(engine: AsyncLLMEngine, model_name: str) -> Iterator[Served]:
-    server = OpenAIServer(engine, model_name, ServerOptions(port=0))
+def serving(engine: ServingEngine, model_name: str, **options: Any) -> Iterator[Served]:
+    server = OpenAIServer(engine, model_name, ServerOptions(port=0, **options))
     with (
         listening(server) as port,
         httpx.Client(base_url=f"http://127.0.0.1:{port}/v1", timeout=60) as client,
