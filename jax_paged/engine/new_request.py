@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import sys
+import time
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, Seq
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import SamplingParams
 
 _ENDED = {"stop": SequenceStatus.FINISHED_STOPPED, "length": SequenceStatus.FINISHED_LENGTH_CAPPED}
@@ -89,6 +91,14 @@ def _given_sequences(request: CheckedRequest, params: SamplingParams) -> list[Se
         )
         for index, given in enumerate(request.given)
     ]
+
+
+def given_output(request: CheckedRequest, request_id: str, tokenizer: Tokenizer | None) -> RequestOutput:
+    """Returns what there is of a request that another engine has begun, as an engine would have told it."""
+    output = request_state(request_id, request, time.monotonic(), lambda: 0, tokenizer).take_delta()
+    # The first part has told them, if they were asked for: they are in no later one.
+    output.prompt_logprobs = [None] * len(request.prompt_token_ids)
+    return output
 
 
 def check_arrival_time(value: Any, now: float) -> None:
