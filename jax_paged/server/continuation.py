@@ -57,6 +57,7 @@ class Progress:
         num_events: Server-sent events that the client has.
         outputs: What they said of each choice, part by part.
         is_whole: Whether it has the last one.
+        asked: Names of the replicas that were asked so far; whoever chooses them notes it.
     """
 
     answer_id: str
@@ -65,6 +66,7 @@ class Progress:
     num_events: int = 0
     outputs: dict[int, list[GivenOutput]] = dataclasses.field(default_factory=dict)
     is_whole: bool = False
+    asked: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
     def begin(cls) -> Self:

@@ -10,9 +10,6 @@ from starlette.types import Message, Scope
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.continuation import AnswerBegin, AnswerPart, Journal, ReplicaCall, ReplicaLostError
 
-# How often the engine is looked at, and the clock.
-_TICK_S = 0.1
-
 
 class Replica:
     """Answers HTTP requests, and says with every event what it tells the client.
@@ -26,15 +23,14 @@ class Replica:
         self._app = server.app()
 
     def check(self) -> None:
-        """Raises ReplicaLostError if the engine has stopped."""
+        """Looks at the engine, and ends the requests of one that hangs, as a server does that has a port.
+
+        Raises:
+            ReplicaLostError: If the engine has stopped.
+        """
+        self._server.life.tick(time.monotonic())
         if (stopped := self._server.engine.stopped) is not None:
             raise ReplicaLostError(str(stopped)) from stopped
-
-    async def watch(self) -> None:
-        """Ends the requests of an engine that hangs, as a server does that listens itself; runs for ever."""
-        while True:
-            self._server.life.tick(time.monotonic())
-            await asyncio.sleep(_TICK_S)
 
     async def answer(self, call: ReplicaCall) -> AsyncGenerator[AnswerBegin | AnswerPart]:
         """Answers a request; closing the generator early aborts it.
