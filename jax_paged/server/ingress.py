@@ -18,6 +18,7 @@ from jax_paged.server.continuation import (
     ReplicaLostError,
 )
 from jax_paged.server.event_stream import EventStream
+from jax_paged.server.metrics import with_replicas
 from jax_paged.server.responses import ApiError, json_response
 
 # A request that ends every engine that runs it must not end all of them.
@@ -57,16 +58,17 @@ class Ingress:
         try:
             if request.scope["path"] in _HEALTH_PATHS:
                 return await self._health()
+            if request.scope["path"] == "/metrics":
+                return await self._metrics(_call(request, b""))
             parts = self._parts(_call(request, await self._body(request)))
             begin = await anext(parts)
             assert isinstance(begin, AnswerBegin), "it comes first"
             bodies = _bodies(parts)
-            if begin.is_stream:
-                response = EventStream(await anext(bodies), bodies)
-            else:
-                response = Response(b"".join([body async for body in bodies]), begin.status)
-            response.raw_headers = list(begin.headers)
-            return response
+            if not begin.is_stream:
+                return _response(begin, b"".join([body async for body in bodies]))
+            stream = EventStream(await anext(bodies), bodies)
+            stream.raw_headers = list(begin.headers)
+            return stream
         except ApiError as error:
             return error.response()
 
@@ -76,6 +78,22 @@ class Ingress:
         if not num_running:
             raise _unavailable(f"no replica runs, of {num_wanted}")
         return json_response({"status": "ok", "replicas": counts})
+
+    async def _metrics(self, call: ReplicaCall) -> Response:
+        """Asks all replicas, as none is asked twice, and tells their metrics apart by a label."""
+        texts: dict[str, str] = {}
+        num_running, _ = await self._count()
+        for _ in range(num_running):
+            with contextlib.suppress(ReplicaLostError):
+                begin, *parts = [part async for part in self._send(call)]
+                assert isinstance(begin, AnswerBegin), "it comes first"
+                body = b"".join(part.body for part in parts if isinstance(part, AnswerPart))
+                if begin.status != 200:
+                    return _response(begin, body)
+                texts[call.progress.asked[-1]] = body.decode()
+        if not texts:
+            raise _unavailable("no replica has answered")
+        return Response(with_replicas(texts), media_type="text/plain; version=0.0.4")
 
     async def _body(self, request: Request) -> bytes:
         body = b""
@@ -137,6 +155,12 @@ async def _bodies(parts: Answering) -> AsyncGenerator[bytes, object]:
         async for part in parts:
             assert isinstance(part, AnswerPart), "an answer begins once"
             yield part.body
+
+
+def _response(begin: AnswerBegin, body: bytes) -> Response:
+    response = Response(body, begin.status)
+    response.raw_headers = list(begin.headers)
+    return response
 
 
 def _call(request: Request, body: bytes) -> ReplicaCall:

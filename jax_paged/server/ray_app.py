@@ -137,7 +137,9 @@ class _Ingress:
 
     async def __call__(self, request: Request) -> Response:
         """Answers a request."""
-        return await self._ingress.answer(request)
+        response = await self._ingress.answer(request)
+        del response.headers["x-request-id"]  # Serve puts the same one there
+        return response
 
     async def _send(self, call: ReplicaCall) -> Answering:
         parts = self._replicas.answer.remote(call)

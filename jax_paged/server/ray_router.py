@@ -47,7 +47,7 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Returns the replica for a request, and behind it the others, in case that one does not take it.
 
-        A request that was lost comes again, and is not sent to where it was before.
+        A request that comes again is not sent to where it was before.
         """
         if pending_request is None or not pending_request.args:
             return [candidate_replicas]
@@ -67,7 +67,9 @@ class PrefixRouter(RequestRouter):
         self._chosen[request_id] = name, pending_request.future
         if name in asked or name not in names:
             self._forget(request_id)
-            return [free]
+            if not free:
+                return []  # until there is another
+            name = min((replica.replica_id.unique_id for replica in free), key=self._router.load)
         asked.append(name)
         return [[names[name]], [replica for replica in free if replica is not names[name]]]
 

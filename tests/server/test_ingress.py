@@ -1,9 +1,12 @@
 """An ingress before replicas in this process, which are lost at every point of their answers; no Ray."""
 
 import asyncio
+import collections
+import contextlib
 import json
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -11,9 +14,9 @@ import pytest
 from conftest import Served
 from fastapi import Request
 from helpers.copying_model import write_copying_model
+from prometheus_client.parser import text_string_to_metric_families
 
 from jax_paged import AsyncLLMEngine, EngineArgs
-from jax_paged.engine.errors import EngineDeadError
 from jax_paged.server import continuation
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.continuation import AnswerPart, ReplicaCall, ReplicaLostError
@@ -67,6 +70,7 @@ class Replicas:
 
     async def send(self, call: ReplicaCall) -> Answering:
         i, self.num_calls = self.num_calls, self.num_calls + 1
+        call.progress.asked.append(f"number {i}")
         left = self._cuts[i] if i < len(self._cuts) else None
         answering = self._replicas[i % len(self._replicas)].answer(call)
         try:
@@ -84,14 +88,22 @@ async def two() -> tuple[int, int]:
     return 2, 2
 
 
-async def ask(replicas: Replicas, path: str, body: dict[str, Any]) -> httpx.Response:
-    ingress = Ingress(replicas.send, two, 10_000)
+@contextlib.asynccontextmanager
+async def client_of(
+    replicas: Replicas, count: Callable[[], Awaitable[tuple[int, int]]] = two
+) -> AsyncIterator[httpx.AsyncClient]:
+    ingress = Ingress(replicas.send, count, 10_000)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await (await ingress.answer(Request(scope, receive)))(scope, receive, send)
 
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
+        yield client
+
+
+async def ask(replicas: Replicas, path: str, body: dict[str, Any]) -> httpx.Response:
+    async with client_of(replicas) as client:
         return await client.post(path, json=body)
 
 
@@ -270,14 +282,21 @@ def test_an_engine_that_stops_loses_its_replica(served: Served, scripted: Any) -
 def test_an_engine_that_hangs_is_noticed(scripted: Any) -> None:
     async def main() -> None:
         engine = AsyncLLMEngine(*scripted())
-        replica = Replica(OpenAIServer(engine, "scripted", ServerOptions(step_timeout=60)))
-        watch = asyncio.create_task(replica.watch())
+        replica = Replica(OpenAIServer(engine, "scripted", ServerOptions(step_timeout=0.1)))
         replica.check()
-        engine.fail(EngineDeadError("the engine hangs"))
-        with pytest.raises(ReplicaLostError, match="hangs"):
+        go_on = threading.Event()
+        engine.engine.executor.during_step = lambda _: go_on.wait(10)
+        lossy = Replicas([replica])
+        asking = asyncio.create_task(ask(lossy, COMPLETIONS, {"prompt": "a?", "stream": True}))
+        while not (engine.step_began and time.monotonic() - engine.step_began > 0.2):
+            await asyncio.sleep(0.01)
+        with pytest.raises(ReplicaLostError, match="the engine hangs"):
             replica.check()
-        watch.cancel()
-        engine.engine.close()
+        answer = await asking
+        assert (answer.status_code, lossy.num_calls) == (503, 3)
+        assert "3 replicas were lost, the last one so: the engine hangs" in answer.text
+        go_on.set()
+        engine.close()
 
     asyncio.run(main())
 
@@ -311,18 +330,30 @@ def test_health_counts_replicas() -> None:
         async def count() -> tuple[int, int]:
             return num_running, 2
 
-        ingress = Ingress(Replicas([]).send, count, 1000)
-
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            await (await ingress.answer(Request(scope, receive)))(scope, receive, send)
-
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://i") as client:
+        async with client_of(Replicas([]), count) as client:
             return await client.get("/health")
 
     degraded, down = asyncio.run(get(1)), asyncio.run(get(0))
     assert (degraded.status_code, down.status_code) == (200, 503)
     assert degraded.json() == {"status": "ok", "replicas": {"running": 1, "wanted": 2}}
     assert down.json()["error"]["message"] == "no replica runs, of 2"
+
+
+def test_metrics_are_those_of_all_replicas(served: Served) -> None:
+    async def main() -> str:
+        replicas = [replica_of(served), replica_of(served)]
+        path, body = BODIES["greedy"]
+        await ask(Replicas(replicas), path, body)
+        async with client_of(Replicas(replicas)) as client:
+            return (await client.get("/metrics")).text
+
+    text = asyncio.run(main())
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert text.count("# TYPE vllm:request_success_total counter") == 1
+    num_ended: collections.Counter[str] = collections.Counter()
+    for sample in families["vllm:request_success"].samples:
+        num_ended[sample.labels["replica"]] += int(sample.value * sample.name.endswith("_total"))
+    assert num_ended == {"number 0": 1, "number 1": 0}
 
 
 def test_requests_that_begin_alike_have_one_key() -> None:
