@@ -20,10 +20,12 @@ class AnswerBegin:
     Args:
         status: Of HTTP.
         headers: Names in lower case, and values.
+        version: Equal for replicas of the same program, model and settings.
     """
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
+    version: str
 
     @property
     def is_stream(self) -> bool:

@@ -110,7 +110,8 @@ class Ingress:
         Raises:
             ApiError: If it can't begin. What can't go on ends with an event that says so.
         """
-        progress, has_begun = call.progress, False
+        progress = call.progress
+        first: AnswerBegin | None = None  # of the stream, if it has begun
         failure = _unavailable("no replica was asked")
         for _ in range(_MOST_REPLICAS):
             begin, held = None, []
@@ -119,9 +120,11 @@ class Ingress:
                     async for part in parts:
                         if isinstance(part, AnswerBegin):
                             begin = part
-                            if begin.is_stream and not has_begun:
-                                has_begun = True
+                            if begin.is_stream and first is None:
+                                first = begin
                                 yield begin
+                            elif first is not None and begin.version != first.version:
+                                raise _unavailable("the replicas that are left have other settings")
                         elif begin is not None and begin.is_stream:
                             progress.add(part)
                             yield part
@@ -133,19 +136,22 @@ class Ingress:
                 _LOGGER.warning("%s %s: a replica is lost: %s", call.method, call.path, error)
                 failure = _unavailable(f"{_MOST_REPLICAS} replicas were lost, the last one so: {error}")
                 continue
+            except ApiError as error:
+                failure = error
+                break
             except Exception as error:
                 _LOGGER.exception("%s %s: a replica has failed", call.method, call.path)
                 failure = ApiError(f"a replica has failed: {error}", status=500)
                 break
-            if has_begun and held:  # another replica does not take it
+            if first is not None and held:  # another replica does not take it
                 yield AnswerPart(_error_event(call, orjson.loads(b"".join(part.body for part in held))))
-            elif not has_begun:
+            elif first is None:
                 assert begin is not None, "a replica answers"
                 yield begin
                 for part in held:
                     yield part
             return
-        if not has_begun:
+        if first is None:
             raise failure
         yield AnswerPart(_error_event(call, failure.body()))
 

@@ -34,7 +34,7 @@ except ModuleNotFoundError as error:
 _ACCEPT_S = 5.0
 _HEALTH_PERIOD_S = 1.0
 # A replica that is alive but busy must not count as dead.
-_HEALTH_TIMEOUT_S = 10.0
+_HEALTH_TIMEOUT_S = 5.0
 # Those that wait do so in the replicas, where clients take turns, and too many are refused.
 _NO_LIMIT = 1_000_000
 _NUM_SEATS = 64
@@ -48,13 +48,18 @@ def build(args: dict[str, Any]) -> serve.Application:
             and how their number follows the load is for Serve's own settings of the deployment "Replica".
 
     Raises:
-        ValueError: If a name is unknown, or a value can't be used.
+        ValueError: If a name is unknown, a value can't be used, or there is no key and nothing says that none
+            is wanted: where Serve listens is not known here.
     """
     fields = {field.name for kind in (EngineArgs, ServerOptions) for field in dataclasses.fields(kind)}
     for name in args.keys() - fields:
         raise ValueError(f"args has {name!r}; allowed: the fields of EngineArgs and of ServerOptions")
     values = argparse.Namespace(**args)
     options = with_all_keys(ServerOptions.from_cli_args(values), api_key_of_environment())
+    if not (options.api_key or options.allow_unauthenticated):
+        raise ValueError(
+            "api_key_file is None; allowed: a file of keys (or JAX_PAGED_API_KEY), or allow_unauthenticated=True"
+        )
     return application(EngineArgs.from_cli_args(values), options)
 
 
@@ -91,7 +96,7 @@ def application(args: EngineArgs, options: ServerOptions, num_gpus: int = 0) -> 
     ingress = serve.deployment(
         name="Ingress", max_ongoing_requests=_NO_LIMIT, ray_actor_options={"num_cpus": 0}
     )(_Ingress)
-    return ingress.bind(replicas.bind(args, options), options.max_body_bytes)
+    return ingress.bind(replicas.bind(args, options), options)
 
 
 class _Replica:
@@ -128,12 +133,13 @@ class _Ingress:
 
     Args:
         replicas: Serve's handle of them.
-        max_body_bytes: Bytes of a request's body.
+        options: Theirs.
     """
 
-    def __init__(self, replicas: Any, max_body_bytes: int) -> None:
+    def __init__(self, replicas: Any, options: ServerOptions) -> None:
+        configure(options.log_level, options.log_format)
         self._replicas = replicas.options(stream=True)
-        self._ingress = Ingress(self._send, self._count, max_body_bytes)
+        self._ingress = Ingress(self._send, self._count, options.max_body_bytes)
 
     async def __call__(self, request: Request) -> Response:
         """Answers a request."""

@@ -1,8 +1,6 @@
 """Serve's router of requests to replicas, which ReplicaRouter decides for."""
 
-import asyncio
 from collections import Counter
-from typing import Any
 
 from ray.serve.request_router import (  # pyright: ignore[reportMissingImports]
     PendingRequest,
@@ -30,7 +28,9 @@ class PrefixRouter(RequestRouter):
         self._num_seats = num_seats
         self._router = ReplicaRouter((), max_lag)
         self._num_sent: Counter[str] = Counter()  # to each replica, and not completed
-        self._chosen: dict[str, tuple[str, asyncio.Future[Any]]] = {}  # by the id of the request
+        # Of requests that are counted: their id, which those that come again share, and the replica.
+        self._counted: set[tuple[str, str]] = set()
+        self._offered: list[tuple[PendingRequest, str]] = []  # not taken yet by the replica
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Takes the replicas that run now."""
@@ -53,47 +53,60 @@ class PrefixRouter(RequestRouter):
             return [candidate_replicas]
         call = pending_request.args[0]
         request_id, asked = pending_request.metadata.internal_request_id, call.progress.asked
-        if (before := self._forget(request_id)) is not None and before in asked:
-            asked.remove(before)  # it has not taken the request
-        for other, (_, future) in list(self._chosen.items()):
-            if future.cancelled():  # who sent it has left before it was taken
-                self._forget(other)
+        for other, name in list(self._offered):
+            if other is pending_request:  # the replica has not taken it
+                asked.remove(name)
+            if other is pending_request or other.future.cancelled():
+                self._forget(other.metadata.internal_request_id, name)
         names = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        free = [replica for name, replica in names.items() if name not in asked]
+        free = [name for name in names if name not in asked]
+        if not free:
+            return []  # until there is another
         name = self._router.choose(call.prefix_key)
-        self._num_sent[name] += 1
-        if self._num_sent[name] <= self._num_seats:
-            self._router.begin(name)
-        self._chosen[request_id] = name, pending_request.future
-        if name in asked or name not in names:
-            self._forget(request_id)
-            if not free:
-                return []  # until there is another
-            name = min((replica.replica_id.unique_id for replica in free), key=self._router.load)
+        if name in free:
+            self._num_sent[name] += 1
+            if self._num_sent[name] <= self._num_seats:
+                self._router.begin(name)
+            self._counted.add((request_id, name))
+        else:
+            self._router.leave(name)
+            name = min(free, key=self._router.load)
+        self._offered.append((pending_request, name))
         asked.append(name)
-        return [[names[name]], [replica for replica in free if replica is not names[name]]]
+        return [[names[name]], [names[other] for other in free if other != name]]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
+    ) -> None:
+        """Notes that a replica has taken a request."""
+        self._offered = [pair for pair in self._offered if pair[0] is not pending_request]
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Forgets a request; called by any thread."""
-        self._event_loop.call_soon_threadsafe(self._forget, internal_request_id)
+        self._event_loop.call_soon_threadsafe(self._forget, internal_request_id, replica_id.unique_id)
 
-    def _forget(self, request_id: str) -> str | None:
-        """Takes back the count of a request; returns where it was sent, None if it is not counted."""
-        name, _ = self._chosen.pop(request_id, (None, None))
-        if name is None:
-            return None
+    def _forget(self, request_id: str, name: str) -> None:
+        """Takes back the count of a request at a replica, if it is counted."""
+        self._offered = [
+            (other, where)
+            for other, where in self._offered
+            if (other.metadata.internal_request_id, where) != (request_id, name)
+        ]
+        if (request_id, name) not in self._counted:
+            return
+        self._counted.remove((request_id, name))
         self._num_sent[name] -= 1
         if self._num_sent[name] >= self._num_seats:  # one that waited runs now
             self._router.leave(name)
         else:
             self._router.finish(name)
-        return name
 
     def _follow(self) -> None:
         """Lets the router know the replicas that there are."""
         names = {replica_id.unique_id for replica_id in self.curr_replicas}
         for name in set(self._router.replica_ids) - names:
             self._router.remove_replica(name)
+            self._counted = {pair for pair in self._counted if pair[1] != name}
             del self._num_sent[name]
         for name in sorted(names.difference(self._router.replica_ids)):
             self._router.add_replica(name)

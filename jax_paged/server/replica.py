@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from collections.abc import AsyncGenerator
+from importlib.metadata import version
 
 from starlette.types import Message, Scope
 
@@ -21,6 +23,8 @@ class Replica:
     def __init__(self, server: OpenAIServer) -> None:
         self._server = server
         self._app = server.app()
+        settings = version("jax-paged"), server.engine.engine.args, server.options
+        self._version = hashlib.sha256(repr(settings).encode()).hexdigest()
 
     def check(self) -> None:
         """Looks at the engine, and ends the requests of one that hangs, as a server does that has a port.
@@ -52,7 +56,8 @@ class Replica:
         async def send(message: Message) -> None:
             nonlocal is_complete
             if message["type"] == "http.response.start":
-                await parts.put(AnswerBegin(message["status"], tuple(message["headers"])))
+                begin = AnswerBegin(message["status"], tuple(message["headers"]), self._version)
+                await parts.put(begin)
                 return
             is_complete = not message.get("more_body", False)
             if message.get("body"):

@@ -235,6 +235,15 @@ def test_a_whole_answer_is_asked_for_again(served: Served) -> None:
     asyncio.run(main())
 
 
+def test_a_replica_with_other_settings_does_not_go_on(served: Served) -> None:
+    path, body = BODIES["greedy"]
+    other = Replica(OpenAIServer(served.server.engine, "pagelet", ServerOptions(max_prompts=2)))
+    answer = asyncio.run(ask(Replicas([replica_of(served), other], 3), path, {**body, "stream": True}))
+    *parts, last = events(answer.text)
+    assert (len(parts), last["error"]["message"]) == (3, "the replicas that are left have other settings")
+    assert "[DONE]" not in answer.text
+
+
 @pytest.mark.parametrize("cut", [0, 4])
 @pytest.mark.parametrize("case", ["greedy", "chat", "response"])
 def test_a_stream_that_ends_every_replica_ends_with_an_error(served: Served, case: str, cut: int) -> None:

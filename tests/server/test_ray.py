@@ -21,6 +21,9 @@ import httpx
 import psutil
 import pytest
 
+from jax_paged import EngineArgs
+from jax_paged.server.options import ServerOptions
+
 if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed: pip install 'jax-paged[ray]'", allow_module_level=True)
 
@@ -145,6 +148,55 @@ def test_a_replica_is_killed_under_streams(cluster: Cluster) -> None:
     assert again_s < 30
 
 
+def test_a_client_that_leaves_ends_its_request(cluster: Cluster) -> None:
+    body = {"prompt": "def f(", "max_tokens": 480, "ignore_eos": True, "stream": True}
+    with cluster.client.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+
+    def num_aborted() -> float:
+        lines = cluster.client.get("/metrics").text.splitlines()
+        counts = [line for line in lines if line.startswith("vllm:request_success_total")]
+        return sum(float(line.split()[-1]) for line in counts if 'finished_reason="abort"' in line)
+
+    cluster.wait_until(lambda: num_aborted() == 1, 5)
+
+
+def test_a_replica_that_is_stopped_loses_its_requests(cluster: Cluster) -> None:
+    victim = cluster.replicas()[0]
+    victim.suspend()
+    try:
+        start = time.monotonic()
+        for i in range(6):  # some are at home there
+            body = {"prompt": f"{i}: def f(", "max_tokens": 1}
+            assert cluster.client.post("/v1/completions", json=body).status_code == 200
+        assert "no replica has taken the request within 5 s" in "".join(cluster.lines)
+        print(f"six requests, one after the other, took {time.monotonic() - start:.1f} s")
+    finally:
+        victim.resume()
+
+
+def test_requests_wait_for_a_replica_where_none_is_left(cluster: Cluster) -> None:
+    cluster.wait_until(lambda: cluster.num_running() == 2, 60)
+    undisturbed = cluster.stream(3)
+    with ThreadPoolExecutor(1) as pool:
+        begun: queue.Queue[int] = queue.Queue()
+        stream = pool.submit(cluster.stream, 3, begun)
+        begun.get(timeout=60)
+        start = time.monotonic()
+        for replica in cluster.replicas():
+            replica.kill()
+        cluster.wait_until(lambda: cluster.client.get("/health").status_code == 503, 5)
+        # Another may be there in time; else it has to be told.
+        answer = cluster.client.post("/v1/completions", json={"prompt": "def f(", "max_tokens": 1})
+        assert answer.status_code == 200 or "no replica has taken the request" in answer.text
+        print(f"{answer.status_code} after {time.monotonic() - start:.1f} s")
+        try:
+            assert stream.result() == undisturbed
+        except AssertionError as error:
+            assert "replicas were lost" in str(error)  # noqa: PT017
+    cluster.wait_until(lambda: cluster.num_running() == 2, 60)
+
+
 def test_an_answer_bears_one_id(cluster: Cluster) -> None:
     answer = cluster.client.get("/v1/models", headers={"X-Request-Id": "mine"})
     assert answer.headers.get_list("x-request-id") == ["mine"]
@@ -189,9 +241,25 @@ def test_build_checks_its_arguments() -> None:
     bad: list[tuple[dict[str, Any], str]] = [
         ({"modle": "pagelet"}, "args has 'modle'"),
         ({"port": -1}, "port is -1"),
-        ({"allow_runtime_lora_updating": True}, "allow_runtime_lora_updating is True; allowed with Ray"),
+        ({"model": "pagelet"}, "api_key_file is None; allowed: a file of keys"),
+        (
+            {"allow_runtime_lora_updating": True, "allow_unauthenticated": True},
+            "allow_runtime_lora_updating is True; allowed with Ray",
+        ),
     ]
     for args, message in bad:
         with pytest.raises(ValueError, match=message):
             build(args)
-    assert build({"model": "pagelet", "ray": 2, "allowed_origins": ["*"]}) is not None
+    assert build({"model": "pagelet", "api_key": ["secret"], "allowed_origins": ["*"]}) is not None
+
+
+def test_the_config_of_the_documentation_is_one_of_serves() -> None:
+    import yaml
+    from ray.serve.schema import ServeDeploySchema
+
+    text = (ROOT / "docs" / "ray.md").read_text(encoding="utf-8")
+    config = ServeDeploySchema(**yaml.safe_load(text.split("```yaml")[1].split("```")[0]))
+    (application,) = config.applications
+    assert {deployment.name for deployment in application.deployments} == {"Replica", "Ingress"}
+    known = {field.name for kind in (EngineArgs, ServerOptions) for field in dataclasses.fields(kind)}
+    assert application.args.keys() <= known
