@@ -58,7 +58,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     options = with_all_keys(ServerOptions.from_cli_args(values), api_key_of_environment())
     if not (options.api_key or options.allow_unauthenticated):
         raise ValueError(
-            "api_key_file is None; allowed: a file of keys (or JAX_PAGED_API_KEY), or allow_unauthenticated=True"
+            "api_key_file is None; allowed: a file of keys (or JAX_PAGED_API_KEY), or allow_unauthenticated"
         )
     return application(EngineArgs.from_cli_args(values), options)
 

@@ -37,13 +37,13 @@ def serve_with_ray(args: EngineArgs, options: ServerOptions) -> None:
         check_tls(options)
         host, port = free_address(options)
         try:
-            import ray  # pyright: ignore[reportMissingImports]
-            from ray import serve  # pyright: ignore[reportMissingImports]
-
-            from jax_paged.server.ray_app import application
+            from jax_paged.server.ray_app import application  # only now: it needs Ray
         except ImportError as error:
-            sys.exit(f"jax-paged: {error}; --ray needs: pip install 'jax-paged[ray]'")
+            sys.exit(f"jax-paged: {error}")
         application(args, options)  # checks them
+    import ray  # pyright: ignore[reportMissingImports]
+    from ray import serve  # pyright: ignore[reportMissingImports]
+
     ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES)
     try:
         with one_line_errors():
