@@ -96,13 +96,12 @@ class Ingress:
         return Response(with_replicas(texts), media_type="text/plain; version=0.0.4")
 
     async def _body(self, request: Request) -> bytes:
-        body = b""
+        body, limit = bytearray(), self._max_body_bytes
         async for part in request.stream():
             body += part
-            if len(body) > self._max_body_bytes:
-                limit = self._max_body_bytes
+            if len(body) > limit:
                 raise ApiError(f"the body is longer; allowed: {limit} bytes", status=413)
-        return body
+        return bytes(body)
 
     async def _parts(self, call: ReplicaCall) -> Answering:
         """Yields one answer; its parts come from one replica after the other, as these are lost.
@@ -139,9 +138,9 @@ class Ingress:
             except ApiError as error:
                 failure = error
                 break
-            except Exception as error:
+            except Exception:
                 _LOGGER.exception("%s %s: a replica has failed", call.method, call.path)
-                failure = ApiError(f"a replica has failed: {error}", status=500)
+                failure = ApiError("a replica has failed; the log has the reason", status=500)
                 break
             if first is not None and held:  # another replica does not take it
                 yield AnswerPart(_error_event(call, orjson.loads(b"".join(part.body for part in held))))

@@ -22,7 +22,7 @@ from jax_paged.server.replica import Replica
 
 try:
     from ray import serve  # pyright: ignore[reportMissingImports]
-    from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
+    from ray.exceptions import RayError, RayTaskError  # pyright: ignore[reportMissingImports]
     from ray.serve.config import RequestRouterConfig  # pyright: ignore[reportMissingImports]
     from ray.serve.exceptions import RayServeException  # pyright: ignore[reportMissingImports]
 
@@ -94,7 +94,10 @@ def application(args: EngineArgs, options: ServerOptions, num_gpus: int = 0) -> 
         request_router_config=RequestRouterConfig(**router),
     )(_Replica)
     ingress = serve.deployment(
-        name="Ingress", max_ongoing_requests=_NO_LIMIT, ray_actor_options={"num_cpus": 0}
+        name="Ingress",
+        max_ongoing_requests=_NO_LIMIT,
+        graceful_shutdown_timeout_s=options.shutdown_timeout,
+        ray_actor_options={"num_cpus": 0},
     )(_Ingress)
     return ingress.bind(replicas.bind(args, options), options)
 
@@ -109,9 +112,8 @@ class _Replica:
 
     def __init__(self, args: EngineArgs, options: ServerOptions) -> None:
         configure(options.log_level, options.log_format)
-        self._engine = load_engine(args, options)
         name = options.served_model_name or args.model
-        self._replica = Replica(OpenAIServer(self._engine, name, options))
+        self._replica = Replica(OpenAIServer(load_engine(args, options), name, options))
 
     def check_health(self) -> None:
         """Raises ReplicaLostError if the engine has stopped or hangs: Serve then replaces this replica."""
@@ -123,9 +125,6 @@ class _Replica:
         async with contextlib.aclosing(self._replica.answer(call)) as parts:
             async for part in parts:
                 yield part
-
-    def __del__(self) -> None:
-        self._engine.close()
 
 
 class _Ingress:
@@ -156,7 +155,11 @@ class _Ingress:
                 yield part
         except TimeoutError as error:
             raise ReplicaLostError(f"no replica has taken the request within {_ACCEPT_S:g} s") from error
-        except (RayActorError, RayServeException) as error:
+        except ReplicaLostError as error:  # as a replica has raised it, with a traceback for a text
+            raise ReplicaLostError(str(getattr(error, "cause", error))) from error
+        except RayTaskError:
+            raise
+        except (RayError, RayServeException) as error:
             raise ReplicaLostError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
         finally:
             parts.cancel()

@@ -38,9 +38,9 @@ class PrefixRouter(RequestRouter):
         self._follow()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forgets a replica as soon as a request has found it dead."""
+        """Forgets a replica as soon as a request has found it dead; called by any thread."""
         super().on_replica_actor_died(replica_id)
-        self._follow()
+        self._event_loop.call_soon_threadsafe(self._follow)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -58,6 +58,7 @@ class PrefixRouter(RequestRouter):
                 asked.remove(name)
             if other is pending_request or other.future.cancelled():
                 self._forget(other.metadata.internal_request_id, name)
+        pending_request.routing_context.should_backoff = True  # all that may take it are offered at once
         names = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         free = [name for name in names if name not in asked]
         if not free:

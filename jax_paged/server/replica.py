@@ -1,8 +1,8 @@
 """One server of several: called without a network, and told what a client has of an answer."""
 
 import asyncio
-import contextlib
 import hashlib
+import logging
 import time
 from collections.abc import AsyncGenerator
 from importlib.metadata import version
@@ -11,6 +11,8 @@ from starlette.types import Message, Scope
 
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.continuation import AnswerBegin, AnswerPart, Journal, ReplicaCall, ReplicaLostError
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Replica:
@@ -64,9 +66,11 @@ class Replica:
                 await parts.put(journal.take(message["body"]))
 
         async def run() -> None:
-            # What has no handler is raised again when it was answered, for logs.
-            with contextlib.suppress(Exception):
+            try:
                 await self._app(_scope(call, journal), receive, send)
+            except Exception:  # it may have been answered, and is raised again for logs
+                if self._server.engine.stopped is None:
+                    _LOGGER.exception("%s %s", call.method, call.path)
             await parts.put(None)
 
         task = asyncio.create_task(run())

@@ -33,7 +33,8 @@ REPLICAS = [Running(Named(name)) for name in "abc"]
 def request(key: str | None, request_id: str = "1", progress: Progress | None = None) -> Any:
     call = ReplicaCall("POST", "/", b"", (), b"", progress or Progress.begin(), key)
     metadata = SimpleNamespace(internal_request_id=request_id)
-    return SimpleNamespace(args=[call], metadata=metadata, future=Future())
+    context = SimpleNamespace(should_backoff=False)
+    return SimpleNamespace(args=[call], metadata=metadata, future=Future(), routing_context=context)
 
 
 def router(num_seats: int = 2, max_lag: int = 6) -> Any:
