@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup serve test test-slow test-browser test-server lint format bench bench-peers bench-server paper gpu-check \
+.PHONY: setup serve test test-slow test-browser test-server test-ray lint format bench bench-peers bench-server paper gpu-check \
 	kernels-compile devices-compile kernels-emulate native-sanitize clean
 
 setup: $(READY)
@@ -38,6 +38,11 @@ test-slow: setup
 test-browser: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
 	$(BIN)/python -m pytest tests/server/test_browser.py $(ARGS)
+
+# Replicas under Ray Serve; ray takes 250 MB.
+test-ray: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+	$(BIN)/python -m pytest -m 'slow or not slow' tests/server/test_ray.py tests/server/test_ray_router.py $(ARGS)
 
 # The server with the clients that people use, in an environment of its own: some of them pin their dependencies.
 SERVER_VENV := .venv-server

@@ -1,13 +1,12 @@
-"""Compiles the step of an 8B Llama for several H100s that this machine does not have, and counts what they tell
-each other.
+"""Compiles the step of an 8B Llama for several H100s that are not there, and counts what they tell each other.
 
     make devices-compile                                in the environment of kernels-compile (4.5 GB)
     make devices-compile KERNELS_PYTHON=/path/python    in one that has jax[cuda13]
 
-XLA does all that it does on a GPU machine but autotuning; nothing is run, and no time is known. The exit status
-is not 0 if a step has other collectives than two sums a layer, one for the embeddings and one gathering of the
-logits, if it gathers or copies an array of the pool, or if its temporaries are more than 10% above those of the
-step of one device. The table goes to docs/several-devices.md.
+XLA does all that it does on a GPU machine but autotuning; nothing is run, and no time is known. The exit
+status is not 0 if a step has other collectives than two sums per layer, one for the embeddings and one
+gathering of the logits, if it gathers or copies an array of the pool, or if its temporaries are more than 10%
+above those of the step of one device. The table goes to docs/several-devices.md.
 """
 
 import argparse
@@ -55,7 +54,7 @@ CHECKS = [Check(*hosts, t) for t in (64, 2048) for hosts in ((1, 1), (1, 2), (1,
 
 
 def compile_step(check: Check, dump: Path) -> dict[str, Any]:
-    """Returns what the compiled step has: collectives with their bytes, temporaries, what it does to the pool."""
+    """Returns what the compiled step has: collectives and their bytes, temporaries, moves of the pool."""
     import jax
     import numpy as np
     from engine_step import LLAMA_8B, abstract_context

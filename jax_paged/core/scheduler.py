@@ -154,10 +154,10 @@ class Scheduler:
         """Puts a request into the waiting queue.
 
         Args:
-            group: With one sequence, whose prompt leaves room for one token in max_model_len (unless it is
-                pooled), no more to come than max_num_seqs, and an id that no unfinished request has.
+            group: With one sequence (or all, if they go on from tokens that are given), which leaves room for
+                a token in max_model_len (unless it is pooled), at most max_num_seqs to come, and an own id.
         """
-        (seq,) = group.sequences
+        seq = max(group.unfinished, key=len)
         room = group.sampling_params.pooling is None
         assert 0 < len(seq) <= self.max_model_len - room, f"prompt of {len(seq)} tokens"
         assert group.max_num_seqs <= self.max_num_seqs, f"{group.max_num_seqs} sequences"
@@ -383,7 +383,7 @@ class Scheduler:
             step.to_encode.append((group, manager.block_tables[seq]))
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = now
-            group.metrics.num_cached_tokens = num_cached_tokens
+            group.metrics.num_cached_tokens = min(num_cached_tokens, len(seq.prompt_token_ids))
         step.copies += copies
         for row in rows:
             self._add_row(group, *row, step)

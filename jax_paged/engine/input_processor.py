@@ -10,6 +10,7 @@ from jax_paged.config import EngineConfig
 from jax_paged.core.sequence import PromptEmbeds
 from jax_paged.engine import pooling
 from jax_paged.engine.adapters import Adapters
+from jax_paged.engine.given_outputs import GivenOutput
 from jax_paged.engine.grammars import Grammar, Grammars
 from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, one_salt, with_soft_prompt
 from jax_paged.engine.stop_strings import StopStrings
@@ -40,6 +41,7 @@ class CheckedRequest:
         grammar: Their structured_outputs, compiled; None if there are none.
         adapter: What its lora_request names; None if there is none.
         embeds: What the first tokens of the prompt are, if they are vectors; placeholders stand for them.
+        given: What there is of its outputs already, each with a token or more; empty for a new request.
     """
 
     prompt: str | None
@@ -54,6 +56,7 @@ class CheckedRequest:
     grammar: Grammar | None = dataclasses.field(default=None, compare=False)
     adapter: Adapter | None = None
     embeds: PromptEmbeds | None = None
+    given: tuple[GivenOutput, ...] = ()
 
     @property
     def num_seqs(self) -> int:

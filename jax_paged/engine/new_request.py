@@ -1,16 +1,23 @@
-"""What was checked of a request, as the scheduler sees it."""
+"""What was checked of a request, as the scheduler sees it, and the state of its outputs."""
 
 import copy
 import dataclasses
 import hashlib
 import sys
+import time
 from array import array
 from collections.abc import Callable
 from typing import Any
 
 from jax_paged.checks import check
-from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
+from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
 from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.output_processor import RequestState
+from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.outputs import RequestOutput
+from jax_paged.sampling_params import SamplingParams
+
+_ENDED = {"stop": SequenceStatus.FINISHED_STOPPED, "length": SequenceStatus.FINISHED_LENGTH_CAPPED}
 
 
 def with_seed(request: CheckedRequest, new_seed: Callable[[], int]) -> CheckedRequest:
@@ -22,16 +29,21 @@ def with_seed(request: CheckedRequest, new_seed: Callable[[], int]) -> CheckedRe
     return dataclasses.replace(request, params=params)
 
 
-def sequence_group(
-    request_id: str, request: CheckedRequest, arrival_time: float, new_seed: Callable[[], int]
-) -> SequenceGroup:
-    """Returns a request as the scheduler sees it.
+def request_state(
+    request_id: str,
+    request: CheckedRequest,
+    arrival_time: float,
+    new_seed: Callable[[], int],
+    tokenizer: Tokenizer | None,
+) -> RequestState:
+    """Returns the state of a request that has not run here; what is given of its outputs is in it.
 
     Args:
         request_id: Its id.
         request: What was checked.
         arrival_time: In the engine's clock (seconds).
         new_seed: Returns a seed for a request that has none.
+        tokenizer: The engine's; None if it has none.
     """
     params, cache_salt = with_seed(request, new_seed).params, request.cache_salt
     if request.encoder_token_ids:
@@ -45,9 +57,9 @@ def sequence_group(
         cache_salt += f"\0adapter {adapter}"
     if request.embeds:
         cache_salt += f"\0embeds {hashlib.sha256(request.embeds.data).hexdigest()}"
-    return SequenceGroup(
+    group = SequenceGroup(
         request_id,
-        [Sequence(request.prompt_token_ids, seed=params.seed or 0)],
+        _given_sequences(request, params) or [Sequence(request.prompt_token_ids, seed=params.seed or 0)],
         params,
         RequestMetrics(arrival_time),
         cache_salt,
@@ -57,6 +69,43 @@ def sequence_group(
         adapter=adapter,
         prompt_embeds=request.embeds,
     )
+    tokenizer = tokenizer if params.detokenize else None
+    state = RequestState(
+        group, request.prompt, tokenizer, request.encoder_prompt, request.stop, request.grammar
+    )
+    state.adapter = request.adapter
+    if request.given:
+        state.go_on_with(request.given)
+    return state
+
+
+def _given_sequences(request: CheckedRequest, params: SamplingParams) -> list[Sequence]:
+    """Returns the sequences of a request that another engine has begun; none if there are none.
+
+    Their tokens are computed again as those of a request that was preempted. Each draw depends on the seed
+    and the position alone, and what was drawn counts as output: so they go on as they would have there.
+    """
+    return [
+        Sequence(
+            request.prompt_token_ids,
+            index,
+            params.seed_of(index),
+            list(given.token_ids),
+            SequenceStatus.WAITING if given.finish_reason is None else _ENDED[given.finish_reason],
+            stop_reason=given.stop_reason,
+            # How likely they were is known for those alone whose log-probabilities are; nobody asks.
+            cumulative_logprobs=[0.0] * len(given.token_ids),
+        )
+        for index, given in enumerate(request.given)
+    ]
+
+
+def given_output(request: CheckedRequest, request_id: str, tokenizer: Tokenizer | None) -> RequestOutput:
+    """Returns what there is of a request that another engine has begun, as an engine would have told it."""
+    output = request_state(request_id, request, time.monotonic(), lambda: 0, tokenizer).take_delta()
+    # The first part has told them, if they were asked for: they are in no later one.
+    output.prompt_logprobs = [None] * len(request.prompt_token_ids)
+    return output
 
 
 def check_arrival_time(value: Any, now: float) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.engine.given_outputs import GivenOutput
 from jax_paged.engine.grammars import Grammar, Matcher
 from jax_paged.engine.sample_state import SampleState, logprob_dict, logprob_of_values, logprob_values
 from jax_paged.engine.stop_strings import StopStrings
@@ -61,6 +62,14 @@ class RequestState:
         # By the sequence's index: the hook's name, the first position, and what it captured from there on.
         self._captured: dict[int, list[tuple[str, int, np.ndarray]]] = {}
         self._pooled: np.ndarray | None = None
+
+    def go_on_with(self, given: tuple[GivenOutput, ...]) -> None:
+        """Takes the outputs that another engine has begun, one per sequence, as if they had come here."""
+        texts = self.group, self._tokenizer, self._stop, self._grammar
+        self._samples = [SampleState(seq, *texts) for seq in self.group.sequences]
+        for sample, output in zip(self._samples, given, strict=True):
+            sample.go_on_with(output)
+        self.is_finished = self.group.is_finished
 
     def values(self) -> dict[str, Any]:
         """Returns its state as values that JSON can hold, but for the group."""

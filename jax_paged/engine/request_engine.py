@@ -26,7 +26,7 @@ from jax_paged.engine.assembly import (
 from jax_paged.engine.errors import EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
 from jax_paged.engine.invariance import check_invariance
-from jax_paged.engine.new_request import check_arrival_time, sequence_group
+from jax_paged.engine.new_request import check_arrival_time, request_state
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.step_loop import StepLoop
 from jax_paged.inputs import Prompt
@@ -206,14 +206,10 @@ class RequestEngine:
         if not isinstance(prompt, CheckedRequest):
             more = {"cache_salt": cache_salt, "priority": priority, "lora_request": lora_request}
             prompt = self.check_request(prompt, params, **more)
-        group = sequence_group(
-            request_id, prompt, now if arrival_time is None else arrival_time, self._new_seed
-        )
-        tokenizer = self.tokenizer if group.sampling_params.detokenize else None
-        state = RequestState(
-            group, prompt.prompt, tokenizer, prompt.encoder_prompt, prompt.stop, prompt.grammar
-        )
-        state.adapter = prompt.adapter
+        arrival_time = now if arrival_time is None else arrival_time
+        state = request_state(request_id, prompt, arrival_time, self._new_seed, self.tokenizer)
+        if prompt.given:
+            state.take_delta()  # whoever gives it has it
         self._loop.add(state)
 
     def abort_request(self, request_id: str | Iterable[str]) -> RequestState | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
 from jax_paged.engine.detokenizer import Detokenizer
+from jax_paged.engine.given_outputs import GivenOutput
 from jax_paged.engine.grammars import Grammar, Matcher
 from jax_paged.engine.stop_strings import StopStrings
 from jax_paged.engine.tokenizer import Tokenizer
@@ -64,6 +65,15 @@ class SampleState:
             for token_id in seq.output_token_ids:
                 state._detokenizer.append(token_id)
         return state
+
+    def go_on_with(self, given: GivenOutput) -> None:
+        """Takes what another engine has drawn of this output; of one that has ended, no text."""
+        if self._logprobs is not None:
+            self._logprobs += given.logprobs or ()
+        self.is_finished = given.finish_reason is not None
+        if self._detokenizer is not None and not self.is_finished:
+            for token_id in given.token_ids:
+                self._detokenizer.append(token_id)
 
     def rolled_back(self) -> "SampleState":
         """Returns the state of the same sequence after it has lost tokens; what was taken stays taken."""

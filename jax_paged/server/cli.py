@@ -46,9 +46,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         sys.exit(f"jax-paged: {error}")
     try:
-        from jax_paged.server.launch import serve  # only now: JAX and the HTTP server take seconds to import
+        # Only now: JAX, Ray and the HTTP server take seconds to import.
+        if options.ray is not None:
+            from jax_paged.server.ray_launch import serve_with_ray
 
-        serve(settings, options)
+            serve_with_ray(settings, options)
+        else:
+            from jax_paged.server.launch import serve
+
+            serve(settings, options)
     except KeyboardInterrupt:
         sys.exit(130)
 

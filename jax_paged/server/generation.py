@@ -2,8 +2,6 @@
 
 import contextlib
 import re
-import time
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +17,8 @@ from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.lora_request import LoRARequest
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.server.adapters import ServedModels
+from jax_paged.server.call import Call
+from jax_paged.server.continuation import Journal, Progress
 from jax_paged.server.conversation import messages_for
 from jax_paged.server.event_stream import EventStream, unless_gone
 from jax_paged.server.limits import check_sizes
@@ -36,7 +36,7 @@ from jax_paged.server.responses import (
     too_long,
     unknown_model,
 )
-from jax_paged.server.streaming import Call, RequestRunner
+from jax_paged.server.streaming import RequestRunner
 from jax_paged.server.text_reader import TextReader
 from jax_paged.server.tools import ChatReader, ChatReaders, blaming_tools
 
@@ -98,12 +98,13 @@ class GenerationRoutes(TextRoutes):
         call = Call(
             checked,
             n,
-            self._head("cmpl", "text_completion", adapter),
+            self._head("cmpl", "text_completion", adapter, request),
             completion_choices(len(checked) * n, echo),
             request.state.record,
             client_of(request),
             with_prompt_logprobs=body.prompt_logprobs is not None,
             counts_output=not body.only_prompt,
+            journal=journal_of(request),
         )
         return await unless_gone(request, self._stream(call, body) if body.stream else self._whole(call))
 
@@ -133,17 +134,19 @@ class GenerationRoutes(TextRoutes):
             prompt = checked[0].prompt_token_ids
             choice = reader.choices(choice, n, tokenizer, prompt, stream=stream)
         if stream:
-            head = self._head("chatcmpl", "chat.completion.chunk", adapter)
-            call = Call(checked, n, head, choice, request.state.record, client_of(request))
+            head = self._head("chatcmpl", "chat.completion.chunk", adapter, request)
+            facts = request.state.record, client_of(request)
+            call = Call(checked, n, head, choice, *facts, journal=journal_of(request))
             return await unless_gone(request, self._stream(call, body, chat_roles(n)))
         call = Call(
             checked,
             n,
-            self._head("chatcmpl", "chat.completion", adapter),
+            self._head("chatcmpl", "chat.completion", adapter, request),
             choice,
             request.state.record,
             client_of(request),
             with_prompt_logprobs=body.prompt_logprobs is not None,
+            journal=journal_of(request),
         )
         return await unless_gone(request, self._whole(call))
 
@@ -184,11 +187,12 @@ class GenerationRoutes(TextRoutes):
                 params = reader.params(params, tokenizer)
             return check_all(self._engine, [prompt], params, body, adapter)
 
-    def _head(self, prefix: str, kind: str, adapter: LoRARequest | None) -> dict[str, Any]:
+    def _head(self, prefix: str, kind: str, adapter: LoRARequest | None, request: Request) -> dict[str, Any]:
+        progress = progress_of(request)
         return {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "id": f"{prefix}-{progress.answer_id}",
             "object": kind,
-            "created": int(time.time()),
+            "created": progress.created,
             "model": adapter.lora_name if adapter else self._model_name,
         }
 
@@ -251,6 +255,17 @@ def check_model(body: Body, model_name: str) -> None:
 def client_of(request: Request) -> str:
     """Returns who sends a request; "" where no key tells."""
     return getattr(request.state, "client", "")
+
+
+def journal_of(request: Request) -> Journal | None:
+    """Returns the journal of an answer that several replicas may make; None if this server is alone."""
+    return getattr(request.state, "journal", None)
+
+
+def progress_of(request: Request) -> Progress:
+    """Returns what the client has of an answer: nothing, if this server is alone."""
+    journal = journal_of(request)
+    return Progress.begin() if journal is None else journal.progress
 
 
 @contextlib.contextmanager

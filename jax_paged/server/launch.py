@@ -18,8 +18,8 @@ import uvicorn
 
 from jax_paged.config import EngineArgs, api_key_of_environment
 from jax_paged.engine.multiprocess import follow
-from jax_paged.launch import launch_of_environment
 from jax_paged.engine.replicated_engine import ServingEngine, serving_engine
+from jax_paged.launch import launch_of_environment
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.keys import with_all_keys
 from jax_paged.server.listening import allow_open_files, check_exposure, check_tls, uvicorn_config
@@ -46,22 +46,22 @@ def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
         KeyboardInterrupt: If Ctrl-C is pressed before the server listens.
     """
     configure(options.log_level, options.log_format)
-    with _one_line_errors():
+    with one_line_errors():
         options = with_all_keys(options, api_key_of_environment())
         check_tls(options)
     config = uvicorn_config("", options, log_level="warning", timeout_graceful_shutdown=_CLOSING_S)
     if args.distributed_executor_backend == "external_launcher":
-        with _one_line_errors():
+        with one_line_errors():
             launch = launch_of_environment()
             if launch.rank > 0:
                 follow(args, launch)
     # A port that is taken is found before the model is loaded.
     listener = _listener(options)
-    with _one_line_errors():
+    with one_line_errors():
         check_exposure(listener, options)
         allow_open_files(options.max_connections)
-    engine = _load_engine(args, options)
-    with _one_line_errors():
+    with one_line_errors():
+        engine = load_engine(args, options)
         openai = OpenAIServer(engine, options.served_model_name or args.model, options)
     config.app = openai.app()
     Server(config, openai).run([listener])
@@ -83,20 +83,36 @@ def _listener(options: ServerOptions) -> socket.socket:
         )
 
 
-def _load_engine(args: EngineArgs, options: ServerOptions) -> ServingEngine:
+def free_address(options: ServerOptions) -> tuple[str, int]:
+    """Returns the host and the port for a server that binds them itself; a port where 0 stands for any.
+
+    Raises:
+        SystemExit: If the address can't be bound.
+        ValueError: If it can be reached from elsewhere, which needs a key.
+    """
+    with _listener(options) as listener:
+        check_exposure(listener, options)
+        return options.host, listener.getsockname()[1]
+
+
+def load_engine(args: EngineArgs, options: ServerOptions) -> ServingEngine:
+    """Returns an engine that is ready for the first request.
+
+    Raises:
+        ValueError: If the model, the chat template or a setting can't be used.
+    """
     # Loading makes hundreds of thousands of objects, nearly all of which stay: to look through them for
     # garbage again and again takes half a second.
     gc.disable()
     start = time.monotonic()
     _LOGGER.info("loading %s", args.model)
     try:
-        with _one_line_errors():
-            template = None if options.chat_template is None else _template(options.chat_template)
-            engine = serving_engine(args)
-            if engine.engine.tokenizer is not None:
-                if template is not None:
-                    engine.engine.tokenizer.replace_chat_template(template)
-                engine.engine.tokenizer.prepare_chat()  # now, not by the first request
+        template = None if options.chat_template is None else _template(options.chat_template)
+        engine = serving_engine(args)
+        if engine.engine.tokenizer is not None:
+            if template is not None:
+                engine.engine.tokenizer.replace_chat_template(template)
+            engine.engine.tokenizer.prepare_chat()  # now, not by the first request
     finally:
         gc.enable()
     _LOGGER.info("loaded %s in %.1f s", args.model, time.monotonic() - start)
@@ -104,7 +120,7 @@ def _load_engine(args: EngineArgs, options: ServerOptions) -> ServingEngine:
 
 
 @contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """Ends the program with the message of a ValueError."""
     try:
         yield

@@ -155,7 +155,9 @@ class Gate:
         if scope["type"] != "http" or scope["method"] != "POST" or path not in self._paths:
             await self._app(scope, receive, send)
             return
-        error = self._life.refusal() or self._room.refusal()
+        journal = scope.get("state", {}).get("journal")
+        has_begun = journal is not None and journal.has_begun  # elsewhere: it is refused no more
+        error = self._life.refusal() or (None if has_begun else self._room.refusal())
         if error is not None:
             await error.response()(scope, receive, send)
             return

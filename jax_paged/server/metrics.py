@@ -2,12 +2,13 @@
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from jax_paged.engine.async_engine import AsyncLLMEngine
@@ -286,6 +287,32 @@ class _EngineCollector(Collector):
     @staticmethod
     def _gauge(name: str, text: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(name, text, labels=_LABELS)
+
+
+class _Merged(Collector):
+    """The metrics of several replicas."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._families: dict[str, Metric] = {}
+        for replica, text in texts.items():
+            for family in text_string_to_metric_families(text):
+                samples = [x._replace(labels={**x.labels, "replica": replica}) for x in family.samples]
+                family.samples = []
+                self._families.setdefault(family.name, family).samples += samples
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families.values()
+
+
+def with_replicas(texts: Mapping[str, str]) -> bytes:
+    """Returns the metrics of several replicas as one text, in which a label names the replica.
+
+    Args:
+        texts: Metrics of each, by its name.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Merged(texts))
+    return generate_latest(registry)
 
 
 def finish_reason(output: RequestOutput) -> str:

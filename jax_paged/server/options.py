@@ -99,6 +99,8 @@ class ServerOptions:
         body_timeout: Seconds from the end of a request's headers to the end of its body.
         write_timeout: Seconds after which a client that reads nothing of its answer is cut off.
         keep_alive_timeout: Seconds that a connection stays open without a request.
+        ray: Replicas of the server that Ray Serve runs on this machine, behind one address; needs
+            jax-paged[ray]. None runs one server without Ray.
 
     Raises:
         ValueError: If a value is out of range.
@@ -144,10 +146,13 @@ class ServerOptions:
     body_timeout: float = 60
     write_timeout: float = 30
     keep_alive_timeout: float = 5
+    ray: int | None = None
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
         check_int("max_num_waiting", self.max_num_waiting, 0)
+        if self.ray is not None:
+            check_int("ray", self.ray, 1)
         check_number("shutdown_timeout", self.shutdown_timeout, 0, math.inf)
         check_number("step_timeout", self.step_timeout, 0, math.inf, low_open=True)
         check_parsers(self)

@@ -17,11 +17,11 @@ from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.pooling_params import PoolingParams, PoolingTask
+from jax_paged.server.call import Call
 from jax_paged.server.event_stream import until_gone
 from jax_paged.server.generation import TextRoutes, bad_input, check_model, client_of
 from jax_paged.server.protocol import Body, Prompts, within
 from jax_paged.server.responses import ApiError, json_response, usage
-from jax_paged.server.streaming import Call
 
 _MAX_TEXTS = 2048  # of a request, as OpenAI's API has it
 _Texts = Annotated[

@@ -1,8 +1,6 @@
 """POST /v1/responses: text in and out, whole or as typed events; nothing is stored."""
 
 import contextlib
-import time
-import uuid
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
@@ -18,6 +16,8 @@ from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
+from jax_paged.server.call import Call
+from jax_paged.server.continuation import Progress
 from jax_paged.server.conversation import messages_for, messages_of_input
 from jax_paged.server.event_stream import EventStream, unless_gone
 from jax_paged.server.formats import CONTENT, REASONING
@@ -28,6 +28,8 @@ from jax_paged.server.generation import (
     check_all,
     client_of,
     has_form,
+    journal_of,
+    progress_of,
     tokenizer_of,
 )
 from jax_paged.server.limits import check_sizes
@@ -36,7 +38,6 @@ from jax_paged.server.parsed_chat import OutputParser
 from jax_paged.server.parts import Part
 from jax_paged.server.protocol import Generation, within
 from jax_paged.server.responses import ApiError, json_response, usage
-from jax_paged.server.streaming import Call
 from jax_paged.server.tools import ChatReader
 
 _LOGPROBS = "message.output_text.logprobs"  # in `include`
@@ -135,10 +136,10 @@ class ResponsesRoute(TextRoutes):
             )
         parser = reader and reader.parser(tokenizer, checked[0].prompt_token_ids)
         name = adapter.lora_name if adapter else self._model_name
-        answer = _Answer(body, checked[0].params, name, parser)
-        call = Call(
-            checked, 1, {"id": answer.response_id}, answer.item, request.state.record, client_of(request)
-        )
+        answer = _Answer(body, checked[0].params, name, parser, progress_of(request))
+        facts = request.state.record, client_of(request)
+        head = {"id": answer.response_id}
+        call = Call(checked, 1, head, answer.item, *facts, journal=journal_of(request))
         return await unless_gone(
             request, self._stream(answer, call) if body.stream else self._whole(answer, call)
         )
@@ -165,36 +166,47 @@ class ResponsesRoute(TextRoutes):
         return await EventStream.begin(self._events(answer, call))
 
     async def _events(self, answer: "_Answer", call: Call) -> AsyncGenerator[bytes, object]:
-        """Runs a call; yields typed events. The first comes with the first part of the output."""
-        numbers = _Numbers()
+        """Runs a call; yields typed events. The first come with the first part of the output.
+
+        Those of a part come together, and so do those of the last one and of the end: what a client has of
+        an answer is always some parts of the output, or all.
+        """
+        journal = call.journal
+        numbers = _Numbers(journal.progress.num_events if journal is not None else 0)
         whole: RequestOutput | None = None
         try:
             async with contextlib.aclosing(self._runner.parts(call)) as parts:
                 async for part in parts:
-                    (new,) = part.outputs
+                    is_given = whole is None and call.has_begun
                     events = [] if whole is not None else answer.beginning()
-                    events += answer.deltas(new)
+                    events += answer.deltas(part.outputs[0])
                     if whole is None:
                         whole = part
                     else:
                         whole.extend(part)
-                    for event in events:
-                        yield numbers.event(event)
+                    if part.finished:
+                        events += answer.ending(whole)
+                        if journal is not None:
+                            journal.end()
+                    if events and not is_given:
+                        yield b"".join(map(numbers.event, events))
         except ApiError as error:
-            if whole is None:
+            if whole is None or call.moves_on(error):
                 raise
+            if journal is not None:
+                journal.end()
             yield numbers.event(answer.failure(error))
-            return
-        assert whole is not None, "a request that ends has a part"
-        for event in answer.ending(whole):
-            yield numbers.event(event)
 
 
 class _Numbers:
-    """Makes server-sent events of objects that have a type, and numbers them."""
+    """Makes server-sent events of objects that have a type, and numbers them.
 
-    def __init__(self) -> None:
-        self._next = 0
+    Args:
+        first: The number of the first.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._next = first
 
     def event(self, content: dict[str, Any]) -> bytes:
         numbered = {**content, "sequence_number": self._next}
@@ -210,14 +222,20 @@ class _Answer:
         params: What that means.
         model_name: The model's name for clients.
         parser: Tells thoughts from the text; None where all is text.
+        progress: Of the answer.
     """
 
     def __init__(
-        self, body: ResponsesRequest, params: SamplingParams, model_name: str, parser: OutputParser | None
+        self,
+        body: ResponsesRequest,
+        params: SamplingParams,
+        model_name: str,
+        parser: OutputParser | None,
+        progress: Progress,
     ) -> None:
-        self.response_id = f"resp_{uuid.uuid4().hex}"
-        self._item_id = f"msg_{uuid.uuid4().hex}"
-        self._thoughts_id = f"rs_{uuid.uuid4().hex}"
+        self.response_id = f"resp_{progress.answer_id}"
+        self._item_id = f"msg_{progress.answer_id}"
+        self._thoughts_id = f"rs_{progress.answer_id}"
         self._num_top = body.top_logprobs or 0
         self._parser = parser
         self._thoughts = self._text = ""
@@ -225,7 +243,7 @@ class _Answer:
         self._fields = {
             "id": self.response_id,
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": progress.created,
             "model": model_name,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,

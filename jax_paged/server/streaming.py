@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Self
@@ -12,42 +11,19 @@ import orjson
 from jax_paged.core.sequence import RequestMetrics
 from jax_paged.engine.errors import NOT_RUNNING, EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.new_request import given_output
 from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.engine.request_stream import RequestStream
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.server.access import RequestRecord
+from jax_paged.server.call import Call
 from jax_paged.server.http_protocol import BodyWriter
 from jax_paged.server.logprobs import prompt_logprobs
 from jax_paged.server.metrics import Metrics
-from jax_paged.server.responses import ApiError, MakeChoice, asleep_error, request_error, usage
+from jax_paged.server.responses import ApiError, asleep_error, request_error, usage
 from jax_paged.server.waiting import WaitingRoom
 
 _DONE = b"data: [DONE]\n\n"
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One HTTP request, ready to run.
-
-    Args:
-        requests: One request per prompt; at least one.
-        num_outputs: Outputs per prompt that the client gets.
-        head: Fields of the answer, or of every chunk of it, beside its choices. Its "id" names the requests.
-        choice: Makes the choices of the answer.
-        record: Notes what comes of the requests.
-        client: Who asks: clients take turns where requests have to wait.
-        with_prompt_logprobs: Whether the choices have the prompt's log-probabilities in vLLM's form.
-        counts_output: Whether the client is told how many tokens were drawn.
-    """
-
-    requests: Sequence[CheckedRequest]
-    num_outputs: int
-    head: dict[str, Any]
-    choice: MakeChoice
-    record: RequestRecord
-    client: str = ""
-    with_prompt_logprobs: bool = False
-    counts_output: bool = True
 
 
 class RequestRunner:
@@ -131,11 +107,15 @@ class RequestRunner:
                     ended.add(index)
             return found
 
-        has_begun = False
+        journal, has_begun = call.journal, call.has_begun
         try:
             async with self._running(call) as requests, contextlib.aclosing(_merged(requests)) as parts:
                 async for i, part in parts:
                     event = chunks(i, part)
+                    if part is requests[i].given:
+                        continue  # the client has it
+                    if journal is not None:
+                        journal.note(i * n, part)
                     if not has_begun:
                         has_begun = True
                         event = b"".join(chunk(choice, part, 0) for choice in first) + event
@@ -143,23 +123,29 @@ class RequestRunner:
                     if writer is not None and len(requests) == 1 and not part.finished:
                         await requests[0].write_rest(writer, lambda part: chunks(0, part))
                         break
+            end = _DONE
             if include_usage:
-                yield _event({**call.head, "choices": [], "usage": _usage(call, requests)})
+                end = _event({**call.head, "choices": [], "usage": _usage(call, requests)}) + end
         except ApiError as error:
-            if not has_begun:
+            if not has_begun or call.moves_on(error):
                 raise
-            yield _event(error.body())  # and no end: the answer is not whole
-        else:
-            yield _DONE
+            end = _event(error.body())  # and nothing behind it: the answer is not whole
+        if journal is not None:
+            journal.end()
+        yield end
 
     async def parts(self, call: Call, *, whole: bool = False) -> AsyncGenerator[RequestOutput]:
         """Runs a call of one request; yields its output part by part, or at its end as a `whole`.
 
+        The first part of a request that another replica has begun is what the client has of it.
+
         Raises:
             ApiError: If the request fails.
         """
-        async with self._running(call, whole=whole) as requests:
-            async for part in requests[0]:
+        async with self._running(call, whole=whole) as (request,):
+            async for part in request:
+                if call.journal is not None and part is not request.given:
+                    call.journal.note(0, part)
                 yield part
 
     @contextlib.asynccontextmanager
@@ -176,13 +162,20 @@ class RequestRunner:
         running: list[_RunningRequest] = []
         num_seqs = sum(request.num_seqs for request in call.requests)
         start = time.monotonic()
-        async with self._room.place(num_seqs, call.client, call.requests[0].priority):
+        turn = call.client, call.requests[0].priority
+        async with self._room.place(num_seqs, *turn, has_begun=call.has_begun):
             waited_s = time.monotonic() - start
             try:
                 for i, checked in enumerate(call.requests):
-                    stream = await self._engine.submit(checked, None, f"{call.head['id']}-{i}", whole=whole)
-                    observers = self._metrics, call.record
-                    running.append(_RunningRequest(stream, checked, call.num_outputs, waited_s, *observers))
+                    request_id, given, stream = f"{call.head['id']}-{i}", None, None
+                    if call.journal is not None:
+                        checked = call.journal.begun(i, call.num_outputs, checked)
+                    if checked.given:
+                        given = given_output(checked, request_id, self._engine.engine.tokenizer)
+                    if given is None or not given.finished:
+                        stream = await self._engine.submit(checked, None, request_id, whole=whole)
+                    facts = checked, call.num_outputs, waited_s, self._metrics, call.record
+                    running.append(_RunningRequest(request_id, stream, given, *facts))
                 yield running
             except EngineDeadError as error:
                 raise ApiError(str(error), status=503) from error
@@ -205,7 +198,9 @@ class _RunningRequest:
     """The output of one request, part by part; the metrics count it when it ends.
 
     Args:
-        stream: The request's output, as the engine delivers it.
+        request_id: Its id.
+        stream: The request's output, as the engine delivers it; None if all of it is given.
+        given: What the client has of it already, which comes first; None for nothing.
         checked: The request.
         num_outputs: Outputs that the client gets.
         waited_s: Seconds that it has waited for the engine.
@@ -215,14 +210,17 @@ class _RunningRequest:
 
     def __init__(
         self,
-        stream: RequestStream,
+        request_id: str,
+        stream: RequestStream | None,
+        given: RequestOutput | None,
         checked: CheckedRequest,
         num_outputs: int,
         waited_s: float,
         metrics: Metrics,
         record: RequestRecord,
     ) -> None:
-        self.request_id = stream.request_id
+        self.request_id = request_id
+        self.given = given
         self.num_tokens = [0] * num_outputs  # generated so far, per output
         self._stream = stream
         self._checked = checked
@@ -247,10 +245,16 @@ class _RunningRequest:
         return self
 
     async def __anext__(self) -> RequestOutput:
+        if self.given is not None and self._last is None:
+            self.num_tokens = [len(completion.token_ids) for completion in self.given.outputs]
+            self._last = self.given
+            if self.given.finished:
+                self._record.end()
+            return self.given
         # The only await: what is taken from the stream is counted, even if nobody waits for it any more.
-        if not await self._stream.wait():
+        if self._stream is None or not await self._stream.wait():
             raise StopAsyncIteration
-        return self._take()
+        return self._take(self._stream)
 
     async def write_rest(self, writer: BodyWriter, written: Callable[[RequestOutput], bytes]) -> None:
         """Writes all further parts as they come; while the client does not read, they are joined.
@@ -264,12 +268,14 @@ class _RunningRequest:
             EngineDeadError: If the engine has stopped.
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        stream = self._stream
+        assert stream is not None, "it has not ended"
 
         def write() -> None:
-            if writer.is_paused or not self._stream.is_ready or ended.done():
+            if writer.is_paused or not stream.is_ready or ended.done():
                 return
             try:
-                part = self._take()
+                part = self._take(stream)
                 if event := written(part):
                     writer.write(event)
                 if part.finished:
@@ -277,16 +283,16 @@ class _RunningRequest:
             except Exception as error:  # else it would end the event loop's call for all streams
                 ended.set_exception(error)
 
-        self._stream.on_ready = writer.on_resume = write
+        stream.on_ready = writer.on_resume = write
         try:
             write()
             await ended
         finally:
-            self._stream.on_ready = writer.on_resume = None
+            stream.on_ready = writer.on_resume = None
 
-    def _take(self) -> RequestOutput:
+    def _take(self, stream: RequestStream) -> RequestOutput:
         try:
-            part = self._stream.take()
+            part = stream.take()
         except NOT_RUNNING as error:
             self._count_end(self._cut_off(str(error)))
             raise
@@ -303,7 +309,8 @@ class _RunningRequest:
     def _count_end(self, part: RequestOutput) -> None:
         # The engine's clock begins when it gets the request, the client's when the server does.
         part.metrics.arrival_time -= self._waited_s
-        self._metrics.observe(part, self.num_tokens, self._stream.replica)
+        replica = 0 if self._stream is None else self._stream.replica
+        self._metrics.observe(part, self.num_tokens, replica)
         self._record.observe(part, self.num_tokens)
         self._record.end()
 

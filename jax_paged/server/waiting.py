@@ -73,20 +73,23 @@ class WaitingRoom:
         )
 
     @contextlib.asynccontextmanager
-    async def place(self, num_seqs: int, client: str, priority: int) -> AsyncIterator[None]:
+    async def place(
+        self, num_seqs: int, client: str, priority: int, *, has_begun: bool = False
+    ) -> AsyncIterator[None]:
         """Waits until a request may run, and keeps its place while it does.
 
         Args:
             num_seqs: Sequences that it brings, at least 1.
             client: Who sent it; all clients take turns.
             priority: Lower goes first.
+            has_begun: Whether it ran elsewhere before, and must not be refused any more.
 
         Raises:
             ApiError: If too many wait already.
         """
         num_seqs = min(num_seqs, self._capacity)
         is_first = not self._queues and num_seqs <= self._free
-        if not is_first and self.num_waiting >= self._max_waiting:
+        if not (is_first or has_begun) and self.num_waiting >= self._max_waiting:
             raise self._too_many()
         ticket = _Ticket(num_seqs, asyncio.get_running_loop().create_future())
         queue = self._queues.setdefault(priority, {}).setdefault(client, deque())

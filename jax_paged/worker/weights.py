@@ -80,7 +80,7 @@ def check_order(model: LanguageModel, hooks: Sequence[Hook], grid: DeviceGrid) -
         ValueError: If one is in the order of the devices.
     """
     for hook in hooks:
-        module = dict((".".join(map(str, path)), m) for path, m in nnx.iter_modules(model)).get(hook.path)
+        module = {".".join(map(str, path)): m for path, m in nnx.iter_modules(model)}.get(hook.path)
         if isinstance(module, Linear):
             order = grid.columns(module.kernel.get_metadata()["split"])[-1]
             allowed = (

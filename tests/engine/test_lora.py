@@ -205,14 +205,14 @@ def test_the_prefix_cache_shares_nothing_between_adapters(engine: LLMEngine) -> 
 
 
 def test_the_test_notices_a_missing_salt(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = request_engine.sequence_group
+    make = request_engine.request_state
 
     def without_salt(*args: Any) -> Any:
-        group = make(*args)
-        group.cache_salt = ""
-        return group
+        state = make(*args)
+        state.group.cache_salt = ""
+        return state
 
-    monkeypatch.setattr(request_engine, "sequence_group", without_salt)
+    monkeypatch.setattr(request_engine, "request_state", without_salt)
     with pytest.raises(AssertionError):
         check_that_nothing_is_shared(engine)
 

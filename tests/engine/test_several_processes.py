@@ -272,7 +272,8 @@ def test_a_worker_that_is_lost_while_nothing_runs(scripted: Any) -> None:
 @pytest.mark.slow
 def test_a_server_whose_follower_is_killed(checkpoint: Path) -> None:
     port, settings = free_port(), " ".join(f"--{k.replace('_', '-')} {v}" for k, v in TINY.items())
-    options = f"--port {port} --stay-on-engine-failure --tensor-parallel-size 2 --distributed-executor-backend mp {settings}"
+    options = f"--port {port} --stay-on-engine-failure --tensor-parallel-size 2 {settings}"
+    options += " --distributed-executor-backend mp"
     command = [
         sys.executable,
         "serve.py",

@@ -1,5 +1,6 @@
 import dataclasses
 import gc
+import importlib
 import logging
 import re
 import signal
@@ -122,6 +123,8 @@ def kept_process():
         ("--port 65536", "port is 65536; allowed: an integer in [0, 65535]"),
         ("--host 300.1.1.1 --port 0", "can't listen on 300.1.1.1, port 0"),
         ("--model {empty} --port 0", "the folder holds none; a model folder holds config.json"),
+        ("--ray 0", "ray is 0; allowed: an integer of at least 1"),
+        ("--ray 2 --port {taken}", "a port that nobody uses for --port"),
         ("--port {taken}", "a port that nobody uses for --port"),
         ("--model /nowhere/at/all --port 0", "model is '/nowhere/at/all'"),
     ],
@@ -133,6 +136,17 @@ def test_bad_arguments_end_with_one_line(line, message, capsys, tmp_path):
     assert message in f"{end.value.code} {capsys.readouterr().err}"
     if isinstance(end.value.code, str):
         assert "\n" not in end.value.code
+
+
+@pytest.mark.usefixtures("kept_process")
+def test_without_ray_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in ("jax_paged.ray_serve", "jax_paged.server.ray_app"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(SystemExit, match=r"^jax-paged: .*: pip install 'jax-paged\[ray\]'$"):
+        main(["--ray", "2", "--port", "0"])
+    with pytest.raises(ImportError, match=r"pip install 'jax-paged\[ray\]'"):
+        importlib.import_module("jax_paged.ray_serve")
 
 
 @pytest.mark.usefixtures("kept_process")

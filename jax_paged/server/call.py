@@ -1,0 +1,47 @@
+"""One HTTP request that generates text, ready to run."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax_paged.engine.errors import EngineDeadError
+from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.server.access import RequestRecord
+from jax_paged.server.continuation import Journal
+from jax_paged.server.responses import ApiError, MakeChoice
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One HTTP request, ready to run.
+
+    Args:
+        requests: One request per prompt; at least one.
+        num_outputs: Outputs per prompt that the client gets.
+        head: Fields of the answer, or of every chunk of it, beside its choices. Its "id" names the requests.
+        choice: Makes the choices of the answer.
+        record: Notes what comes of the requests.
+        client: Who asks: clients take turns where requests have to wait.
+        with_prompt_logprobs: Whether the choices have the prompt's log-probabilities in vLLM's form.
+        counts_output: Whether the client is told how many tokens were drawn.
+        journal: Of an answer that another replica may have begun, or may end; None if there is no other.
+    """
+
+    requests: Sequence[CheckedRequest]
+    num_outputs: int
+    head: dict[str, Any]
+    choice: MakeChoice
+    record: RequestRecord
+    client: str = ""
+    with_prompt_logprobs: bool = False
+    counts_output: bool = True
+    journal: Journal | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has a part of the answer already."""
+        return self.journal is not None and self.journal.has_begun
+
+    def moves_on(self, error: ApiError) -> bool:
+        """Returns whether another replica goes on where this one has failed."""
+        return self.journal is not None and isinstance(error.__cause__, EngineDeadError)
