@@ -13,6 +13,7 @@ from jax_paged.core.cache_group import CacheGroup
 from jax_paged.core.speculation import Speculation
 from jax_paged.ignored_arguments import IGNORED, ignores
 from jax_paged.models.pooling import PoolingSpec
+from jax_paged.parallel_sizes import note_problems
 from jax_paged.pooling_params import PoolerConfig
 from jax_paged.speculative_config import SpeculativeConfig
 
@@ -23,9 +24,6 @@ DTypeName = Literal["auto", "float32", "bfloat16"]
 KVCacheDTypeName = Literal["auto", "fp8_e4m3", "int8"]
 ExecutorBackend = Literal["uni", "mp", "external_launcher"]
 
-
-# A day: systems count how long a connection may wait in other ways, and not without end.
-MAX_TIMEOUT_S = 86_400
 
 # Arguments for which vLLM's scripts may pass None to get the default.
 _NONE_IS_DEFAULT = (
@@ -80,6 +78,9 @@ class EngineArgs:
             as the last step with a prompt took; then more are computed together.
         tensor_parallel_size: Devices that one model is divided among: each has some of its heads, of the
             columns of its other weights, and of the pool.
+        pipeline_parallel_size: Stages that the layers of one model are cut into, each on tensor_parallel_size
+            devices of its own. There are as many engines, which take turns on the stages; each has its own
+            scheduler, and that share of the blocks (docs/scale.md).
         enable_expert_parallel: With several devices, whether each of them has some experts whole; else each
             has a part of every expert.
         distributed_executor_backend: Whose the devices are: "uni", this process's; "mp", those of processes
@@ -154,6 +155,7 @@ class EngineArgs:
     preemption_mode: Literal["recompute", "swap"] | None = None
     scheduler_delay_factor: float = 0.0
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
     distributed_executor_backend: ExecutorBackend = "uni"
     distributed_timeout_seconds: float = 300
@@ -204,8 +206,6 @@ class EngineArgs:
         note(check_choice, "logprobs_mode", self.logprobs_mode, get_args(LogprobsMode))
         backend, backends = self.distributed_executor_backend, get_args(ExecutorBackend)
         note(check_choice, "distributed_executor_backend", backend, backends)
-        seconds = self.distributed_timeout_seconds
-        note(check_number, "distributed_timeout_seconds", seconds, 0, MAX_TIMEOUT_S, low_open=True)
         note(check_choice, "scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         note(check_choice, "runner", self.runner, ("auto", "generate", "pooling"))
         note(_pooler_config, self.pooler_config)
@@ -229,11 +229,7 @@ class EngineArgs:
         note(check_int, "max_logprobs", self.max_logprobs, -1)
         note(check_int, "num_scheduler_steps", self.num_scheduler_steps, 1)
         note(check_int, "max_loras", self.max_loras, 1)
-        note(check_int, "tensor_parallel_size", self.tensor_parallel_size, 1)
-        note(check_int, "data_parallel_size", self.data_parallel_size, 1)
-        ok = self.data_parallel_size == 1 or backend == "uni"
-        allowed = f"1 with {backend!r} workers, which take the machine's devices from the first on"
-        note(check, ok, "data_parallel_size", self.data_parallel_size, allowed)
+        note_problems(self, note)
         note(check_int, "max_lora_rank", self.max_lora_rank, 1)
         if self.max_cpu_loras is not None:
             low = self.max_loras if isinstance(self.max_loras, int) else 1
@@ -248,6 +244,11 @@ class EngineArgs:
         note(check_number, "swap_space", self.swap_space, 0, math.inf)
         note(check_number, "scheduler_delay_factor", self.scheduler_delay_factor, 0, math.inf)
         problems.raise_if_any()
+
+    @property
+    def num_engines(self) -> int:
+        """How many engines there are, each with a scheduler of its own."""
+        return self.data_parallel_size * self.pipeline_parallel_size
 
     @property
     def pooler(self) -> PoolerConfig:
@@ -333,6 +334,7 @@ class EngineConfig:
             what each takes and returns.
         embed_size: Numbers of a vector in place of a token; 0 if prompts have none.
         distributed_executor_backend: As EngineArgs.distributed_executor_backend.
+        pipeline_parallel_size: As EngineArgs.pipeline_parallel_size; the pool here is one engine's share.
     """
 
     model_name: str
@@ -378,6 +380,7 @@ class EngineConfig:
     lora_maps: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     embed_size: int = 0
     distributed_executor_backend: ExecutorBackend = "uni"
+    pipeline_parallel_size: int = 1
 
 
 def cache_dir(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
-from jax_paged.engine.assembly import OwnScheduler
+from jax_paged.engine.assembly import OwnScheduler, check_alone, local_executors
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.list_runner import ListRunner
 from jax_paged.engine.llm_engine import LLMEngine
@@ -55,8 +55,8 @@ class LLM(PoolingMethods):
         sampler: A choice of tokens of your own, in JAX: see worker/sampler.Sampler.
         logits_processors: What requests may ask for by name, with SamplingParams.extra_args.
         **engine_args: The other fields of EngineArgs; num_scheduler_steps is 8 unless it is given, or
-            batch_invariant is True. With data_parallel_size there are so many engines, over which lists are
-            spread; what concerns one engine alone is an error then.
+            batch_invariant is True, or there is a pipeline. With pipeline_parallel_size or data_parallel_size
+            there are several engines, over which lists are spread; what concerns one alone is an error then.
 
     Attributes:
         llm_engine: The engine, or the first of several.
@@ -79,7 +79,8 @@ class LLM(PoolingMethods):
         logits_processors: "Sequence[LogitsProcessor]" = (),
         **engine_args: Any,
     ) -> None:
-        num_steps = 1 if engine_args.get("batch_invariant") else NUM_SCHEDULER_STEPS
+        is_single = engine_args.get("batch_invariant") or engine_args.get("pipeline_parallel_size", 1) != 1
+        num_steps = 1 if is_single else NUM_SCHEDULER_STEPS
         engine_args = {"num_scheduler_steps": num_steps, **engine_args}
         args = EngineArgs(model=model, tokenizer=tokenizer, **engine_args)
         parts = loaded, hooks, attend, sampler, logits_processors
@@ -90,17 +91,11 @@ class LLM(PoolingMethods):
             check(executor is None, "executor", executor, f"None beside {own}")
         if executor is not None or loaded is not None:
             allowed = "1 with `executor` or `loaded`, of which there is one"
-            check(args.data_parallel_size == 1, "data_parallel_size", args.data_parallel_size, allowed)
-
-        def make(replica: int) -> LLMEngine:
-            if not has_parts and args.data_parallel_size == 1:
-                return LLMEngine(args, executor, scheduler=scheduler)
-            from jax_paged.worker.executor import LocalExecutor  # imports JAX
-
-            local = LocalExecutor(args, *parts, first_device=replica * args.tensor_parallel_size)
-            return LLMEngine(args, local, scheduler=scheduler)
-
-        self._replicas = make_replicas(args.data_parallel_size, make)
+            check_alone(args, allowed)
+        local = local_executors(args, *parts) if has_parts or args.num_engines > 1 else iter([executor])
+        self._replicas = make_replicas(
+            args.num_engines, lambda _: LLMEngine(args, next(local), scheduler=scheduler)
+        )
         self.llm_engine = self._replicas[0]
         self._runner = ListRunner(self._replicas)
 
@@ -117,8 +112,8 @@ class LLM(PoolingMethods):
         """
         loaded = state if isinstance(state, EngineState) else EngineState.load(state)
         args = loaded.values["args"] | changes
-        size = args.get("data_parallel_size", 1)
-        check(size == 1, "data_parallel_size", size, "1 to restore a state, which is one engine's")
+        for name in ("data_parallel_size", "pipeline_parallel_size"):
+            check(args.get(name, 1) == 1, name, args.get(name), "1 to restore a state, which is one engine's")
         llm = cls(**args)
         try:
             llm.llm_engine.load_state(loaded)
@@ -385,8 +380,7 @@ class LLM(PoolingMethods):
 
     def _only_engine(self, what: str) -> LLMEngine:
         """Returns the engine, of which there must be one for what is asked."""
-        allowed = f"1 to {what}, which is done to one engine at a time"
-        check(len(self._replicas) == 1, "data_parallel_size", len(self._replicas), allowed)
+        check_alone(self.llm_engine.args, f"1 to {what}, which is done to one engine at a time")
         return self.llm_engine
 
 

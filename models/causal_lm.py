@@ -19,7 +19,7 @@ from jax_paged.models.attention import (
     paged_attention,
     window_of,
 )
-from jax_paged.models.forward_context import ForwardContext
+from jax_paged.models.forward_context import Elsewhere, ForwardContext, Module
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
@@ -34,6 +34,9 @@ class LanguageModel(nnx.Module):
         config: Of the family's config_class.
         dtype: Of weights and activations.
         rngs: Where random weights come from.
+
+    Attributes:
+        ends: Whether it makes logits; a stage of a pipeline may not, see CausalLM.
     """
 
     config_class: ClassVar[Any]
@@ -41,6 +44,7 @@ class LanguageModel(nnx.Module):
     # Where the table of token embeddings stands, if a prompt's vectors may stand for what it returns.
     embed_path: ClassVar[str] = ""
     config: Any
+    ends: bool = True
 
     @abc.abstractmethod
     def __init__(self, config: Any, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None: ...
@@ -120,7 +124,46 @@ class LanguageModel(nnx.Module):
 
 
 class CausalLM(LanguageModel):
-    """A decoder; a family adds its modules and the abstract methods of LanguageModel."""
+    """A decoder; a family adds its modules and the abstract methods.
+
+    It may be one stage of a pipeline, which has some of the layers (see stages.py).
+
+    Attributes:
+        begins: Whether it has the first layer, and embeds tokens; else it gets hidden states in their place.
+        ends: Whether it has the last layer, and what follows it; else it returns hidden states for the next.
+    """
+
+    # Where its layers are, and what stands before them; all else follows them.
+    layers_name: ClassVar[str] = "layers"
+    first_names: ClassVar[tuple[str, ...]] = ("embed_tokens",)
+    begins: bool = True
+
+    @abc.abstractmethod
+    def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns what goes into the first layer."""
+
+    @abc.abstractmethod
+    def through(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns what comes out of the last layer."""
+
+    @abc.abstractmethod
+    def normed(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the last hidden state, of what has come out of the last layer."""
+
+    def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        x = self.through(self.embed(tokens, context) if self.begins else tokens, context)
+        return self.normed(x, context) if self.ends else x
+
+    @property
+    def own_layers(self) -> list[Module]:
+        """The layers that it has, without those of other stages."""
+        return [getattr(self, self.layers_name)[i] for i in self.own_places]
+
+    @property
+    def own_places(self) -> list[int]:
+        """The places of these among all layers."""
+        layers = getattr(self, self.layers_name)
+        return [i for i, layer in enumerate(layers) if not isinstance(layer, Elsewhere)]
 
     def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t v"]:
         """Returns the float32 logits of a dense causal batch, without a cache.

@@ -159,3 +159,10 @@ class Module(nnx.Module):
     @abc.abstractmethod
     def forward(self, x: Any, context: ForwardContext) -> Array:
         """Returns the output of every token row of x; called by the context only."""
+
+
+class Elsewhere(Module):
+    """In the place of a layer that another stage of a pipeline has: paths stay those of the whole model."""
+
+    def forward(self, x: Any, context: ForwardContext) -> Array:
+        raise AssertionError("another stage has this layer")

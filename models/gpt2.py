@@ -145,6 +145,8 @@ class GPT2LMHeadModel(CausalLM):
     config_class: ClassVar[type[GPT2Config]] = GPT2Config
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
     embed_path: ClassVar[str] = "wte"
+    layers_name: ClassVar[str] = "h"
+    first_names: ClassVar[tuple[str, ...]] = ("wte", "wpe")
 
     def __init__(self, config: GPT2Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -163,10 +165,15 @@ class GPT2LMHeadModel(CausalLM):
             else head(size, config.vocab_size, split=(None, padded(config.vocab_size)))
         )
 
-    def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
-        x = self.wte(tokens, context) + self.wpe(context.positions, context)
-        for block in self.h:
+    def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        return self.wte(tokens, context) + self.wpe(context.positions, context)
+
+    def through(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        for block in self.own_layers:
             x = block(x, context)
+        return x
+
+    def normed(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         return self.ln_f(x, context)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:

@@ -258,13 +258,15 @@ class LlamaForCausalLM(CausalLM):
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
         return self.embed_tokens(tokens, context)
 
-    def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
-        x = self.embed(tokens, context)
-        ropes = dict.fromkeys(layer.self_attn.rope for layer in self.layers)
-        rotations = {rope: rope.at(context.positions) for rope in ropes}
+    def through(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        layers: list[Any] = self.own_layers
+        rotations = {rope: rope.at(context.positions) for rope in (x.self_attn.rope for x in layers)}
         context = dataclasses.replace(context, rotations=rotations)
-        for layer in self.layers:
+        for layer in layers:
             x = layer(x, context)
+        return x
+
+    def normed(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         return self.norm(x, context)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:

@@ -152,6 +152,7 @@ class OPTForCausalLM(CausalLM):
 
     config_class: ClassVar[type[OPTConfig]] = OPTConfig
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
+    first_names: ClassVar[tuple[str, ...]] = ("embed_tokens", "embed_positions", "project_in")
 
     def __init__(self, config: OPTConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -173,13 +174,18 @@ class OPTForCausalLM(CausalLM):
             None if tied else make(word_size, config.vocab_size, split=(None, padded(config.vocab_size)))
         )
 
-    def hidden(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+    def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
         x = self.embed_tokens(tokens, context)
         if self.project_in is not None:
             x = self.project_in(x, context)
-        x = x + self.embed_positions(context.positions + POSITION_OFFSET, context)
-        for layer in self.layers:
+        return x + self.embed_positions(context.positions + POSITION_OFFSET, context)
+
+    def through(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        for layer in self.own_layers:
             x = layer(x, context)
+        return x
+
+    def normed(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         return x if self.final_layer_norm is None else self.final_layer_norm(x, context)
 
     def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:

@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from jax_paged.models.eagle import EagleHead
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.registry import get_architecture, get_model_class
 from jax_paged.models.sharding import DeviceGrid
+from jax_paged.models.stages import split_model
 from jax_paged.models.stored_tensors import (
     STORED_DTYPES,
     StoredTensor,
@@ -117,13 +118,38 @@ def load_model(
         ValueError: If the folder holds no supported model. The message lists every problem with the config,
             or else every weight that is missing, unexpected or of another shape.
     """
+    return load_stages(folder, dtype, max_model_len, overrides, (grid,))[0]
+
+
+def load_stages(
+    folder: Path,
+    dtype: Literal["auto", "float32", "bfloat16"],
+    max_model_len: int | None,
+    overrides: Mapping[str, Any],
+    grids: Sequence[DeviceGrid | None],
+) -> list[LoadedModel]:
+    """Loads the stages of a model, each onto devices of its own; for a single one, the model as it is.
+
+    Args:
+        folder: As load_model takes it; so are the three that follow.
+        dtype: See folder.
+        max_model_len: See folder.
+        overrides: See folder.
+        grids: The devices of each stage; several only of a model that split_model can split.
+
+    Raises:
+        ValueError: As load_model.
+    """
     hf_config = read_json(folder / "config.json") | overrides
-    model, chosen, stored = _outline(folder, hf_config, dtype, max_model_len)
+    whole, chosen, stored = _outline(folder, hf_config, dtype, max_model_len)
     generation_config, architecture = read_generation_config(folder), get_architecture(hf_config)
-    eos_token_ids = end_token_ids(generation_config, hf_config, model.config.vocab_size)
-    _check_stored(folder, stored_problems(stored, weights_of(model), model.weight_table))
-    read_weights(model, stored, chosen, folder, grid)
-    return _loaded(model, architecture, chosen, eos_token_ids, sampling_defaults(generation_config))
+    eos_token_ids = end_token_ids(generation_config, hf_config, whole.config.vocab_size)
+    _check_stored(folder, stored_problems(stored, weights_of(whole), whole.weight_table))
+    models = split_model(whole, len(grids)) if len(grids) > 1 else [whole]
+    for model, grid in zip(models, grids, strict=True):
+        read_weights(model, stored, chosen, folder, grid)
+    facts = architecture, chosen, eos_token_ids, sampling_defaults(generation_config)
+    return [_loaded(model, *facts) for model in models]
 
 
 def read_weights(

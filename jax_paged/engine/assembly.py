@@ -1,7 +1,7 @@
 """The parts of an engine: its tokenizer, executor, configuration and scheduler; and how it is described."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +36,8 @@ def tokenizer_name(args: EngineArgs) -> str:
     return name
 
 
-def make_executor(args: EngineArgs, replica: int = 0) -> "Executor":
-    """Returns the executor that the arguments ask for: one of this process imports JAX.
-
-    Args:
-        args: Model and limits.
-        replica: Its place among the engines that args.data_parallel_size asks for.
+def make_executor(args: EngineArgs) -> "Executor":
+    """Returns the executor that the arguments ask for, of one engine: one of this process imports JAX.
 
     Raises:
         ValueError: If the model can't be loaded or a limit does not fit it.
@@ -51,9 +47,44 @@ def make_executor(args: EngineArgs, replica: int = 0) -> "Executor":
         return MultiprocessExecutor(args)
     if args.distributed_executor_backend == "external_launcher":
         return ExternalExecutor(args, launch_of_environment())
+    return next(local_executors(args))
+
+
+def local_executors(args: EngineArgs, *parts: Any) -> "Iterator[Executor]":
+    """Makes executors of this process, one for each engine, when they are asked for; imports JAX.
+
+    The engines of a pipeline come one after the other, and have the same devices.
+
+    Args:
+        args: Model and limits; say how many.
+        *parts: The arguments of LocalExecutor behind `args` that change steps.
+
+    Raises:
+        ValueError: As make_executor.
+    """
     from jax_paged.worker.executor import LocalExecutor
 
-    return LocalExecutor(args, first_device=replica * args.tensor_parallel_size)
+    num_stages = args.pipeline_parallel_size
+    for replica in range(args.data_parallel_size):
+        first_device = replica * num_stages * args.tensor_parallel_size
+        first = LocalExecutor(args, *parts, first_device=first_device)
+        yield first
+        for _ in range(num_stages - 1):
+            yield LocalExecutor(args, *parts, first_device=first_device, beside=first)
+
+
+def check_alone(args: EngineArgs, allowed: str) -> None:
+    """Checks that there is one engine.
+
+    Args:
+        args: Say how many.
+        allowed: What is, and why.
+
+    Raises:
+        ValueError: If there are several.
+    """
+    for name in ("data_parallel_size", "pipeline_parallel_size"):
+        check(getattr(args, name) == 1, name, getattr(args, name), allowed)
 
 
 def check_kernels(args: EngineArgs) -> tuple[str, bool]:

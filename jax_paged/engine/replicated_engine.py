@@ -5,10 +5,9 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.core.replica_router import MAX_LAG
-from jax_paged.engine.assembly import make_executor
+from jax_paged.engine.assembly import check_alone, local_executors
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError, stopped_by
 from jax_paged.engine.input_processor import CheckedRequest
@@ -35,7 +34,7 @@ class ReplicatedEngine(RequestMethods):
     weights are not exchanged, and none sleeps.
 
     Args:
-        args: Model and limits of each engine; data_parallel_size says how many.
+        args: Model and limits of each engine; data_parallel_size and pipeline_parallel_size say how many.
         executors: One per engine, as LLMEngine takes it; None runs the steps in this process.
 
     Attributes:
@@ -47,11 +46,8 @@ class ReplicatedEngine(RequestMethods):
     """
 
     def __init__(self, args: EngineArgs, executors: "Sequence[Executor] | None" = None) -> None:
-        def make(replica: int) -> AsyncLLMEngine:
-            given = make_executor(args, replica) if executors is None else executors[replica]
-            return AsyncLLMEngine(args, given, replica)
-
-        self.replicas = make_replicas(args.data_parallel_size, make)
+        given = local_executors(args) if executors is None else iter(executors)
+        self.replicas = make_replicas(args.num_engines, lambda i: AsyncLLMEngine(args, next(given), i))
         self.engine = self.replicas[0].engine
         self._placement = Placement(len(self.replicas), self.engine.seeds, MAX_LAG)
         self._placing = threading.Lock()
@@ -157,7 +153,7 @@ class ReplicatedEngine(RequestMethods):
         return f"{len(self.replicas)} engines, each {self.engine!r}"
 
     def _refuse(self, what: str) -> None:
-        check(False, "data_parallel_size", len(self.replicas), f"1 to {what}")
+        check_alone(self.engine.args, f"1 to {what}")
 
 
 # What the server runs requests on.
@@ -170,4 +166,4 @@ def serving_engine(args: EngineArgs) -> ServingEngine:
     Raises:
         ValueError: If the model or a setting can't be used.
     """
-    return AsyncLLMEngine(args) if args.data_parallel_size == 1 else ReplicatedEngine(args)
+    return AsyncLLMEngine(args) if args.num_engines == 1 else ReplicatedEngine(args)

@@ -17,6 +17,7 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.engine import prefixes
 from jax_paged.engine.assembly import (
     OwnScheduler,
+    check_alone,
     described,
     make_executor,
     make_scheduler,
@@ -72,7 +73,7 @@ class RequestEngine:
             self.tokenizer = make_tokenizer(args)
             if executor is None:
                 allowed = "1 for one engine; LLM, ReplicatedEngine and the server run several"
-                check(args.data_parallel_size == 1, "data_parallel_size", args.data_parallel_size, allowed)
+                check_alone(args, allowed)
                 executor = make_executor(args)
             self.config = with_end_token(executor.config, self.tokenizer)
             self.input_processor = InputProcessor(self.config, self.tokenizer)

@@ -52,15 +52,16 @@ class WriteBlockTablesProgram(Program):
         return jitted.trace(context.seat_arrays().block_tables, context.shape((2, NUM_WRITTEN), np.int32))
 
 
-def write_block_tables(run: Callable[..., Any], block_tables: Array, changes: np.ndarray) -> Array:
+def write_block_tables[T](run: Callable[..., Any], block_tables: T, changes: np.ndarray) -> T:
     """Writes any number of changes ahead of a step; returns the array, which is donated.
 
     Args:
         run: Runs a program on arguments.
-        block_tables: int32 [G, S, M].
+        block_tables: int32 [G, S, M], or a tuple of them, see SeatArrays.
         changes: int32 [2, n], as InputBatch.take_table_changes returns them.
     """
+    num_places = jax.tree.leaves(block_tables)[0].size
     for start in range(0, changes.shape[1], NUM_WRITTEN):
-        chunk = pad_changes(changes[:, start : start + NUM_WRITTEN], NUM_WRITTEN, block_tables.size)
+        chunk = pad_changes(changes[:, start : start + NUM_WRITTEN], NUM_WRITTEN, num_places)
         block_tables = run(WriteBlockTablesProgram(), block_tables, chunk)
     return block_tables

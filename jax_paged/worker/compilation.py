@@ -39,13 +39,13 @@ class CompiledProgram:
     """One compiled program and what it cost.
 
     Args:
-        execute: The compiled program.
+        execute: The compiled program: jax.stages.Compiled, or what stands for several of them.
         trace_s: Seconds of tracing and lowering (Python).
         compile_s: Seconds of XLA's compilation, or of reading it from the cache.
         memory: What XLA says of its arguments, results and temporaries; None on devices that do not tell.
     """
 
-    execute: jax.stages.Compiled
+    execute: Any
     trace_s: float
     compile_s: float
     memory: Any
@@ -108,7 +108,7 @@ class CompiledPrograms:
     Args:
         buckets: Whose steps are compiled, each kind in ascending order.
         others: Programs beside the steps.
-        lower: Traces and lowers a program; called from several threads.
+        lower: Traces and lowers a program, as jax.stages.Lowered has it; called from several threads.
         options: Of the compiler.
         max_compile_s: Seconds after which no other step is begun to be compiled; the largest of each kind
             and the other programs always are.
@@ -122,7 +122,7 @@ class CompiledPrograms:
         self,
         buckets: list[Bucket],
         others: list[Program],
-        lower: Callable[[Program], jax.stages.Lowered],
+        lower: Callable[[Program], Any],
         options: dict[str, str | bool | int] | None = None,
         max_compile_s: float = math.inf,
         is_ready: Callable[[Program], bool] = lambda _: True,

@@ -22,7 +22,7 @@ from jax_paged.models.registry import POOLING_MODELS, get_architecture
 from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.compilation import CompiledPrograms, use_persistent_cache
 from jax_paged.worker.kv_cache import KVCacheLayout
-from jax_paged.worker.mesh import choose_products, device_grid
+from jax_paged.worker.mesh import choose_products, device_grids
 from jax_paged.worker.pooling import HIDDEN, POOLED
 from jax_paged.worker.programs import Program, TraceContext
 from jax_paged.worker.resolve_config import ModelFacts, resolve_config
@@ -105,8 +105,10 @@ class EncoderRunner:
         use_persistent_cache()
         allowed = "1, as an encoder runs on one device"
         check(args.tensor_parallel_size == 1, "tensor_parallel_size", args.tensor_parallel_size, allowed)
-        grid = device_grid(args, first_device)
-        is_own, loaded = loaded is None, load(args, loaded, grid)
+        num_stages = args.pipeline_parallel_size
+        check(num_stages == 1, "pipeline_parallel_size", num_stages, allowed)
+        (grid,) = device_grids(args, first_device)
+        is_own, (loaded,) = loaded is None, load(args, loaded, (grid,))
         allowed = "False, as texts of another batch take another program"
         check(not args.batch_invariant, "batch_invariant", True, allowed)
         self._replicated = NamedSharding(grid.mesh, PartitionSpec())

@@ -149,6 +149,7 @@ class LocalExecutor:
         logits_processors: What requests may ask for by name, ahead of the sampler.
         first_device: The first of its devices, among those that JAX sees.
         group: The processes whose devices they are; None for this one alone.
+        beside: An executor of the same pipeline, whose weights and programs it shares; None for the first.
 
     Attributes:
         runner: Does the work.
@@ -167,6 +168,7 @@ class LocalExecutor:
         logits_processors: "Sequence[LogitsProcessor]" = (),
         first_device: int = 0,
         group: "ProcessGroup | None" = None,
+        beside: "LocalExecutor | None" = None,
     ) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
         from jax_paged.worker.encoder_runner import EncoderRunner, is_encoder
@@ -188,7 +190,8 @@ class LocalExecutor:
             self.runner = EncoderRunner(args, loaded, first_device)
         else:
             own_parts = hooks, attend, sampler, logits_processors
-            self.runner = ModelRunner(args, loaded, *own_parts, first_device, group)
+            runner = beside.runner if beside else None
+            self.runner = ModelRunner(args, loaded, *own_parts, first_device, group, runner)
         self._inspector = Inspector(self.runner)
         self._overrides = args.hf_overrides or {}
         self._source: str | Path | None = args.model if loaded is None else None  # of the weights
@@ -221,6 +224,7 @@ class LocalExecutor:
         self, blocks: list[int], host_blocks: list[int], *, with_weights: bool
     ) -> "dict[str, np.ndarray]":
         """Returns what some blocks hold, and perhaps the weights; no step is in flight."""
+        self._check_whole("to save or load a state")
         from jax_paged.worker import memory_state
 
         arrays = self.runner.arrays
@@ -240,6 +244,7 @@ class LocalExecutor:
         Raises:
             ValueError: If an array is missing, or of another shape or type.
         """
+        self._check_whole("to save or load a state")
         from jax_paged.worker import memory_state
 
         ours = self.runner.arrays
@@ -250,6 +255,7 @@ class LocalExecutor:
 
     def fingerprint(self) -> tuple[str, str]:
         """Returns hashes of the weights as they are served, and of how such kernels are packed here."""
+        self._check_whole("to save or load a state")
         from jax_paged.worker import memory_state
 
         packing = memory_state.packing(self.config.matmul_backend, self.runner.context.dtype)
@@ -259,10 +265,12 @@ class LocalExecutor:
         self, layer: int, block_tables: BlockTables, num_tokens: list[int]
     ) -> "tuple[np.ndarray, np.ndarray]":
         """Returns the keys and values of a sequence; see Executor."""
+        self._check_whole("to read keys and values")
         return self._inspector.read_kv(layer, block_tables, num_tokens)
 
     def inspect(self, query: InspectionInput) -> "tuple[np.ndarray, dict[int, np.ndarray]]":
         """Computes tokens again with what the pool holds; see Executor."""
+        self._check_whole("to inspect requests")
         return self._inspector.inspect(query)
 
     def compile_plan(self) -> str:
@@ -282,6 +290,7 @@ class LocalExecutor:
 
     def update_weights(self, new: "NewWeights") -> None:
         """Computes with other weights from the next step on; ValueError if they don't fit."""
+        self._check_whole("to exchange weights")
         self.runner.served.replace(new, self.config.max_model_len, self._overrides)
         self._source = new if isinstance(new, str | Path) else None
 
@@ -291,6 +300,7 @@ class LocalExecutor:
 
     def free_memory(self, *, keeps_weights: bool) -> None:
         """Frees pool and weights, which are kept in host memory or dropped; no step is in flight."""
+        self._check_whole("to sleep")
         self.runner.free()
         self._has_pool = False
         self.runner.served.free(keeps=keeps_weights)
@@ -316,5 +326,10 @@ class LocalExecutor:
             self._has_pool = True
 
     def close(self) -> None:
-        """Frees the pool, and the weights unless the caller brought the model."""
+        """Frees the pool, and the weights unless others use them or the caller brought the model."""
         self.runner.close()
+
+    def _check_whole(self, what: str) -> None:
+        """Checks that there is one stage, which has all weights and the whole of each block."""
+        size = self.config.pipeline_parallel_size
+        check(size == 1, "pipeline_parallel_size", size, f"1 {what}")

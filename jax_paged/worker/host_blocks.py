@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Int
 
 # The dimension of the pool's arrays that is divided: kv heads.
@@ -15,19 +14,18 @@ class HostBlocks:
     """Owns host memory for the part of each block that lies on this process's devices.
 
     Args:
-        shapes: Of the arrays of the pool, with as many blocks as host memory has.
-        sharding: How the pool lies on all devices.
+        shapes: Of the arrays of the pool, with as many blocks as host memory has, and where they lie.
 
     Attributes:
         arrays: Host memory, an array per array of the pool; it is taken as it is written to.
     """
 
-    def __init__(self, shapes: list[jax.ShapeDtypeStruct], sharding: NamedSharding) -> None:
-        self._shapes, self._sharding = shapes, sharding
+    def __init__(self, shapes: list[jax.ShapeDtypeStruct]) -> None:
+        self._shapes = shapes
         self.arrays: list[np.ndarray] = []
         self._first = 0
         for shape in shapes:
-            parts = sharding.addressable_devices_indices_map(shape.shape).values()
+            parts = shape.sharding.addressable_devices_indices_map(shape.shape).values()
             heads = [part[_HEADS].indices(shape.shape[_HEADS])[:2] for part in parts if part]
             self._first, end = min(first for first, _ in heads), max(end for _, end in heads)
             local = (*shape.shape[:_HEADS], end - self._first, *shape.shape[_HEADS + 1 :])
@@ -54,7 +52,7 @@ class HostBlocks:
             def part(index: Any, taken: np.ndarray = taken, shape: tuple[int, ...] = shape) -> np.ndarray:
                 return taken[:, :, self._local(index, shape)]
 
-            arrays.append(jax.make_array_from_callback(shape, self._sharding, part))
+            arrays.append(jax.make_array_from_callback(shape, whole.sharding, part))
         return arrays
 
     def _local(self, index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:

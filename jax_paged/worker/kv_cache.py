@@ -78,6 +78,25 @@ class KVCacheLayout:
         return self.num_pools * num_values * self.dtype.itemsize
 
 
+def stage_layout(layout: KVCacheLayout, layers: Sequence[int]) -> KVCacheLayout:
+    """Returns how some layers lie in a pool of their own, whose blocks are those of the whole one.
+
+    Where one cache group has more of these layers than another, the arrays that are over have blocks that
+    the latter never uses.
+
+    Args:
+        layout: Of all layers.
+        layers: Those of one stage.
+    """
+    counts = [0] * len(layout.groups)
+    places = [(0, group) for _, group in layout.places]
+    for layer in layers:
+        group = places[layer][1]
+        places[layer] = counts[group], group
+        counts[group] += 1
+    return dataclasses.replace(layout, places=tuple(places), num_pools=max(counts))
+
+
 def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype, num_devices: int = 1) -> KVCacheLayout:
     """Splits the layers of a model into cache groups.
 

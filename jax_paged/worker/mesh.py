@@ -15,13 +15,12 @@ from jax_paged.pallas_kernels.native import products
 _LOGGER = logging.getLogger(__name__)
 
 
-def device_grid(args: EngineArgs, first_device: int) -> DeviceGrid:
-    """Returns the devices that the model of an engine is divided among.
+def device_grids(args: EngineArgs, first_device: int) -> tuple[DeviceGrid, ...]:
+    """Returns the devices that the model of an engine is divided among, for each stage of it.
 
     Args:
         args: Say how many.
         first_device: The first of them, among those that JAX sees.
-        data_parallel_size: How many such models there are to be, side by side.
 
     Raises:
         ValueError: If there are not so many.
@@ -34,10 +33,15 @@ def device_grid(args: EngineArgs, first_device: int) -> DeviceGrid:
     if jax.default_backend() == "cpu":
         hint = " (a CPU is as many as XLA_FLAGS=--xla_force_host_platform_device_count=N says)"
     check(size <= len(devices), "tensor_parallel_size", size, allowed + hint)
-    most = jax.device_count() // size
-    allowed = f"at most {most}, as JAX sees {jax.device_count()} devices, and each engine takes {size}"
-    check(args.data_parallel_size <= most, "data_parallel_size", args.data_parallel_size, allowed + hint)
-    return DeviceGrid(Mesh(np.array(devices[:size]), (TENSOR,)), args.enable_expert_parallel)
+    num_stages, seen = args.pipeline_parallel_size, f"as JAX sees {jax.device_count()} devices"
+    most = len(devices) // size
+    allowed = f"at most {most}, {seen}, and each stage takes {size}{hint}"
+    check(num_stages <= most, "pipeline_parallel_size", num_stages, allowed)
+    most = jax.device_count() // (size * num_stages)
+    allowed = f"at most {most}, {seen}, and each engine takes {size * num_stages}{hint}"
+    check(args.data_parallel_size <= most, "data_parallel_size", args.data_parallel_size, allowed)
+    parts = np.array(devices[: size * num_stages]).reshape(num_stages, size)
+    return tuple(DeviceGrid(Mesh(part, (TENSOR,)), args.enable_expert_parallel) for part in parts)
 
 
 def choose_products(args: EngineArgs, dtype: jnp.dtype) -> products.Products:

@@ -1,57 +1,49 @@
 """The device side of an engine: owns weights, pool and seats, and runs steps on them."""
 
 import collections
-import dataclasses
 import functools
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from jax_paged.config import EngineArgs, EngineConfig, checks_inputs
+from jax_paged.config import EngineArgs, checks_inputs
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.attention import Attend
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.encoder_decoder import EncoderDecoderLM
-from jax_paged.models.hooks import Hook, check_hooks
+from jax_paged.models.hooks import Hook
 from jax_paged.models.weights import LoadedModel
-from jax_paged.pallas_kernels.quantization import DTYPES
 from jax_paged.worker import host_processors, kv_cache, prompt_logprobs
-from jax_paged.worker.adapters import AdapterArrays, LoadAdapterProgram, plan_additions
+from jax_paged.worker.adapters import AdapterArrays
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
-from jax_paged.worker.block_tables import WriteBlockTablesProgram, write_block_tables
-from jax_paged.worker.buckets import Bucket, plan_verifying
-from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
-from jax_paged.worker.encoder import encode, plan_encoders
+from jax_paged.worker.block_tables import write_block_tables
+from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.compilation import CompiledPrograms
+from jax_paged.worker.encoder import encode
 from jax_paged.worker.host_blocks import HostBlocks
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.kept_states import KeptStates
-from jax_paged.worker.kernel_check import choose_backend
-from jax_paged.worker.load_drafter import load_drafter
-from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
+from jax_paged.worker.logits_processors import LogitsProcessor
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
-from jax_paged.worker.mesh import choose_products, device_grid
-from jax_paged.worker.plan_steps import plan_steps
-from jax_paged.worker.pooling import PoolProgram, plan_pooling
+from jax_paged.worker.pooling import plan_pooling
 from jax_paged.worker.process_group import OneProcess, ProcessGroup
 from jax_paged.worker.programs import SeatArrays, TraceContext
-from jax_paged.worker.prompt_logprobs import PromptLogprobsProgram
-from jax_paged.worker.resolve_config import ModelFacts, resolve_config
 from jax_paged.worker.results import PendingStep
 from jax_paged.worker.sampler import Sampler
-from jax_paged.worker.step import StepProgram, step_bytes
-from jax_paged.worker.token_counts import ResetTokenCountsProgram, reset_token_counts
-from jax_paged.worker.weights import ServedWeights, check_order, load, outline_of, pooling_of
+from jax_paged.worker.served_model import ServedModel
+from jax_paged.worker.stages import seat_shapes
+from jax_paged.worker.step import StepProgram
+from jax_paged.worker.token_counts import reset_token_counts
 
 
 class ModelRunner:
-    """Runs the steps of one scheduler on one device.
+    """Runs the steps of one scheduler, on one device or several.
 
     Args:
         args: Model and limits.
@@ -62,6 +54,7 @@ class ModelRunner:
         logits_processors: What requests may ask for by name, ahead of the sampler.
         first_device: The first of its devices, among those that JAX sees.
         group: The processes whose devices they are; None for this one alone.
+        beside: A runner of the same arguments, whose weights and programs it shares; its pool is its own.
 
     Attributes:
         config: What the settings have come to.
@@ -82,99 +75,18 @@ class ModelRunner:
         logits_processors: Sequence[LogitsProcessor] = (),
         first_device: int = 0,
         group: ProcessGroup | None = None,
+        beside: "ModelRunner | None" = None,
     ) -> None:
-        group = group or OneProcess()
-        # Before the weights take the GPU's memory.
-        backend, backend_reason = choose_backend(args, loaded, attend)
-        use_persistent_cache()
-        grid = device_grid(args, first_device)
-        is_own, loaded = loaded is None, load(args, loaded, grid)
-        self._mesh = mesh = grid.mesh
-        self._replicated = NamedSharding(mesh, PartitionSpec())
-        matmul_backend = choose_products(args, loaded.dtype)
-        dtype = DTYPES.get(args.kv_cache_dtype, loaded.dtype)
-        layout = kv_cache.plan_layout(loaded.model.kv_cache_specs(), dtype, grid.num_devices)
-        packs = matmul_backend == "onednn"
-        captured = check_hooks(outline_of(loaded.model), hooks)
-        check_order(loaded.model, hooks, grid)
-        check_processors(logits_processors, loaded.vocab_size)
-        additions = plan_additions(args, loaded)
-        hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
-        draft, draft_weights = load_drafter(args, loaded, layout, grid, packs=packs)
-        extra = [*hook_params, *draft_weights]
-        self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, grid=grid, extra=extra)
-        self._weights = self.served.arrays
-        layouts = (layout,) if draft is None else (layout, draft.layout)
-        self._adapters = AdapterArrays(additions.lora, grid)
-        self._encodes = isinstance(loaded.model, EncoderDecoderLM)
-        facts = ModelFacts(
-            architecture=loaded.architecture,
-            dtype=str(loaded.dtype),
-            vocab_size=loaded.vocab_size,
-            max_model_len=loaded.max_model_len,
-            weight_bytes=loaded.weight_bytes,
-            cache_groups=layout.groups,
-            block_bytes=sum(x.block_bytes(args.block_size) for x in layouts),
-            eos_token_ids=loaded.eos_token_ids,
-            sampling_defaults=loaded.sampling_defaults,
-            decoder_start_token_id=loaded.config.decoder_start_token_id if self._encodes else None,
-            pooling=pooling_of(args, loaded, is_own=is_own),
-            draft_cost=min(1.0, sum(x.nbytes for x in draft_weights) / loaded.weight_bytes),
-        )
-
-        def context_of(config: EngineConfig, num_blocks: int) -> TraceContext:
-            return TraceContext(
-                model=self.served.model,
-                weights=self._weights,
-                layout=layout,
-                num_blocks=num_blocks,
-                block_size=config.block_size,
-                dtype=loaded.dtype,
-                vocab_size=config.vocab_size,
-                max_model_len=config.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_logprobs=config.max_logprobs,
-                backend=backend,
-                batch_invariant=config.batch_invariant,
-                mesh=mesh,
-                splits_experts=grid.splits_experts,
-                is_processed=args.logprobs_mode == "processed_logprobs",
-                attend=attend,
-                sampler=sampler,
-                processors=tuple(logits_processors),
-                hooks=tuple(hooks),
-                hook_params=params_def,
-                captured=captured,
-                shares_prefixes=config.cascade_attention and attend is None,
-                pooling=facts.pooling,
-                draft=draft,
-                **additions._asdict(),
-            )
-
-        memory = kv_cache.device_memory(grid.devices)
-
-        def free_bytes(config: EngineConfig) -> int:
-            # What the largest step needs is found out with a tiny pool.
-            needed = step_bytes(context_of(config, 2), config.num_scheduler_steps, plan_verifying(config))
-            return group.least(kv_cache.free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization))
-
-        chosen = {"backend": backend, "matmul_backend": matmul_backend, "free_bytes": free_bytes}
-        self.config = dataclasses.replace(
-            resolve_config(args, facts, platform=memory.platform, **chosen),
-            backend_reason=backend_reason,
-            hooks={hook.name: hook.num_args for hook in hooks},
-            capturing=frozenset(captured),
-            logits_processors={p.name: p.num_args for p in logits_processors},
-            stateful=frozenset(p.name for p in logits_processors if p.has_state),
-            **additions.settings(args),
-        )
-        self._context = context_of(self.config, self.config.num_blocks)
-        self._encoders = plan_encoders(self.config.max_model_len) if self._encodes else []
-        self._prompt_logprobs = PromptLogprobsProgram(loaded.config.hidden_size)
+        self._group = group = group or OneProcess()
+        parts = loaded, hooks, attend, sampler, logits_processors
+        self._shared = model = beside._shared if beside else ServedModel(args, *parts, first_device, group)
+        self.config, self._stages, self._context = model.config, model.stages, model.stages[-1]
+        self.served, self._weights = model.served[0], model.weights
+        self._replicated = self._context.replicated
+        self._adapters = AdapterArrays(self._context.lora, model.grids[0])
         self._input_batch = InputBatch(
             max_num_seqs=self.config.max_num_seqs,
-            num_groups=len(layout.groups),
+            num_groups=len(self._context.layout.groups),
             max_blocks_per_seq=self._context.max_blocks_per_seq,
             num_blocks=self.config.num_blocks,
             vocab_size=self.config.vocab_size,
@@ -185,15 +97,16 @@ class ModelRunner:
             self._input_batch,
             block_size=self.config.block_size,
             num_blocks=self.config.num_blocks,
-            groups=layout.groups,
+            groups=self._context.layout.groups,
             vocab_size=self.config.vocab_size,
             checks_inputs=checks_inputs(),
             shares_prefixes=self._context.shares_prefixes,
             embed_size=self.config.embed_size,
         )
         # One more than can be swapped: block 0 stays unused.
-        swapped = self._context.pool(self.config.num_swap_blocks + 1) if self.config.num_swap_blocks else []
-        self._host = HostBlocks(swapped, kv_cache.kv_cache_sharding(mesh))
+        num_swapped = self.config.num_swap_blocks + 1
+        swapped = [x for stage in self._stages for x in stage.pool(num_swapped)] if num_swapped > 1 else []
+        self._host = HostBlocks(swapped)
         self._mover = BlockMover(
             num_blocks=self.config.num_blocks,
             max_copies=self.config.max_num_seqs,
@@ -205,30 +118,12 @@ class ModelRunner:
         self.allocate()
         self._kept_states = KeptStates()
         self._pending: collections.deque[PendingStep] = collections.deque()
-        context, on_cpu = self._context, memory.platform == "cpu"
-        is_bfloat16 = on_cpu and loaded.dtype == jnp.bfloat16
-        options = WIDE_VECTORS if is_bfloat16 else ONE_GRAPH if backend == "pallas" else None
-        buckets = plan_steps(self.config, on_cpu=on_cpu, packs=packs)
-        self._has_mixed = any(not bucket.is_decode and not bucket.num_drafts for bucket in buckets)
         # Last, as it leaves threads behind.
-        self._compiled = CompiledPrograms(
-            buckets,
-            [
-                *self._encoders,
-                *self._mover.programs,
-                WriteBlockTablesProgram(),
-                ResetTokenCountsProgram(),
-                self._prompt_logprobs,
-                *([PoolProgram(loaded.config.hidden_size)] if facts.pooling else ()),
-                *([LoadAdapterProgram()] if self.config.max_loras else ()),
-            ],
-            lambda program: program.lower(context),
-            options,
-            math.inf if args.max_compile_s is None else args.max_compile_s,
-            group.is_ready,
-        )
+        self._compiled = model.compiled(self._mover.programs)
+        self._has_mixed = any(not b.is_decode and not b.num_drafts for b in self._compiled.buckets)
         kept = self._kv_cache, self._seat_arrays, self._adapters.arrays
         self._run = group.begin(self._compiled, self._weights, kept)
+        model.num_users += 1
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -274,7 +169,7 @@ class ModelRunner:
         states = self._kept_states.bring_back(output, batch, states, self._place)
         self._kv_cache = self._mover.move(self._run, self._kv_cache, output)
         held = self._weights, self._kv_cache
-        self._kv_cache = encode(self._run, self._encoders, output, self.config, *held)
+        self._kv_cache = encode(self._run, self._shared.encoders, output, self.config, *held)
         self._adapters.load(self._run, output.adapter_loads)
         counts = reset_token_counts(self._run, self._seat_arrays.token_counts, resets)
         self._seat_arrays = self._seat_arrays._replace(token_counts=counts, processor_states=states)
@@ -298,11 +193,10 @@ class ModelRunner:
     def allocate(self) -> None:
         """Takes memory for the pool and for what is kept by seat: zeros, but for states of processors."""
         self._adapters.restore()
-        context, zeros = self._context, functools.partial(jnp.zeros, device=self._replicated)
-        self._kv_cache = kv_cache.allocate_kv_cache(
-            context.layouts, context.num_blocks, context.block_size, self._mesh
-        )
-        seats: SeatArrays[Array] = jax.tree.map(lambda x: zeros(x.shape, x.dtype), context.seat_arrays())
+        shapes = [x for stage in self._stages for x in stage.pool()], seat_shapes(self._stages)
+        make = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding))
+        seats: SeatArrays[Any]
+        self._kv_cache, seats = make(shapes)
         kept = _placed(*self._states_on_host, sharding=self._replicated) or seats.processor_states
         self._seat_arrays = seats._replace(processor_states=kept)
         self._empty_inputs: dict[int, list[Array]] = {}
@@ -317,13 +211,12 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees pool and weights (not those of a model that the caller brought); the runner is done."""
-        self._compiled.stop()
+        self._shared.close()
         if self._kv_cache:
             self.free()
-        self.served.close()
         self._weights = []
         self._pending.clear()
-        del self._compiled, self._context, self._seat_arrays
+        del self._compiled, self._context, self._stages, self._seat_arrays, self._shared, self._run
 
     def _step(self, output: SchedulerOutput, logits_rows: LogitsRows) -> PendingStep:
         targets = prompt_logprobs.row_targets(output, self._input_batch)
@@ -357,7 +250,7 @@ class ModelRunner:
             results=results,
             details=details if (num_top >= 0).any() else None,
             prompt_logprobs=prompt_logprobs.begin_rows(
-                self._run, self._prompt_logprobs, self._weights, hidden, output, targets
+                self._run, self._shared.prompt_logprobs, self._weights, hidden, output, targets
             ),
             redrawn=redrawn,
             captured=captured,

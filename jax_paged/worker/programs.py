@@ -31,7 +31,7 @@ class SeatArrays[T](NamedTuple):
 
     Args:
         token_counts: int32 [S, V], see token_counts.py.
-        block_tables: int32 [G, S, M], see block_tables.py.
+        block_tables: int32 [G, S, M], see block_tables.py; of a pipeline a tuple, with one per stage.
         last_tokens: int32 [S], the token that was drawn last for each sequence; a step that begins before the
             host knows it reads it here.
         processor_states: Of logits processors, [S, ...] each; see logits_processors.py.
@@ -78,6 +78,8 @@ class TraceContext:
         lora: The arrays of adapters; None if requests have none.
         embed_path: Where the table of token embeddings stands in the model, if prompts may have vectors.
         embed_size: Numbers of such a vector.
+        before_size: Numbers of the hidden states that a stage of a pipeline gets from the one before; 0 in a
+            first stage.
     """
 
     model: FlatModel[LanguageModel]
@@ -108,6 +110,7 @@ class TraceContext:
     lora: LoraLayout | None = None
     embed_path: str = ""
     embed_size: int = 0
+    before_size: int = 0
 
     @property
     def max_blocks_per_seq(self) -> int:

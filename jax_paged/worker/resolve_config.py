@@ -31,7 +31,7 @@ class ModelFacts:
         max_model_len: Maximum tokens that the model was made for.
         weight_bytes: Of all weights.
         cache_groups: What its layers need of a sequence's past.
-        block_bytes: Of one block in all arrays of the pool together.
+        block_bytes: Of one block in all arrays of the pool together; of the stage that has most of them.
         eos_token_ids: Its end tokens.
         sampling_defaults: What generation_config.json says of sampling, in the words of SamplingParams.
         decoder_start_token_id: Of an encoder-decoder model; None for a decoder.
@@ -100,6 +100,7 @@ def resolve_config(
     can_share = on_cpu and backend in ("native", "xla") and has_full_attention and not args.batch_invariant
     # No more than what all running sequences can fill.
     max_swapped = max_num_seqs * -(-max_model_len // args.block_size) * len(model.cache_groups)
+    num_stages = args.pipeline_parallel_size
     max_logprobs = model.vocab_size if args.max_logprobs == -1 else min(args.max_logprobs, model.vocab_size)
     config = EngineConfig(
         model_name=args.model,
@@ -111,7 +112,7 @@ def resolve_config(
         max_model_len=max_model_len,
         block_size=args.block_size,
         num_blocks=0,
-        num_swap_blocks=min(int(args.swap_space * 2**30) // model.block_bytes, max_swapped),
+        num_swap_blocks=min(int(args.swap_space * 2**30) // model.block_bytes // num_stages, max_swapped),
         cache_groups=model.cache_groups,
         kv_cache_bytes=0,
         weight_bytes=model.weight_bytes,
@@ -134,6 +135,7 @@ def resolve_config(
         seed=args.seed,
         kv_cache_dtype=args.kv_cache_dtype,
         distributed_executor_backend=args.distributed_executor_backend,
+        pipeline_parallel_size=num_stages,
         speculation=_speculation(args, model, max_num_batched_tokens, on_cpu=on_cpu),
     )
     num_blocks = _num_blocks(args, config, model.block_bytes, on_cpu, free_bytes)
@@ -165,17 +167,18 @@ def _num_blocks(
     on_cpu: bool,
     free_bytes: Callable[[EngineConfig], int],
 ) -> int:
-    max_blocks = MAX_SLOTS // args.block_size
+    max_blocks, num_engines = MAX_SLOTS // args.block_size, args.pipeline_parallel_size
     if args.num_gpu_blocks_override is not None:
-        check_int("num_gpu_blocks_override", args.num_gpu_blocks_override, 2, max_blocks)
-        return args.num_gpu_blocks_override
+        limits = 2 * num_engines, max_blocks * num_engines
+        check_int("num_gpu_blocks_override", args.num_gpu_blocks_override, *limits)
+        return args.num_gpu_blocks_override // num_engines
     num_bytes = args.kv_cache_memory_bytes
     if num_bytes is None:
         num_bytes = CPU_KV_CACHE_BYTES if on_cpu else free_bytes(config)
-    num_blocks = num_bytes // block_bytes
+    num_blocks = num_bytes // block_bytes // num_engines
     if num_blocks < 2:
         raise ValueError(
-            f"the pool would have {num_bytes} bytes; allowed: at least two blocks of {block_bytes} "
-            "bytes (kv_cache_memory_bytes)"
+            f"the pool would have {num_bytes} bytes; allowed: at least {2 * num_engines} blocks of "
+            f"{block_bytes} bytes (kv_cache_memory_bytes)"
         )
     return min(num_blocks, max_blocks)

@@ -1,7 +1,6 @@
 """The step as it is traced: weights, pool, the seats' arrays and one packed buffer in; drawn tokens out."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jax_paged.models.lora import RowFunction, row_functions, unchanged
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker import logits_processors
 from jax_paged.worker.block_tables import tables_of, write_changes
-from jax_paged.worker.buckets import Bucket, plan_buckets
+from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.drafting import LastRows, TracedModels
 from jax_paged.worker.packed_batch import attention_metadata, layout, sampling_batch, unpack
 from jax_paged.worker.programs import Program, SeatArrays, TraceContext, packed_results
@@ -31,6 +30,14 @@ def known_tokens(fields: dict[str, Array], last_tokens: Int[Array, " s"]) -> Int
     last = tokens.at[rows].get(mode="clip")
     drawn = last_tokens.at[seats].get(mode="clip")
     return tokens.at[rows].set(jnp.where(last == NO_TOKEN, drawn, last), mode="drop")
+
+
+def metadata_of(
+    context: TraceContext, bucket: Bucket, fields: dict[str, Array], tables: Int[Array, "g b m"]
+) -> AttentionMetadata:
+    """Returns what models read of a step, of the fields of its buffer and the block tables of its rows."""
+    how = context.backend, context.layout.places, context.batch_invariant, context.attend, context.grid
+    return attention_metadata(fields, tables, bucket, *how, context.shares_prefixes)
 
 
 def drafts_before(
@@ -73,6 +80,7 @@ class TracedStep:
         bias_ids: Of SamplingBatch; so are the two that follow.
         adapters: The arrays of all slots; none if bucket.has_adapters is not.
         embeds: Vectors of the token rows that have some; None if bucket.has_embeds is not.
+        before: Hidden states that the stage before has made of the tokens; None in a first stage.
     """
 
     context: TraceContext
@@ -85,6 +93,7 @@ class TracedStep:
     token_mask: Array
     adapters: list[Array] = dataclasses.field(default_factory=list)
     embeds: Float[Array, "t e"] | None = None
+    before: Float[Array, "t e"] | None = None
 
     def run(
         self,
@@ -118,7 +127,8 @@ class TracedStep:
         read: dict[str, Array] = {}
         if context.draft is not None:
             hooks = reading(context.draft.paths, hooks, read)
-        hidden, own = model.paged(tokens, own, metadata, hooks, self.changes())
+        given = tokens if self.before is None else self.before
+        hidden, own = model.paged(given, own, metadata, hooks, self.changes())
         kv_cache = [*own, *kv_cache[context.layout.num_pools :]]
         logits = context.logits(model, hidden[fields["logits_rows"]])
         batch = self.sampling_batch(fields, tokens, token_counts)
@@ -173,9 +183,7 @@ class TracedStep:
 
     def metadata(self, fields: dict[str, Array]) -> AttentionMetadata:
         """Returns what the models read of a step."""
-        context = self.context
-        how = context.backend, context.layout.places, context.batch_invariant, context.attend, context.grid
-        return attention_metadata(fields, self.tables, self.bucket, *how, context.shares_prefixes)
+        return metadata_of(self.context, self.bucket, fields, self.tables)
 
     def sampling_batch(
         self, fields: dict[str, Array], tokens: Int[Array, " t"], token_counts: Int[Array, "s v"]
@@ -282,12 +290,18 @@ class TracedStep:
         return results, details, tokens, captured, kv_cache, token_counts, states, draft_states
 
 
+def columns_of(context: TraceContext) -> tuple[int, int]:
+    """Returns how many columns the buffer of a step has for hooks, and for logits processors."""
+    return num_columns(context.hooks), logits_processors.num_columns(context.processors)
+
+
 @dataclasses.dataclass(frozen=True)
 class StepProgram(Program):
     """The step of one bucket: it runs the model on all rows, and draws a token from every row of logits.
 
     Its arguments are weights, pool, SeatArrays (these two are donated), and the arrays of StepInputs; then,
-    if the bucket says so, those of all adapters, and the vectors of token rows. It returns:
+    if the bucket says so, those of all adapters, and the vectors of token rows; in the last stage of a
+    pipeline, the hidden states of token rows that the stage before returns. It returns:
         int32 [4, L]: token ids, bits of their log-probabilities, whether the logits were finite, whether any
             token could be chosen.
         int32 [L, 1 + 2N]: rank, most likely token ids, bits of their log-probabilities.
@@ -306,7 +320,7 @@ class StepProgram(Program):
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         bucket, num_groups = self.bucket, len(context.layout.groups)
-        columns = num_columns(context.hooks), logits_processors.num_columns(context.processors)
+        columns = columns_of(context)
 
         def step(
             weights: list[Array],
@@ -324,7 +338,8 @@ class StepProgram(Program):
             tables = tables_of(block_tables, fields["seats"])
             adapters = more[0] if bucket.has_adapters else []
             embeds = more[-1] if bucket.has_embeds else None
-            given = bias_ids, bias_values, token_mask, adapters, embeds
+            before = more[-1] if context.before_size else None
+            given = bias_ids, bias_values, token_mask, adapters, embeds, before
             traced = TracedStep(context, bucket, weights, fields, tables, *given)
             tokens = known_tokens(fields, last_tokens)
             if bucket.num_steps > 1:
@@ -361,38 +376,9 @@ class StepProgram(Program):
         more: list[Any] = [context.lora_arrays()] if bucket.has_adapters else []
         if bucket.has_embeds:
             more.append(context.shape((bucket.num_tokens, context.embed_size), jnp.float32))
+        if context.before_size:
+            more.append(context.shape((bucket.num_tokens, context.before_size), context.dtype))
         replicated = context.replicated
         out_shardings = (*[replicated] * 3, [context.pool_sharding] * len(pool), *[replicated] * 2)
         jitted = jax.jit(step, donate_argnums=(1, 2), out_shardings=out_shardings)
         return jitted.trace(context.weights, pool, context.seat_arrays(), *inputs, *more)
-
-
-def step_bytes(context: TraceContext, burst_size: int, verifying: list[Bucket]) -> int:
-    """Returns the memory that an engine needs beside weights and pool; the largest step tells.
-
-    Args:
-        context: With a small pool: its size does not matter.
-        burst_size: Decode steps of a burst, whose results lie beside those of a step; 1 for no bursts.
-        verifying: Shapes of steps with drafts.
-    """
-    buckets = plan_buckets(context.max_num_seqs, context.max_num_batched_tokens)
-    mixed = sorted(buckets, key=lambda b: b.num_tokens)[-1:]
-    more = {"has_adapters": context.lora is not None, "has_embeds": bool(context.embed_path)}
-    largest = {b.kind: b for b in [*(dataclasses.replace(b, **more) for b in mixed), *verifying]}
-    row_bytes = 4 * (2 * MAX_BIAS_IDS + context.num_mask_words)
-    # What steps without biases and masks read, of every size; and what a step with them brings along.
-    num_rows = {b.num_logits for b in [*buckets, *verifying]}
-    sampling_inputs = row_bytes * (sum(num_rows) + max(num_rows))
-    kept = jax.tree.leaves(context.seat_arrays())
-    seat_arrays = sum(math.prod(x.shape) * x.dtype.itemsize for x in kept)
-    step = max(_program_bytes(StepProgram(bucket), context) for bucket in largest.values())
-    burst_rows = burst_size * context.max_num_seqs if burst_size > 1 else 0
-    return step + sampling_inputs + seat_arrays + 4 * burst_rows * (6 + 2 * context.max_logprobs)
-
-
-def _program_bytes(program: StepProgram, context: TraceContext) -> int:
-    """Returns the memory that a step needs beside its arguments."""
-    memory = program.lower(context).compile().memory_analysis()
-    assert memory is not None, "a GPU's compiler tells what a program needs"
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes

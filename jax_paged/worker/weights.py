@@ -22,7 +22,8 @@ from jax_paged.models.hooks import Hook
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.models.pooling import PoolingSpec, read_pooling
 from jax_paged.models.sharding import DeviceGrid, Split, taken, whole_shape
-from jax_paged.models.weights import LoadedModel, load_model, loaded_from, outline
+from jax_paged.models.stages import split_model
+from jax_paged.models.weights import LoadedModel, load_stages, loaded_from, outline
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,30 +48,49 @@ class FlatModel[M: nnx.Module]:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, weights[: self.num_weights]))
 
 
-def load(args: EngineArgs, loaded: LoadedModel | LanguageModel | None, grid: DeviceGrid) -> LoadedModel:
-    """Returns the model that an engine serves; one that is loaded lies on the devices of a grid.
+def load(
+    args: EngineArgs, loaded: LoadedModel | LanguageModel | None, grids: Sequence[DeviceGrid]
+) -> list[LoadedModel]:
+    """Returns the stages of the model that an engine serves; what is loaded lies on the devices of grids.
 
     Args:
         args: Name the model and its tokenizer.
-        loaded: A model in memory in place of it. What a module alone does not tell, such as end tokens, is
-            read where the tokenizer lies, if that is a folder.
-        grid: The devices.
+        loaded: A model in memory in place of it, which is a single stage. What a module alone does not tell,
+            such as end tokens, is read where the tokenizer lies, if that is a folder.
+        grids: The devices of each stage.
 
     Raises:
         ValueError: If it can't be loaded or divided, or is of another type than is asked for.
     """
+    grid, num_stages = grids[0], len(grids)
     if loaded is None:
         folder = resolve_model_dir(args.model), args.dtype, args.max_model_len, args.hf_overrides or {}
         if grid.num_devices > 1:
             check_divided(outline(*folder), grid)
-        return load_model(*folder, grid)
+        if num_stages > 1:
+            check_stages(outline(*folder), num_stages)
+        return load_stages(*folder, grids)
+    allowed = "1 with a model in memory, whose weights stay where they are"
+    check(num_stages == 1, "pipeline_parallel_size", num_stages, allowed)
     if isinstance(loaded, LanguageModel):
         name = args.tokenizer or ""
         is_folder = name == "pagelet" or (bool(name) and Path(name).expanduser().is_dir())
         loaded = loaded_from(loaded, resolve_model_dir(name) if is_folder else None)
     check_choice("dtype", args.dtype, ("auto", str(loaded.dtype)))
     check_divided(loaded.model, grid)
-    return loaded
+    return [loaded]
+
+
+def check_stages(model: LanguageModel, num_stages: int) -> None:
+    """Checks that a model has so many stages.
+
+    Raises:
+        ValueError: If it has not.
+    """
+    try:
+        split_model(model, num_stages)
+    except ValueError as error:
+        check(False, "pipeline_parallel_size", num_stages, str(error))
 
 
 def check_order(model: LanguageModel, hooks: Sequence[Hook], grid: DeviceGrid) -> None:
@@ -148,7 +168,7 @@ def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:
                 del alone[m]
     for module in alone:
         Linear.pack([module])
-    if isinstance(model, LanguageModel) and isinstance(model.head, Embedding):
+    if isinstance(model, LanguageModel) and isinstance(model.head, Embedding) and model.ends:
         model.head.pack()
     return model
 

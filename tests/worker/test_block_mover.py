@@ -61,7 +61,7 @@ def make_mover(
         batch_invariant=False,
         mesh=MESH,
     )
-    host = HostBlocks(context.pool(num_swap_blocks + 1), kv_cache_sharding(MESH))
+    host = HostBlocks(context.pool(num_swap_blocks + 1))
     swaps = {"store": host.store, "load": host.load} if num_swap_blocks else {"store": None, "load": None}
     mover = BlockMover(num_blocks=num_blocks, max_copies=MAX_COPIES, **swaps)
     return mover, {program: program.lower(context).compile() for program in mover.programs}

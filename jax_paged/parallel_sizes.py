@@ -1,0 +1,38 @@
+"""How many devices, processes and engines there are to be: which sizes there are, and which go together."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jax_paged.checks import check, check_int, check_number
+
+# A day: systems count how long a connection may wait in other ways, and not without end.
+MAX_TIMEOUT_S = 86_400
+
+# What can't be done beside pipeline_parallel_size: the only value of an argument, and why.
+_WITH_STAGES: tuple[tuple[str, Any, str], ...] = (
+    ("distributed_executor_backend", "uni", "as one process has all stages"),
+    ("num_scheduler_steps", 1, "as a step goes from stage to stage"),
+    ("speculative_config", None, "as nothing drafts between stages"),
+    ("enable_lora", False, "as adapters are not divided among stages"),
+    ("enable_prompt_embeds", False, "as the first stage gets tokens"),
+)
+
+
+def note_problems(args: Any, note: Callable[..., Any]) -> None:
+    """Checks the sizes of EngineArgs.
+
+    Args:
+        args: The EngineArgs.
+        note: Calls a check with arguments, and keeps what it raises, as Problems.note does.
+    """
+    seconds = args.distributed_timeout_seconds
+    note(check_number, "distributed_timeout_seconds", seconds, 0, MAX_TIMEOUT_S, low_open=True)
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        note(check_int, name, getattr(args, name), 1)
+    backend, size = args.distributed_executor_backend, args.data_parallel_size
+    allowed = f"1 with {backend!r} workers, which take the machine's devices from the first on"
+    note(check, size == 1 or backend == "uni", "data_parallel_size", size, allowed)
+    for name, only, why in _WITH_STAGES if args.pipeline_parallel_size != 1 else ():
+        value = getattr(args, name)
+        allowed = f"{only!r} with pipeline_parallel_size above 1, {why}"
+        note(check, value == only, name, value, allowed)
