@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jax_paged.config import EngineArgs, checks_inputs
@@ -82,7 +82,7 @@ class ModelRunner:
         self._shared = model = beside._shared if beside else ServedModel(args, *parts, first_device, group)
         self.config, self._stages, self._context = model.config, model.stages, model.stages[-1]
         self.served, self._weights = model.served[0], model.weights
-        self._replicated = self._context.replicated
+        self._replicated = NamedSharding(model.grids[-1].mesh, PartitionSpec())
         self._adapters = AdapterArrays(self._context.lora, model.grids[0])
         self._input_batch = InputBatch(
             max_num_seqs=self.config.max_num_seqs,
