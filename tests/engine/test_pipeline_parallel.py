@@ -66,7 +66,7 @@ def arrays_of(engine: LLMEngine, name: str) -> list[jax.Array]:
 
 
 def outputs_of(folder: Path, stages: int, size: int = 1, num_blocks: int = 28, **settings: Any) -> list[Any]:
-    """Tokens and cumulative log-probability of every output; each engine's pool is too small for its share."""
+    """Tokens and cumulative log-probability of every output; no engine's pool is large enough."""
     given = requests(vocab_size_of(folder))
     plain, beams = [r for r in given if r.beams is None], [r for r in given if r.beams]
     sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
@@ -117,7 +117,7 @@ slow = pytest.mark.slow
     ],
 )
 def test_the_tokens_of_one_device(tmp_path: Path, name: str, sizes: list[tuple[int, int]], mode: str) -> None:
-    """Of every kind of sampling, with preemption and chunks of prompts, each engine with two steps in flight."""
+    """Of every kind of sampling, with preemption, chunks of prompts, and two steps of an engine in flight."""
     check(make_checkpoint(tmp_path, name), sizes, preemption_mode=mode)
 
 
@@ -186,18 +186,19 @@ def test_forms_and_functions_that_change_logits(one: LLM, two: LLM) -> None:
         return logits * (1 + len(output) % 2)
 
     params = [SamplingParams(temperature=1, max_tokens=12, structured_outputs=form)]
+    params.append(SamplingParams(temperature=1, max_tokens=9, logits_processors=[doubled]))
+    prompts = ["one", "two", "three", "four"]
     with pytest.warns(UserWarning, match="logits_processors run on the host"):
-        params.append(SamplingParams(temperature=1, max_tokens=9, logits_processors=[doubled]))
-        expected, found = (
-            llm.generate(["one", "two", "three", "four"], 2 * params, use_tqdm=False) for llm in (one, two)
-        )
+        expected = one.generate(prompts, 2 * params, use_tqdm=False)
+    with pytest.warns(UserWarning, match="logits_processors run on the host"):
+        found = two.generate(prompts, 2 * params, use_tqdm=False)
     assert facts(found) == facts(expected)
 
 
 def test_pooling(checkpoint: Path) -> None:
     found = []
     for stages in (1, 2):
-        sizes = {"pipeline_parallel_size": stages, "num_gpu_blocks_override": 200}
+        sizes = {"pipeline_parallel_size": stages, "num_gpu_blocks_override": 200 * stages}
         with LLM(str(checkpoint), runner="pooling", **LIMITS, **sizes) as llm:
             outputs = llm.embed(["a text", "another one", "and a third"], use_tqdm=False)
             found.append(np.array([output.outputs.embedding for output in outputs]))
@@ -205,7 +206,7 @@ def test_pooling(checkpoint: Path) -> None:
 
 
 def test_who_asks_a_server_is_answered_by_all_engines_together(one: LLM, checkpoint: Path) -> None:
-    args = EngineArgs(str(checkpoint), **LIMITS, pipeline_parallel_size=2, num_gpu_blocks_override=60)
+    args = EngineArgs(str(checkpoint), **LIMITS, pipeline_parallel_size=2, num_gpu_blocks_override=400)
     params = SamplingParams(temperature=1, max_tokens=20, seed=5)
     prompts: list[Any] = [[7 * i + j for j in range(9)] for i in range(12)]
 
@@ -260,7 +261,7 @@ def test_block_tables_are_the_same_on_all_stages(two: LLM) -> None:
 
 
 def test_engines_end_one_by_one(checkpoint: Path) -> None:
-    settings = LIMITS | {"pipeline_parallel_size": 2, "num_gpu_blocks_override": 100}
+    settings = LIMITS | {"pipeline_parallel_size": 2, "num_gpu_blocks_override": 400}
     llm = LLM(str(checkpoint), **settings)
     first, second = llm._replicas
     weights = arrays_of(first, "weights")
@@ -273,8 +274,9 @@ def test_engines_end_one_by_one(checkpoint: Path) -> None:
     assert all(x.is_deleted() for x in weights)
 
 
+@slow
 def test_attention_sampler_and_processors_of_ones_own(checkpoint: Path) -> None:
-    """Attention in all stages, the others in the last; a processor's states survive that it loses its seat."""
+    """Attention in all stages, the others in the last; a processor's states survive the loss of a seat."""
     num_calls = [0]
 
     def attend(*args: Any, **options: Any) -> jax.Array:
@@ -321,7 +323,7 @@ def test_what_concerns_one_engine_is_refused(two: LLM, tmp_path: Path, one: LLM)
         two.pool_map,
         lambda: LLM.restore(state, pipeline_parallel_size=2),
         lambda: LLM("scripted", executor=one.llm_engine.executor, pipeline_parallel_size=2),
-        lambda: LLM.from_module(None, pipeline_parallel_size=2),  # pyright: ignore[reportArgumentType]
+        lambda: LLM.from_module(object(), pipeline_parallel_size=2),  # pyright: ignore[reportArgumentType]
         engine.sleep,
         engine.state,
         lambda: engine.update_weights({}),
@@ -411,5 +413,5 @@ def test_an_engine_alone_has_no_stages(checkpoint: Path) -> None:
 def test_llm_has_no_bursts_then(checkpoint: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoint, tmp_path / "copy")
     settings = {k: v for k, v in LIMITS.items() if k != "num_scheduler_steps"}
-    with LLM(str(folder), **settings, pipeline_parallel_size=2, num_gpu_blocks_override=60) as llm:
+    with LLM(str(folder), **settings, pipeline_parallel_size=2, num_gpu_blocks_override=400) as llm:
         assert llm.llm_engine.config.num_scheduler_steps == 1
