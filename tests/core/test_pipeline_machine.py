@@ -1,4 +1,4 @@
-"""Random requests on the schedulers of a pipeline, whose stages run steps in order and as late as they may."""
+"""Random requests on the schedulers of a pipeline, whose stages run steps in order, as late as they may."""
 
 import collections
 import random
@@ -162,7 +162,7 @@ class PipelineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         running = [i for i, group in self.groups.items() if group.unfinished]
-        if running and data.draw(st.integers(0, 9)) == 0:
+        if running and data.draw(st.integers(0, 2)) == 0:
             request_id = data.draw(st.sampled_from(running))
             self.engines[self.placed[request_id]].scheduler.abort(request_id)
 
@@ -199,10 +199,9 @@ class PipelineMachine(RuleBasedStateMachine):
             params, base = group.sampling_params, self.root_of(group.request_id)
             limits = params.max_tokens, params.min_tokens, MAX_MODEL_LEN
             alone = reference_sample(base, sequence.prompt_token_ids, sequence.seed, *limits)
-            is_whole = sequence.status is not SequenceStatus.FINISHED_ABORTED
-            assert sequence.output_token_ids == (
-                alone if is_whole else alone[: len(sequence.output_token_ids)]
-            )
+            drawn = sequence.output_token_ids
+            assert drawn == alone[: len(drawn)]
+            assert drawn == alone or sequence.status is SequenceStatus.FINISHED_ABORTED
 
 
 def test_blocks_and_order_of_a_pipeline() -> None:
