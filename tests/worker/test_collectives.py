@@ -3,6 +3,7 @@
 import collections
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.real_model import make_engine
