@@ -3,7 +3,6 @@
 import collections
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.real_model import make_engine
