@@ -152,7 +152,7 @@ class EncoderRunner:
             max_logprobs=0,
             backend="xla",
             batch_invariant=False,
-            mesh=mesh,
+            mesh=grid.mesh,
             pooling=facts.pooling,
         )
         self.arrays: dict[str, list[Array]] = {"weights": self.served.arrays, "kv_cache": []}

@@ -41,7 +41,7 @@ def paged_decode(
     **options: Any,
 ) -> Float[Array, "b h d"]:
     """See ops.paged_decode; the options are those of ragged_attention."""
-    no_starts = np.zeros(0, np.int32)
+    no_starts = jnp.zeros(0, jnp.int32)
     return ragged_attention(q, kv_pages, block_tables, context_lens, no_starts, **options)
 
 
@@ -67,10 +67,12 @@ def ragged_attention(
         query_start_loc: Empty if every sequence has one query.
         max_width: Floats in the widest vectors to use: 256, 16, 8 or 4; fewer where the processor has none.
     """
-    sinks = np.zeros(0, np.float32) if sinks is None else sinks.astype(jnp.float32)
-    no_bias = np.zeros((q.shape[1], 0), np.float32)
+    # Arrays of the trace: empty NumPy constants would become arguments of jax.shard_map, where jaxlib 0.11.2
+    # crashes when it removes them.
+    sinks = jnp.zeros(0) if sinks is None else sinks.astype(jnp.float32)
+    no_bias = jnp.zeros((q.shape[1], 0))
     bias = no_bias if distance_bias is None else distance_bias.astype(jnp.float32)
-    shared = np.zeros(0, np.int32) if shared_blocks is None else shared_blocks
+    shared = jnp.zeros(0, jnp.int32) if shared_blocks is None else shared_blocks
     arrays = (q, kv_pages, block_tables, context_lens, query_start_loc)
     return _call(
         "jax_paged_attend",

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from helpers.real_model import Request, make_engine, run
 
-from jax_paged import BeamSearchParams, LLMEngine, LoRARequest, SamplingParams
+from jax_paged import LLM, BeamSearchParams, Hook, LLMEngine, LoRARequest, SamplingParams
 from jax_paged.models import weights
 from jax_paged.models.weights import load_model, random_checkpoint
 
@@ -252,3 +252,26 @@ def test_packed_weights_are_not_divided() -> None:
         ValueError, match=r"matmul_backend is 'onednn'; allowed: 'auto' or 'xla' with tensor_.*"
     ):
         engine_of(FIXTURES / "gqa2_tied", 2, matmul_backend="onednn")
+
+
+def test_hooks_have_whole_outputs() -> None:
+    settings: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 32}
+    settings |= {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 20}
+    hooks = [Hook("layers.0.mlp", lambda params, y, args: (y + args, y), name="add")]
+    hooks += [Hook("layers.1.mlp.up_proj", lambda params, y, args: (y * args, y), name="scale")]
+    params = SamplingParams(temperature=0, max_tokens=6, hook_args={"add": 0.5, "scale": 1.5})
+    found = []
+    for size in (1, 2):
+        with LLM(str(FIXTURES / "gqa2_tied"), hooks=hooks, tensor_parallel_size=size, **settings) as llm:
+            found.append(llm.generate([[5, 6, 7, 8]], params, use_tqdm=False)[0])
+    (alone, divided) = (output.outputs[0] for output in found)
+    assert alone.token_ids == divided.token_ids
+    for name in ("add", "scale"):
+        np.testing.assert_allclose(divided.captured[name], alone.captured[name], rtol=0, atol=1e-4)
+
+
+def test_outputs_in_the_order_of_devices_have_no_hooks() -> None:
+    name = next(name for name in NAMES if name.startswith("phi3"))
+    hook = Hook("layers.0.self_attn.qkv_proj", lambda params, y, args: y, num_args=0, name="look")
+    with pytest.raises(ValueError, match=r"path is 'layers.0.self_attn.qkv_proj'; allowed: modules whose"):
+        LLM(str(FIXTURES / name), hooks=[hook], tensor_parallel_size=2, skip_tokenizer_init=True)

@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Served
 from fastapi import Request
 from helpers.copying_model import write_copying_model
 from prometheus_client.parser import text_string_to_metric_families
+from server.conftest import Served
 
 from jax_paged import AsyncLLMEngine, EngineArgs
 from jax_paged.server import continuation

@@ -57,7 +57,7 @@ def command(tmp_path, scripted, monkeypatch):
     kept = logger.handlers, logger.level, logger.propagate
 
     def command(*args, load=lambda _: AsyncLLMEngine(*scripted())):
-        monkeypatch.setattr(run_batch, "AsyncLLMEngine", load)
+        monkeypatch.setattr(run_batch, "serving_engine", load)
         files = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
         with pytest.raises(SystemExit) as end:
             main(["run-batch", *files, "--served-model-name", "scripted", *args])

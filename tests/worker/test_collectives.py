@@ -57,6 +57,34 @@ def test_two_sums_a_layer_and_the_logits(name: str, size: int, by_expert: bool) 
             assert not found_in(text, ("copy", "all-gather", "gather"), pool), program
 
 
+@pytest.mark.parametrize("name", ["gqa4_llama3", "qwen3_moe_tied"])
+def test_temporaries_do_not_grow(name: str) -> None:
+    settings = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 128,
+        "max_model_len": 96,
+        "matmul_backend": "xla",
+    }
+    found = []
+    for size in (1, 4):
+        with make_engine(
+            FIXTURES / name,
+            few_buckets=True,
+            tensor_parallel_size=size,
+            num_gpu_blocks_override=77,
+            skip_tokenizer_init=True,
+            **settings,
+        ) as engine:
+            engine.executor.wait_until_compiled()
+            compiled = engine.executor.runner.compiled  # pyright: ignore[reportAttributeAccessIssue]
+            steps = [program for program in compiled.programs if isinstance(program, StepProgram)]
+            found.append({str(step): compiled[step].memory.temp_size_in_bytes for step in steps})
+    alone, divided = found
+    assert alone.keys() == divided.keys()
+    for step, num_bytes in divided.items():
+        assert num_bytes <= 1.1 * alone[step], step
+
+
 def test_the_count_notices_what_it_should() -> None:
     text = """
       %a = f32[77,2,2,16,8]{4,3,2,1,0} all-gather(f32[77,2,1,16,8] %b), channel_id=1

@@ -278,7 +278,8 @@ def on_gpu(monkeypatch):
     """The module believes that this machine's device is a GPU."""
     device = jax.devices()[0]
     gpu = SimpleNamespace(platform="gpu", device_kind=device.device_kind, client=device.client)
-    fake = SimpleNamespace(devices=lambda: [gpu], config=jax.config, eval_shape=jax.eval_shape)
+    shapes = {"eval_shape": jax.eval_shape, "ShapeDtypeStruct": jax.ShapeDtypeStruct}
+    fake = SimpleNamespace(devices=lambda: [gpu], config=jax.config, **shapes)
     monkeypatch.setattr(kernel_check, "jax", fake)
     monkeypatch.setattr(kernel_check, "resolve_backend", lambda backend, name: "xla")
 
