@@ -177,8 +177,9 @@ def _num_blocks(
         num_bytes = CPU_KV_CACHE_BYTES if on_cpu else free_bytes(config)
     num_blocks = num_bytes // block_bytes // num_engines
     if num_blocks < 2:
+        each = "" if num_engines == 1 else f" for each of {num_engines} engines"
         raise ValueError(
-            f"the pool would have {num_bytes} bytes; allowed: at least {2 * num_engines} blocks of "
-            f"{block_bytes} bytes (kv_cache_memory_bytes)"
+            f"the pool would have {num_bytes} bytes; allowed: at least two blocks of {block_bytes} "
+            f"bytes{each} (kv_cache_memory_bytes)"
         )
     return min(num_blocks, max_blocks)

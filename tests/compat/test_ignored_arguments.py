@@ -45,7 +45,12 @@ def test_llm_takes_them_too() -> None:
 
 
 def test_what_would_change_a_result_is_an_error() -> None:
-    bad = {"trust_remote_code": True, "quantization": "awq", "enable_prompt_adapter": True, "cpu_offload_gb": 1}
+    bad = {
+        "trust_remote_code": True,
+        "quantization": "awq",
+        "enable_prompt_adapter": True,
+        "cpu_offload_gb": 1,
+    }
     with pytest.raises(ValueError) as error:
         EngineArgs(**bad)  # pyright: ignore[reportArgumentType]
     lines = sorted(str(error.value).splitlines())
