@@ -139,18 +139,6 @@ def kv_cache_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, POOL_SPEC)
 
 
-def allocate_kv_cache(
-    layouts: tuple[KVCacheLayout, ...], num_blocks: int, block_size: int, mesh: Mesh | AbstractMesh
-) -> list[Array]:
-    """Makes the arrays of the pool, filled with zeros: those of each layout in turn."""
-    sharding = kv_cache_sharding(mesh)
-    return [
-        jnp.zeros(layout.pool_shape(num_blocks, block_size), layout.dtype, device=sharding)
-        for layout in layouts
-        for _ in range(layout.num_pools)
-    ]
-
-
 def filled(array: Array, value: float) -> Array:
     """Returns an array of the pool that holds one number everywhere."""
     # A row of a quantised pool is as long as what it holds, and a scale.
