@@ -209,6 +209,13 @@ def test_what_a_worker_can_not_serve_is_an_error_here(checkpoint: Path, tmp_path
     assert not workers()
 
 
+def test_without_ray_its_executor_is_an_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    message = r"distributed_executor_backend is 'ray'; allowed: .* pip install 'jax-paged\[ray\]'"
+    with pytest.raises(ValueError, match=message):
+        LLMEngine(two_processes(checkpoint, **TINY, distributed_executor_backend="ray"))
+
+
 def workers() -> list[psutil.Process]:
     """Returns the processes that this one has started and that run workers."""
     found = []
