@@ -1,5 +1,6 @@
 """An engine whose workers are actors of Ray: it draws what one process draws, and leaves nothing behind."""
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -74,8 +75,12 @@ def on_ray(folder: Path, **settings: Any) -> EngineArgs:
 
 def actors() -> list[psutil.Process]:
     """Returns the processes that are workers, in the order in which they were started."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if child.name().startswith("ray::WorkerActo")]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.name().startswith("ray::WorkerActo"):
+                found.append(child)
+    return found
 
 
 def test_two_actors_draw_what_one_process_does(checkpoint: Path) -> None:
