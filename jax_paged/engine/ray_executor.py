@@ -62,6 +62,10 @@ class RayExecutor(MultiprocessExecutor):
                 RayWorker(actor.work.remote(secret), _connected(address, secret, limit_s), group, actor)
                 for actor, address in zip(actors, addresses, strict=True)
             ]
+            for rank, worker in enumerate(workers):
+                begin(worker.channel, args, Launch(rank, len(workers), *addresses[0]), None)
+                worker.work.future().add_done_callback(self._noting(rank))
+            return workers
         except BaseException as error:
             remove_placement_group(group)
             if isinstance(error, RayError | OSError):
@@ -69,10 +73,6 @@ class RayExecutor(MultiprocessExecutor):
                 message = f"distributed_executor_backend is 'ray'; allowed: {allowed}: {error}"
                 raise ValueError(message) from error
             raise
-        for rank, worker in enumerate(workers):
-            begin(worker.channel, args, Launch(rank, len(workers), *addresses[0]), None)
-            worker.work.future().add_done_callback(self._noting(rank))
-        return workers
 
     def _noting(self, rank: int) -> Callable[[Any], None]:
         """Returns what Ray is to call, in a thread that may not wait for Ray, when an actor is lost."""

@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 32,
     "num_gpu_blocks_override": 200,
-    "num_scheduler_steps": 2,
+    "num_scheduler_steps": 1,
     "seed": 3,
     "enable_lora": True,
     "max_lora_rank": 4,
