@@ -257,7 +257,17 @@ def test_a_follower_that_stalls(checkpoint: Path) -> None:
     assert break_while_running(checkpoint, 1, signal.SIGSTOP, 1) >= 1
 
 
-def test_an_engine_that_is_killed(checkpoint: Path, port: int) -> None:
+def test_an_engine_that_is_killed_while_it_starts(checkpoint: Path, port: int) -> None:
+    engine = launched(checkpoint, 0, port)
+    wait_until(lambda: bool(psutil.Process(engine.pid).children()), "there is a worker")
+    workers = psutil.Process(engine.pid).children()
+    engine.kill()
+    engine.communicate()
+    assert psutil.wait_procs(workers, timeout=120)[1] == []
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_while_it_runs(checkpoint: Path, port: int) -> None:
     follower, engine = (launched(checkpoint, rank, port) for rank in (1, 0))
     assert engine.stdout is not None
     assert engine.stdout.readline() == "runs\n"
