@@ -233,7 +233,7 @@ class EngineArgs:
         note(check_int, "tensor_parallel_size", self.tensor_parallel_size, 1)
         note(check_int, "data_parallel_size", self.data_parallel_size, 1)
         ok = self.data_parallel_size == 1 or backend == "uni"
-        allowed = f"1 with {backend!r} workers, which take the machine's devices from the first on"
+        allowed = f"1 with {backend!r}, where other processes have the devices"
         note(check, ok, "data_parallel_size", self.data_parallel_size, allowed)
         note(check_int, "max_lora_rank", self.max_lora_rank, 1)
         if self.max_cpu_loras is not None:
