@@ -155,7 +155,7 @@ def test_ctrl_c_while_the_model_loads_ends_quietly(monkeypatch, capsys):
         assert not gc.isenabled()
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(launch, "AsyncLLMEngine", load)
+    monkeypatch.setattr(launch, "serving_engine", load)
     with pytest.raises(SystemExit) as end:
         main(["--port", "0"])
     assert end.value.code == 130
