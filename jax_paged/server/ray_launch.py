@@ -47,7 +47,7 @@ def serve_with_ray(args: EngineArgs, options: ServerOptions) -> None:
     ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES)
     try:
         with one_line_errors():
-            num_gpus = _check_room(options, ray.cluster_resources())
+            num_gpus = _check_room(args, options, ray.cluster_resources())
         if args.distributed_executor_backend == "ray":  # its workers take them
             num_gpus = 0
         http = {
@@ -77,14 +77,16 @@ def serve_with_ray(args: EngineArgs, options: ServerOptions) -> None:
         ray.shutdown()
 
 
-def _check_room(options: ServerOptions, resources: Mapping[str, float]) -> int:
-    """Returns how many GPUs each replica gets: one, where there are any.
+def _check_room(args: EngineArgs, options: ServerOptions, resources: Mapping[str, float]) -> int:
+    """Returns how many GPUs each replica gets: those of all its engines, where there are any.
 
     Raises:
-        ValueError: If there is not one for each, or not a core.
+        ValueError: If there are too few for all replicas, or, where there are none, not a core for each.
     """
     kind = "GPU" if resources.get("GPU") else "CPU"
+    each = args.num_engines * args.tensor_parallel_size if kind == "GPU" else 1
     num = int(resources.get(kind, 0))
-    if (options.ray or 0) > num:
-        raise ValueError(f"ray is {options.ray}; allowed: up to {num} replicas, one for each {kind}")
-    return int(kind == "GPU")
+    if (options.ray or 0) > num // each:
+        allowed = f"up to {num // each} replicas, as there are {num} {kind}s and each takes {each}"
+        raise ValueError(f"ray is {options.ray}; allowed: {allowed}")
+    return each if kind == "GPU" else 0

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from jax_paged import EngineArgs
-from jax_paged.server import launch
+from jax_paged.server import launch, ray_launch
 from jax_paged.server.cli import main, make_parser, parse_args
 from jax_paged.server.options import ServerOptions
 
@@ -207,3 +207,14 @@ def test_serves_until_a_signal(processes, end):
         process.send_signal(end)
     assert process.wait(timeout=60) == 0
     assert "Traceback" not in process.stderr.read()
+
+
+def test_replicas_get_the_gpus_of_their_engines():
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    args, options = EngineArgs(**sizes), ServerOptions(ray=2)
+    assert ray_launch._check_room(args, options, {"GPU": 8.0, "CPU": 1.0}) == 4
+    assert ray_launch._check_room(EngineArgs(), options, {"CPU": 2.0}) == 0
+    with pytest.raises(
+        ValueError, match="ray is 2; allowed: up to 1 replicas, as there are 7 GPUs and each "
+    ):
+        ray_launch._check_room(args, options, {"GPU": 7.0, "CPU": 16.0})
