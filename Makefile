@@ -39,10 +39,11 @@ test-browser: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[browser]'
 	$(BIN)/python -m pytest tests/server/test_browser.py $(ARGS)
 
-# Replicas under Ray Serve; ray takes 250 MB.
+# Replicas under Ray Serve, and workers that are actors; ray takes 250 MB.
 test-ray: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
-	$(BIN)/python -m pytest -m 'slow or not slow' tests/server/test_ray.py tests/server/test_ray_router.py $(ARGS)
+	$(BIN)/python -m pytest -m 'slow or not slow' tests/server/test_ray.py tests/server/test_ray_router.py \
+		tests/engine/test_ray_executor.py $(ARGS)
 
 # The server with the clients that people use, in an environment of its own: some of them pin their dependencies.
 SERVER_VENV := .venv-server

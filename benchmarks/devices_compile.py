@@ -1,4 +1,4 @@
-"""Compiles the step of an 8B Llama for several H100s that are not there, and counts what these exchange.
+"""Compiles the step of an 8B Llama for several H100s that are not there; counts what they tell each other.
 
     make devices-compile                                in the environment of kernels-compile (4.5 GB)
     make devices-compile KERNELS_PYTHON=/path/python    in one that has jax[cuda13]

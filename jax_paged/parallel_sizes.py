@@ -30,7 +30,7 @@ def note_problems(args: Any, note: Callable[..., Any]) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         note(check_int, name, getattr(args, name), 1)
     backend, size = args.distributed_executor_backend, args.data_parallel_size
-    allowed = f"1 with {backend!r} workers, which take the machine's devices from the first on"
+    allowed = f"1 with {backend!r}, where other processes have the devices"
     note(check, size == 1 or backend == "uni", "data_parallel_size", size, allowed)
     for name, only, why in _WITH_STAGES if args.pipeline_parallel_size != 1 else ():
         value = getattr(args, name)

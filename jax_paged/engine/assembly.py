@@ -1,6 +1,7 @@
 """The parts of an engine: its tokenizer, executor, configuration and scheduler; and how it is described."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,10 +44,17 @@ def make_executor(args: EngineArgs) -> "Executor":
         ValueError: If the model can't be loaded or a limit does not fit it.
         SystemExit: If a launcher has started this process to follow another, and that has ended.
     """
-    if args.distributed_executor_backend == "mp":
+    backend = args.distributed_executor_backend
+    if backend == "mp":
         return MultiprocessExecutor(args)
-    if args.distributed_executor_backend == "external_launcher":
+    if backend == "external_launcher":
         return ExternalExecutor(args, launch_of_environment())
+    if backend == "ray":
+        allowed = "'uni', 'mp' or 'external_launcher' without Ray: pip install 'jax-paged[ray]'"
+        check(importlib.util.find_spec("ray") is not None, "distributed_executor_backend", backend, allowed)
+        from jax_paged.engine.ray_executor import RayExecutor
+
+        return RayExecutor(args)
     return next(local_executors(args))
 
 

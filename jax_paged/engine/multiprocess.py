@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -39,6 +39,25 @@ _CLOSING_S = 1.0
 _STDERR = 2
 
 
+class StartedWorker(Protocol):
+    """What an executor knows of a worker.
+
+    Attributes:
+        channel: To it.
+    """
+
+    @property
+    def channel(self) -> Channel: ...
+
+    def stop(self) -> None:
+        """Has it end; does not wait."""
+        ...
+
+    def close(self, *, until: float) -> None:
+        """Ends it, by force if it has not ended at a time of time.monotonic."""
+        ...
+
+
 class Worker:
     """A process that was started here, and ends when this one does.
 
@@ -61,13 +80,15 @@ class Worker:
             pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": _STDERR}
             self._process = subprocess.Popen(command, pass_fds=passed, **pipes)
         self.channel = Channel(ours)
-        self.channel.set_limits(sending_s=args.distributed_timeout_seconds)
-        task = Task(args, launch, descriptors, logging.getLogger().getEffectiveLevel())
-        self.channel.send("task", [packed(task)])
+        begin(self.channel, args, launch, descriptors)
+
+    def stop(self) -> None:
+        """Has it end; does not wait."""
+        self.channel.close()
 
     def close(self, *, until: float) -> None:
         """Ends it, by force if it has not ended at a time of time.monotonic."""
-        self.channel.close()
+        self.stop()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(until - time.monotonic(), 0))
         self._process.kill()
@@ -98,6 +119,7 @@ class MultiprocessExecutor:
         self._noters: list[Callable[[str], None]] = []
         self._failing = threading.Lock()
         self._progress = 0, 0
+        self._workers: Sequence[StartedWorker] = ()
         self._workers = self._start(args)
         threading.Thread(target=self._read, args=(self._workers[0].channel,), daemon=True).start()
         try:
@@ -204,7 +226,7 @@ class MultiprocessExecutor:
         for worker in self._workers:
             worker.close(until=0)  # which another thread may still be at
 
-    def _start(self, args: EngineArgs) -> list[Worker]:
+    def _start(self, args: EngineArgs) -> Sequence[StartedWorker]:
         """Starts the workers that this process has to, the first of all first."""
         size = args.tensor_parallel_size
         pairs = [socket.socketpair() for _ in range(size - 1)]
@@ -274,8 +296,8 @@ class MultiprocessExecutor:
                 return
             self._failure = reason
         self._replies.put(EngineDeadError(reason))
-        for worker in self._workers:
-            worker.channel.close()
+        for worker in reversed(self._workers):
+            worker.stop()
         for worker in self._workers:
             worker.close(until=until)
         for note in self._noters:
@@ -308,7 +330,7 @@ class ExternalExecutor(MultiprocessExecutor):
         self._launch = launch
         super().__init__(args)
 
-    def _start(self, args: EngineArgs) -> list[Worker]:
+    def _start(self, args: EngineArgs) -> Sequence[StartedWorker]:
         """Starts the first worker; the others are other processes'."""
         return [Worker(args, self._launch, None)]
 
@@ -332,6 +354,20 @@ def follow(args: EngineArgs, launch: Launch) -> NoReturn:
         sys.exit(worker.wait())
     finally:
         worker.close(until=time.monotonic() + _CLOSING_S)
+
+
+def begin(channel: Channel, args: EngineArgs, launch: Launch, peers: tuple[int, ...] | None) -> None:
+    """Tells a worker what it is started for.
+
+    Args:
+        channel: To it.
+        args: Model and limits.
+        launch: Which of the workers it is.
+        peers: As Task takes them.
+    """
+    channel.set_limits(sending_s=args.distributed_timeout_seconds)
+    task = Task(args, launch, peers, logging.getLogger().getEffectiveLevel())
+    channel.send("task", [packed(task)])
 
 
 def packed(value: Any) -> np.ndarray:

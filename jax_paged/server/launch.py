@@ -66,6 +66,8 @@ def serve(args: EngineArgs, options: ServerOptions) -> NoReturn:
     config.app = openai.app()
     Server(config, openai).run([listener])
     # Nothing is left to do, and what else runs can't be stopped: a compilation under way, a step that hangs.
+    if "ray" in sys.modules:  # and then perhaps a cluster that was started here
+        sys.modules["ray"].shutdown()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

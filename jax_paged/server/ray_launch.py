@@ -48,6 +48,8 @@ def serve_with_ray(args: EngineArgs, options: ServerOptions) -> None:
     try:
         with one_line_errors():
             num_gpus = _check_room(options, ray.cluster_resources())
+        if args.distributed_executor_backend == "ray":  # its workers take them
+            num_gpus = 0
         http = {
             "host": host,
             "port": port,

@@ -84,15 +84,16 @@ def follow(task: Task) -> tuple[Channel, str]:
         ValueError: If it is not there, or the workers differ.
     """
     limit_s = task.args.distributed_timeout_seconds
-    if task.peers is None:
-        channel = _connected(task.launch, limit_s)
-    else:
-        channel = Channel(socket.socket(fileno=task.peers[0]))
     hello: dict[str, Any] = {"rank": task.launch.rank}
     try:
         hello["fingerprint"] = fingerprint(task.args, task.launch.world_size)
     except ValueError as error:
         hello["error"] = str(error)
+    # Only now: who is connected has to say soon who it is, and headers may come from far away.
+    if task.peers is None:
+        channel = _connected(task.launch, limit_s)
+    else:
+        channel = Channel(socket.socket(fileno=task.peers[0]))
     channel.send(hello)
     channel.set_limits(receiving_s=limit_s)
     try:

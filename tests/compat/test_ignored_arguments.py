@@ -57,8 +57,8 @@ def test_what_would_change_a_result_is_an_error() -> None:
     assert [line.split(" is ")[0] for line in lines] == sorted(bad)
     assert "quantization is 'awq'; allowed: None, as this engine can do nothing else" in lines
     assert EngineArgs(distributed_executor_backend=None) == EngineArgs()  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="'ray'; allowed: 'uni' or 'mp' or 'external_launcher'"):
-        EngineArgs(distributed_executor_backend="ray")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="'dask'; allowed: 'uni' or 'mp' or 'ray' or 'external_launcher'"):
+        EngineArgs(distributed_executor_backend="dask")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="nonsense"):
         EngineArgs(nonsense=1)  # pyright: ignore[reportCallIssue]
 

@@ -50,6 +50,7 @@ def _check_choice(router: ReplicaRouter, loads: dict[str, int], key: str | None,
 MAX_LAG = 6
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), EVENTS)
 def test_nobody_lags_by_more_than_is_allowed(num_replicas: int, events: list[tuple[str, str | None]]) -> None:
     router = ReplicaRouter(map(str, range(num_replicas)), MAX_LAG)
@@ -57,6 +58,7 @@ def test_nobody_lags_by_more_than_is_allowed(num_replicas: int, events: list[tup
     assert run(router, events) == run(again, events)
 
 
+@settings(deadline=None)
 @given(st.sets(st.text(min_size=1), min_size=2, max_size=9), st.data())
 def test_who_leaves_moves_only_its_own_prefixes(ids: set[str], data: st.DataObject) -> None:
     router = ReplicaRouter(sorted(ids))

@@ -1,5 +1,6 @@
 """Several engines side by side give the outputs of one, and end together."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -16,6 +17,8 @@ from helpers.real_model import assert_no_block_lost, largest_buckets, tokens_of
 from helpers.scripted_engine import LONG, no_block_lost
 
 from jax_paged import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from jax_paged.engine import list_runner
+from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.list_runner import ListRunner
 from jax_paged.lora_request import LoRARequest
 from jax_paged.worker import plan_steps
@@ -28,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 32,
     "num_gpu_blocks_override": 200,
-    "num_scheduler_steps": 2,
+    "num_scheduler_steps": 1,
     "seed": 3,
     "enable_lora": True,
     "max_lora_rank": 4,
@@ -192,7 +195,7 @@ def requests_of(engine: LLMEngine, num: int) -> list[Any]:
 
 
 def test_engines_step_at_the_same_time(engines: list[LLMEngine]) -> None:
-    together = threading.Barrier(3, timeout=10)
+    together = threading.Barrier(3, timeout=120)
     for engine in engines:
         engine.executor.during_step = lambda output: together.wait()  # pyright: ignore
     requests = requests_of(engines[0], 3)
@@ -200,21 +203,30 @@ def test_engines_step_at_the_same_time(engines: list[LLMEngine]) -> None:
     assert [o.outputs[0].text for o in outputs] == [r.prompt[:-1] for r in requests]
 
 
-def test_ctrl_c_ends_all_engines(engines: list[LLMEngine]) -> None:
-    def interrupt(output: object) -> None:
-        if engines[1].executor.num_steps == 3:  # pyright: ignore
-            os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
+def test_ctrl_c_ends_all_engines(engines: list[LLMEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[threading.Event] = []
 
+    @contextlib.contextmanager
+    def watched() -> Iterator[threading.Event]:
+        with deferred_interrupt() as interrupted:
+            begun.append(interrupted)
+            yield interrupted
+
+    def wait_in_third(engine: LLMEngine) -> None:
+        if engine.executor.num_steps == 3:  # pyright: ignore
+            if engine is engines[1]:
+                os.kill(os.getpid(), signal.SIGINT)
+            assert begun[0].wait(120)
+
+    monkeypatch.setattr(list_runner, "deferred_interrupt", watched)
     for engine in engines:
-        engine.executor.during_step = lambda output: time.sleep(0.01)  # pyright: ignore
-    engines[1].executor.during_step = interrupt  # pyright: ignore
+        engine.executor.during_step = lambda output, e=engine: wait_in_third(e)  # pyright: ignore
     handler = signal.getsignal(signal.SIGINT)
     runner = ListRunner(engines)
     with pytest.raises(KeyboardInterrupt):
         runner.run(requests_of(engines[0], 9), use_tqdm=False)
     assert signal.getsignal(signal.SIGINT) is handler
-    assert all(engine.executor.num_steps < 20 for engine in engines)  # pyright: ignore
+    assert all(engine.executor.num_steps <= 3 for engine in engines)  # pyright: ignore
     for engine in engines:
         engine.executor.during_step = lambda output: None  # pyright: ignore
     assert len(runner.run(requests_of(engines[0], 4), use_tqdm=False)) == 4
@@ -226,7 +238,7 @@ def test_an_error_of_one_engine_ends_all(engines: list[LLMEngine]) -> None:
 
     engines[2].executor.during_step = fail  # pyright: ignore
     for engine in engines[:2]:
-        engine.executor.during_step = lambda output: time.sleep(0.01)  # pyright: ignore
+        engine.executor.during_step = lambda output: time.sleep(0.2)  # pyright: ignore
     with pytest.raises(RuntimeError, match="device lost"):
         ListRunner(engines).run(requests_of(engines[0], 9), use_tqdm=False)
     assert all(engine.executor.num_steps < 20 for engine in engines)  # pyright: ignore

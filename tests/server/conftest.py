@@ -11,6 +11,7 @@ import httpx
 import pytest
 from helpers.listening import listening
 from helpers.metric_values import metric_values
+from helpers.waiting import wait_until
 from helpers.wrapped_executor import WrappedExecutor
 
 from jax_paged import AsyncLLMEngine, EngineArgs, LLMEngine
@@ -104,11 +105,8 @@ class Served:
         return metric_values(self.client.get("../metrics").text)
 
     @staticmethod
-    def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10) -> None:
-        end = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < end, f"waited in vain until {what}"
-            time.sleep(0.01)
+    def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
+        wait_until(condition, what, timeout_s)
 
     def wait_for_requests(self, num: int, since: dict[str, float]) -> dict[str, float]:
         """Waits until so many requests more have been counted; returns by how much each metric has grown."""
@@ -122,7 +120,7 @@ class Served:
         self.wait_until(lambda: num_ended() >= num, f"{num} requests are counted")
         return grew()
 
-    def wait_until_idle(self, timeout_s: float = 10) -> None:
+    def wait_until_idle(self, timeout_s: float = 120) -> None:
         """Waits until nothing runs; then all blocks must be free."""
         self.wait_until(lambda: not self.engine.has_unfinished_requests(), "no request runs", timeout_s)
         manager = self.engine.scheduler.block_manager

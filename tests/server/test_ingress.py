@@ -107,6 +107,21 @@ async def ask(replicas: Replicas, path: str, body: dict[str, Any]) -> httpx.Resp
         return await client.post(path, json=body)
 
 
+async def ask_lossy(
+    replicas: list[Replica], cuts: tuple[int, ...], num_calls: int, path: str, body: dict[str, Any]
+) -> httpx.Response:
+    """Asks replicas that are lost, until so many had to be called for one answer.
+
+    On a busy machine parts are joined, and there may be fewer than were to come before a loss.
+    """
+    for _ in range(50):
+        lossy = Replicas(replicas, *cuts)
+        answer = await ask(lossy, path, body)
+        if lossy.num_calls == num_calls:
+            return answer
+    pytest.fail(f"no answer had so many parts: {answer.text}")
+
+
 def events(text: str) -> list[dict[str, Any]]:
     """Returns the events of a stream; what is no event fails the test."""
     assert text.endswith("\n\n")
@@ -198,9 +213,7 @@ async def check_cuts(make: Callable[[], Replica], path: str, body: dict[str, Any
         lossy = Replicas(replicas, cut)
         assert is_same(made_of(path, await ask(lossy, path, body)), undisturbed), f"cut after {cut}"
         assert lossy.num_calls <= 2
-    lossy = Replicas(replicas, 3, 2)
-    assert is_same(made_of(path, await ask(lossy, path, body)), undisturbed)
-    assert lossy.num_calls == 3
+    assert is_same(made_of(path, await ask_lossy(replicas, (3, 2), 3, path, body)), undisturbed)
 
 
 def test_equal_prompts_without_a_seed_get_different_answers(served: Served) -> None:
@@ -238,7 +251,7 @@ def test_a_whole_answer_is_asked_for_again(served: Served) -> None:
 def test_a_replica_with_other_settings_does_not_go_on(served: Served) -> None:
     path, body = BODIES["greedy"]
     other = Replica(OpenAIServer(served.server.engine, "pagelet", ServerOptions(max_prompts=2)))
-    answer = asyncio.run(ask(Replicas([replica_of(served), other], 3), path, {**body, "stream": True}))
+    answer = asyncio.run(ask_lossy([replica_of(served), other], (3,), 2, path, {**body, "stream": True}))
     *parts, last = events(answer.text)
     assert (len(parts), last["error"]["message"]) == (3, "the replicas that are left have other settings")
     assert "[DONE]" not in answer.text
@@ -248,9 +261,7 @@ def test_a_replica_with_other_settings_does_not_go_on(served: Served) -> None:
 @pytest.mark.parametrize("case", ["greedy", "chat", "response"])
 def test_a_stream_that_ends_every_replica_ends_with_an_error(served: Served, case: str, cut: int) -> None:
     path, body = BODIES[case]
-    lossy = Replicas([replica_of(served)], cut, 0, 0)
-    answer = asyncio.run(ask(lossy, path, {**body, "stream": True}))
-    assert lossy.num_calls == 3
+    answer = asyncio.run(ask_lossy([replica_of(served)], (cut, 0, 0), 3, path, {**body, "stream": True}))
     message = "3 replicas were lost, the last one so: it was killed"
     if cut == 0:
         # Its status was sent with the begin, or there is none yet.
@@ -294,7 +305,7 @@ def test_an_engine_that_hangs_is_noticed(scripted: Any) -> None:
         replica = Replica(OpenAIServer(engine, "scripted", ServerOptions(step_timeout=0.1)))
         replica.check()
         go_on = threading.Event()
-        engine.engine.executor.during_step = lambda _: go_on.wait(10)
+        engine.engine.executor.during_step = lambda _: go_on.wait(120)
         lossy = Replicas([replica])
         asking = asyncio.create_task(ask(lossy, COMPLETIONS, {"prompt": "a?", "stream": True}))
         while not (engine.step_began and time.monotonic() - engine.step_began > 0.2):

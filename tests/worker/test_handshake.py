@@ -3,12 +3,13 @@
 import dataclasses
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.ports import reserved_port
 
 from jax_paged import EngineArgs
 from jax_paged.launch import Launch, launch_of_environment
@@ -19,17 +20,12 @@ from jax_paged.worker.leader import Leader
 from jax_paged.worker.task import Task
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 @pytest.fixture
-def tasks(checkpoint: Path) -> list[Task]:
+def tasks(checkpoint: Path) -> Iterator[list[Task]]:
     """Two workers that are to find each other."""
-    args = EngineArgs(model=str(checkpoint), skip_tokenizer_init=True, distributed_timeout_seconds=20)
-    port = free_port()
-    return [Task(args, Launch(rank, 2, "127.0.0.1", port), None, 0) for rank in range(2)]
+    args = EngineArgs(model=str(checkpoint), skip_tokenizer_init=True, distributed_timeout_seconds=120)
+    with reserved_port() as port:
+        yield [Task(args, Launch(rank, 2, "127.0.0.1", port), None, 0) for rank in range(2)]
 
 
 def both(*calls: Callable[[], Any]) -> list[Any]:
@@ -106,9 +102,9 @@ def test_foreigners_are_turned_away(tasks: list[Task]) -> None:
     def disturb() -> tuple[Channel, str]:
         launch = tasks[1].launch
         for message in (b"GET / HTTP/1.1\r\n\r\n", b"\x02\x00\x00\x00[]", b"\x07\x00\x00\x00[{}, []"):
-            with handshake._connected(launch, 5)._socket as foreigner:
+            with handshake._connected(launch, 120)._socket as foreigner:
                 foreigner.sendall(message)
-        handshake._connected(launch, 5).send({"rank": 7})
+        handshake._connected(launch, 120).send({"rank": 7})
         return handshake.follow(tasks[1])
 
     led, followed = both(lambda: handshake.lead(tasks[0]), disturb)
