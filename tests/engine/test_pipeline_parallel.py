@@ -141,6 +141,7 @@ def test_experts_whole_on_a_device(tmp_path: Path, name: str) -> None:
         {"attention_backend": "native", "matmul_backend": "auto"},
         {"kv_cache_dtype": "int8"},
         {"async_scheduling": False},
+        {"batch_invariant": True},
         {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 96},
         {"scheduling_policy": "priority"},
         {"disable_cascade_attn": True},
@@ -178,6 +179,19 @@ def test_seeds_and_every_kind_of_request(one: LLM, two: LLM) -> None:
                 assert (a is None) == (b is None)
                 assert list(a or {}) == list(b or {})
     assert any(o.num_cached_tokens for o in found)
+
+
+@slow
+def test_pipelines_side_by_side(one: LLM, checkpoint: Path) -> None:
+    sizes = {"pipeline_parallel_size": 2, "data_parallel_size": 2, "num_gpu_blocks_override": 400}
+    prompts, params = [[i, i + 1, 3 * i, 7] for i in range(12)], [KINDS[0], KINDS[2]] * 6
+    with LLM(str(checkpoint), **LIMITS, **sizes) as llm:
+        devices = [{d for x in arrays_of(e, "kv_cache") for d in x.devices()} for e in llm._replicas]
+        found = llm.generate(prompts, params, use_tqdm=False)
+    first, second = set(jax.devices()[:2]), set(jax.devices()[2:])
+    assert devices == [first, first, second, second]
+    expected = one.generate(prompts, params, use_tqdm=False)
+    assert [x.outputs[0].token_ids for x in found] == [x.outputs[0].token_ids for x in expected]
 
 
 def test_forms_and_functions_that_change_logits(one: LLM, two: LLM) -> None:
