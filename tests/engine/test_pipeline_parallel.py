@@ -88,9 +88,16 @@ def outputs_of(folder: Path, stages: int, size: int = 1, num_blocks: int = 28, *
     return [*([(o.token_ids, o.cumulative_logprob) for o in output.outputs] for output in outputs), found]
 
 
-def check(folder: Path, sizes: list[tuple[int, int]], **settings: Any) -> None:
-    """Compares outputs with those of one device: the tokens, and log-probabilities to a sum's rounding."""
-    *wanted, wanted_beams = outputs_of(folder, 1, **settings)
+def check(folder: Path, sizes: list[tuple[int, int]], without: int = 1, **settings: Any) -> None:
+    """Compares outputs with those of a single stage: the tokens, and log-probabilities to a sum's rounding.
+
+    Args:
+        folder: The checkpoint.
+        sizes: Stages, and devices of each.
+        without: Devices of the single stage.
+        **settings: Of all engines.
+    """
+    *wanted, wanted_beams = outputs_of(folder, 1, without, **settings)
     for stages, size in sizes:
         *found, beams = outputs_of(folder, stages, size, **settings)
         assert [[x[0] for x in o] for o in found] == [[x[0] for x in o] for o in wanted], (stages, size)
@@ -131,7 +138,8 @@ def test_the_tokens_of_one_device_for_every_family(name: str) -> None:
 @slow
 @pytest.mark.parametrize("name", MOE)
 def test_experts_whole_on_a_device(tmp_path: Path, name: str) -> None:
-    check(make_checkpoint(tmp_path, name), [(2, 2)], enable_expert_parallel=True)
+    # Experts on two devices add up in another order, which moves a draw of one of these models.
+    check(make_checkpoint(tmp_path, name), [(2, 2)], without=2, enable_expert_parallel=True)
 
 
 @slow
