@@ -74,8 +74,8 @@ WORKER = [
     ),
     Mutation(
         "worker/block_mover.py",
-        "            to = [host for _, host in chunk]\n",
-        "            to = [device for device, _ in chunk]\n",
+        "np.array([host for _, host in chunk], np.int32)",
+        "np.array([device for device, _ in chunk], np.int32)",
         "swapped out to the wrong block",
     ),
 ]
