@@ -15,11 +15,10 @@ slow = pytest.mark.slow
     "section",
     [
         "device",
-        "llama-1b",
         "self-check",
         *(
             pytest.param(name, marks=slow)
-            for name in ("exactness", "agreement", "kernel-tests", "kernel-speed")
+            for name in ("llama-1b", "exactness", "agreement", "kernel-tests", "kernel-speed")
         ),
     ],
 )

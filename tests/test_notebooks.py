@@ -11,8 +11,8 @@ import pytest
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
-# The others take 20 to 60 seconds each.
-SHORT = ("01", "02", "03", "04", "08", "10", "12")
+# The others take longer, or run what other tests do.
+SHORT = ("01", "02", "03", "10")
 RUNS = [
     pytest.param(path, marks=() if path.name.startswith(SHORT) else pytest.mark.slow) for path in NOTEBOOKS
 ]

@@ -155,7 +155,7 @@ def test_random_requests_in_a_tiny_pool(depth: int) -> None:
     assert {name: total(runs, name) for name, n in least.items() if total(runs, name) < n} == {}
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_random_requests_in_bursts(depth: int) -> None:
     runs = [RunningAhead(seed, depth, burst_size=8).run() for seed in range(40)]
     settings = {"preemption_mode": "swap", "num_swap_blocks": 300}

@@ -162,7 +162,7 @@ def prompt_of(family: str, rng: np.random.Generator) -> Any:
     }
 
 
-@pytest.mark.parametrize("burst_size", [1, 4])
+@pytest.mark.parametrize("burst_size", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_windows_and_encoders_go_on_too(family: str, burst_size: int, tmp_path: Path) -> None:
     """Half of Gemma's layers have windows; T5's decoder reads what its encoder wrote, once per request."""

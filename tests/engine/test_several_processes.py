@@ -253,6 +253,7 @@ def test_a_follower_that_is_killed(checkpoint: Path) -> None:
     break_while_running(checkpoint, 1, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_follower_that_stalls(checkpoint: Path) -> None:
     assert break_while_running(checkpoint, 1, signal.SIGSTOP, 1) >= 1
 

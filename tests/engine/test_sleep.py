@@ -388,12 +388,16 @@ def test_a_server_engine_sleeps_under_way(async_engine: AsyncLLMEngine) -> None:
 def test_what_was_in_flight_reaches_its_client_before_the_sleep(async_engine: AsyncLLMEngine) -> None:
     """Its last token may be drawn by the step in flight; and a client may leave while the engine sleeps."""
 
+    def runs(name: str) -> bool:
+        return name in async_engine.engine.scheduler.queues.running
+
     async def check() -> None:
         engine = async_engine
         for num_tokens in range(1, 13):
             params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-            task = asyncio.create_task(whole(engine, "short", params))
-            while not engine.engine.scheduler.queues.running and not task.done():
+            name = f"short {num_tokens}"  # the one before may not have left yet
+            task = asyncio.create_task(whole(engine, name, params))
+            while not runs(name) and not task.done():
                 await asyncio.sleep(0)
             await asyncio.sleep(0.001 * (num_tokens % 4))
             await engine.sleep(1, "keep")

@@ -92,7 +92,10 @@ def test_a_dead_end_is_an_error_and_no_stop(served):
     assert "leaves no token" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/completions", "/chat/completions", "/responses"])
+SLOW_PATHS = [pytest.param(path, marks=pytest.mark.slow) for path in ("/completions", "/responses")]
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", *SLOW_PATHS])
 def test_a_slow_form_holds_nobody_up(served, monkeypatch, path):
     """Neither the event loop, nor the threads that read texts, nor other forms for long."""
     monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.5)

@@ -332,6 +332,7 @@ def test_what_a_replica_refuses_is_refused(served: Served) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_calls_of_tools_go_on(tmp_path: Any) -> None:
     text = 'Now <tool_call>\n{"name": "f", "arguments": {"a": "{x}"}}\n</tool_call>'
     engine = AsyncLLMEngine(EngineArgs(str(write_copying_model(tmp_path)), dtype="float32", max_num_seqs=2))

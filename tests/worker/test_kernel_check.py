@@ -108,6 +108,7 @@ def test_a_process_that_hangs_ends_even_when_nobody_waits(tmp_path):
         os.kill(sleeper, 9)
 
 
+@pytest.mark.slow
 def test_right_but_slower(tmp_path):
     verdict = check(SUITE, tmp_path, candidate=STAND_IN + "slow")
     assert verdict.outcome == "slower"
@@ -130,6 +131,7 @@ def test_experts_that_are_right(tmp_path):
     assert all(row["value"] <= row["limit"] for row in rows[:2])
 
 
+@pytest.mark.slow
 def test_experts_that_are_wrong(tmp_path):
     verdict = check(EXPERTS, tmp_path, candidate=STAND_IN + "wrong_experts")
     assert verdict.outcome == "wrong"
@@ -252,6 +254,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, runs, caplog):
     assert "so every start checks" in caplog.text
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(tmp_path):
     program = (
         "import sys; sys.path[:] = eval(sys.argv[1])\n"
@@ -354,6 +357,7 @@ def test_what_is_not_checked(on_gpu, monkeypatch):
     assert (backend, reason) == ("xla", "auto, with attention of your own")
 
 
+@pytest.mark.slow
 def test_an_engine_outlives_kernels_that_hang(on_gpu, tmp_path, monkeypatch):
     pids = tmp_path / "pids"
     monkeypatch.setenv("STAND_IN_PIDS", str(pids))

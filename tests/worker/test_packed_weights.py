@@ -79,7 +79,11 @@ def kernels(model: Any) -> list[Any]:
 
 
 @needs_onednn
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "folder",
+    [FOLDERS[0], *(pytest.param(f, marks=pytest.mark.slow) for f in FOLDERS[1:])],
+    ids=lambda f: f.name,
+)
 def test_outputs_are_those_of_xla(folder: Path) -> None:
     results = []
     for backend in ("xla", "auto"):
