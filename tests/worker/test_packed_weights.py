@@ -29,7 +29,7 @@ FIXTURES = ROOT / "tests" / "models" / "fixtures"
 FOLDERS = [
     ROOT / "models" / "pagelet",
     FIXTURES / "mixtral",
-    FIXTURES / "gpt2_variants",
+    pytest.param(FIXTURES / "gpt2_variants", marks=pytest.mark.slow),
     pytest.param(FIXTURES / "t5_gated_untied", marks=pytest.mark.slow),
 ]
 PROMPTS = [np.random.default_rng(n).integers(8, 250, n).tolist() for n in (1, 5, 17, 30)]
@@ -79,11 +79,7 @@ def kernels(model: Any) -> list[Any]:
 
 
 @needs_onednn
-@pytest.mark.parametrize(
-    "folder",
-    [FOLDERS[0], *(pytest.param(f, marks=pytest.mark.slow) for f in FOLDERS[1:])],
-    ids=lambda f: f.name,
-)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f.name)
 def test_outputs_are_those_of_xla(folder: Path) -> None:
     results = []
     for backend in ("xla", "auto"):
