@@ -117,7 +117,9 @@ def test_another_scheduler(own: LLMEngine) -> None:
     assert other.steps["num_seqs"].max() == 3
     by_key = replay(lines, lambda group: -len(group.sequences[0]))
     assert tokens_of(by_key) == tokens_of(other)
-    assert by_key.num_steps != replay(lines).num_steps
+    # The number of steps may be the same: how many requests wait depends on how busy the machine is.
+    finished = by_key.times_s("finished_time"), replay(lines).times_s("finished_time")
+    assert not np.array_equal(*finished)
 
 
 def test_a_step_takes_what_the_recorded_ones_took() -> None:
