@@ -31,14 +31,9 @@ def note_problems(args: Any, note: Callable[..., Any]) -> None:
     backend, size = args.distributed_executor_backend, args.data_parallel_size
     allowed = f"1 with {backend!r}, where other processes have the devices"
     note(check, size == 1 or backend == "uni", "data_parallel_size", size, allowed)
+    has_place = backend != "ray" or args.pipeline_parallel_size == 1
     allowed = "'uni', 'mp' or 'external_launcher' with pipeline_parallel_size above 1"
-    note(
-        check,
-        args.pipeline_parallel_size == 1 or backend != "ray",
-        "distributed_executor_backend",
-        backend,
-        allowed,
-    )
+    note(check, has_place, "distributed_executor_backend", backend, allowed)
     for name, only, why in _WITH_STAGES if args.pipeline_parallel_size != 1 else ():
         value = getattr(args, name)
         allowed = f"{only!r} with pipeline_parallel_size above 1, {why}"
