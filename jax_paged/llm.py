@@ -92,9 +92,9 @@ class LLM(PoolingMethods):
         if executor is not None or loaded is not None:
             allowed = "1 with `executor` or `loaded`, of which there is one"
             check_alone(args, allowed)
-        executors = local_executors(args, *parts) if has_parts else iter([executor])
-        if args.num_engines > 1 and not has_parts:
-            executors = make_executors(args)
+        executors = iter([executor]) if args.num_engines == 1 else make_executors(args)
+        if has_parts:
+            executors = local_executors(args, *parts)
         self._replicas = make_replicas(
             args.num_engines, lambda _: LLMEngine(args, next(executors), scheduler=scheduler)
         )

@@ -69,7 +69,11 @@ def _fail(rank: int, owner: Channel, error: Exception) -> NoReturn:
 
 
 def _lead(
-    task: Task, owner: Channel, calls: list[Calls], peers: list[Channel], fail: Callable[[Exception], None]
+    task: Task,
+    owner: Channel,
+    calls: list[Calls],
+    peers: list[Channel],
+    fail: Callable[[Exception], NoReturn],
 ) -> NoReturn:
     """Runs the steps that the owner asks for, with all other workers, which are added to `peers`."""
     channels, address = lead(task)
@@ -95,7 +99,7 @@ def _lead(
 
 
 def _serve(
-    engine: int, executor: LocalExecutor, owner: Channel, calls: Calls, fail: Callable[[Exception], None]
+    engine: int, executor: LocalExecutor, owner: Channel, calls: Calls, fail: Callable[[Exception], NoReturn]
 ) -> NoReturn:
     """Calls the methods of the executor of one engine that the owner asks for."""
     try:
@@ -109,10 +113,9 @@ def _serve(
                 _tell(owner, getattr(executor, name)(*args), executor, engine)
     except Exception as error:
         fail(error)
-        raise
 
 
-def _follow(task: Task, fail: Callable[[Exception], None]) -> NoReturn:
+def _follow(task: Task, fail: Callable[[Exception], NoReturn]) -> NoReturn:
     """Runs what the first worker announces."""
     channel, address = follow(task)
     try:
@@ -129,7 +132,7 @@ def _follow(task: Task, fail: Callable[[Exception], None]) -> NoReturn:
     follow_leader(channel, groups, lambda: _end(0))
 
 
-def _links(task: Task, channel: Channel, fail: Callable[[Exception], None]) -> StageLinks:
+def _links(task: Task, channel: Channel, fail: Callable[[Exception], NoReturn]) -> StageLinks:
     """Returns links between stages: the first worker hands on what others send to each other."""
     return StageLinks(task.launch.rank, task.args.pipeline_parallel_size, channel.send, fail)
 
