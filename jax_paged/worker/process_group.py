@@ -60,7 +60,8 @@ class ProcessGroup(Protocol):
 class OneProcess:
     """An engine whose devices are all in this process. It is a ProcessGroup."""
 
-    engine, links = 0, None
+    engine = 0
+    links: StageLinks | None = None
 
     def least(self, value: int) -> int:
         """Returns the least that any process has passed."""
