@@ -41,9 +41,9 @@ class Engine:
     def __init__(self, followers: Followers, engine: int) -> None:
         group, compiled, context = Leader(followers, engine), Programs(), Context()
         own = OwnStage(engine, followers.links, context, compiled)  # pyright: ignore[reportArgumentType]
-        zeros = [jnp.zeros(2, jnp.int32) for _ in range(3)]
+        counts, tables, tokens = (jnp.zeros(2, jnp.int32) for _ in range(3))
         self.weights, self.pool = [jnp.zeros(1)], [jnp.zeros(1), jnp.zeros(1)]
-        self.seats: SeatArrays[Any] = SeatArrays(*zeros, [], [])
+        self.seats: SeatArrays[Any] = SeatArrays(counts, tables, tokens, [], [])
         begin: Any = group.begin
         followers.wait = lambda: None
         self.run = begin(compiled, own.run, self.weights, (self.pool, self.seats))
@@ -91,7 +91,7 @@ def test_an_engine_waits_for_its_own_step_and_for_no_other(ends: Any) -> None:
     # Results, details and hidden states of the first step have numbers too.
     assert (engine, codes[1:3]) == (0, [7, {"seats": [8, 9, 10, [], []]}])
     _, (hidden,) = stage.receive()
-    np.testing.assert_array_equal(hidden, [8, 9]), "the last tokens of its first step"
+    np.testing.assert_array_equal(hidden, [8, 9], "the last tokens of its first step")
 
 
 def test_arrays_that_come_before_they_are_asked_for() -> None:
