@@ -84,9 +84,9 @@ class EngineArgs:
         enable_expert_parallel: With several devices, whether each of them has some experts whole; else each
             has a part of every expert.
         distributed_executor_backend: Whose the devices are: "uni", this process's; "mp", those of processes
-            that the engine starts on this machine, one for each; "ray", those of actors of Ray, on any
-            machines of its cluster; "external_launcher", those of processes on any machines that torchrun,
-            SLURM or Kubernetes has started (docs/several-devices.md).
+            that the engine starts on this machine, one for each, or for each stage; "ray", those of actors
+            of Ray, on any machines of its cluster; "external_launcher", those of processes on any machines
+            that torchrun, SLURM or Kubernetes has started (docs/several-devices.md).
         distributed_timeout_seconds: Seconds after which several processes count as lost that do not find
             each other, or take longer for a step.
         data_parallel_size: Engines with the same weights, each on devices of its own: LLM spreads lists over

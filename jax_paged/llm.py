@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
-from jax_paged.engine.assembly import OwnScheduler, check_alone, local_executors
+from jax_paged.engine.assembly import OwnScheduler, check_alone, local_executors, make_executors
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.list_runner import ListRunner
 from jax_paged.engine.llm_engine import LLMEngine
@@ -92,9 +92,11 @@ class LLM(PoolingMethods):
         if executor is not None or loaded is not None:
             allowed = "1 with `executor` or `loaded`, of which there is one"
             check_alone(args, allowed)
-        local = local_executors(args, *parts) if has_parts or args.num_engines > 1 else iter([executor])
+        executors = iter([executor]) if args.num_engines == 1 else make_executors(args)
+        if has_parts:
+            executors = local_executors(args, *parts)
         self._replicas = make_replicas(
-            args.num_engines, lambda _: LLMEngine(args, next(local), scheduler=scheduler)
+            args.num_engines, lambda _: LLMEngine(args, next(executors), scheduler=scheduler)
         )
         self.llm_engine = self._replicas[0]
         self._runner = ListRunner(self._replicas)

@@ -118,7 +118,7 @@ def load_model(
         ValueError: If the folder holds no supported model. The message lists every problem with the config,
             or else every weight that is missing, unexpected or of another shape.
     """
-    return load_stages(folder, dtype, max_model_len, overrides, (grid,))[0]
+    return load_stages(folder, dtype, max_model_len, overrides, (grid,), (0,))[0]
 
 
 def load_stages(
@@ -127,6 +127,7 @@ def load_stages(
     max_model_len: int | None,
     overrides: Mapping[str, Any],
     grids: Sequence[DeviceGrid | None],
+    own: Sequence[int],
 ) -> list[LoadedModel]:
     """Loads the stages of a model, each onto devices of its own; for a single one, the model as it is.
 
@@ -136,6 +137,7 @@ def load_stages(
         max_model_len: See folder.
         overrides: See folder.
         grids: The devices of each stage; several only of a model that split_model can split.
+        own: The stages whose weights are read; the others keep shapes in their places.
 
     Raises:
         ValueError: As load_model.
@@ -146,8 +148,8 @@ def load_stages(
     eos_token_ids = end_token_ids(generation_config, hf_config, whole.config.vocab_size)
     _check_stored(folder, stored_problems(stored, weights_of(whole), whole.weight_table))
     models = split_model(whole, len(grids)) if len(grids) > 1 else [whole]
-    for model, grid in zip(models, grids, strict=True):
-        read_weights(model, stored, chosen, folder, grid)
+    for stage in own:
+        read_weights(models[stage], stored, chosen, folder, grids[stage])
     facts = architecture, chosen, eos_token_ids, sampling_defaults(generation_config)
     return [_loaded(model, *facts) for model in models]
 
@@ -295,7 +297,7 @@ def _loaded(
         config=model.config,
         architecture=architecture,
         dtype=dtype,
-        weight_bytes=sum(x.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param))),
+        weight_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(model, nnx.Param))),
         max_model_len=model.config.max_position_embeddings,
         vocab_size=model.config.vocab_size,
         eos_token_ids=eos_token_ids,

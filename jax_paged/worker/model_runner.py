@@ -31,6 +31,7 @@ from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.kept_states import KeptStates
 from jax_paged.worker.logits_processors import LogitsProcessor
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
+from jax_paged.worker.own_stage import OwnStage
 from jax_paged.worker.pooling import plan_pooling
 from jax_paged.worker.process_group import OneProcess, ProcessGroup
 from jax_paged.worker.programs import SeatArrays, TraceContext
@@ -122,7 +123,10 @@ class ModelRunner:
         self._compiled = model.compiled(self._mover.programs)
         self._has_mixed = any(not b.is_decode and not b.num_drafts for b in self._compiled.buckets)
         kept = self._kv_cache, self._seat_arrays, self._adapters.arrays
-        self._run = group.begin(self._compiled, self._weights, kept)
+        run = self._compiled.run
+        if group.links is not None:
+            run = OwnStage(group.engine, group.links, self._context, self._compiled).run
+        self._run = group.begin(self._compiled, run, self._weights, kept)
         model.num_users += 1
 
     @property
@@ -198,8 +202,8 @@ class ModelRunner:
         seats: SeatArrays[Any]
         self._kv_cache, seats = make(shapes)
         kept = _placed(*self._states_on_host, sharding=self._replicated) or seats.processor_states
-        self._seat_arrays = seats._replace(processor_states=kept)
-        self._empty_inputs: dict[int, list[Array]] = {}
+        self._seat_arrays = seats._replace(processor_states=list(kept))
+        self._empty_inputs: dict[int, tuple[Array, ...]] = {}
 
     def free(self) -> None:
         """Frees what `allocate` has taken, between two steps; no sequence goes on in its seat."""
@@ -278,7 +282,7 @@ class ModelRunner:
             has_embeds=has_embeds,
         )
 
-    def _empty(self, bucket: Bucket) -> list[Array]:
+    def _empty(self, bucket: Bucket) -> tuple[Array, ...]:
         if bucket.num_logits not in self._empty_inputs:
             inputs = empty_sampling_inputs(
                 bucket.num_logits, self.config.vocab_size, self._context.num_mask_words
@@ -287,6 +291,7 @@ class ModelRunner:
         return self._empty_inputs[bucket.num_logits]
 
 
-def _placed(*arrays: np.ndarray, sharding: NamedSharding) -> list[Array]:
+def _placed(*arrays: np.ndarray, sharding: NamedSharding) -> tuple[Array, ...]:
     """Returns arrays that every device has, also those of other processes, which do the same."""
-    return [jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index]) for x in arrays]
+    place = jax.make_array_from_callback
+    return tuple(place(x.shape, sharding, lambda index, x=x: x[index]) for x in arrays)

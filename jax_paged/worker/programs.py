@@ -80,6 +80,7 @@ class TraceContext:
         embed_size: Numbers of such a vector.
         before_size: Numbers of the hidden states that a stage of a pipeline gets from the one before; 0 in a
             first stage.
+        is_last: Whether tokens are drawn here, and not in another stage that follows.
     """
 
     model: FlatModel[LanguageModel]
@@ -111,6 +112,7 @@ class TraceContext:
     embed_path: str = ""
     embed_size: int = 0
     before_size: int = 0
+    is_last: bool = True
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -166,7 +168,7 @@ class TraceContext:
         """Returns the shapes of what the device keeps by seat."""
         num_groups, s = len(self.layout.groups), self.max_num_seqs
         return SeatArrays(
-            token_counts=self.shape((s, self.vocab_size), jnp.int32),
+            token_counts=self.shape((s if self.is_last else 0, self.vocab_size), jnp.int32),
             block_tables=self.shape((num_groups, s, self.max_blocks_per_seq), jnp.int32),
             last_tokens=self.shape((s,), jnp.int32),
             processor_states=[self.shape(x.shape, x.dtype) for x in state_shapes(self.processors, s)],

@@ -7,6 +7,7 @@ import jax
 
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker.buckets import Bucket, plan_buckets
+from jax_paged.worker.own_stage import lower_part
 from jax_paged.worker.programs import TraceContext
 from jax_paged.worker.step import StepProgram
 
@@ -36,7 +37,7 @@ def step_bytes(context: TraceContext, burst_size: int, verifying: list[Bucket]) 
 
 def _program_bytes(program: StepProgram, context: TraceContext) -> int:
     """Returns the memory that a step needs beside its arguments."""
-    memory = program.lower(context).compile().memory_analysis()
+    memory = lower_part(program, context).compile().memory_analysis()
     assert memory is not None, "a GPU's compiler tells what a program needs"
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes

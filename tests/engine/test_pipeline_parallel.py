@@ -403,8 +403,8 @@ def test_running_requests_are_not_looked_into(two: LLM) -> None:
             "enable_prompt_embeds is True; allowed: False with pipeline_parallel_size above 1",
         ),
         (
-            {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
-            "distributed_executor_backend is 'mp'; allowed: 'uni' with pipeline_parallel_size above 1",
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
+            "distributed_executor_backend is 'ray'; allowed: 'uni', 'mp' or 'external_launcher' with pipe",
         ),
         (
             {"pipeline_parallel_size": 2, "num_gpu_blocks_override": 3},
