@@ -88,7 +88,8 @@ class GptOssAttention(LlamaAttention):
         )
 
     def attend(self, q: Array, k: Array, v: Array, context: ForwardContext) -> Float[Array, "*t h d"]:
-        return context.attend(self.layer, q, k, v, scale=self.scale, sinks=self.sinks[...])
+        sinks = self.sinks[...].astype(jnp.float32)
+        return context.attend(self.layer, q, k, v, scale=self.scale, sinks=sinks)
 
 
 class GptOssExperts(Experts):

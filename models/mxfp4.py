@@ -71,8 +71,7 @@ def decode(blocks: UInt8[np.ndarray, "*n 16"], scales: UInt8[np.ndarray, "*n"]) 
 def _pairs() -> UInt32[np.ndarray, " 65536"]:
     """Returns the two bfloat16 that a byte stands for, side by side, by scale * 256 + byte."""
     values = np.array([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], np.float32)
-    scales = np.ldexp(np.float32(1), np.arange(256) - _BIAS)
-    scales[_NAN] = np.nan
+    scales = np.append(np.ldexp(np.float32(1), np.arange(_NAN) - _BIAS), np.float32(np.nan))
     with np.errstate(over="ignore"):
         table = (scales[:, None] * values).astype(ml_dtypes.bfloat16)
     byte = np.arange(256)

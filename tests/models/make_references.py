@@ -251,7 +251,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     # Its experts are stored in four bits, as the hub's are.
     "gpt_oss_mxfp4": (
         "GptOssConfig",
-        BASE | GPT_OSS | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128},
+        BASE
+        | GPT_OSS
+        | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "initializer_range": 0.09},
     ),
     "gpt_oss_old_config": (
         "GptOssConfig",
