@@ -73,8 +73,9 @@ class GptOssConfig(MoeConfig):
     @staticmethod
     def check_quantization(read: ConfigReader) -> None:
         # Which tensors are stored so, the checkpoint's keys say.
-        if stored := read.table("quantization_config"):
-            read.nested("quantization_config", stored).choice("quant_method", None, ("mxfp4",))
+        stored = read.get("quantization_config", None)
+        ok = stored is None or (isinstance(stored, dict) and stored.get("quant_method") == "mxfp4")
+        read.check(ok, "quantization_config", stored, "null or an object whose quant_method is 'mxfp4'")
 
 
 class GptOssAttention(LlamaAttention):
@@ -124,8 +125,8 @@ class GptOssExperts(Experts):
         return multiply(inner.astype(rows.dtype), down_proj)
 
     def mixed(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
-        biases = self.down_proj_bias[...][x.chosen]
-        return super().mixed(x, context) + jnp.einsum("...k,...ke->...e", x.weights, biases)
+        biases = self.down_proj_bias[...][x.chosen] * x.weights[..., None]
+        return super().mixed(x, context) + jnp.sum(biases, axis=-2)
 
 
 class GptOssMLP(MoeMLP):

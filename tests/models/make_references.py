@@ -80,8 +80,8 @@ BASE: dict[str, Any] = COMMON | {
 QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24}
 GPT_OSS = {
-    "intermediate_size": 32,
-    "head_dim": 16,
+    "intermediate_size": 16,
+    "head_dim": 8,
     "sliding_window": 24,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -251,9 +251,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     # Its experts are stored in four bits, as the hub's are.
     "gpt_oss_mxfp4": (
         "GptOssConfig",
-        BASE
-        | GPT_OSS
-        | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "initializer_range": 0.09},
+        BASE | GPT_OSS | {"intermediate_size": 64, "head_dim": 16, "vocab_size": 128},
     ),
     "gpt_oss_old_config": (
         "GptOssConfig",
@@ -261,6 +259,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | GPT_OSS
         | {
             "num_key_value_heads": 1,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
             "num_local_experts": 6,
             "num_experts_per_tok": 3,
             "layer_types": ["full_attention", "sliding_attention"],

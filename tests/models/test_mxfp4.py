@@ -77,7 +77,7 @@ def test_parts_are_those_of_the_whole(stored: dict[str, np.ndarray]) -> None:
     config = json.loads((FOLDER / "config.json").read_text())
     tensor = with_decoded(read_headers(FOLDER), config)[KEY.format("down_proj")]
     whole, rng = tensor.read(), np.random.default_rng(0)
-    assert tensor.shape == whole.shape == (4, 96, 64)
+    assert tensor.shape == whole.shape == (4, 64, 32)
     for _ in range(20):
         columns = []
         for n in whole.shape:
@@ -119,5 +119,5 @@ def test_what_does_not_belong_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="MXFP4 tensors can't be read") as error:
         load_model(folder)
     lines = sorted(line.strip() for line in str(error.value).splitlines()[1:])
-    assert lines[0].startswith(f"{KEY.format('down_proj_scales')} is missing; allowed: U8 (4, 64, 3)")
-    assert lines[1].startswith(f"{key} is U8 (4, 192, 2, 8); allowed")
+    assert lines[0].startswith(f"{KEY.format('down_proj_scales')} is missing; allowed: U8 (4, 32, 2)")
+    assert lines[1].startswith(f"{key} is U8 (4, 128, 1, 8); allowed")
