@@ -63,7 +63,8 @@ def stored() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_is_decoded_bit_by_bit(stored: dict[str, np.ndarray], dtype: Any) -> None:
-    experts = load_model(FOLDER, dtype).model.layers[1].mlp.experts
+    model: Any = load_model(FOLDER, dtype).model
+    experts = model.layers[1].mlp.experts
     for name in ("gate_up_proj", "down_proj"):
         key = KEY.format(name)
         want = read_plainly(stored[f"{key}_blocks"], stored[f"{key}_scales"])
@@ -90,8 +91,8 @@ def test_parts_are_those_of_the_whole(stored: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_devices_have_parts_of_the_decoded_weights(size: int, *, by_expert: bool) -> None:
     mesh = Mesh(np.array(jax.devices()[:size]), (TENSOR,))
-    whole = load_model(FOLDER).model.layers[0].mlp.experts
-    divided = load_model(FOLDER, grid=DeviceGrid(mesh, splits_experts=by_expert)).model.layers[0].mlp.experts
+    models: list[Any] = [load_model(FOLDER, grid=grid).model for grid in (None, DeviceGrid(mesh, by_expert))]
+    whole, divided = (model.layers[0].mlp.experts for model in models)
     for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
         a, b = getattr(whole, name)[...], getattr(divided, name)[...]
         np.testing.assert_array_equal(a, b)
