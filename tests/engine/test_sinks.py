@@ -1,6 +1,5 @@
 """A gpt-oss in engines that attend in other ways: every output is that of the xla backend, sinks and all."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 from helpers.real_model import TOLERANCE, Request, make_engine, run
 
 from jax_paged import SamplingParams
-from jax_paged.models.weights import random_checkpoint
 from jax_paged.pallas_kernels import native
 from jax_paged.worker import packed_batch, shared_prefixes
 
@@ -59,18 +57,6 @@ def test_cascade_attention_and_a_cache_of_bytes(
     assert none == 0
     # Beside a rounding step, a sum in another order takes a quantised number to the other side.
     check(found, alone, 20 * TOLERANCE if kind == "auto" else 0.3)
-
-
-@pytest.mark.slow
-def test_the_pallas_kernels(tmp_path: Path) -> None:
-    """In the interpreter; the products of the experts too."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 64, "initializer_range": 0.3}
-    config = json.loads((FOLDER / "config.json").read_text()) | sizes
-    random_checkpoint(tmp_path, config, "float32")
-    few = {"block_size": 16, "max_model_len": 48, "max_num_seqs": 2, "max_num_batched_tokens": 16}
-    expected, _ = outputs_of(tmp_path, [5, 27], 3, attention_backend="xla", **few)
-    found, _ = outputs_of(tmp_path, [5, 27], 3, attention_backend="pallas_interpret", **few)
-    check(found, expected, 3 * TOLERANCE)
 
 
 def test_what_tokens_attend_to() -> None:

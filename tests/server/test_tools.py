@@ -248,25 +248,6 @@ def test_thoughts(chats_of):
     assert finish_reason == "length"
 
 
-def test_harmony(chats_of):
-    chats = chats_of("openai", "openai_gptoss")
-    thoughts = "<|channel|>analysis<|message|>Well, {1}<|end|><|start|>assistant"
-    final = f"{thoughts}<|channel|>final<|message|>"
-    message, finish_reason = chats.both(f"{final}Yes.<|return|>")
-    expected = {"reasoning": "Well, {1}", "reasoning_content": "Well, {1}", "content": "Yes."}
-    assert (message, finish_reason) == ({"role": "assistant", **expected}, "stop")
-    message, _ = chats.both(f"{thoughts}{CALLS['openai']}", tools=TOOLS)
-    assert calls_of(message) == [("weather", PARIS), ("weather", OSLO)]
-    assert (message["content"], message["reasoning"]) == (None, "Well, {1}")
-    message, finish_reason = chats.both(f"{final}No.", tools=TOOLS, tool_choice="required", max_tokens=300)
-    assert (finish_reason, message["reasoning"]) == ("tool_calls", "Well, {1}")
-    for name, arguments in calls_of(message):
-        validate(json.loads(arguments), SCHEMAS[name])
-    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "boolean"}}}
-    message, _ = chats.both(f"{final}I don't know", response_format=schema, max_tokens=150)
-    assert message["content"] in ("true", "false")
-
-
 def test_a_grammar_begins_behind_the_thoughts(chats_of):
     chats = chats_of("hermes", "deepseek_r1")
     fields = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 200}
