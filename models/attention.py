@@ -39,6 +39,7 @@ class Attend(Protocol):
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        sinks: Float[Array, " h"] | None = None,
         distance_bias: Float[Array, "h n"] | None = None,
     ) -> Float[Array, "t h d"]:
         """Returns the attention of every token row; the arguments are those of ops.ragged_attention.
@@ -172,6 +173,7 @@ def dense_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " h"] | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
 ) -> Float[Array, "b t h d"]:
     """Causal attention of a dense batch without a cache, which trains models and checks the paged path.
@@ -183,6 +185,7 @@ def dense_attention(
         scale: Factor of the scores.
         window: Tokens that a token attends to, including itself; None for all.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
+        sinks: One logit per head that joins the denominator of the softmax and has no value.
         distance_bias: Added to the score of query i and key j: distance_bias[head, min(i - j, n - 1)].
 
     Returns:
@@ -193,13 +196,19 @@ def dense_attention(
     bias = None
     if distance_bias is not None:
         bias = distance_bias[None, :, jnp.clip(distance, 0, distance_bias.shape[1] - 1)].astype(q.dtype)
-    if soft_cap is None:
+    if soft_cap is None and sinks is None:
         return jax.nn.dot_product_attention(q, k, v, bias, live[None, None], scale=scale)
-    assert bias is None, "no family has both a soft cap and a bias"
+    assert bias is None, "no family has a bias beside a soft cap or sinks"
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bihd,bjhd->bhij", q, k, preferred_element_type=jnp.float32) * scale
-    scores = jnp.where(live, jnp.tanh(scores / soft_cap) * soft_cap, -jnp.inf)
-    return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores).astype(v.dtype), v)
+    if soft_cap is not None:
+        scores = jnp.tanh(scores / soft_cap) * soft_cap
+    scores = jnp.where(live, scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, column.astype(jnp.float32)], axis=-1)
+    weights = jax.nn.softmax(scores)[..., : k.shape[1]]
+    return jnp.einsum("bhij,bjhd->bihd", weights.astype(v.dtype), v)
 
 
 def bidirectional_attention(
@@ -244,6 +253,7 @@ def paged_attention(
     *,
     scale: float,
     soft_cap: float | None = None,
+    sinks: Float[Array, " h"] | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
 ) -> Float[Array, "t h d"]:
     """Writes this step's keys and values to their slots, then attends over the block tables.
@@ -257,8 +267,9 @@ def paged_attention(
         kv_cache: The pools, [P, 2, K, S, D] each; the layer's entry is replaced by the pool written to.
         metadata: Where the token rows stand.
         scale: Factor of the scores.
-        soft_cap: As dense_attention takes it.
-        distance_bias: As dense_attention takes it.
+        soft_cap: As dense_attention takes it; so are the two that follow.
+        sinks: See soft_cap.
+        distance_bias: See soft_cap.
 
     Returns:
         The attention of every token row, 0 in padding.
@@ -270,14 +281,12 @@ def paged_attention(
         q: Array,
         k: Array,
         v: Array,
-        distance_bias: Array | None,
+        by_head: dict[str, Array],
         metadata: AttentionMetadata,
     ) -> tuple[Array, Array]:
         backend = metadata.backend
         kv_pages = ops.write_kv(kv_pages, k, v, metadata.slot_mapping[group], backend=backend)
-        options: dict[str, Any] = {"scale": scale, "window": window_of(spec), "soft_cap": soft_cap}
-        if distance_bias is not None:
-            options["distance_bias"] = distance_bias
+        options: dict[str, Any] = {"scale": scale, "window": window_of(spec), "soft_cap": soft_cap, **by_head}
         if metadata.attend is not None:
             tables, lens = metadata.block_tables[group], metadata.context_lens[group]
             out = metadata.attend(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
@@ -294,7 +303,9 @@ def paged_attention(
     if metadata.grid is not None:
         specs = POOL_SPEC, HEADS_SPEC, HEADS_SPEC, HEADS_SPEC, PartitionSpec(TENSOR), PartitionSpec()
         attend = metadata.grid.on_each(attend, specs, (POOL_SPEC, HEADS_SPEC))
-    kv_cache[pool], out = attend(kv_cache[pool], q, k, v, distance_bias, metadata)
+    given = {"sinks": sinks, "distance_bias": distance_bias}
+    by_head = {name: x for name, x in given.items() if x is not None}
+    kv_cache[pool], out = attend(kv_cache[pool], q, k, v, by_head, metadata)
     return out
 
 

@@ -49,6 +49,7 @@ class Attend(Protocol):
         *,
         scale: float,
         soft_cap: float | None = None,
+        sinks: Array | None = None,
         distance_bias: Array | None = None,
     ) -> Array: ...
 

@@ -108,7 +108,7 @@ class LlamaConfig:
             read.check(ok, "hidden_size", hidden_size, allowed, also_needs=("num_attention_heads",))
         derived_from = ("hidden_size", "num_attention_heads")
         read.check(head_dim % 2 == 0, "head_dim", head_dim, "an even integer", also_needs=derived_from)
-        read.choice("quantization_config", None, (None,))
+        cls.check_quantization(read)
         attention_bias = read.choice("attention_bias", False, (False, True))
         trained_positions = read.integer("max_position_embeddings")
         return {
@@ -130,6 +130,11 @@ class LlamaConfig:
             "initializer_range": read.number("initializer_range", 0.02, low_open=False),
             "num_labels": read.num_labels(),
         }
+
+    @staticmethod
+    def check_quantization(read: ConfigReader) -> None:
+        """Notes a problem if the weights are stored in a way that can't be read."""
+        read.choice("quantization_config", None, (None,))
 
     @classmethod
     def read_max_positions(cls, read: ConfigReader, max_position_embeddings: int) -> int:
@@ -191,8 +196,12 @@ class LlamaAttention(Module):
             q, k = self.q_norm(q, context), self.k_norm(k, context)
         rotate = context.rotations[self.rope]
         q, k = rotate(q), rotate(k)
-        out = context.attend(self.layer, q, k, v, scale=self.scale, soft_cap=self.soft_cap)
+        out = self.attend(q, k, v, context)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), context)
+
+    def attend(self, q: Array, k: Array, v: Array, context: ForwardContext) -> Float[Array, "*t h d"]:
+        """Returns the attention of every token row, of queries, keys and values that are rotated."""
+        return context.attend(self.layer, q, k, v, scale=self.scale, soft_cap=self.soft_cap)
 
 
 class LlamaMLP(Module):

@@ -23,15 +23,14 @@ from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import end_token_ids, read_generation_config, read_json, sampling_defaults
 from jax_paged.models.eagle import EagleHead
 from jax_paged.models.hf_format import WeightTable
+from jax_paged.models.mxfp4 import with_decoded
 from jax_paged.models.registry import get_architecture, get_model_class
 from jax_paged.models.sharding import DeviceGrid
 from jax_paged.models.stages import split_model
 from jax_paged.models.stored_tensors import (
     STORED_DTYPES,
     StoredTensor,
-    read_columns,
     read_headers,
-    read_tensor,
     with_prefix,
 )
 
@@ -203,7 +202,7 @@ def _outline(
 ) -> tuple[LanguageModel, jnp.dtype, dict[str, StoredTensor]]:
     _, model_class = get_model_class(hf_config)
     config = model_class.config_class.from_hf(hf_config, max_model_len)
-    stored = with_prefix(read_headers(folder), model_class.weight_table)
+    stored = with_decoded(with_prefix(read_headers(folder), model_class.weight_table), hf_config)
     chosen = _choose_dtype(dtype, hf_config, stored)
     return nnx.eval_shape(lambda: model_class(config, dtype=chosen, rngs=nnx.Rngs(0))), chosen, stored
 
@@ -234,19 +233,20 @@ def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) ->
     Args:
         model: Not modified.
         folder: Created if it does not exist.
-        hf_config: The config.json that the model's config was read from; the copy gets the right "dtype".
+        hf_config: The config.json that the model's config was read from; the copy gets the right "dtype",
+            and no "quantization_config".
 
     Raises:
         ValueError: If `hf_config` describes another model.
     """
     if model.config_class.from_hf(hf_config, model.config.max_position_embeddings) != model.config:
         raise ValueError(f"hf_config is {hf_config!r}; allowed: the config of the model, {model.config}")
-    tensors = {}
+    tensors, hf_config = {}, {k: v for k, v in hf_config.items() if k != "quantization_config"}
     for weight in weights_of(model):
         value = np.asarray(weight.param[...])
         for key, part in zip(weight.keys, value if weight.is_stack else [value], strict=True):
             tensors[key] = np.ascontiguousarray(part.T if weight.transposed else part)
-        hf_config = {**hf_config, "dtype": value.dtype.name}
+        hf_config["dtype"] = value.dtype.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -311,7 +311,7 @@ def _load_weight(
     if grid is not None and grid.num_devices > 1:
         return _load_divided(weight, stored, dtype, grid)
     device = None if grid is None else grid.devices[0]
-    parts = [_place(read_tensor(stored[key]), weight.transposed, dtype, device) for key in weight.keys]
+    parts = [_place(stored[key].read(), weight.transposed, dtype, device) for key in weight.keys]
     return jnp.stack(parts) if weight.is_stack else parts[0]
 
 
@@ -327,7 +327,7 @@ def _load_divided(
         own = [c[part] for c, part in zip(whole, index, strict=True)]
         keys = [weight.keys[i] for i in own.pop(0)] if weight.is_stack else weight.keys
         own = own[::-1] if weight.transposed else own
-        read_parts = [read_columns(stored[key], own) for key in keys]
+        read_parts = [stored[key].read_columns(own) for key in keys]
         parts = [(part.T if weight.transposed else part).astype(dtype) for part in read_parts]
         return np.stack(parts) if weight.is_stack else parts[0]
 
@@ -382,7 +382,7 @@ def stored_problems(stored: dict[str, StoredTensor], weights: list[Weight], tabl
         if kept in expected and kept in stored:
             a, b = stored[key], stored[kept]
             readable = {a.dtype, b.dtype} <= STORED_DTYPES.keys()
-            if not readable or not np.array_equal(read_tensor(a), read_tensor(b)):
+            if not readable or not np.array_equal(a.read(), b.read()):
                 problems.append(f"{key} differs from {kept}, though config.json ties them")
         elif not re.fullmatch(table.ignored, key):
             problems.append(f"{key} is unexpected")

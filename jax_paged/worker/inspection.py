@@ -89,16 +89,17 @@ def probabilities(
     *,
     scale: float,
     soft_cap: float | None = None,
+    sinks: Array | None = None,
     distance_bias: Array | None = None,
 ) -> Float[Array, "h t n"]:
-    """Returns how much each token attends to each slot, plainly.
+    """Returns how much each token attends to each slot, plainly; with sinks, less than 1 in all.
 
     Args:
         spec: Of the layer.
         q: Queries.
         keys: Pages of keys, in order.
         places: int32 [T], the slot of each query's own token.
-        scale: As dense_attention takes it; so are the two that follow.
+        scale: As dense_attention takes it; so are the three that follow.
     """
     keys = jnp.repeat(
         keys.transpose(0, 2, 1, 3).reshape(-1, *keys.shape[1::2]), q.shape[1] // keys.shape[1], 1
@@ -111,7 +112,11 @@ def probabilities(
         scores += distance_bias[:, jnp.clip(distance, 0, distance_bias.shape[1] - 1)]
     window = window_of(spec)
     live = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    return jnp.where(live, jax.nn.softmax(jnp.where(live, scores, -jnp.inf)), 0)
+    scores = jnp.where(live, scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (*scores.shape[:2], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    return jnp.where(live, jax.nn.softmax(scores)[..., : len(keys)], 0)
 
 
 class Inspector:

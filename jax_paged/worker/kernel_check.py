@@ -161,9 +161,10 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
     (kv_heads,) = repeated(specs[0].num_kv_heads, 1)
 
     def attend(
-        layer: int, q: Array, k: Array, v: Array, *, scale: float, soft_cap: float | None = None, **bias: Any
+        layer: int, q: Array, k: Array, v: Array, *, scale: float, soft_cap: float | None = None, **more: Any
     ) -> Array:
-        asked = window_of(specs[layer]), soft_cap, bias.get("distance_bias") is not None
+        by_head = (more.get(name) is not None for name in ("distance_bias", "sinks"))
+        asked = window_of(specs[layer]), soft_cap, *by_head
         # Layers that differ in their scale only run the same kernels.
         found.setdefault(asked, Variant(q.shape[-2] // size, float(scale), *asked))
         return q

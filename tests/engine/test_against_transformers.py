@@ -20,6 +20,7 @@ EVERY_DAY = {
     "gemma2",
     "gemma3_old_config",
     "gpt2_variants",
+    "gpt_oss_mxfp4",
     "llama3_tied_biases_old_config",
     "mistral_window",
     "mixtral_window",

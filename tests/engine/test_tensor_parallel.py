@@ -20,7 +20,7 @@ from jax_paged.models.weights import load_model, random_checkpoint
 MODELS = Path(__file__).parents[1] / "models"
 FIXTURES, ADAPTERS = MODELS / "fixtures", MODELS / "adapters"
 NAMES = sorted(folder.name for folder in FIXTURES.iterdir())
-MOE = [name for name in NAMES if "mixtral" in name or "moe" in name]
+MOE = [name for name in NAMES if "mixtral" in name or "moe" in name or "oss" in name]
 
 
 def requests(vocab_size: int, *, has_encoder: bool = False) -> list[Request]:

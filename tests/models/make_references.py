@@ -18,6 +18,7 @@ of float32 sums.
 """
 
 import json
+import re
 import shutil
 import sys
 import zlib
@@ -37,6 +38,8 @@ NUM_TOP = 5
 MIN_MARGIN = 1e-3
 MIN_ROUTER_MARGIN = 1e-4
 LAYER_SCALE = 2.0
+# By their codes.
+FP4_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 # A fixture, and what of its config.json is another for dynamic_rope.json.
 DYNAMIC_ROPE = ("mha_old_config", 64, {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
 DYNAMIC_ROPE_LENS = (65, 128, 200, 256)
@@ -76,6 +79,16 @@ BASE: dict[str, Any] = COMMON | {
 }
 QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24}
+GPT_OSS = {
+    "intermediate_size": 16,
+    "head_dim": 8,
+    "sliding_window": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 2.0,
+    "swiglu_alpha": 1.3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
 GPT2 = COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 T5 = COMMON | {
     "d_model": 32,
@@ -234,6 +247,28 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 33,
         },
     ),
+    "gpt_oss": ("GptOssConfig", BASE | GPT_OSS),
+    # Its experts are stored in four bits, as the hub's are.
+    "gpt_oss_mxfp4": (
+        "GptOssConfig",
+        BASE | GPT_OSS | {"intermediate_size": 64, "head_dim": 16, "vocab_size": 128},
+    ),
+    "gpt_oss_old_config": (
+        "GptOssConfig",
+        BASE
+        | GPT_OSS
+        | {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 1.0,
+            "rope_parameters": YARN_ROPE | {"truncate": False},
+        },
+    ),
     "t5_tied": ("T5Config", T5 | {"relative_attention_num_buckets": 12}),
     # As the hub's flan-t5 and t5-v1_1.
     "t5_gated_untied": (
@@ -301,6 +336,43 @@ def make_model(name: str) -> Any:
                 # Gemma's norms undo the scale of its layers, and T5's are large enough.
                 parameter.mul_(0.3)
     return model
+
+
+def make_mxfp4(model: Any) -> dict[str, torch.Tensor]:
+    """Rounds the kernels of a model's experts to MXFP4, and returns them as a checkpoint stores them.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0, 2023.
+    """
+    stored = {}
+    for key, parameter in model.named_parameters():
+        if re.fullmatch(r".*\.experts\.(gate_up|down)_proj", key):
+            groups = parameter.detach().transpose(1, 2).unflatten(2, (-1, 32))
+            exponents = groups.abs().amax(-1).log2().floor() - 2
+            scaled = groups / exponents.exp2()[..., None]
+            codes = (scaled[..., None] - torch.tensor(FP4_VALUES)).abs().argmin(-1)
+            stored[f"{key}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+            stored[f"{key}_scales"] = (exponents + 127).to(torch.uint8)
+            values = torch.tensor(FP4_VALUES)[codes] * exponents.exp2()[..., None]
+            with torch.no_grad():
+                parameter.copy_(values.flatten(2).transpose(1, 2))
+    return stored
+
+
+def save_mxfp4(model: Any, folder: Path, stored: dict[str, torch.Tensor]) -> None:
+    """Puts experts in four bits into a checkpoint, and checks that transformers decodes the same."""
+    file, config = folder / "model.safetensors", folder / "config.json"
+    tensors = {k: v for k, v in load_file(file).items() if f"{k}_blocks" not in stored}
+    save_file(tensors | stored, file, metadata={"format": "pt"})
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = {"modules_to_not_convert": kept, "quant_method": "mxfp4"}
+    values = json.loads(config.read_text()) | {"quantization_config": quantization}
+    config.write_text(json.dumps(values, indent=2) + "\n")
+    decode = transformers.Mxfp4Config(dequantize=True)
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=decode, dtype=torch.float32
+    )
+    own = dict(model.named_parameters())
+    assert all(torch.equal(p, own[k]) for k, p in again.named_parameters())
 
 
 @contextmanager
@@ -389,17 +461,20 @@ def main() -> None:
             make_dynamic_rope()
             continue
         model = make_model(name)
+        experts = make_mxfp4(model) if "mxfp4" in name else {}
         cases = []
         for length in PROMPT_LENS:
             good = False
             while not good:
-                prompt = torch.randint(COMMON["vocab_size"], (length,)).tolist()
+                prompt = torch.randint(model.config.vocab_size, (length,)).tolist()
                 case, good = run(model, prompt)
             cases.append(case)
         folder = FIXTURES / name
         shutil.rmtree(folder, ignore_errors=True)
         model.save_pretrained(folder, max_shard_size="60KB" if "sharded" in name else "1MB")
         (folder / "generation_config.json").unlink(missing_ok=True)
+        if experts:
+            save_mxfp4(model, folder, experts)
         if "without_prefix" in name:
             file = folder / "model.safetensors"
             save_file({k.removeprefix("transformer."): v for k, v in load_file(file).items()}, file)

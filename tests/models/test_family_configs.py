@@ -14,6 +14,7 @@ NAMES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_old_config",
     "GPT2LMHeadModel": "gpt2_without_prefix",
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "gqa2_tied",
     "MistralForCausalLM": "mistral_window",
     "MixtralForCausalLM": "mixtral",
@@ -120,6 +121,13 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
             {"rope_parameters": {"sliding_attention": 1}},
             "rope_parameters.sliding_attention is 1; allowed: an object or null",
         ),
+        ("gpt_oss", {"num_experts_per_tok": 5}, "allowed: at most num_local_experts, which is 4"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit is 0; allowed: a finite number above 0.0"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "awq"}},
+            "quantization_config is {'quant_method': 'awq'}; allowed: null or an object whose quant_method",
+        ),
         ("gpt2_variants", {"add_cross_attention": True}, "add_cross_attention is True; allowed: False"),
         ("gpt2_variants", {"n_embd": 30}, "n_embd is 30; allowed: a multiple of n_head, which is 4"),
         ("gpt2_variants", {"n_positions": ...}, "n_positions is missing"),
@@ -157,6 +165,10 @@ def test_what_is_left_out_is_as_in_transformers() -> None:
         (50000.0**-0.125, 3000.0**-0.125), rel=1e-12
     )
     assert read("qwen3_moe_tied", num_hidden_layers=5, decoder_sparse_step=2).moe_layers == (1, 3)
+    oss = read("gpt_oss", layer_types=..., num_hidden_layers=3, rope_parameters=..., head_dim=...)
+    assert (oss.windows, oss.head_dim, oss.max_position_embeddings) == ((24, None, 24), 64, 131072)
+    assert oss.rope.frequencies[1] == pytest.approx(150000.0 ** (-1 / 32))
+    assert (read("gpt_oss", swiglu_alpha=...).swiglu_alpha, oss.output_bias) == (1.702, True)
     assert read("gpt2_variants", n_inner=None).intermediate_size == 128
     assert read("opt", word_embed_proj_dim=...).word_embed_proj_dim == 32
     assert read("t5_tied", decoder_start_token_id=..., pad_token_id=5).decoder_start_token_id == 5

@@ -34,6 +34,7 @@ def fixture_configs() -> list[Any]:
         "gemma2_variants",
         "gemma3_old_config",
         "gpt2_variants",
+        "gpt_oss",
         "llama3_tied_biases_old_config",
         "mistral",
         "mixtral",

@@ -26,7 +26,10 @@ from jax_paged.worker import kernel_check
 from jax_paged.worker.kernel_check import Verdict, check, choose_backend, suite_of
 
 SUITE = Suite((Variant(2, 0.2),), kv_heads=1, head_dim=32, page_size=16, dtype="float32", max_len=96)
-TWO = (Variant(4, 0.2, window=40, soft_cap=5.0), Variant(4, 1.0, has_bias=True))
+TWO = (
+    Variant(4, 0.2, window=40, soft_cap=5.0, has_sinks=True),
+    Variant(4, 1.0, has_bias=True),
+)
 ALL = Suite(TWO, kv_heads=2, head_dim=32, page_size=16, dtype="bfloat16", max_len=200)
 STAND_IN = "helpers.kernel_stand_ins."
 ROWS = ({"case": "a", "what": "error", "value": 0.1, "limit": 1.0},)
@@ -158,6 +161,7 @@ def test_experts_without_a_kernel_are_not_checked(tmp_path):
     [
         ("mixtral", (Experts(2, 4, 32, 64), Experts(2, 4, 64, 32))),
         ("qwen3_moe_and_mlps", (Experts(3, 6, 32, 24), Experts(3, 6, 24, 32))),
+        ("gpt_oss_old_config", (Experts(3, 6, 32, 32), Experts(3, 6, 16, 32))),
         ("mistral_window", ()),
     ],
 )
