@@ -163,7 +163,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     config: GemmaConfig
     config_class: ClassVar[type[LlamaConfig]] = Gemma2Config
     layer_class: ClassVar[Callable[..., Module]] = GemmaDecoderLayer
-    norm_class: ClassVar[type[RMSNorm]] = GemmaRMSNorm
+    norm_class: ClassVar[Callable[..., Any]] = GemmaRMSNorm
 
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
         x = self.embed_tokens(tokens, context)
