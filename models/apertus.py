@@ -19,7 +19,9 @@ from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import parameter
 from jax_paged.models.llama import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
 
-TABLE = renamed({"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"})
+TABLE = renamed(
+    {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,21 +29,22 @@ class ApertusConfig(LlamaConfig):
     """Shape of an Apertus."""
 
     defaults: ClassVar[dict[str, Any]] = {
+        "hidden_act": "xielu",
         "rms_norm_eps": 1e-5,
         "rope_theta": 12000000.0,
         "rope_parameters": {
             "rope_type": "llama3",
+            "rope_theta": 12000000.0,
             "factor": 8.0,
             "original_max_position_embeddings": 8192,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
         },
     }
-    activation_name: ClassVar[str] = ""
+    activations: ClassVar[tuple[str, ...]] = ("xielu",)
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
-        read.choice("hidden_act", "xielu", ("xielu",))
         return super().read(read) | {"mlp_bias": False, "qk_norm": True}
 
 

@@ -57,7 +57,7 @@ class UngatedMLP(Module):
     """Two linear maps with an activation between them."""
 
     def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.activation = config.hidden_act
         make = functools.partial(
             Linear, bias=config.mlp_bias, std=config.initializer_range, dtype=dtype, rngs=rngs
         )
@@ -66,7 +66,7 @@ class UngatedMLP(Module):
         self.down_proj = make(inner, size, split=(even(inner), None))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
-        return self.down_proj(self.activation(self.up_proj(x, context)), context)
+        return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x, context)), context)
 
 
 class UngatedDecoderLayer(LlamaDecoderLayer):

@@ -1,4 +1,4 @@
-"""Granite: a Llama with factors of the embeddings, the attention scores, each part of a layer, and the logits.
+"""Granite: a Llama with factors of embeddings, attention scores, what each part of a layer adds, and logits.
 
 Source: Granite 3.0 Language Models, 2024; semantics as in Hugging Face's GraniteForCausalLM.
 """

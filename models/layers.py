@@ -24,10 +24,10 @@ def _in_float32(activation: Callable[[Array], Array]) -> Callable[[Array], Array
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": _in_float32(jax.nn.silu),
     "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "gelu": _in_float32(functools.partial(jax.nn.gelu, approximate=False)),
     "gelu_new": _in_float32(functools.partial(jax.nn.gelu, approximate=True)),
     "gelu_pytorch_tanh": _in_float32(functools.partial(jax.nn.gelu, approximate=True)),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 

@@ -80,6 +80,7 @@ class LlamaConfig:
     # What transformers assumes for values that config.json leaves out.
     defaults: ClassVar[dict[str, Any]] = {}
     activation_name: ClassVar[str] = "hidden_act"
+    activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)
     epsilon_name: ClassVar[str] = "rms_norm_eps"
     # Whether partial_rotary_factor may leave dimensions of a head as they are, and how the others form pairs.
     is_partly_rotated: ClassVar[bool] = False
@@ -128,7 +129,7 @@ class LlamaConfig:
             "num_hidden_layers": read.integer("num_hidden_layers"),
             "max_position_embeddings": cls.read_max_positions(read, trained_positions),
             "rope": cls.read_rope(read, head_dim, trained_positions),
-            "hidden_act": read.choice(cls.activation_name, "silu", tuple(ACTIVATIONS)),
+            "hidden_act": read.choice(cls.activation_name, "silu", cls.activations),
             "rms_norm_eps": read.number(cls.epsilon_name, 1e-6),
             "tie_word_embeddings": read.choice("tie_word_embeddings", False, (False, True)),
             "attention_bias": attention_bias,

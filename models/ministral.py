@@ -1,6 +1,6 @@
 """Ministral: a Mistral in which some layers have no window; Ministral 3: queries grow with their position.
 
-Source: names and semantics of the weights as in Hugging Face's MinistralForCausalLM and Ministral3ForCausalLM.
+Source: semantics as in Hugging Face's MinistralForCausalLM and Ministral3ForCausalLM.
 """
 
 import dataclasses
@@ -27,11 +27,9 @@ class MinistralConfig(LlamaConfig):
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
         fields = super().read(read)
-        num_layers = fields["num_hidden_layers"]
-        has_window = read.get("sliding_window", None) is not None
-        window = read.integer("sliding_window") if has_window else None
-        types = ["sliding_attention" if has_window else "full_attention"] * num_layers
-        return fields | NO_BIAS | {"windows": read.windows(num_layers, types, window)}
+        num_layers, window = fields["num_hidden_layers"], read.integer("sliding_window")
+        windows = read.windows(num_layers, ["sliding_attention"] * num_layers, window)
+        return fields | NO_BIAS | {"windows": windows}
 
 
 class MinistralForCausalLM(LlamaForCausalLM):

@@ -1,6 +1,7 @@
 """Nemotron-4 and Minitron: partly rotated heads, LayerNorm, and MLPs without a gate.
 
-Source: Parmar et al., Nemotron-4 15B Technical Report, 2024; semantics as in Hugging Face's NemotronForCausalLM.
+Source: Parmar et al., Nemotron-4 15B Technical Report, 2024; semantics as in Hugging Face's
+NemotronForCausalLM.
 """
 
 import dataclasses

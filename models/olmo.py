@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: a Llama with a norm after each part, and queries and keys that are normed before they are heads.
+"""OLMo 2 and 3: a Llama with a norm after each part, whose queries and keys are normed with heads joined.
 
 Source: OLMo et al., 2 OLMo 2 Furious, 2024; Olmo 3, 2025.
 """
@@ -66,7 +66,7 @@ class Olmo3Config(Olmo2Config):
 
     @staticmethod
     def _rope_values(read: ConfigReader, kind: str, max_position_embeddings: int) -> ConfigReader:
-        """Returns a reader of the rotary values of one type of layers; the older form scales the others only."""
+        """Returns a reader of the rotary values of one type of layers, in whichever form they are given."""
         name = "rope_parameters"
         table = read.table(name)
         ok = table.keys() <= {"full_attention", "sliding_attention"}

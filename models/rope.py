@@ -65,7 +65,8 @@ class Rope:
         angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(self.frequencies, jnp.float32)
         cos, sin = jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
         # XLA would compute them anew in every layer and for every head.
-        return Rotation(*lax.optimization_barrier((cos, sin)), self.is_interleaved)
+        cos, sin = lax.optimization_barrier((cos, sin))
+        return Rotation(cos, sin, self.is_interleaved)
 
 
 def base_frequencies(dim: int, theta: float) -> tuple[float, ...]:

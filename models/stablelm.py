@@ -1,4 +1,4 @@
-"""StableLM: a Llama with LayerNorm and partly rotated heads; some have parallel layers, and norms of each head.
+"""StableLM: a Llama with LayerNorm and partly rotated heads; some have parallel layers and norms of heads.
 
 Source: Bellagente et al., Stable LM 2 1.6B Technical Report, 2024; semantics as in Hugging Face's
 StableLmForCausalLM.

@@ -1,6 +1,7 @@
 """StarCoder2: a Mistral with LayerNorm, biases, and MLPs without a gate.
 
-Source: Lozhkov et al., StarCoder 2 and The Stack v2, 2024; semantics as in Hugging Face's Starcoder2ForCausalLM.
+Source: Lozhkov et al., StarCoder 2 and The Stack v2, 2024; semantics as in Hugging Face's
+Starcoder2ForCausalLM.
 """
 
 import dataclasses

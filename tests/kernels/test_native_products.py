@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged.models.layers import ACTIVATIONS
 from jax_paged.pallas_kernels import native
 from jax_paged.pallas_kernels.native import products
 
