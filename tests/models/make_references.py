@@ -291,7 +291,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "CohereConfig",
         BASE | {"attention_bias": True, "layer_norm_eps": 1e-2, "tie_word_embeddings": False},
     ),
-    "cohere2": ("Cohere2Config", BASE | {"num_hidden_layers": 4, "sliding_window": 24, "logit_scale": 0.5}),
+    "cohere2": (
+        "Cohere2Config",
+        BASE | {"sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 0.5},
+    ),
     "cohere2_own_head": (
         "Cohere2Config",
         BASE
@@ -419,15 +422,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo3_old_config": (
         "Olmo3Config",
-        BASE | {"num_hidden_layers": 4, "sliding_window": 17, "rope_parameters": OLMO3_ROPE},
+        BASE
+        | {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 17,
+            "rope_parameters": OLMO3_ROPE,
+        },
     ),
     "phi": (
         "PhiConfig",
         BASE | {"num_hidden_layers": 3, "num_key_value_heads": 4, "partial_rotary_factor": 0.25},
     ),
-    "phi_wide": (
+    "phi_gelu": (
         "PhiConfig",
-        BASE | {"hidden_size": 64, "intermediate_size": 48, "layer_norm_eps": 1e-2, "hidden_act": "gelu"},
+        BASE | {"layer_norm_eps": 1e-2, "hidden_act": "gelu"},
     ),
     "seed_oss": ("SeedOssConfig", BASE | {"head_dim": 16}),
     "seed_oss_tied_biases": (
@@ -441,7 +449,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "smollm3": ("SmolLM3Config", BASE | {"num_hidden_layers": 4}),
+    "smollm3": ("SmolLM3Config", BASE | {"no_rope_layer_interval": 2}),
     "smollm3_window": (
         "SmolLM3Config",
         BASE
@@ -482,6 +490,7 @@ def make_model(name: str) -> Any:
     config_class, values = CONFIGS[name]
     config = getattr(transformers, config_class)(**values)
     config._attn_implementation = "eager"
+    config.eos_token_id = None  # GLM has one in place of None
     kind = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
     model = getattr(transformers, kind).from_config(config).to(torch.float32).eval()
     with torch.no_grad():

@@ -192,8 +192,8 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         ("phi", {"qk_layernorm": True}, "qk_layernorm is True; allowed: False"),
         ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings is True; allowed: False"),
         ("seed_oss", {"attention_out_bias": 0}, "attention_out_bias is 0; allowed: False or True"),
-        ("smollm3", {"no_rope_layers": [1, 1]}, "allowed: a list of at least num_hidden_layers, which is 4"),
-        ("smollm3", {"no_rope_layers": [1, 2, 0, 0]}, "no_rope_layers is [1, 2, 0, 0]"),
+        ("smollm3", {"no_rope_layers": [1]}, "allowed: a list of at least num_hidden_layers, which is 2"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers is [1, 2]"),
         ("smollm3", {"no_rope_layers": ..., "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
         ("smollm3_window", {"use_sliding_window": False}, "'full_attention']; allowed: a list of num_hid"),
         ("stablelm", {"use_parallel_residual": "x"}, "use_parallel_residual is 'x'; allowed: False or True"),
@@ -235,24 +235,24 @@ def test_what_relatives_of_llama_leave_out_is_as_in_transformers() -> None:
     def rotated(config: Any) -> list[int]:
         return [len(config.rope_of(i).frequencies) for i in range(config.num_hidden_layers)]
 
-    assert rotated(read("smollm3", no_rope_layers=...)) == [4, 4, 4, 0]
-    assert rotated(read("smollm3", no_rope_layers=None, no_rope_layer_interval=2)) == [4, 0, 4, 0]
-    no_types: dict[str, Any] = {"layer_types": ...}
+    no_types: dict[str, Any] = {"layer_types": ..., "num_hidden_layers": 4}
+    smollm3: dict[str, Any] = no_types | {"no_rope_layers": ..., "no_rope_layer_interval": ...}
+    assert rotated(read("smollm3", **smollm3)) == [4, 4, 4, 0]
+    assert rotated(read("smollm3", **smollm3 | {"no_rope_layer_interval": 2})) == [4, 0, 4, 0]
     window = {"use_sliding_window": True, "sliding_window": 9}
-    assert read("smollm3", **no_types, **window).windows == (None, None, None, 9)
-    cohere2 = read("cohere2", **no_types, sliding_window=..., num_hidden_layers=5)
-    assert cohere2.windows == (4096, 4096, 4096, None, 4096)
-    assert rotated(cohere2) == [4, 4, 4, 0, 4]
+    assert read("smollm3", **smollm3, **window).windows == (None, None, None, 9)
+    cohere2 = read("cohere2", **no_types, sliding_window=...)
+    assert (cohere2.windows, rotated(cohere2)) == ((4096, 4096, 4096, None), [4, 4, 4, 0])
     assert read("cohere2", **no_types, sliding_window_pattern=2).windows == (24, None) * 2
     exaone4 = read("exaone4_window", **no_types, sliding_window_pattern=2)
-    assert (exaone4.windows, rotated(exaone4)) == ((24, None), [4, 0])
+    assert (exaone4.windows, rotated(exaone4)) == ((24, None) * 2, [4, 0] * 2)
     assert rotated(read("exaone4_tied_full")) == [4, 4]
-    olmo3 = read("olmo3", **no_types, num_hidden_layers=4, rope_parameters=...)
+    olmo3 = read("olmo3", **no_types, rope_parameters=...)
     assert olmo3.windows == (24, 24, 24, None)
     assert olmo3.rope == olmo3.window_rope
     assert olmo3.rope.frequencies[1] == pytest.approx(500000.0**-0.25, rel=1e-12)
-    assert read("ministral_windows", **no_types).windows == (24, 24)
-    assert read("ministral_windows", sliding_window=..., num_hidden_layers=2).windows == (4096, None)
+    assert read("ministral_windows", **no_types).windows == (24,) * 4
+    assert read("ministral_windows", sliding_window=...).windows == (4096, None)
     ministral3 = read("ministral3", rope_parameters=...)
     assert (ministral3.query_growth, ministral3.original_positions) == (0.1, 16384)
     assert ministral3.max_position_embeddings == 2**18
