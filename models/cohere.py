@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jax_paged.models.blocks import HeadsLayerNormAttention, ParallelDecoderLayer, UnbiasedLayerNorm
 from jax_paged.models.forward_context import Module
 from jax_paged.models.hf_format import ConfigReader
-from jax_paged.models.llama import LlamaAttention, LlamaConfig, LlamaForCausalLM
+from jax_paged.models.llama import LlamaConfig, LlamaForCausalLM
 from jax_paged.models.rope import Rope
 
 
@@ -62,7 +62,7 @@ class Cohere2Config(CohereConfig):
 class CohereDecoderLayer(ParallelDecoderLayer):
     """A parallel layer with other norms."""
 
-    attention_class: ClassVar[type[LlamaAttention]] = HeadsLayerNormAttention
+    attention_class: ClassVar[Callable[..., Module]] = HeadsLayerNormAttention
     norm_class: ClassVar[Callable[..., Module]] = UnbiasedLayerNorm
 
 

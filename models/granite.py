@@ -49,7 +49,7 @@ class GraniteAttention(LlamaAttention):
 class GraniteDecoderLayer(LlamaDecoderLayer):
     """A Llama's layer that adds less to the residual stream."""
 
-    attention_class: ClassVar[type[LlamaAttention]] = GraniteAttention
+    attention_class: ClassVar[Callable[..., Module]] = GraniteAttention
 
     def __init__(self, config: GraniteConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         super().__init__(config, layer, dtype=dtype, rngs=rngs)

@@ -64,7 +64,7 @@ class HunYuanAttention(LlamaAttention):
 class HunYuanDecoderLayer(LlamaDecoderLayer):
     """A Llama's layer with the attention above."""
 
-    attention_class: ClassVar[type[LlamaAttention]] = HunYuanAttention
+    attention_class: ClassVar[Callable[..., Module]] = HunYuanAttention
 
 
 class HunYuanDenseV1ForCausalLM(LlamaForCausalLM):

@@ -93,7 +93,7 @@ class Ministral3Attention(LlamaAttention):
 class Ministral3DecoderLayer(LlamaDecoderLayer):
     """A Llama's layer with the attention above."""
 
-    attention_class: ClassVar[type[LlamaAttention]] = Ministral3Attention
+    attention_class: ClassVar[Callable[..., Module]] = Ministral3Attention
 
 
 class Ministral3ForCausalLM(LlamaForCausalLM):

@@ -92,7 +92,7 @@ class OlmoAttention(LlamaAttention):
 class OlmoDecoderLayer(PostNormDecoderLayer):
     """A layer with the attention above."""
 
-    attention_class: ClassVar[type[LlamaAttention]] = OlmoAttention
+    attention_class: ClassVar[Callable[..., Module]] = OlmoAttention
 
 
 class Olmo2ForCausalLM(LlamaForCausalLM):

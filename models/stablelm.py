@@ -14,7 +14,6 @@ from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import LayerNorm
 from jax_paged.models.llama import (
     WEIGHT_TABLE,
-    LlamaAttention,
     LlamaConfig,
     LlamaDecoderLayer,
     LlamaForCausalLM,
@@ -55,14 +54,14 @@ class StableLmConfig(LlamaConfig):
 class StableLmDecoderLayer(LlamaDecoderLayer):
     """A Llama's layer with other norms."""
 
-    attention_class: ClassVar[type[LlamaAttention]] = HeadsLayerNormAttention
+    attention_class: ClassVar[Callable[..., Module]] = HeadsLayerNormAttention
     norm_class: ClassVar[Callable[..., Module]] = LayerNorm
 
 
 class StableLmParallelLayer(ParallelDecoderLayer):
     """A parallel layer with other norms."""
 
-    attention_class: ClassVar[type[LlamaAttention]] = HeadsLayerNormAttention
+    attention_class: ClassVar[Callable[..., Module]] = HeadsLayerNormAttention
     norm_class: ClassVar[Callable[..., Module]] = LayerNorm
 
 
