@@ -52,7 +52,7 @@ class XIELU(Module):
     """A square for what is positive and an exponential for the rest, with a slope of beta between them."""
 
     def __init__(self, *, dtype: jnp.dtype) -> None:
-        # Of 0.8 each, before softplus, and of beta the negative part's.
+        # softplus makes 0.8 and 0.3 of them; to the second, beta is added.
         self.alpha_p = parameter(jnp.log(jnp.expm1(jnp.full(1, 0.8))).astype(dtype), (None,))
         self.alpha_n = parameter(jnp.log(jnp.expm1(jnp.full(1, 0.3))).astype(dtype), (None,))
         self.beta = parameter(jnp.asarray(0.5, dtype), ())
@@ -60,8 +60,8 @@ class XIELU(Module):
     def forward(self, x: Float[Array, "*t i"], context: ForwardContext) -> Float[Array, "*t i"]:
         x32, beta = x.astype(jnp.float32), self.beta[...].astype(jnp.float32)
         alpha_p, alpha_n = (jax.nn.softplus(a[...].astype(jnp.float32)) for a in (self.alpha_p, self.alpha_n))
-        # Of a number above 0 the exponential may be infinite, and so may its gradient.
-        negative = jnp.minimum(x32, 0)
+        # As in transformers. Of a number above 0 the exponential may be infinite, and so may its gradient.
+        negative = jnp.minimum(x32, -1e-6)
         curved = jnp.where(x32 > 0, alpha_p * x32 * x32, (jnp.expm1(negative) - x32) * (beta + alpha_n))
         return (curved + beta * x32).astype(x.dtype)
 
