@@ -258,6 +258,7 @@ class LlamaDecoderLayer(Module):
         self.mlp = self.mlp_class(config, layer)(config, layer, dtype=dtype, rngs=rngs)
 
     def make_norms(self, make: Callable[[], Module]) -> None:
+        """Sets the norms of the layer, each of which `make` returns."""
         self.input_layernorm, self.post_attention_layernorm = make(), make()
 
     @classmethod

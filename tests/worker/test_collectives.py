@@ -26,7 +26,6 @@ def found_in(program: str, names: tuple[str, ...], shape: str = "") -> collectio
         ("gqa4_llama3", 4, False),
         ("phi3_window", 4, False),
         ("gpt2_variants", 2, False),
-        ("olmo2", 4, False),
         ("qwen3_moe_tied", 4, False),
         ("qwen3_moe_tied", 4, True),
     ],
