@@ -43,10 +43,6 @@ class GemmaConfig(LlamaConfig):
     def read(cls, read: ConfigReader) -> dict[str, Any]:
         fields = super().read(read)
         read.choice("use_bidirectional_attention", False, (False,))
-        num_layers = fields["num_hidden_layers"]
-        # One layer in so many attends to all tokens.
-        pattern = read.integer("sliding_window_pattern")
-        types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
         caps = ("attn_logit_softcapping", "final_logit_softcapping")
         return (
             fields
@@ -54,10 +50,13 @@ class GemmaConfig(LlamaConfig):
             | {
                 "mlp_bias": False,
                 "query_pre_attn_scalar": read.number("query_pre_attn_scalar", 256.0),
-                "windows": read.windows(num_layers, types, read.integer("sliding_window")),
+                "windows": cls.patterned_windows(read, fields["num_hidden_layers"]),
                 "window_rope": fields["rope"],
             }
         )
+
+    def rope_of(self, layer: int) -> Rope:
+        return self.rope if self.windows[layer] is None else self.window_rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,13 +128,12 @@ class GemmaRMSNorm(RMSNorm):
 
 
 class GemmaAttention(LlamaAttention):
-    """A Llama's attention with other norms, another scale, a soft cap and two kinds of rotary positions."""
+    """A Llama's attention with other norms, another scale and a soft cap."""
 
     norm_class: ClassVar[type[RMSNorm]] = GemmaRMSNorm
 
     def __init__(self, config: GemmaConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
-        self.rope = config.rope if config.windows[layer] is None else config.window_rope
         self.scale = config.query_pre_attn_scalar**-0.5
         self.soft_cap = config.attn_logit_softcapping
 
@@ -163,7 +161,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     config: GemmaConfig
     config_class: ClassVar[type[LlamaConfig]] = Gemma2Config
     layer_class: ClassVar[Callable[..., Module]] = GemmaDecoderLayer
-    norm_class: ClassVar[type[RMSNorm]] = GemmaRMSNorm
+    norm_class: ClassVar[Callable[..., Any]] = GemmaRMSNorm
 
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
         x = self.embed_tokens(tokens, context)

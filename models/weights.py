@@ -245,7 +245,7 @@ def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) ->
     for weight in weights_of(model):
         value = np.asarray(weight.param[...])
         for key, part in zip(weight.keys, value if weight.is_stack else [value], strict=True):
-            tensors[key] = np.ascontiguousarray(part.T if weight.transposed else part)
+            tensors[key] = np.asarray(part.T if weight.transposed else part, order="C")
         hf_config["dtype"] = value.dtype.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")

@@ -109,6 +109,11 @@ OPT = COMMON | {
     "max_position_embeddings": 256,
     "init_std": COMMON["initializer_range"],
 }
+OLMO3_ROPE = {
+    "full_attention": YARN_ROPE | {"attention_factor": 1.2},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+}
+MINISTRAL3_ROPE = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 # The name of a fixture begins with that of its family, except for some Llamas.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mha_old_config": ("LlamaConfig", BASE | {"num_key_value_heads": 4}),
@@ -309,6 +314,205 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "activation_function": "gelu_new",
         },
     ),
+    "apertus": ("ApertusConfig", BASE | {"rope_parameters": LLAMA3_ROPE}),
+    "apertus_bias": ("ApertusConfig", BASE | {"attention_bias": True}),
+    "arcee": ("ArceeConfig", BASE),
+    "arcee_biases_yarn": (
+        "ArceeConfig",
+        BASE | {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN_ROPE},
+    ),
+    "cohere_head_norms": ("CohereConfig", BASE | {"use_qk_norm": True, "logit_scale": 0.5}),
+    "cohere_own_head": (
+        "CohereConfig",
+        BASE | {"attention_bias": True, "layer_norm_eps": 1e-2, "tie_word_embeddings": False},
+    ),
+    "cohere2": (
+        "Cohere2Config",
+        BASE | {"sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 0.5},
+    ),
+    "cohere2_own_head": (
+        "Cohere2Config",
+        BASE
+        | {
+            "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 17,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ernie4_5": ("Ernie4_5Config", BASE | {"head_dim": 16}),
+    "ernie4_5_biases": (
+        "Ernie4_5Config",
+        BASE | {"head_dim": None, "use_bias": True, "tie_word_embeddings": False},
+    ),
+    "exaone4_window": (
+        "Exaone4Config",
+        BASE
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 24,
+            "rope_parameters": LLAMA3_ROPE,
+        },
+    ),
+    "exaone4_tied_full": (
+        "Exaone4Config",
+        BASE | {"layer_types": ["full_attention"] * 2, "sliding_window": None, "tie_word_embeddings": True},
+    ),
+    "glm": ("GlmConfig", BASE | {"head_dim": 16}),
+    "glm_tied": (
+        "GlmConfig",
+        BASE
+        | {
+            "head_dim": 8,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "glm4": ("Glm4Config", BASE | {"head_dim": 16}),
+    "glm4_tied": (
+        "Glm4Config",
+        BASE | {"head_dim": 8, "attention_bias": False, "tie_word_embeddings": True},
+    ),
+    "granite_tied": (
+        "GraniteConfig",
+        BASE
+        | {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite_biases": (
+        "GraniteConfig",
+        BASE | {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.5, "logits_scaling": 2},
+    ),
+    "helium": ("HeliumConfig", BASE | {"head_dim": 8}),
+    "helium_tied_biases": (
+        "HeliumConfig",
+        BASE | {"head_dim": 8, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "hunyuan_alpha": (
+        "HunYuanDenseV1Config",
+        BASE
+        | {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "hunyuan_bias": ("HunYuanDenseV1Config", BASE | {"head_dim": 8, "attention_bias": True}),
+    "ministral_tied": (
+        "MinistralConfig",
+        BASE
+        | {
+            "head_dim": 8,
+            "layer_types": ["full_attention"] * 2,
+            "sliding_window": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ministral_windows": (
+        "MinistralConfig",
+        BASE | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24},
+    ),
+    "ministral3": ("Ministral3Config", BASE | {"head_dim": 16, "rope_parameters": MINISTRAL3_ROPE}),
+    "ministral3_window": (
+        "Ministral3Config",
+        BASE
+        | {
+            "head_dim": 8,
+            "sliding_window": 24,
+            "tie_word_embeddings": True,
+            "rope_parameters": MINISTRAL3_ROPE | {"original_max_position_embeddings": 16},
+        },
+    ),
+    "nemotron": ("NemotronConfig", BASE | {"head_dim": 16}),
+    "nemotron_tied_biases": (
+        "NemotronConfig",
+        BASE
+        | {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "norm_eps": 1e-2,
+            "partial_rotary_factor": 0.25,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("Olmo2Config", BASE),
+    "olmo2_bias": (
+        "Olmo2Config",
+        BASE | {"num_key_value_heads": 4, "attention_bias": True},
+    ),
+    "olmo3": (
+        "Olmo3Config",
+        BASE
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 24,
+            "rope_parameters": OLMO3_ROPE,
+        },
+    ),
+    "olmo3_old_config": (
+        "Olmo3Config",
+        BASE
+        | {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 17,
+            "rope_parameters": OLMO3_ROPE,
+        },
+    ),
+    "phi": (
+        "PhiConfig",
+        BASE | {"num_hidden_layers": 3, "num_key_value_heads": 4, "partial_rotary_factor": 0.25},
+    ),
+    "phi_gelu": (
+        "PhiConfig",
+        BASE | {"layer_norm_eps": 1e-2, "hidden_act": "gelu"},
+    ),
+    "seed_oss": ("SeedOssConfig", BASE | {"head_dim": 16}),
+    "seed_oss_tied_biases": (
+        "SeedOssConfig",
+        BASE
+        | {
+            "attention_out_bias": True,
+            "attention_bias": False,
+            "head_dim": 8,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": ("SmolLM3Config", BASE | {"no_rope_layer_interval": 2}),
+    "smollm3_window": (
+        "SmolLM3Config",
+        BASE
+        | {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "no_rope_layers": [0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "stablelm": ("StableLmConfig", BASE | {"use_qkv_bias": True, "tie_word_embeddings": True}),
+    "stablelm_parallel_head_norms": (
+        "StableLmConfig",
+        BASE
+        | {
+            "layer_norm_eps": 1e-2,
+            "partial_rotary_factor": 0.75,
+            "qk_layernorm": True,
+            "use_parallel_residual": True,
+        },
+    ),
+    "starcoder2_window": ("Starcoder2Config", BASE | {"sliding_window": 24}),
+    "starcoder2_without_biases": (
+        "Starcoder2Config",
+        BASE | {"hidden_act": "relu2", "norm_epsilon": 1e-2, "tie_word_embeddings": False, "use_bias": False},
+    ),
 }
 
 
@@ -321,13 +525,14 @@ def make_model(name: str) -> Any:
     config_class, values = CONFIGS[name]
     config = getattr(transformers, config_class)(**values)
     config._attn_implementation = "eager"
+    config.eos_token_id = None  # GLM has one in place of None
     kind = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
     model = getattr(transformers, kind).from_config(config).to(torch.float32).eval()
     with torch.no_grad():
         if "untied" in name:
             model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.15)
         for key, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or "norm" in key:
                 # Norms start at 1, Gemma's and biases at 0.
                 parameter.normal_(parameter.mean().item(), 0.2)
             elif ".layers." in key or ".h." in key:
@@ -424,13 +629,14 @@ def make_old_config(file: Path) -> None:
     config = json.loads(file.read_text())
     rope = config.pop("rope_parameters")
     if "full_attention" in rope:
-        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        if config["model_type"].startswith("gemma3"):
+            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            config["sliding_window_pattern"] = 1 + config.pop("layer_types").index("full_attention")
         rope = rope["full_attention"]
-        config["sliding_window_pattern"] = 1 + config.pop("layer_types").index("full_attention")
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["torch_dtype"] = config.pop("dtype")
-    if config["head_dim"] * config["num_attention_heads"] == config["hidden_size"]:
+    if config.get("head_dim", 0) * config["num_attention_heads"] == config["hidden_size"]:
         del config["head_dim"]
     config["transformers_version"] = "4.45.0"
     file.write_text(json.dumps(config, indent=2) + "\n")

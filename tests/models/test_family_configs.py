@@ -11,20 +11,43 @@ from jax_paged.models.registry import MODELS, get_model_class
 FIXTURES = Path(__file__).parent / "fixtures"
 # One fixture per family.
 NAMES = {
+    "ApertusForCausalLM": "apertus",
+    "ArceeForCausalLM": "arcee",
+    "Cohere2ForCausalLM": "cohere2",
+    "CohereForCausalLM": "cohere_head_norms",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Exaone4ForCausalLM": "exaone4_window",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_old_config",
+    "Glm4ForCausalLM": "glm4",
+    "GlmForCausalLM": "glm",
     "GPT2LMHeadModel": "gpt2_without_prefix",
     "GptOssForCausalLM": "gpt_oss",
+    "GraniteForCausalLM": "granite_tied",
+    "HeliumForCausalLM": "helium",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_alpha",
     "LlamaForCausalLM": "gqa2_tied",
+    "Ministral3ForCausalLM": "ministral3",
+    "MinistralForCausalLM": "ministral_windows",
     "MistralForCausalLM": "mistral_window",
     "MixtralForCausalLM": "mixtral",
+    "NemotronForCausalLM": "nemotron",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
     "OPTForCausalLM": "opt",
     "Phi3ForCausalLM": "phi3_longrope",
+    "PhiForCausalLM": "phi",
     "Qwen2ForCausalLM": "qwen2_window",
     "Qwen3ForCausalLM": "qwen3_tied",
     "Qwen3MoeForCausalLM": "qwen3_moe_and_mlps",
+    "SeedOssForCausalLM": "seed_oss",
+    "SmolLM3ForCausalLM": "smollm3",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2_window",
     "T5ForConditionalGeneration": "t5_tied",
 }
+APERTUS_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+APERTUS_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor": [2, 2, 2, 2]}
 
 
@@ -140,6 +163,50 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         ("t5_tied", {"relative_attention_max_distance": 6}, "allowed: an integer of at least 7"),
         ("opt", {"hidden_size": 30}, "hidden_size is 30; allowed: a multiple of num_attention_heads"),
         ("opt", {"do_layer_norm_before": None, "enable_bias": 1}, "enable_bias is 1; allowed: False or True"),
+        ("apertus", {"hidden_act": "silu"}, "hidden_act is 'silu'; allowed: 'xielu'"),
+        ("cohere_own_head", {"use_qk_norm": 1}, "use_qk_norm is 1; allowed: False or True"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True; allowed: False"),
+        ("cohere2", {"sliding_window": None}, "sliding_window is missing"),
+        ("cohere2", {"layer_types": ..., "sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        ("ernie4_5", {"use_bias": "yes"}, "use_bias is 'yes'; allowed: False or True"),
+        (
+            "exaone4_window",
+            {"layer_types": ..., "sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern is 'LLLG'; allowed: an integer",
+        ),
+        (
+            "exaone4_window",
+            {"sliding_window": None},
+            "'full_attention']; allowed: a list of num_hidden_layers, which is 2, of 'full_attention'",
+        ),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.05}}, "partial_rotary_factor is 0.05"),
+        ("granite_tied", {"residual_multiplier": 0}, "residual_multiplier is 0; allowed: a finite number"),
+        ("hunyuan_alpha", {"use_qk_norm": False}, "use_qk_norm is False; allowed: True"),
+        ("hunyuan_alpha", {"head_dim": 2}, "head_dim is 2; allowed: more than 2"),
+        ("hunyuan_bias", {"rope_scaling": {"type": "dynamic"}}, "rope_scaling.factor is missing"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters.llama_4_scaling_beta is missing",
+        ),
+        ("ministral_windows", {"sliding_window": None}, "sliding_window is missing"),
+        ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "allowed: an object with full_attention and"),
+        ("olmo3", {"rope_scaling": {"rope_type": "su"}}, "rope_parameters.full_attention.rope_type is 'su'"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 0}}},
+            "rope_parameters.sliding_attention.factor is 0",
+        ),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm is True; allowed: False"),
+        ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings is True; allowed: False"),
+        ("seed_oss", {"attention_out_bias": 0}, "attention_out_bias is 0; allowed: False or True"),
+        ("smollm3", {"no_rope_layers": [1]}, "allowed: a list of at least num_hidden_layers, which is 2"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers is [1, 2]"),
+        ("smollm3", {"no_rope_layers": ..., "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+        ("smollm3_window", {"use_sliding_window": False}, "'full_attention']; allowed: a list of num_hid"),
+        ("stablelm", {"use_parallel_residual": "x"}, "use_parallel_residual is 'x'; allowed: False or True"),
+        ("stablelm", {"partial_rotary_factor": 3.0, "rope_parameters": None}, "factor is 3.0; allowed: one"),
+        ("starcoder2_window", {"sliding_window": -1}, "sliding_window is -1; allowed: an integer"),
     ],
 )
 def test_one_bad_value(name: str, changes: dict[str, Any], message: str) -> None:
@@ -174,6 +241,50 @@ def test_what_is_left_out_is_as_in_transformers() -> None:
     assert read("t5_tied", decoder_start_token_id=..., pad_token_id=5).decoder_start_token_id == 5
     assert [read(f"t5_{name}").scale_decoder_outputs for name in ("tied", "gated_untied")] == [True, False]
     assert read("opt", do_layer_norm_before=False).final_layer_norm is False
+
+
+def test_what_relatives_of_llama_leave_out_is_as_in_transformers() -> None:
+    def rotated(config: Any) -> list[int]:
+        return [len(config.rope_of(i).frequencies) for i in range(config.num_hidden_layers)]
+
+    no_types: dict[str, Any] = {"layer_types": ..., "num_hidden_layers": 4}
+    smollm3: dict[str, Any] = no_types | {"no_rope_layers": ..., "no_rope_layer_interval": ...}
+    assert rotated(read("smollm3", **smollm3)) == [4, 4, 4, 0]
+    assert rotated(read("smollm3", **smollm3 | {"no_rope_layer_interval": 2})) == [4, 0, 4, 0]
+    window = {"use_sliding_window": True, "sliding_window": 9}
+    assert read("smollm3", **smollm3, **window).windows == (None, None, None, 9)
+    cohere2 = read("cohere2", **no_types, sliding_window=...)
+    assert (cohere2.windows, rotated(cohere2)) == ((4096, 4096, 4096, None), [4, 4, 4, 0])
+    assert read("cohere2", **no_types, sliding_window_pattern=2).windows == (24, None) * 2
+    exaone4 = read("exaone4_window", **no_types, sliding_window_pattern=2)
+    assert (exaone4.windows, rotated(exaone4)) == ((24, None) * 2, [4, 0] * 2)
+    assert rotated(read("exaone4_tied_full")) == [4, 4]
+    olmo3 = read("olmo3", **no_types, rope_parameters=...)
+    assert olmo3.windows == (24, 24, 24, None)
+    assert olmo3.rope == olmo3.window_rope
+    assert olmo3.rope.frequencies[1] == pytest.approx(500000.0**-0.25, rel=1e-12)
+    assert read("ministral_windows", **no_types).windows == (24,) * 4
+    assert read("ministral_windows", sliding_window=...).windows == (4096, None)
+    ministral3 = read("ministral3", rope_parameters=...)
+    assert (ministral3.query_growth, ministral3.original_positions) == (0.1, 16384)
+    assert ministral3.max_position_embeddings == 2**18
+    sizes = {"head_dim": ..., "rope_parameters": ..., "rope_scaling": ...}
+    wide = {"num_attention_heads": 128, "hidden_size": 128, "num_key_value_heads": ...}
+    shapes = {"glm": (128, 2, 32), "glm4": (128, 2, 32), "seed_oss": (128, 8, 64), "ernie4_5": (128, 2, 64)}
+    for name, expected in shapes.items():
+        config = read(name, **sizes, **wide)
+        found = config.head_dim, config.num_key_value_heads, len(config.rope.frequencies)
+        assert found == expected, name
+    assert read("stablelm", **sizes, hidden_size=128).rope.frequencies[1] == pytest.approx(10000.0**-0.25)
+    assert read("apertus", **sizes).rope.frequencies == pytest.approx(
+        read("apertus", rope_scaling=APERTUS_ROPE, rope_theta=12000000.0).rope.frequencies, rel=1e-12
+    )
+    granite = read("granite_tied", **dict.fromkeys(("attention_multiplier", "logits_scaling"), ...))
+    assert (granite.attention_multiplier, granite.logits_scaling) == (1.0, 1.0)
+    tied = {"cohere_head_norms", "cohere2", "ernie4_5", "smollm3", "starcoder2_window"}
+    for name in NAMES.values():
+        if not name.startswith(("gemma", "gpt2", "t5", "opt")):
+            assert read(name, tie_word_embeddings=...).tie_word_embeddings == (name in tied), name
 
 
 def test_longrope_ends_where_its_frequencies_change() -> None:
