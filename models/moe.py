@@ -65,7 +65,7 @@ class RoutedTokens(NamedTuple):
 class Experts(Module):
     """Gated MLPs, of which each token goes through those chosen for it; their kernels are stacked."""
 
-    def __init__(self, config: MoeConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Any, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.activation = ACTIVATIONS[config.hidden_act]
         self.num_experts = config.num_experts
         size, inner, std = config.hidden_size, config.moe_intermediate_size, config.initializer_range
@@ -74,13 +74,16 @@ class Experts(Module):
             value = normal(rngs.params(), (config.num_experts, *shape), dtype, std)
             return parameter(value, ((Units(config.num_experts, kind="experts"),), *split))
 
+        self.make_kernels(make, size, inner)
+
+    def make_kernels(self, make: Callable[..., nnx.Param], size: int, inner: int) -> None:
         self.gate_proj = make((size, inner), (None, even(inner)))
         self.up_proj = make((size, inner), (None, even(inner)))
         self.down_proj = make((inner, size), (even(inner), None))
 
     def forward(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
-        params = self.gate_proj, self.up_proj, self.down_proj
-        kernels, grid = [param[...] for param in params], context.grid
+        params, grid = self.params, context.grid
+        kernels = [param[...] for param in params]
         if grid is None:
             return self.compute(x, *kernels, context=context).astype(x.tokens.dtype)
 
@@ -95,10 +98,7 @@ class Experts(Module):
     def compute(
         self,
         x: RoutedTokens,
-        gate_proj: Float[Array, "g e i"],
-        up_proj: Float[Array, "g e i"],
-        down_proj: Float[Array, "g i e"],
-        *,
+        *kernels: Float[Array, "g _ _"],
         context: ForwardContext,
         first: Int[Array, ""] | int = 0,
     ) -> Float[Array, "*t e"]:
@@ -106,9 +106,7 @@ class Experts(Module):
 
         Args:
             x: The input of the layer.
-            gate_proj: Of the experts that are here; so are the two that follow.
-            up_proj: See gate_proj.
-            down_proj: See gate_proj.
+            kernels: Of the experts that are here.
             context: Of the pass.
             first: The first of the experts that are here.
         """
@@ -117,13 +115,36 @@ class Experts(Module):
         # The rows of the experts that are here come first; those of others belong to no group, and become 0.
         experts = (x.chosen.reshape(-1) - first) % self.num_experts
         by_expert = jnp.argsort(experts, stable=True)
-        sizes = jnp.bincount(experts, length=self.num_experts)[: len(gate_proj)]
-        rows = tokens[by_expert // top_k]
-        gate = self.activation(context.grouped_matmul(rows, gate_proj, sizes))
-        inner = gate * context.grouped_matmul(rows, up_proj, sizes)
+        sizes = jnp.bincount(experts, length=self.num_experts)[: len(kernels[0])]
+        *into, down_proj = kernels
+        inner = self.gated(*(context.grouped_matmul(tokens[by_expert // top_k], k, sizes) for k in into))
         out = context.grouped_matmul(inner, down_proj, sizes)
         out = out[jnp.argsort(by_expert)].reshape(*leading, top_k, features) * x.weights[..., None]
         return jnp.sum(out, axis=-2)
+
+    @property
+    def params(self) -> tuple[nnx.Param, ...]:
+        """Its kernels, the last of which is applied to what `gated` makes of the others' products."""
+        return self.gate_proj, self.up_proj, self.down_proj
+
+    def gated(self, *products: Float[Array, "r _"]) -> Float[Array, "r i"]:
+        gate, up = products
+        return self.activation(gate) * up
+
+
+class FusedExperts(Experts):
+    """Experts whose gate and up lie in one kernel side by side."""
+
+    def make_kernels(self, make: Callable[..., nnx.Param], size: int, inner: int) -> None:
+        self.gate_up_proj = make((size, 2 * inner), (None, 2 * even(inner)))
+        self.down_proj = make((inner, size), (even(inner), None))
+
+    @property
+    def params(self) -> tuple[nnx.Param, ...]:
+        return self.gate_up_proj, self.down_proj
+
+    def gated(self, *products: Float[Array, "r _"]) -> Float[Array, "r i"]:
+        return super().gated(*jnp.split(products[0], 2, axis=-1))
 
 
 class Router(Linear):
