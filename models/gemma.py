@@ -199,6 +199,12 @@ class Gemma3ConditionalConfig(Gemma3Config):
     def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
         return super().from_hf(text_values(hf_config), max_model_len)
 
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        # transformers reads a soft cap of logits but does not apply it where a model reads images.
+        read.choice("final_logit_softcapping", None, (None,))
+        return super().read(read)
+
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
     """The text model of a checkpoint whose other weights, for images, are not read."""

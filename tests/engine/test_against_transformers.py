@@ -19,6 +19,8 @@ FIXTURES = sorted((Path(__file__).parents[1] / "models" / "fixtures").iterdir())
 EVERY_DAY = {
     "gemma2",
     "gemma3_old_config",
+    "gemma4_hub_images",
+    "gemma4_moe_capped",
     "gpt2_variants",
     "llama3_tied_biases_old_config",
     "mistral_window",

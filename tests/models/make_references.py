@@ -245,7 +245,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Config",
         {
             "text_config": GEMMA3_OF_IMAGES
-            | {"layer_types": ["full_attention", "sliding_attention"], "final_logit_softcapping": 8.0},
+            | {
+                "layer_types": ["full_attention", "sliding_attention"],
+                "num_key_value_heads": 1,
+                "query_pre_attn_scalar": 12,
+            },
             "vision_config": VISION,
             "mm_tokens_per_image": 1,
         },
@@ -388,6 +392,9 @@ def make_model(name: str) -> Any:
             if parameter.ndim == 1:
                 # Norms start at 1, Gemma's and biases at 0.
                 parameter.normal_(parameter.mean().item(), 0.2)
+                if "gemma4" in name and "q_norm" in key:
+                    # Its scores have no other scale, and large ones amplify rounding.
+                    parameter.mul_(0.5)
             elif ".layers." in key or ".h." in key:
                 parameter.mul_(LAYER_SCALE)
             elif name.startswith("gemma") or "shared" in key:

@@ -32,7 +32,10 @@ def fixture_configs() -> list[Any]:
     """Returns one config.json per family, by architecture: of the fixture that has the most modules."""
     names = (
         "gemma2_variants",
+        "gemma3_images",
         "gemma3_old_config",
+        "gemma4_hub_images",
+        "gemma4_moe_capped",
         "gpt2_variants",
         "llama3_tied_biases_old_config",
         "mistral",
