@@ -294,7 +294,8 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
         return hidden
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
-        c, specs = self.config, list[KVCacheSpec]()
+        c: Gemma4Config = self.config
+        specs = list[KVCacheSpec]()
         for layer in range(c.num_hidden_layers - c.num_kv_shared_layers):
             shape, window = c.kv_shape(layer), c.windows[layer]
             specs.append(FullAttentionSpec(*shape) if window is None else SlidingWindowSpec(*shape, window))

@@ -1,9 +1,9 @@
 """Where a layer's keys and values are in the pool, and how layers that differ in heads share its arrays."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 
 class View(NamedTuple):
@@ -25,12 +25,15 @@ class View(NamedTuple):
     num_parts: int
     part: int
 
-    def pages(self, kv_pages: Float[Array, "p 2 k s d"], num_devices: int = 1) -> Float[Array, "n 2 h s e"]:
+    def pages(self, kv_pages: Any, num_devices: int = 1) -> Any:
         """Returns the array as pages of the layer's size.
 
         Args:
-            kv_pages: The array, or what one device has of it.
+            kv_pages: [P, 2, K, S, D], the array, of JAX or NumPy, or what one device has of it.
             num_devices: How many devices' heads are in it, side by side.
+
+        Returns:
+            [P * num_parts, 2, heads of the layer, S, head_dim].
         """
         num_pages, _, heads, size, width = kv_pages.shape
         x = kv_pages.reshape(num_pages, 2, num_devices, heads // num_devices, size, width).swapaxes(1, 2)

@@ -142,9 +142,7 @@ class Inspector:
         blocks = _padded(table, _power_of_two(len(table)))
         pages = np.asarray(self._gather(self._runner.arrays["kv_cache"][array], blocks))[: len(table)]
         if view is not None:
-            pages = np.asarray(view.pages(jnp.asarray(pages), layout.num_devices))[
-                view.part :: view.num_parts
-            ]
+            pages = np.asarray(view.pages(pages, layout.num_devices))[view.part :: view.num_parts]
         kv = pages.transpose(1, 0, 3, 2, 4).reshape(2, -1, *pages.shape[2::2])
         is_held = np.repeat(np.array(table) != NULL_BLOCK, self._runner.config.block_size)[:n]
         return kv[0, :n][is_held], kv[1, :n][is_held]

@@ -11,8 +11,8 @@ pool. Four layers, every second one with a window, and two arrays:
     array            0        0        1        1
 
 Layers may differ in heads. The arrays are then those of the layers with most numbers per token, and where
-others have half or a third of them, two or three of one group share an array (View in models/attention.py).
-With half as many in layers 1, 3, 4 and 5, of the same window:
+others have half or a third of them, two or three of one group share an array (View in models/kv_place.py).
+Layers 1, 3, 4 and 5 have a window here, and half as many numbers:
 
     layer            0        1        2        3        4        5
     group            0        1        0        1        1        1

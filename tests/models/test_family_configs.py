@@ -34,10 +34,11 @@ def read(name: str, **changes: Any) -> Any:
     """Returns the config of a fixture with changes; a value that is ... is left out."""
     values = json.loads((FIXTURES / name / "config.json").read_text())
     text = values.get("text_config", values)
-    text |= {k: v for k, v in changes.items() if k != "text_config"}
-    for k in [k for k, v in text.items() if v is ...]:
-        del text[k]
-    values |= {k: v for k, v in changes.items() if k == "text_config"}
+    for k, v in changes.items():
+        place = values if k in values else text
+        place[k] = v
+        if v is ...:
+            del place[k]
     return get_model_class(values)[1].config_class.from_hf(values)
 
 
