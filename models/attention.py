@@ -281,7 +281,9 @@ def paged_attention(
             slots = view.slots(slots, shape[0], shape[3])
             metadata = dataclasses.replace(metadata, block_tables=block_tables)
         if k is not None and v is not None:
-            kv_pages = ops.write_kv(kv_pages, k, v, slots, backend=backend)
+            # Around a kernel that writes in place, XLA copies an array that has other shapes elsewhere.
+            writer = "xla" if any(place.view for place in metadata.places) else backend
+            kv_pages = ops.write_kv(kv_pages, k, v, slots, backend=writer)
         written = kv_pages.reshape(shape)
         options: dict[str, Any] = {"scale": scale, "window": window_of(spec), "soft_cap": soft_cap}
         if distance_bias is not None:

@@ -36,6 +36,8 @@ class View(NamedTuple):
             [P * num_parts, 2, heads of the layer, S, head_dim].
         """
         num_pages, _, heads, size, width = kv_pages.shape
+        if num_devices == 1:
+            return kv_pages.reshape(num_pages * self.num_parts, 2, -1, size, self.head_dim)
         x = kv_pages.reshape(num_pages, 2, num_devices, heads // num_devices, size, width).swapaxes(1, 2)
         x = x.reshape(num_pages, num_devices, self.num_parts, 2, -1, size, self.head_dim)
         x = x.transpose(0, 2, 3, 1, 4, 5, 6)

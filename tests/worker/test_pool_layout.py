@@ -1,10 +1,21 @@
 """How layers that differ in heads lie in the pool, and that every byte belongs to one of them."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from jax_paged.models.attention import (
+    AttentionMetadata,
+    Backend,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    paged_attention,
+)
+from jax_paged.pallas_kernels import native
 from jax_paged.worker.kv_cache import plan_layout, stage_layout
 
 FLOAT32 = jnp.dtype("float32")
@@ -83,3 +94,37 @@ def check_bytes(specs: list[KVCacheSpec], layout, num_devices: int, layers: rang
             )
             mine = whole[page, :, device * wanted[0] : (device + 1) * wanted[0]]
             assert (mine == layer).all()
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "xla",
+        pytest.param("native", marks=pytest.mark.skipif(native.problem() is not None, reason="not built")),
+    ],
+)
+@pytest.mark.parametrize("is_decode", [False, True])
+def test_no_layer_makes_a_copy_of_an_array(backend: Backend, is_decode: bool) -> None:
+    """Layers that see an array in two ways, and one that shares keys, by turns."""
+    wide, half = FullAttentionSpec(2, 64), SlidingWindowSpec(2, 32, 64)
+    specs = [wide, half, half]
+    layout = plan_layout(specs, FLOAT32)
+    pool = jax.ShapeDtypeStruct(layout.pool_shape(2000, 16), FLOAT32)
+    num_rows = 4 if is_decode else 32
+
+    def step(pool: Any, x: Any, ints: tuple[Any, ...]) -> tuple[Any, Any]:
+        pools, total = [pool], jnp.zeros(())
+        metadata = AttentionMetadata(*ints, is_decode, backend, layout.places)
+        for layer, writes in ((0, True), (1, True), (0, False), (2, True), (1, False)):
+            q = x[..., : specs[layer].head_dim] + total
+            kv = (q[:, :2], q[:, 2:]) if writes else (None, None)
+            total += paged_attention(layer, specs[layer], q, *kv, pools, metadata, scale=1.0).sum()
+        return pools[0], total
+
+    shapes = [(num_rows,), (2, num_rows), (2, 4, 8), (2, 4), (5,)]
+    ints = tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+    x = jax.ShapeDtypeStruct((num_rows, 4, 64), FLOAT32)
+    memory: Any = jax.jit(step, donate_argnums=0).lower(pool, x, ints).compile().memory_analysis()
+    size = layout.block_bytes(16) * 2000
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size / 10
