@@ -50,7 +50,8 @@ def few_shapes() -> Iterator[None]:
 
 def make_checkpoint(folder: Path, name: str, num_layers: int = 4) -> Path:
     """A model of a fixture's family with so many layers, whose logits lie well apart."""
-    config = {k: v for k, v in config_of(name).items() if k not in ("layer_types", "max_window_layers")}
+    per_layer = ("layer_types", "max_window_layers", "per_layer_config")
+    config = {k: v for k, v in config_of(name).items() if k not in per_layer} | {"global_head_dim": 16}
     layers = "n_layer" if "n_layer" in config else "num_hidden_layers"
     random_checkpoint(
         folder, config | {layers: num_layers, "initializer_range": 0.3, "init_std": 0.3}, "float32"

@@ -268,7 +268,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "final_logit_softcapping": 8.0,
             "enable_moe_block": True,
-            "num_experts": 5,
+            "num_experts": 6,
             "top_k_experts": 2,
             "moe_intermediate_size": 12,
             "rope_parameters": {

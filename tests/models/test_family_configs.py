@@ -159,8 +159,8 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         ("gemma4_hub_images", {"use_bidirectional_attention": "all"}, "is 'all'; allowed: None or 'vision'"),
         (
             "gemma4_moe_capped",
-            {"top_k_experts": 6},
-            "top_k_experts is 6; allowed: at most num_experts, which is 5",
+            {"top_k_experts": 7},
+            "top_k_experts is 7; allowed: at most num_experts, which is 6",
         ),
         ("gemma4_moe_capped", {"hidden_size_per_layer_input": 4}, "is 4; allowed: 0 with enable_moe_block"),
         (
