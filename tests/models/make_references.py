@@ -266,7 +266,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 1,
             "attention_bias": True,
-            "final_logit_softcapping": 8.0,
+            "final_logit_softcapping": 20.0,
             "enable_moe_block": True,
             "num_experts": 6,
             "top_k_experts": 2,
@@ -388,6 +388,10 @@ def make_model(name: str) -> Any:
     with torch.no_grad():
         if "untied" in name:
             model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.15)
+        for module in model.modules():
+            if "gemma4" in name and isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                # A prompt that begins with zeros would make all tokens equally likely.
+                module.weight[module.padding_idx].normal_(0, COMMON["initializer_range"])
         for key, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 # Norms start at 1, Gemma's and biases at 0.

@@ -60,7 +60,7 @@ def test_what_has_no_stages() -> None:
         split_model(outline(FIXTURES / "t5_tied", "auto", None), 2)
     for name in WHOLE[:2]:
         with pytest.raises(
-            ValueError, match="1, as Gemma4For.* must be whole: its last layers attend to the"
+            ValueError, match=r"1, as Gemma4For.* must be whole: its last layers attend to the"
         ):
             split_model(outline(FIXTURES / name, "auto", None), 2)
     with pytest.raises(ValueError, match="at most 2, the layers of the model"):
