@@ -100,7 +100,7 @@ GEMMA4_SHARED: dict[str, Any] = {
     "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention", "full_attention"],
     "num_kv_shared_layers": 2,
     "use_double_wide_mlp": True,
-    "hidden_size_per_layer_input": 4,
+    "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 256,
 }
 GEMMA4_VISION = VISION | {"num_key_value_heads": 1, "head_dim": 8, "position_embedding_size": 4}
