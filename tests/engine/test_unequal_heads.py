@@ -53,7 +53,11 @@ def random_requests(seed: int, count: int) -> list[Request]:
     ("name", "settings"),
     [
         ("gemma4_shared", {"num_blocks": 90, "preemption_mode": "swap"}),
-        ("gemma4_moe_capped", {"num_blocks": 90, "preemption_mode": "swap", "burst_size": 4}),
+        pytest.param(
+            "gemma4_moe_capped",
+            {"num_blocks": 90, "preemption_mode": "swap", "burst_size": 4},
+            marks=slow,
+        ),
         pytest.param("gemma4_shared", {"num_blocks": 90, "burst_size": 4}, marks=slow),
         pytest.param("gemma4_shared", {"enable_prefix_caching": False}, marks=slow),
         pytest.param("gemma4_shared", {"attention_backend": "native", "num_blocks": 90}, marks=slow),
@@ -86,7 +90,10 @@ def test_random_requests_get_the_tokens_of_the_dense_call(name: str, settings: d
         assert np.abs(chosen - ours).max() < TOLERANCE
 
 
-@pytest.fixture(scope="module", params=["gemma4_shared", "gemma4_moe_capped", "gemma4_images"])
+@pytest.fixture(
+    scope="module",
+    params=["gemma4_shared", *(pytest.param(n, marks=slow) for n in ("gemma4_moe_capped", "gemma4_images"))],
+)
 def running(request: pytest.FixtureRequest) -> Any:
     """An engine whose two requests have 40 tokens or so in the pool."""
     with make_engine(FIXTURES / request.param, max_compile_s=0, **SIZES) as engine:
