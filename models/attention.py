@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jax_paged.models.kv_place import Place
 from jax_paged.models.sharding import TENSOR, DeviceGrid
 from jax_paged.pallas_kernels import ops
 
@@ -81,7 +82,7 @@ class AttentionMetadata:
         query_start_loc: int32 [B + 1], first token row of each sequence.
         is_decode: Static; True if T == B and token row b is the only one of sequence b.
         backend: Static; which kernels attend.
-        places: Static; (pool, cache group) of each entry of the model's kv_cache_specs().
+        places: Static; of each entry of the model's kv_cache_specs().
         is_row_by_row: Static; whether every token row attends as a decode of its own, so that its sums depend
             neither on the rows beside it nor on where the chunks of its prompt begin.
         attend: Static; what attends in the backend's place, None for the backend.
@@ -97,7 +98,7 @@ class AttentionMetadata:
     query_start_loc: Int[Array, " b1"]
     is_decode: bool
     backend: Backend
-    places: tuple[tuple[int, int], ...]
+    places: tuple[Place, ...]
     is_row_by_row: bool = False
     attend: Attend | None = None
     grid: DeviceGrid | None = None
@@ -246,8 +247,8 @@ def paged_attention(
     layer: int,
     spec: KVCacheSpec,
     q: Float[Array, "t h d"],
-    k: Float[Array, "t k d"],
-    v: Float[Array, "t k d"],
+    k: Float[Array, "t k d"] | None,
+    v: Float[Array, "t k d"] | None,
     kv_cache: list[Array],
     metadata: AttentionMetadata,
     *,
@@ -262,8 +263,8 @@ def paged_attention(
         layer: Index into the model's kv_cache_specs().
         spec: The layer's entry there.
         q: Queries.
-        k: Keys.
-        v: Values.
+        k: Keys; None if the layer has written this step's already.
+        v: Values; None with k.
         kv_cache: The pools, [P, 2, K, S, D] each; the layer's entry is replaced by the pool written to.
         metadata: Where the token rows stand.
         scale: Factor of the scores.
@@ -274,31 +275,40 @@ def paged_attention(
     Returns:
         The attention of every token row, 0 in padding.
     """
-    pool, group = metadata.places[layer]
+    pool, group, view = metadata.places[layer]
 
     def attend(
         kv_pages: Array,
         q: Array,
-        k: Array,
-        v: Array,
+        k: Array | None,
+        v: Array | None,
         by_head: dict[str, Array],
         metadata: AttentionMetadata,
     ) -> tuple[Array, Array]:
-        backend = metadata.backend
-        kv_pages = ops.write_kv(kv_pages, k, v, metadata.slot_mapping[group], backend=backend)
+        backend, shape = metadata.backend, kv_pages.shape
+        slots, block_tables = metadata.slot_mapping[group], metadata.block_tables
+        if view is not None:
+            kv_pages, block_tables = view.pages(kv_pages), view.blocks(block_tables)
+            slots = view.slots(slots, shape[0], shape[3])
+            metadata = dataclasses.replace(metadata, block_tables=block_tables)
+        if k is not None and v is not None:
+            # Around a kernel that writes in place, XLA copies an array that has other shapes elsewhere.
+            writer = "xla" if any(place.view for place in metadata.places) else backend
+            kv_pages = ops.write_kv(kv_pages, k, v, slots, backend=writer)
+        written = kv_pages.reshape(shape)
         options: dict[str, Any] = {"scale": scale, "window": window_of(spec), "soft_cap": soft_cap, **by_head}
         if metadata.attend is not None:
             tables, lens = metadata.block_tables[group], metadata.context_lens[group]
             out = metadata.attend(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
-            return kv_pages, out
+            return written, out
         options["backend"] = backend
         if isinstance(spec, FullAttentionSpec):
             options["shared_blocks"] = metadata.shared_blocks
         if metadata.is_decode or metadata.is_row_by_row:
             tables, lens = metadata.of_token_rows(group, is_causal=True)
-            return kv_pages, ops.paged_decode(q, kv_pages, tables, lens, **options)
+            return written, ops.paged_decode(q, kv_pages, tables, lens, **options)
         tables, lens = metadata.block_tables[group], metadata.context_lens[group]
-        return kv_pages, ops.ragged_attention(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
+        return written, ops.ragged_attention(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
 
     if metadata.grid is not None:
         specs = POOL_SPEC, HEADS_SPEC, HEADS_SPEC, HEADS_SPEC, PartitionSpec(TENSOR), PartitionSpec()
@@ -340,7 +350,7 @@ def cross_attention(
     Returns:
         The attention of every token row, 0 in padding.
     """
-    pool, group = metadata.places[layer]
+    pool, group, _ = metadata.places[layer]
     tables, lens = metadata.of_token_rows(group, is_causal=False)
     decode = functools.partial(ops.paged_decode, scale=scale, backend=metadata.backend)
     if metadata.grid is not None:

@@ -307,12 +307,16 @@ class LlamaForCausalLM(CausalLM):
         return self.embed_tokens(tokens, context)
 
     def through(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
-        layers: list[Any] = self.own_layers
-        rotations = {rope: rope.at(context.positions) for rope in (x.self_attn.rope for x in layers)}
-        context = dataclasses.replace(context, rotations=rotations)
-        for layer in layers:
+        context = self.with_rotations(context)
+        for layer in self.own_layers:
             x = layer(x, context)
         return x
+
+    def with_rotations(self, context: ForwardContext) -> ForwardContext:
+        """Returns the context with the rotations of the layers' ropes."""
+        layers: list[Any] = self.own_layers
+        rotations = {rope: rope.at(context.positions) for rope in (x.self_attn.rope for x in layers)}
+        return dataclasses.replace(context, rotations=rotations)
 
     def normed(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         return self.norm(x, context)

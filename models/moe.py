@@ -154,6 +154,38 @@ class Experts(Module):
         out = out[jnp.argsort(by_expert)].reshape(*leading, top_k, features) * x.weights[..., None]
         return jnp.sum(out, axis=-2)
 
+    @property
+    def params(self) -> tuple[nnx.Param, ...]:
+        """Its kernels, the last of which is applied to what `gated` makes of the others' products."""
+        return self.gate_proj, self.up_proj, self.down_proj
+
+    def gated(self, *products: Float[Array, "r _"]) -> Float[Array, "r i"]:
+        gate, up = products
+        return self.activation(gate) * up
+
+
+class FusedExperts(Experts):
+    """Experts whose gate and up lie in one kernel side by side."""
+
+    def make_weights(self, make: Callable[..., nnx.Param]) -> None:
+        size, inner = self.config.hidden_size, self.config.moe_intermediate_size
+        self.gate_up_proj = make((size, 2 * inner), (None, 2 * even(inner)))
+        self.down_proj = make((inner, size), (even(inner), None))
+
+    def divided_weights(self) -> tuple[nnx.Param, ...]:
+        return self.gate_up_proj, self.down_proj
+
+    def through(
+        self,
+        rows: Float[Array, "n e"],
+        experts: Int[Array, " n"],
+        weights: tuple[Array, ...],
+        multiply: Multiply,
+    ) -> Float[Array, "n e"]:
+        gate_up_proj, down_proj = weights
+        gate, up = jnp.split(multiply(rows, gate_up_proj), 2, axis=-1)
+        return multiply(ACTIVATIONS[self.config.hidden_act](gate) * up, down_proj)
+
 
 class Router(Linear):
     """A linear map from a token to the float32 logits of the experts."""

@@ -86,7 +86,9 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def with_prefix[T](stored: dict[str, T], table: WeightTable) -> dict[str, T]:
-    """Returns tensors by their full keys, of a checkpoint that was saved without the part before them."""
+    """Returns tensors by their full keys, of a checkpoint that was saved with other starts or without any."""
+    for old, new in table.renamed.items():
+        stored = {new + k.removeprefix(old) if k.startswith(old) else k: t for k, t in stored.items()}
     if any(key.startswith(table.prefix) for key in stored):
         return stored
     return {key if key in table.tied else table.prefix + key: tensor for key, tensor in stored.items()}

@@ -90,7 +90,7 @@ class Weight:
     def stored_shape(self) -> tuple[int, ...]:
         """The shape that the checkpoint's tensor of each key has."""
         shape = self.param.shape[1:] if self.is_stack else self.param.shape
-        return shape[::-1] if self.transposed else shape
+        return (*shape[:-2], *shape[:-3:-1]) if self.transposed else shape
 
 
 def load_model(
@@ -245,7 +245,7 @@ def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) ->
     for weight in weights_of(model):
         value = np.asarray(weight.param[...])
         for key, part in zip(weight.keys, value if weight.is_stack else [value], strict=True):
-            tensors[key] = np.asarray(part.T if weight.transposed else part, order="C")
+            tensors[key] = np.asarray(part.mT if weight.transposed else part, order="C")
         hf_config["dtype"] = value.dtype.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
@@ -326,9 +326,9 @@ def _load_divided(
     def read(index: tuple[slice, ...]) -> np.ndarray:
         own = [c[part] for c, part in zip(whole, index, strict=True)]
         keys = [weight.keys[i] for i in own.pop(0)] if weight.is_stack else weight.keys
-        own = own[::-1] if weight.transposed else own
+        own = [*own[:-2], *own[:-3:-1]] if weight.transposed else own
         read_parts = [stored[key].read_columns(own) for key in keys]
-        parts = [(part.T if weight.transposed else part).astype(dtype) for part in read_parts]
+        parts = [(part.mT if weight.transposed else part).astype(dtype) for part in read_parts]
         return np.stack(parts) if weight.is_stack else parts[0]
 
     return jax.make_array_from_callback(tuple(map(len, whole)), grid.sharding(split), read)
@@ -336,7 +336,7 @@ def _load_divided(
 
 def _place(value: np.ndarray, transposed: bool, dtype: jnp.dtype, device: jax.Device | None) -> Array:
     if transposed and jax.default_backend() == "cpu":
-        value, transposed = value.T, False  # transposing during the copy is many times faster than later
+        value, transposed = value.mT, False  # transposing during the copy is many times faster than later
     # Never an alias: pages of a mapped file count as memory, and the file may change.
     placed = jax.device_put(value, device, may_alias=False)
     return _convert(placed, transposed, dtype) if transposed or placed.dtype != dtype else placed
@@ -344,7 +344,7 @@ def _place(value: np.ndarray, transposed: bool, dtype: jnp.dtype, device: jax.De
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _convert(value: Array, transposed: bool, dtype: jnp.dtype) -> Array:
-    return (value.T if transposed else value).astype(dtype)
+    return (value.mT if transposed else value).astype(dtype)
 
 
 def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> jnp.dtype:

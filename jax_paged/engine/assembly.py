@@ -124,10 +124,10 @@ def check_kernels(args: EngineArgs) -> tuple[str, bool]:
     Raises:
         ValueError: If there is no such model.
     """
-    from jax_paged.worker.kernel_check import check, suite_of
+    from jax_paged.worker.kernel_check import check_all, suites_of
 
     name = "pallas" if args.attention_backend == "auto" else args.attention_backend
-    verdict = check(suite_of(args), candidate=name, is_anew=True)
+    verdict = check_all(suites_of(args), candidate=name, is_anew=True)
     return verdict.table(), verdict.outcome == "passed"
 
 

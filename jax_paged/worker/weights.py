@@ -166,7 +166,8 @@ def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:
     alone = {module: None for module in modules if isinstance(module, Linear)}
     for module in modules:
         if isinstance(module, Module) and module.same_input:
-            maps = [getattr(module, name) for name in module.same_input]
+            made = (getattr(module, name) for name in module.same_input)
+            maps = [m for m in made if m is not None]
             Linear.pack(maps)
             for m in maps:
                 del alone[m]

@@ -21,6 +21,8 @@ EVERY_DAY = {
     "cohere2",
     "gemma2",
     "gemma3_old_config",
+    "gemma4_hub_images",
+    "gemma4_moe_capped",
     "gpt2_variants",
     "gpt_oss_mxfp4",
     "llama3_tied_biases_old_config",

@@ -53,7 +53,8 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def vocab_size_of(folder: Path) -> int:
-    return json.loads((folder / "config.json").read_text())["vocab_size"]
+    config = json.loads((folder / "config.json").read_text())
+    return config.get("text_config", config)["vocab_size"]
 
 
 def engine_of(folder: Path, size: int, **settings: Any) -> LLMEngine:

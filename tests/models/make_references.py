@@ -89,6 +89,34 @@ GPT_OSS = {
     "swiglu_alpha": 1.3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
 }
+VISION: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "image_size": 4,
+    "patch_size": 2,
+}
+GEMMA3_OF_IMAGES = BASE | GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}
+GEMMA4 = BASE | {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+}
+GEMMA4_SHARED: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 256,
+}
+GEMMA4_VISION = VISION | {"num_key_value_heads": 1, "head_dim": 8, "position_embedding_size": 4}
 GPT2 = COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 T5 = COMMON | {
     "d_model": 32,
@@ -225,6 +253,75 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
             },
             "final_logit_softcapping": 8.0,
+        },
+    ),
+    "gemma3_images": (
+        "Gemma3Config",
+        {"text_config": GEMMA3_OF_IMAGES, "vision_config": VISION, "mm_tokens_per_image": 1},
+    ),
+    "gemma3_images_renamed": (
+        "Gemma3Config",
+        {
+            "text_config": GEMMA3_OF_IMAGES
+            | {
+                "layer_types": ["full_attention", "sliding_attention"],
+                "num_key_value_heads": 1,
+                "query_pre_attn_scalar": 12,
+            },
+            "vision_config": VISION,
+            "mm_tokens_per_image": 1,
+        },
+    ),
+    "gemma4_shared": ("Gemma4TextConfig", GEMMA4 | GEMMA4_SHARED),
+    # Layers without a window have half the numbers per token of the others.
+    "gemma4_moe_capped": (
+        "Gemma4TextConfig",
+        GEMMA4
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_key_value_heads": 4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "attention_bias": True,
+            "final_logit_softcapping": 20.0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 12,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 50000.0,
+                    "partial_rotary_factor": 0.75,
+                    "factor": 2.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+            },
+        },
+    ),
+    "gemma4_hub_images": (
+        "Gemma4Config",
+        {
+            "text_config": GEMMA4 | GEMMA4_SHARED | {"pad_token_id": 0},
+            "vision_config": GEMMA4_VISION,
+            "audio_config": None,
+        },
+    ),
+    # As many numbers per token in all layers, in other heads.
+    "gemma4_images": (
+        "Gemma4Config",
+        {
+            "text_config": GEMMA4
+            | {
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+                "pad_token_id": 0,
+                "use_bidirectional_attention": "vision",
+                "hidden_activation": "gelu",
+            },
+            "vision_config": GEMMA4_VISION,
+            "audio_config": None,
         },
     ),
     "mixtral": ("MixtralConfig", BASE | {"num_local_experts": 4}),
@@ -531,15 +628,25 @@ def make_model(name: str) -> Any:
     with torch.no_grad():
         if "untied" in name:
             model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.15)
+        for module in model.modules():
+            if "gemma4" in name and isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                # A prompt that begins with zeros would make all tokens equally likely.
+                module.weight[module.padding_idx].normal_(0, COMMON["initializer_range"])
         for key, parameter in model.named_parameters():
             if parameter.ndim == 1 or "norm" in key:
                 # Norms start at 1, Gemma's and biases at 0.
                 parameter.normal_(parameter.mean().item(), 0.2)
+                if "gemma4" in name and "q_norm" in key:
+                    # Its scores have no other scale, and large ones amplify rounding.
+                    parameter.mul_(0.5)
             elif ".layers." in key or ".h." in key:
                 parameter.mul_(LAYER_SCALE)
             elif name.startswith("gemma") or "shared" in key:
                 # Gemma's norms undo the scale of its layers, and T5's are large enough.
                 parameter.mul_(0.3)
+        for key, buffer in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                buffer.normal_(1, 0.2)
     return model
 
 
@@ -586,7 +693,8 @@ def router_margins(model: Any) -> Iterator[list[float]]:
     margins: list[float] = []
 
     def note(module: Any, _: Any, out: Any) -> None:
-        best = out[0].float().topk(module.top_k + 1).values
+        top_k = module.config.top_k_experts if hasattr(module, "config") else module.top_k
+        best = out[0].float().topk(top_k + 1).values
         margins.append((best[..., -2] - best[..., -1]).min().item())
 
     hooks = [m.register_forward_hook(note) for m in model.modules() if type(m).__name__.endswith("Router")]
@@ -642,6 +750,23 @@ def make_old_config(file: Path) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
+def make_hub_gemma4(folder: Path) -> None:
+    """Rewrites a checkpoint of Gemma 4 as those on the hub are: heads in another form, and more weights."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    text = config.get("text_config", config)
+    heads = next(iter(text.pop("per_layer_config").values()))
+    text["global_head_dim"] = heads["head_dim"]
+    text["num_global_key_value_heads"] = heads.get("num_key_value_heads")
+    file.write_text(json.dumps(config, indent=2) + "\n")
+    weights = load_file(folder / "model.safetensors")
+    start = "model.language_model." if "text_config" in config else "model."
+    for layer in range(text["num_hidden_layers"] - text["num_kv_shared_layers"], text["num_hidden_layers"]):
+        names = (f"{start}layers.{layer}.self_attn.{x}.weight" for x in ("k_proj", "v_proj", "k_norm"))
+        weights |= {name: torch.zeros(8) for name in names}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 @torch.no_grad()
 def make_dynamic_rope() -> None:
     name, original, rope = DYNAMIC_ROPE
@@ -689,6 +814,13 @@ def main() -> None:
             config |= {"tie_word_embeddings": False}
             del config["scale_decoder_outputs"]
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if "gemma4_hub" in name:
+            make_hub_gemma4(folder)
+        if "renamed" in name:
+            file = folder / "model.safetensors"
+            old, new = "language_model.model.", "model.language_model."
+            weights = {k.replace(old, new): v for k, v in load_file(file).items()}
+            save_file(weights, file, {"format": "pt"})
         if "old_config" in name:
             make_old_config(folder / "config.json")
         rows = ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)

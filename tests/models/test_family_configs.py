@@ -21,6 +21,9 @@ NAMES = {
     "Gemma3ForCausalLM": "gemma3_old_config",
     "Glm4ForCausalLM": "glm4",
     "GlmForCausalLM": "glm",
+    "Gemma3ForConditionalGeneration": "gemma3_images",
+    "Gemma4ForCausalLM": "gemma4_moe_capped",
+    "Gemma4ForConditionalGeneration": "gemma4_hub_images",
     "GPT2LMHeadModel": "gpt2_without_prefix",
     "GptOssForCausalLM": "gpt_oss",
     "GraniteForCausalLM": "granite_tied",
@@ -53,8 +56,13 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor"
 
 def read(name: str, **changes: Any) -> Any:
     """Returns the config of a fixture with changes; a value that is ... is left out."""
-    values = json.loads((FIXTURES / name / "config.json").read_text()) | changes
-    values = {k: v for k, v in values.items() if v is not ...}
+    values = json.loads((FIXTURES / name / "config.json").read_text())
+    text = values.get("text_config", values)
+    for k, v in changes.items():
+        place = values if k in values else text
+        place[k] = v
+        if v is ...:
+            del place[k]
     return get_model_class(values)[1].config_class.from_hf(values)
 
 
@@ -151,6 +159,46 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
             {"quantization_config": {"quant_method": "awq"}},
             "quantization_config is {'quant_method': 'awq'}; allowed: null or an object whose quant_method",
         ),
+        (
+            "gemma3_images",
+            {"final_logit_softcapping": 8.0},
+            "final_logit_softcapping is 8.0; allowed: None",
+        ),
+        ("gemma3_images", {"text_config": None}, "text_config of config.json is None; allowed: an object"),
+        (
+            "gemma4_shared",
+            {"num_kv_shared_layers": 3},
+            "num_kv_shared_layers is 3; allowed: so few that each type of layers is among the first 5",
+        ),
+        ("gemma4_shared", {"num_kv_shared_layers": 8}, "num_kv_shared_layers is 8; allowed: so few"),
+        (
+            "gemma4_shared",
+            {"vocab_size_per_layer_input": 255},
+            "vocab_size_per_layer_input is 255; allowed: at least vocab_size, which is 256",
+        ),
+        (
+            "gemma4_shared",
+            {"per_layer_config": {"2": {"head_dim": 16}}},
+            "allowed: the same head_dim and num_key_value_heads for each of the layers 2, 4",
+        ),
+        ("gemma4_shared", {"per_layer_config": {"2": 1, "4": 1}}, "per_layer_config is {'2': 1, '4': 1}"),
+        (
+            "gemma4_hub_images",
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "num_global_key_value_heads is 3; allowed: a divisor of num_attention_heads, which is 4",
+        ),
+        ("gemma4_hub_images", {"use_bidirectional_attention": "all"}, "is 'all'; allowed: None or 'vision'"),
+        (
+            "gemma4_moe_capped",
+            {"top_k_experts": 7},
+            "top_k_experts is 7; allowed: at most num_experts, which is 6",
+        ),
+        ("gemma4_moe_capped", {"hidden_size_per_layer_input": 4}, "is 4; allowed: 0 with enable_moe_block"),
+        (
+            "gemma4_moe_capped",
+            {"rope_parameters": {"full_attention": {"rope_type": "ntk"}}},
+            "rope_parameters.full_attention.rope_type is 'ntk'",
+        ),
         ("gpt2_variants", {"add_cross_attention": True}, "add_cross_attention is True; allowed: False"),
         ("gpt2_variants", {"n_embd": 30}, "n_embd is 30; allowed: a multiple of n_head, which is 4"),
         ("gpt2_variants", {"n_positions": ...}, "n_positions is missing"),
@@ -231,6 +279,10 @@ def test_what_is_left_out_is_as_in_transformers() -> None:
     assert (eight.rope.frequencies[1], eight.window_rope.frequencies[1]) == pytest.approx(
         (50000.0**-0.125, 3000.0**-0.125), rel=1e-12
     )
+    twelve = read("gemma4_images", layer_types=..., per_layer_config=..., num_hidden_layers=11, head_dim=...)
+    assert twelve.windows == (24,) * 5 + (None,) + (24,) * 4 + (None,)
+    assert (twelve.head_dim, twelve.global_head_dim) == (256, 512)
+    assert read("gemma4_images", rope_parameters=None).rope.frequencies == (1.0, 1e6**-0.125, *[0.0] * 6)
     assert read("qwen3_moe_tied", num_hidden_layers=5, decoder_sparse_step=2).moe_layers == (1, 3)
     oss = read("gpt_oss", layer_types=..., num_hidden_layers=3, rope_parameters=..., head_dim=...)
     assert (oss.windows, oss.head_dim, oss.max_position_embeddings) == ((24, None, 24), 64, 131072)

@@ -146,7 +146,8 @@ def test_gradient_and_bfloat16(architecture: str) -> None:
     for path, leaf in nnx.to_flat_state(gradient):
         size = float(jnp.abs(leaf[...]).max())
         assert np.isfinite(size), path
-        assert size > 1e-6, path
+        # A norm follows the scale of the last layer.
+        assert size > 1e-6 or path[-2:] == (len(exact.layers) - 1, "layer_scalar"), path
 
     rounded = load_model(folder, "bfloat16")
     assert {x.dtype for x in jax.tree.leaves(nnx.state(rounded.model))} == {jnp.dtype("bfloat16")}
