@@ -73,7 +73,7 @@ class LanguageModel(nnx.Module):
 
     @property
     def image_spec(self) -> ImageSpec | None:
-        """How images stand in its prompts; None if it reads text alone. A model with one has encode_images."""
+        """How images stand in its prompts; None if it reads text alone. Else it has `encode_images`."""
         return None
 
     def pooled(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:

@@ -56,7 +56,7 @@ class Idefics3Config(LlamaConfig):
 
     image_token_id: int = 128257
     scale_factor: int = 2
-    vision: SiglipConfig = SiglipConfig()
+    vision: SiglipConfig = dataclasses.field(default_factory=SiglipConfig)
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:

@@ -64,7 +64,9 @@ class ImageReader:
         check_int("the number of images", len(images), 0, self._settings.max_images)
         spec = self._settings.spec
         num = token_ids.count(spec.token_id)
-        check(num == len(images), "the number of images", len(images), f"{num}, as the prompt has placeholders")
+        check(
+            num == len(images), "the number of images", len(images), f"{num}, as the prompt has placeholders"
+        )
         if not images:
             return token_ids, ()
         if self._tokenizer is None:
@@ -103,7 +105,7 @@ class ImageReader:
         return [Tile(np.ascontiguousarray(part), scale, offset) for part in pixels], text
 
     def _text(self, num_rows: int, num_columns: int) -> str:
-        """Returns what stands for an image of so many tiles, behind which it stands as a whole; 0 for none."""
+        """Returns what stands for an image: its tiles, if it is cut into some, and the whole of it."""
         tile = _IMAGE * self._settings.spec.num_tokens
         rows = [
             "".join(f"{_START}<row_{r}_col_{c}>{tile}" for c in range(1, num_columns + 1)) + "\n"

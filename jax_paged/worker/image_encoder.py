@@ -1,4 +1,4 @@
-"""The encoder of images: it runs before the step that first needs one, and its vectors are kept for others."""
+"""The encoder of images: it runs before the step that first needs one, and what it returns is kept."""
 
 import collections
 import dataclasses
@@ -21,7 +21,7 @@ NUM_TILES = (1, 4)
 
 @dataclasses.dataclass(frozen=True)
 class EncodeImagesProgram(Program):
-    """Encodes so many tiles; its arguments are those of encode_images. It returns float32 [tiles, tokens, E]."""
+    """Encodes so many tiles, as encode_images does; returns float32 [tiles, tokens, E]."""
 
     num_tiles: int
 

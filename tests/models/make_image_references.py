@@ -1,9 +1,9 @@
 """Makes image_fixtures: tiny random checkpoints that read images, and transformers' outputs for them.
 
-It runs in the environment that make_references.py describes, with Pillow. Every folder then holds a checkpoint
-with its tokenizer, preprocessor_config.json, and reference.json: {"cases": [{"text", "pictures",
-"prompt_token_ids", "token_ids", "logprobs"}]}, where pictures are the arguments of helpers.pictures.drawn, and
-the text has an <image> for each.
+It runs in the environment that make_references.py describes, with Pillow. Every folder then holds a
+checkpoint with its tokenizer, preprocessor_config.json, and reference.json: {"cases": [{"text", "pictures",
+"prompt_token_ids", "token_ids", "logprobs"}]}, where pictures are the arguments of helpers.pictures.drawn,
+and the text has an <image> for each.
 """
 
 import itertools
