@@ -291,7 +291,6 @@ class InputProcessor:
             allowed = "None with images, whose tokens stay together"
             for name in ("truncate_prompt_tokens", "pooling"):
                 check(getattr(params, name) is None, name, getattr(params, name), allowed)
-            check(adapter is None, "lora_request", adapter, "None with images")
         is_soft = adapter is not None and adapter.prompt is not None
         if is_soft and prompt.embeds is not None:
             raise ValueError("prompt_embeds is given beside a soft prompt; allowed: one of them")

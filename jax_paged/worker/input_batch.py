@@ -54,7 +54,7 @@ class InputBatch:
         processor_args: float32 [S, P], whether each logits processor is on, and its arguments.
         adapter_slots: int32 [S], the slot of each sequence's adapter, 0 for none.
         embeds: Of the sequences whose prompts have vectors, by the position of the first of each run of
-            them: float32 [tokens, E]. Those of stand-ins are put here when a step first needs them.
+            them, in order: float32 [tokens, E]. Those of stand-ins come when a step first needs them.
         stand_ins: Of the sequences whose prompts have some, these.
         new_seats: Seats of sequences with logits processors that nothing was drawn for yet.
         pooling: Of the sequences whose prompt is pooled, SamplingParams.pooling and the prompt's length.
@@ -129,24 +129,27 @@ class InputBatch:
         """Returns whether a step computes a token that is a vector."""
         if not self.embeds:
             return False
+        found = ((row, self.embeds.get(self._seats[row.seq_id])) for row in output.scheduled)
         return any(
-            first < row.start + row.num_tokens and row.start < first + len(vectors)
-            for row in output.scheduled
-            for first, vectors in self.embeds.get(self._seats[row.seq_id], {}).items()
+            given is not None
+            and row.start < (last := next(reversed(given))) + len(given[last])  # most rows are behind them
+            and any(i < row.start + row.num_tokens and row.start < i + len(x) for i, x in given.items())
+            for row, given in found
         )
 
     def missing_stand_ins(self, output: SchedulerOutput) -> list[tuple[int, StandIn]]:
         """Returns what stands for tokens of a step and has no vectors yet, each with its seat."""
         if not self.stand_ins:
             return []
-        rows = ((row, self._seats[row.seq_id]) for row in output.scheduled)
-        return [
-            (seat, s)
-            for row, seat in rows
-            for s in self.stand_ins.get(seat, ())
-            if s.start < row.start + row.num_tokens and row.start < s.stop
-            if s.start not in self.embeds.get(seat, {})
-        ]
+        missing: list[tuple[int, StandIn]] = []
+        for row in output.scheduled:
+            seat = self._seats[row.seq_id]
+            own, known = self.stand_ins.get(seat, ()), self.embeds.get(seat, {})
+            if own and row.start < own[-1].stop:  # most rows are behind them
+                stop = row.start + row.num_tokens
+                needed = (s for s in own if s.start < stop and row.start < s.stop)
+                missing += [(seat, s) for s in needed if s.start not in known]
+        return missing
 
     def seats_of(self, seq_ids: Iterable[int]) -> np.ndarray:
         """Returns the seats of sequences, int64."""
