@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
@@ -249,22 +249,16 @@ class LLM(PoolingMethods):
         ok = isinstance(messages, list | tuple) and bool(messages)
         check(ok, "messages", messages, "a list of messages")
         conversations = [messages] if isinstance(messages[0], dict) else messages
-        config: Any = self.llm_engine.config
-        chats = [conversation(messages, config) for messages in conversations]  # pyright: ignore
-        prompts = [
-            chat.prompt(
-                tokenizer.encode_chat(
-                    chat.messages,
-                    chat_template=chat_template,
-                    content_format=chat_template_content_format,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tools=tools,
-                    template_kwargs=chat_template_kwargs,
-                )
-            )
-            for chat in chats
-        ]
+        settings: dict[str, Any] = {
+            "chat_template": chat_template,
+            "content_format": chat_template_content_format,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "template_kwargs": chat_template_kwargs,
+        }
+        chats = [conversation(cast(Messages, x), self.llm_engine.config) for x in conversations]
+        prompts = [chat.prompt(tokenizer.encode_chat(chat.messages, **settings)) for chat in chats]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(

@@ -98,6 +98,19 @@ def test_equals_transformers(folder: Path) -> None:
     assert sum(output.num_cached_tokens for output in chunked) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{"tensor_parallel_size": 2}, {"matmul_backend": "auto"}, {"speculative_config": {"method": "ngram"}}],
+)
+def test_on_two_devices_packed_and_with_drafts(settings: dict[str, Any]) -> None:
+    cases = json.loads((FOLDER / "reference.json").read_text())["cases"]
+    prompts = [prompt(case["text"], *(drawn(*p) for p in case["pictures"])) for case in cases]
+    with make_engine(FOLDER, **SETTINGS, **settings) as engine:
+        outputs = run(engine, prompts)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [c["token_ids"] for c in cases]
+
+
 def cached_tokens(engine: LLMEngine) -> list[int]:
     """Reads two images under one text, the first of them twice; returns what was cached of each prompt."""
     text = "This text is longer than a block of the pool.<image>"
