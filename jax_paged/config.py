@@ -284,16 +284,6 @@ class EngineArgs:
         return cls(**values_of(args, EngineArgs))
 
 
-def _max_images(given: Any) -> int:
-    if given is None:
-        return MAX_IMAGES
-    ok = isinstance(given, dict) and given.keys() <= {"image"}
-    check(ok, "limit_mm_per_prompt", given, 'None or a dict like {"image": 8}')
-    value = given.get("image", MAX_IMAGES)
-    check_int("limit_mm_per_prompt['image']", value, 0)
-    return value
-
-
 class AsyncEngineArgs(EngineArgs):
     """EngineArgs as vLLM's scripts call it for AsyncLLMEngine, which has no settings of its own."""
 
