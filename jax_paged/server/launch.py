@@ -16,10 +16,9 @@ from typing import NoReturn
 import orjson
 import uvicorn
 
-from jax_paged.config import EngineArgs
+from jax_paged.config import EngineArgs, api_key_of_environment
 from jax_paged.engine.multiprocess import follow
 from jax_paged.engine.replicated_engine import ServingEngine, serving_engine
-from jax_paged.environment import api_key_of_environment
 from jax_paged.launch import launch_of_environment
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.keys import with_all_keys

@@ -10,8 +10,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from jax_paged.config import EngineArgs
-from jax_paged.environment import api_key_of_environment
+from jax_paged.config import EngineArgs, api_key_of_environment
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.continuation import AnswerBegin, AnswerPart, ReplicaCall, ReplicaLostError
 from jax_paged.server.ingress import Answering, Ingress

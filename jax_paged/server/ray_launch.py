@@ -6,8 +6,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from jax_paged.config import EngineArgs
-from jax_paged.environment import api_key_of_environment
+from jax_paged.config import EngineArgs, api_key_of_environment
 from jax_paged.server.keys import with_all_keys
 from jax_paged.server.launch import free_address, one_line_errors
 from jax_paged.server.listening import check_tls

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import jax
 
-from jax_paged.environment import cache_dir
+from jax_paged.config import cache_dir
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.programs import Program
 from jax_paged.worker.step import StepProgram

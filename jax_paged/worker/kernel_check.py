@@ -27,8 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jaxtyping import Array
 
-from jax_paged.config import EngineArgs
-from jax_paged.environment import cache_dir
+from jax_paged.config import EngineArgs, cache_dir
 from jax_paged.models.attention import Attend, window_of
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import resolve_model_dir
@@ -213,7 +212,7 @@ def check(
 
     Args:
         suite: The shapes.
-        folder: Where verdicts are kept; None for environment.cache_dir's.
+        folder: Where verdicts are kept; None for config.cache_dir's.
         candidate: Backend, or module with the four ops, that is checked.
         rival: That the candidate has to be at least as fast as.
         limit_s: Seconds after which the check is killed.

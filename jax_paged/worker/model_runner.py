@@ -11,10 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_paged.config import EngineArgs
+from jax_paged.config import EngineArgs, checks_inputs
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.environment import checks_inputs
 from jax_paged.models.attention import Attend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.hooks import Hook
