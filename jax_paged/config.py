@@ -127,8 +127,7 @@ class EngineArgs:
             is more. What requests use is kept anyway.
         enable_prompt_embeds: Whether prompts may be vectors in place of tokens, and adapters soft prompts.
         limit_mm_per_prompt: How many images a prompt may have, as {"image": 8}, which None stands for.
-        encoder_cache_gb: GiB of host memory for what the encoder has made of the images that were read last;
-            what running requests read is kept anyway.
+        encoder_cache_gb: GiB of host memory for vectors of images, beside those that running requests read.
         attention_backend: Which kernels attend: "native" (CPU, in C++), "pallas" (GPU), "pallas_interpret"
             (their CPU interpreter), "xla", or "auto": "native" on a CPU if it was built; "pallas" on a GPU if
             a check at the first start finds it right there, and no slower than "xla"; else "xla".
