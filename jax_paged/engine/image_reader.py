@@ -64,9 +64,8 @@ class ImageReader:
         check_int("the number of images", len(images), 0, self._settings.max_images)
         spec = self._settings.spec
         num = token_ids.count(spec.token_id)
-        check(
-            num == len(images), "the number of images", len(images), f"{num}, as the prompt has placeholders"
-        )
+        allowed = f"{num}, as the prompt has placeholders"
+        check(num == len(images), "the number of images", len(images), allowed)
         if not images:
             return token_ids, ()
         if self._tokenizer is None:

@@ -49,9 +49,11 @@ class ImageEncoder:
 
     Args:
         max_bytes: Of the vectors that are kept; those used last stay.
+        batch_invariant: Whether the vectors of a tile may not depend on how many are encoded with it.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, batch_invariant: bool = False) -> None:
+        self._sizes = NUM_TILES[-1:] if batch_invariant else NUM_TILES
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._kept: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
@@ -91,8 +93,8 @@ class ImageEncoder:
     ) -> list[Float[np.ndarray, "n e"]]:
         vectors: list[np.ndarray] = []
         while len(vectors) < len(tiles):
-            part = tiles[len(vectors) :][: NUM_TILES[-1]]
-            size = next(n for n in NUM_TILES if n >= len(part))
+            part = tiles[len(vectors) :][: self._sizes[-1]]
+            size = next(n for n in self._sizes if n >= len(part))
             # Padded with the last one, whose vectors are dropped.
             columns = zip(*part, *[part[-1]] * (size - len(part)), strict=True)
             out = np.asarray(run(EncodeImagesProgram(size), weights, *map(np.stack, columns)))

@@ -119,8 +119,8 @@ class ModelRunner:
         self._states_on_host: list[np.ndarray] = []
         self.allocate()
         self._kept_states = KeptStates()
-        images = self.config.images
-        self.image_encoder = ImageEncoder(images.cache_bytes if images else 0)
+        images, is_invariant = self.config.images, self.config.batch_invariant
+        self.image_encoder = ImageEncoder(images.cache_bytes if images else 0, batch_invariant=is_invariant)
         self._pending: collections.deque[PendingStep] = collections.deque()
         # Last, as it leaves threads behind.
         self._compiled = model.compiled(self._mover.programs)
