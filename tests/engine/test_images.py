@@ -16,9 +16,12 @@ from PIL import Image
 from jax_paged import LLM, BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
 from jax_paged.core.prefix_cache import PrefixCache
 from jax_paged.engine import image_reader
-from jax_paged.engine.image_reader import as_image, image_of_url
+from jax_paged.engine.image_reader import ImageReader, as_image, image_of_url
+from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.image_settings import ImageSettings
 from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.idefics3 import Idefics3Config
+from jax_paged.models.images import ImageSpec
 from jax_paged.worker.image_encoder import ImageEncoder
 
 FIXTURES = Path(__file__).parents[1] / "models" / "image_fixtures"
@@ -96,6 +99,21 @@ def test_equals_transformers(folder: Path) -> None:
             assert all(abs(row[token].logprob - value) < TOLERANCE for row, token, value in rows)
     assert sum(output.metrics.num_preemptions for output in batched + chunked) > 0
     assert sum(output.num_cached_tokens for output in chunked) > 0
+
+
+@pytest.mark.parametrize("folder", [FOLDER, FIXTURES / "idefics3"], ids=lambda f: f.name)
+def test_placeholders_equal_transformers(folder: Path) -> None:
+    config = Idefics3Config.from_hf(json.loads((folder / "config.json").read_text()))
+    side = config.vision.num_patches_per_side // config.scale_factor
+    spec = ImageSpec(config.image_token_id, side**2, config.vision.image_size)
+    tokenizer = Tokenizer(str(folder))
+    reader = ImageReader(ImageSettings(spec, 8, 0), tokenizer)
+    for case in json.loads((folder / "reference.json").read_text())["cases"]:
+        pictures = [drawn(*p) for p in case["pictures"]]
+        token_ids, stand_ins = reader.read(tokenizer.encode(case["text"]), {"image": pictures})
+        assert token_ids == case["prompt_token_ids"]
+        covered = [i for s in stand_ins for i in range(s.start, s.stop)]
+        assert covered == [i for i, token in enumerate(token_ids) if token == spec.token_id]
 
 
 @pytest.mark.slow
