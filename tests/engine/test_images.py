@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.pictures import drawn
-from helpers.real_model import TOLERANCE, drain, make_engine, reset, set_prefix_caching
+from helpers.real_model import TOLERANCE, drain, make_engine, make_executor, reset, set_prefix_caching
 from PIL import Image
 
-from jax_paged import LLM, BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
+from jax_paged import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from jax_paged.core.prefix_cache import PrefixCache
 from jax_paged.engine import image_reader
 from jax_paged.engine.image_reader import ImageReader, as_image, image_of_url
@@ -37,15 +37,22 @@ SHORT = SamplingParams(temperature=0, max_tokens=4)
 
 
 @pytest.fixture(scope="module")
-def module_engine() -> Iterator[LLMEngine]:
-    with make_engine(FOLDER, **SETTINGS) as engine:
-        yield engine
+def llm() -> Iterator[LLM]:
+    settings = {name: value for name, value in SETTINGS.items() if name != "few_buckets"}
+    settings |= {
+        "dtype": "float32",
+        "matmul_backend": "xla",
+        "async_scheduling": False,
+        "num_scheduler_steps": 1,
+    }
+    with LLM(str(FOLDER), executor=make_executor(EngineArgs(str(FOLDER), **settings)), **settings) as llm:
+        yield llm
 
 
 @pytest.fixture
-def engine(module_engine: LLMEngine) -> LLMEngine:
-    encoder_of(module_engine).clear()
-    return reset(module_engine)
+def engine(llm: LLM) -> LLMEngine:
+    encoder_of(llm.llm_engine).clear()
+    return reset(llm.llm_engine)
 
 
 def encoder_of(engine: LLMEngine) -> ImageEncoder:
@@ -145,8 +152,8 @@ def cached_tokens(engine: LLMEngine) -> list[int]:
 
 
 def test_only_equal_images_share_blocks(engine: LLMEngine) -> None:
-    num_text = len("This text is longer than a block of the pool.") // 16 * 16
-    assert cached_tokens(engine) == [0, num_text, 112]
+    # 32 of 45 characters fill blocks, and 96 of 106 tokens.
+    assert cached_tokens(engine) == [0, 32, 96]
 
 
 def test_a_cache_that_compares_placeholders_alone_is_noticed(
@@ -188,7 +195,7 @@ def test_the_vectors_used_last_are_kept(engine: LLMEngine, num_encoded: list[int
     finally:
         encoder._max_bytes = kept
     # A small picture is enlarged, and all have as many tiles: 0 was used after 1 when 2 came.
-    assert len(num_encoded) == 4
+    assert sum(num > 0 for num in num_encoded) == 4
     assert encoder._num_bytes == sum(x.nbytes for x in encoder._kept.values())
 
 
@@ -207,7 +214,7 @@ def url_of(picture: np.ndarray | Image.Image, kind: str = "PNG") -> str:
     return f"data:image/{kind.lower()};base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
-def test_chat() -> None:
+def test_chat(llm: LLM, engine: LLMEngine) -> None:
     picture = drawn(40, 40, 5)
     words = {"type": "text", "text": "What is <image>?"}
     forms = (
@@ -216,25 +223,22 @@ def test_chat() -> None:
         {"type": "image", "image": picture},
     )
     plain = [{"role": "user", "content": "Hi"}]
-    settings = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "num_gpu_blocks_override": 60}
-    with LLM(str(FOLDER), dtype="float32", matmul_backend="xla", num_scheduler_steps=1, **settings) as llm:
-        chats = [[{"role": "user", "content": [form, words]}] for form in forms]
-        *outputs, hello = llm.chat([*chats, plain], SHORT, use_tqdm=False)
-        assert [o.prompt_token_ids for o in outputs] == [outputs[0].prompt_token_ids] * 3
-        assert [o.outputs[0].token_ids for o in outputs] == [outputs[0].outputs[0].token_ids] * 3
-        tokenizer = llm.llm_engine.tokenizer
-        assert tokenizer is not None
-        text = tokenizer.decode(outputs[0].prompt_token_ids, skip_special_tokens=False)
-        start = "<|im_start|>User:<fake_token_around_image><row_1_col_1>" + "<image>" * 9
-        assert text.startswith(start)
-        # What a user types is text, and no place of an image.
-        assert text.endswith("What is <image>?<end_of_utterance>\nAssistant:")
-        assert outputs[0].prompt_token_ids.count(260) == 45
-        shown = tokenizer.decode(hello.prompt_token_ids, skip_special_tokens=False)
-        assert shown == "<|im_start|>User: Hi<end_of_utterance>\nAssistant:"
-        form = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
-        with pytest.raises(ValueError, match="no other URL is fetched"):
-            llm.chat([{"role": "user", "content": [form]}], use_tqdm=False)
+    chats = [[{"role": "user", "content": [form, words]}] for form in forms]
+    *outputs, hello = llm.chat([*chats, plain], SHORT, use_tqdm=False)
+    assert [o.prompt_token_ids for o in outputs] == [outputs[0].prompt_token_ids] * 3
+    assert [o.outputs[0].token_ids for o in outputs] == [outputs[0].outputs[0].token_ids] * 3
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    text = tokenizer.decode(outputs[0].prompt_token_ids, skip_special_tokens=False)
+    assert text.startswith("<|im_start|>User:<fake_token_around_image><row_1_col_1>" + "<image>" * 9)
+    # What a user types is text, and no place of an image.
+    assert text.endswith("What is <image>?<end_of_utterance>\nAssistant:")
+    assert outputs[0].prompt_token_ids.count(260) == 45
+    shown = tokenizer.decode(hello.prompt_token_ids, skip_special_tokens=False)
+    assert shown == "<|im_start|>User: Hi<end_of_utterance>\nAssistant:"
+    form = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
+    with pytest.raises(ValueError, match="no other URL is fetched"):
+        llm.chat([{"role": "user", "content": [form]}], use_tqdm=False)
 
 
 @pytest.mark.parametrize(
