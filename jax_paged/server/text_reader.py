@@ -17,7 +17,7 @@ LONG_BODY = 256 * 1024
 _SECONDS_PER_BYTE = 3e-8
 # That wait for forms to compile. The other threads are for texts: a slow form holds none of them up.
 _NUM_FORM_THREADS = 4
-# That decode images; each holds some that are decoded, and as many times their pixels.
+# That decode images, each of which may take a hundred megabytes meanwhile.
 _NUM_IMAGE_THREADS = 2
 # How long the lane rests after a text, in times of what the text took.
 _REST = 3
