@@ -1,9 +1,10 @@
-"""What a model reads of images, and how an image reaches it. Needs no JAX."""
+"""What a model reads of images, and how an image reaches it. Imports neither JAX nor NumPy."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,6 @@ class Tile(NamedTuple):
         offset: float32 [3], of each channel.
     """
 
-    pixels: np.ndarray
-    scale: np.ndarray
-    offset: np.ndarray
+    pixels: "np.ndarray"
+    scale: "np.ndarray"
+    offset: "np.ndarray"
