@@ -126,7 +126,8 @@ class ImageReader:
         assert self._tokenizer is not None, "it has made these tokens"
         check(ok, "the tokenizer", self._tokenizer.name, f"one that has {_IMAGE} as token {spec.token_id}")
         digests = (hashlib.sha256(tile.pixels.data).hexdigest() for tile in tiles)
-        return [StandIn(*run, *of) for run, of in zip(runs, zip(digests, tiles, strict=True), strict=True)]
+        rows = zip(runs, digests, tiles, strict=True)
+        return [StandIn(start, stop, digest, tile) for (start, stop), digest, tile in rows]
 
     @functools.cached_property
     def _processor(self) -> Any:
