@@ -21,6 +21,7 @@ from jax_paged.models.attention import (
 )
 from jax_paged.models.forward_context import Elsewhere, ForwardContext, Module
 from jax_paged.models.hf_format import WeightTable
+from jax_paged.models.images import ImageSpec
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
 
@@ -69,6 +70,11 @@ class LanguageModel(nnx.Module):
     @abc.abstractmethod
     def head(self) -> Linear | Embedding | None:
         """What makes logits of hidden states: the table of token embeddings where the two are tied."""
+
+    @property
+    def image_spec(self) -> ImageSpec | None:
+        """How images stand in its prompts; None if it reads text alone. Else it has `encode_images`."""
+        return None
 
     def pooled(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
         """Returns what a pooled hidden state becomes, in float32: of a classifier, the logits of its classes.

@@ -97,7 +97,7 @@ class ConfigReader:
 
     def nested(self, name: str, values: Mapping[str, Any]) -> "ConfigReader":
         """Returns a reader of the values under `name`; it notes its problems in this reader."""
-        return ConfigReader(values, f"{self._prefix}{name}.", self._problems)
+        return ConfigReader(values, f"{self._prefix}{name}.", self._problems, self.max_model_len)
 
     def check(
         self, ok: bool, name: str, value: Any, allowed: str, *, also_needs: tuple[str, ...] = ()

@@ -70,6 +70,13 @@ POOLING_MODELS: dict[str, str] = {
     "XLMRobertaForSequenceClassification": "encoder",
 }
 
+# Those that read images beside text.
+IMAGE_MODELS: dict[str, str] = {
+    "Idefics3ForConditionalGeneration": "idefics3",
+    "SmolVLMForConditionalGeneration": "idefics3",
+}
+_ALL = MODELS | POOLING_MODELS | IMAGE_MODELS
+
 
 def get_architecture(hf_config: dict[str, Any]) -> str:
     """Returns the first supported architecture that a config.json names.
@@ -78,14 +85,13 @@ def get_architecture(hf_config: dict[str, Any]) -> str:
         ValueError: If it names none; the message lists the supported ones.
     """
     architectures = hf_config.get("architectures")
-    known = MODELS | POOLING_MODELS
     for name in architectures if isinstance(architectures, list) else []:
         if hf_config.get("classifier_from_token"):  # its classes are tokens, and its head is the usual one
             name = name.replace("ForSequenceClassification", "ForCausalLM")
-        if name in known:
+        if name in _ALL:
             return name
     raise ValueError(
-        f"architectures of config.json is {architectures!r}; allowed: a list with one of {', '.join(known)}"
+        f"architectures of config.json is {architectures!r}; allowed: a list with one of {', '.join(_ALL)}"
     )
 
 
@@ -96,4 +102,4 @@ def get_model_class(hf_config: dict[str, Any]) -> "tuple[str, type[LanguageModel
         ValueError: If it names none; the message lists the supported ones.
     """
     name = get_architecture(hf_config)
-    return name, getattr(import_module(f"jax_paged.models.{(MODELS | POOLING_MODELS)[name]}"), name)
+    return name, getattr(import_module(f"jax_paged.models.{_ALL[name]}"), name)

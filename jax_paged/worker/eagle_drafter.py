@@ -215,5 +215,5 @@ def _finite(rows: Float[Array, "t e"]) -> Float[Array, "t e"]:
     return jnp.where(jnp.all(jnp.isfinite(rows), axis=1, keepdims=True), rows, 0)
 
 
-def _never(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+def _never(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
     raise AssertionError("keys and values need no attention")

@@ -27,6 +27,7 @@ from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.compilation import CompiledPrograms
 from jax_paged.worker.encoder import encode
 from jax_paged.worker.host_blocks import HostBlocks
+from jax_paged.worker.image_encoder import ImageEncoder
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.kept_states import KeptStates
 from jax_paged.worker.logits_processors import LogitsProcessor
@@ -60,6 +61,7 @@ class ModelRunner:
     Attributes:
         config: What the settings have come to.
         builder: Builds the inputs of steps.
+        image_encoder: What it has made of images must be forgotten when the weights are exchanged.
         served: The weights; they may be exchanged between steps.
 
     Raises:
@@ -102,7 +104,7 @@ class ModelRunner:
             vocab_size=self.config.vocab_size,
             checks_inputs=checks_inputs(),
             shares_prefixes=self._context.shares_prefixes,
-            embed_size=self.config.embed_size,
+            embed_size=self._context.embed_size,
         )
         # One more than can be swapped: block 0 stays unused.
         num_swapped = self.config.num_swap_blocks + 1
@@ -118,6 +120,8 @@ class ModelRunner:
         self._states_on_host: list[np.ndarray] = []
         self.allocate()
         self._kept_states = KeptStates()
+        images, is_invariant = self.config.images, self.config.batch_invariant
+        self.image_encoder = ImageEncoder(images.cache_bytes if images else 0, batch_invariant=is_invariant)
         self._pending: collections.deque[PendingStep] = collections.deque()
         # Last, as it leaves threads behind.
         self._compiled = model.compiled(self._mover.programs)
@@ -174,6 +178,7 @@ class ModelRunner:
         self._kv_cache = self._mover.move(self._run, self._kv_cache, output)
         held = self._weights, self._kv_cache
         self._kv_cache = encode(self._run, self._shared.encoders, output, self.config, *held)
+        self.image_encoder.encode(self._run, self._weights, output, batch)
         self._adapters.load(self._run, output.adapter_loads)
         counts = reset_token_counts(self._run, self._seat_arrays.token_counts, resets)
         self._seat_arrays = self._seat_arrays._replace(token_counts=counts, processor_states=states)
@@ -269,7 +274,7 @@ class ModelRunner:
         has_embeds = batch.has_embeds(output)
         is_mixed = self._has_mixed and (wants_hidden or has_embeds or num_tokens > len(output.scheduled))
         if self.config.batch_invariant:  # one program serves all
-            has_embeds = self.config.embed_size > 0 and (is_mixed or not self._has_mixed)
+            has_embeds = self._context.embed_size > 0 and (is_mixed or not self._has_mixed)
         return self._compiled.smallest_ready(
             is_decode=not is_mixed,
             num_tokens=num_tokens,

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import Attend, Backend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.hooks import Hook, at_paths
+from jax_paged.models.images import ImageSpec
 from jax_paged.models.lora import LoraLayout
 from jax_paged.models.pooling import PoolingSpec
 from jax_paged.models.sharding import TENSOR, DeviceGrid, whole_logits
@@ -78,6 +79,7 @@ class TraceContext:
         lora: The arrays of adapters; None if requests have none.
         embed_path: Where the table of token embeddings stands in the model, if prompts may have vectors.
         embed_size: Numbers of such a vector.
+        image_spec: How prompts have images; None if they have none.
         before_size: Numbers of the hidden states that a stage of a pipeline gets from the one before; 0 in a
             first stage.
         is_last: Whether tokens are drawn here, and not in another stage that follows.
@@ -111,6 +113,7 @@ class TraceContext:
     lora: LoraLayout | None = None
     embed_path: str = ""
     embed_size: int = 0
+    image_spec: ImageSpec | None = None
     before_size: int = 0
     is_last: bool = True
 

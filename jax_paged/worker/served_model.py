@@ -22,6 +22,7 @@ from jax_paged.worker.block_tables import WriteBlockTablesProgram
 from jax_paged.worker.buckets import plan_verifying
 from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
 from jax_paged.worker.encoder import plan_encoders
+from jax_paged.worker.image_encoder import NUM_TILES, EncodeImagesProgram
 from jax_paged.worker.kernel_check import choose_backend
 from jax_paged.worker.load_drafter import load_drafter
 from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
@@ -208,6 +209,7 @@ class ServedModel:
                     self.prompt_logprobs,
                     *([PoolProgram(self._hidden_size)] if context.pooling else ()),
                     *([LoadAdapterProgram()] if config.max_loras else ()),
+                    *(map(EncodeImagesProgram, NUM_TILES) if config.images else ()),
                 ],
                 pipeline.lower if len(self.stages) > 1 else lambda program: lower_part(program, context),
                 options,
