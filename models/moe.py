@@ -154,15 +154,6 @@ class Experts(Module):
         out = out[jnp.argsort(by_expert)].reshape(*leading, top_k, features) * x.weights[..., None]
         return jnp.sum(out, axis=-2)
 
-    @property
-    def params(self) -> tuple[nnx.Param, ...]:
-        """Its kernels, the last of which is applied to what `gated` makes of the others' products."""
-        return self.gate_proj, self.up_proj, self.down_proj
-
-    def gated(self, *products: Float[Array, "r _"]) -> Float[Array, "r i"]:
-        gate, up = products
-        return self.activation(gate) * up
-
 
 class FusedExperts(Experts):
     """Experts whose gate and up lie in one kernel side by side."""
@@ -191,8 +182,7 @@ class Router(Linear):
     """A linear map from a token to the float32 logits of the experts."""
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t g"]:
-        logits = self.logits(x)
-        return logits if self.bias is None else logits + self.bias[...]
+        return self.logits(x)
 
 
 class MoeMLP(Module):
