@@ -23,7 +23,6 @@ from test_tensor_parallel import requests
 
 from jax_paged import LLM, BeamSearchParams, EngineArgs, SamplingParams
 from jax_paged.engine.errors import EngineDeadError
-from jax_paged.models import weights
 from jax_paged.models.stored_tensors import StoredTensor
 from jax_paged.models.weights import load_model
 from jax_paged.worker.process_group import OneProcess
@@ -150,14 +149,14 @@ class InStage(OneProcess):
 def test_each_process_has_the_weights_of_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_checkpoint(tmp_path, "gqa2_tied")
     args = EngineArgs(str(folder), **LIMITS, pipeline_parallel_size=2, distributed_executor_backend="mp")
-    read, read_tensor = list[int](), weights.read_tensor
+    read, read_one = list[int](), StoredTensor.read
 
     def counted(tensor: StoredTensor) -> np.ndarray:
-        array = read_tensor(tensor)
+        array = read_one(tensor)
         read.append(array.nbytes)
         return array
 
-    monkeypatch.setattr(weights, "read_tensor", counted)
+    monkeypatch.setattr(StoredTensor, "read", counted)
     sizes, totals = list[int](), set[int]()
     for stage in range(2):
         read.clear()
