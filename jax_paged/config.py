@@ -22,6 +22,7 @@ MatmulBackend = Literal["auto", "onednn", "xla"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 KVCacheDTypeName = Literal["auto", "fp8_e4m3", "int8"]
+Quantization = Literal["awq", "compressed-tensors", "fp8", "gptq", "int8"]
 ExecutorBackend = Literal["uni", "mp", "ray", "external_launcher"]
 
 
@@ -49,6 +50,9 @@ class EngineArgs:
         tokenizer: Folder or hub id of the tokenizer; None takes the model's own.
         skip_tokenizer_init: True serves token ids only and loads no tokenizer.
         dtype: "auto" takes the checkpoint's dtype; else "float32" or "bfloat16".
+        quantization: What kernels of float weights become as they are loaded: "int8" or "fp8", a byte per
+            number and a scale per output. None leaves weights as they are; a checkpoint that is quantised
+            says so itself, and allows the name of its own method, too (docs/quantization.md).
         max_model_len: Maximum tokens of a prompt and its output together, at least 2; None takes the model's
             own limit. Block tables are padded to it: a small limit is quicker.
         block_size: Tokens per block.
@@ -140,6 +144,7 @@ class EngineArgs:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     dtype: DTypeName = "auto"
+    quantization: Quantization | None = None
     max_model_len: int | None = None
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
@@ -201,6 +206,7 @@ class EngineArgs:
         for name in flags:
             note(check_choice, name, getattr(self, name), (False, True))
         note(check_choice, "dtype", self.dtype, get_args(DTypeName))
+        note(check_choice, "quantization", self.quantization, (None, *get_args(Quantization)))
         note(check_choice, "kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDTypeName))
         note(check_choice, "attention_backend", self.attention_backend, get_args(AttentionBackend))
         note(check_choice, "matmul_backend", self.matmul_backend, get_args(MatmulBackend))

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.sharding import Split, padded
+from jax_paged.models.small_kernels import SmallKernel
 from jax_paged.pallas_kernels.native import products
 
 
@@ -52,7 +53,7 @@ class PackedKernel(nnx.Variable[Array]):
 
 
 class Linear(Module):
-    """y = x @ kernel + bias, the kernel laid out [in, out], or packed.
+    """y = x @ kernel + bias, the kernel laid out [in, out], or small, or packed.
 
     Args:
         in_features: Size of x.
@@ -75,10 +76,10 @@ class Linear(Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ) -> None:
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features, self.split = in_features, out_features, split
         # Where its columns are in a packed kernel that it shares.
         self.first_column, self.num_columns = 0, out_features
-        self.kernel: nnx.Param | PackedKernel = parameter(
+        self.kernel: nnx.Param | PackedKernel | SmallKernel = parameter(
             normal(rngs.params(), (in_features, out_features), dtype, std), split
         )
         self.bias = parameter(jnp.zeros(out_features, dtype), split[1:]) if bias else None
@@ -96,6 +97,8 @@ class Linear(Module):
         if isinstance(self.kernel, PackedKernel):
             y = products.multiply(x, self.kernel[...], self.num_columns, dtype or x.dtype)
             return y[..., self.first_column : self.first_column + self.out_features]
+        if isinstance(self.kernel, SmallKernel):
+            return self.kernel.product(x, dtype or x.dtype)
         return jnp.matmul(x, self.kernel[...], preferred_element_type=dtype)
 
     @staticmethod

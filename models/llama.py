@@ -20,6 +20,7 @@ from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, gated
+from jax_paged.models.quantization_config import read_quantization
 from jax_paged.models.rope import Rope, max_positions, read_rope, rope_values
 from jax_paged.models.sharding import even, padded, repeated
 
@@ -108,7 +109,7 @@ class LlamaConfig:
             read.check(ok, "hidden_size", hidden_size, allowed, also_needs=("num_attention_heads",))
         derived_from = ("hidden_size", "num_attention_heads")
         read.check(head_dim % 2 == 0, "head_dim", head_dim, "an even integer", also_needs=derived_from)
-        read.choice("quantization_config", None, (None,))
+        read_quantization(read)
         attention_bias = read.choice("attention_bias", False, (False, True))
         trained_positions = read.integer("max_position_embeddings")
         return {

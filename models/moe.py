@@ -5,7 +5,7 @@ Source: Shazeer et al., Outrageously Large Neural Networks, 2017.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.layers import ACTIVATIONS, Linear, normal, parameter
 from jax_paged.models.llama import LlamaConfig, LlamaDecoderLayer, LlamaMLP
 from jax_paged.models.sharding import TENSOR, Split, Units, even
+from jax_paged.models.small_kernels import Parts, SmallKernel, multiply
+from jax_paged.pallas_kernels import grouped_loop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,12 +67,14 @@ class RoutedTokens(NamedTuple):
 class Experts(Module):
     """Gated MLPs, of which each token goes through those chosen for it; their kernels are stacked."""
 
+    kernel_names: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "down_proj")
+
     def __init__(self, config: MoeConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.activation = ACTIVATIONS[config.hidden_act]
         self.num_experts = config.num_experts
         size, inner, std = config.hidden_size, config.moe_intermediate_size, config.initializer_range
 
-        def make(shape: tuple[int, int], split: Split) -> nnx.Param:
+        def make(shape: tuple[int, int], split: Split) -> nnx.Param | SmallKernel:
             value = normal(rngs.params(), (config.num_experts, *shape), dtype, std)
             return parameter(value, ((Units(config.num_experts, kind="experts"),), *split))
 
@@ -79,25 +83,28 @@ class Experts(Module):
         self.down_proj = make((inner, size), (even(inner), None))
 
     def forward(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
-        params = self.gate_proj, self.up_proj, self.down_proj
-        kernels, grid = [param[...] for param in params], context.grid
+        own, grid = [getattr(self, name) for name in self.kernel_names], context.grid
+        kernels = [k.parts if isinstance(k, SmallKernel) else k[...] for k in own]
         if grid is None:
             return self.compute(x, *kernels, context=context).astype(x.tokens.dtype)
+        arrays, treedef = jax.tree.flatten(kernels)
 
-        def compute(x: RoutedTokens, *kernels: Array) -> Array:
-            first = jax.lax.axis_index(TENSOR) * kernels[0].shape[0] if grid.splits_experts else 0
+        def compute(x: RoutedTokens, *arrays: Array) -> Array:
+            kernels = jax.tree.unflatten(treedef, arrays)
+            first = jax.lax.axis_index(TENSOR) * len(arrays[0]) if grid.splits_experts else 0
             return jax.lax.psum(self.compute(x, *kernels, context=context, first=first), TENSOR)
 
-        specs = [grid.spec(param.get_metadata("split")) for param in params]
-        out = grid.on_each(compute, (PartitionSpec(), *specs), PartitionSpec())(x, *kernels)
+        splits = [k.part_splits if isinstance(k, SmallKernel) else [k.get_metadata("split")] for k in own]
+        specs = [grid.spec(split) for kernel in splits for split in kernel if split is not None]
+        out = grid.on_each(compute, (PartitionSpec(), *specs), PartitionSpec())(x, *arrays)
         return out.astype(x.tokens.dtype)
 
     def compute(
         self,
         x: RoutedTokens,
-        gate_proj: Float[Array, "g e i"],
-        up_proj: Float[Array, "g e i"],
-        down_proj: Float[Array, "g i e"],
+        gate_proj: Float[Array, "g e i"] | Parts,
+        up_proj: Float[Array, "g e i"] | Parts,
+        down_proj: Float[Array, "g i e"] | Parts,
         *,
         context: ForwardContext,
         first: Int[Array, ""] | int = 0,
@@ -106,7 +113,7 @@ class Experts(Module):
 
         Args:
             x: The input of the layer.
-            gate_proj: Of the experts that are here; so are the two that follow.
+            gate_proj: Kernels of the experts that are here, or their small form; so are the two that follow.
             up_proj: See gate_proj.
             down_proj: See gate_proj.
             context: Of the pass.
@@ -117,11 +124,24 @@ class Experts(Module):
         # The rows of the experts that are here come first; those of others belong to no group, and become 0.
         experts = (x.chosen.reshape(-1) - first) % self.num_experts
         by_expert = jnp.argsort(experts, stable=True)
-        sizes = jnp.bincount(experts, length=self.num_experts)[: len(gate_proj)]
+        num_here = len(jax.tree.leaves(gate_proj)[0])
+        sizes = jnp.bincount(experts, length=self.num_experts)[:num_here]
         rows = tokens[by_expert // top_k]
-        gate = self.activation(context.grouped_matmul(rows, gate_proj, sizes))
-        inner = gate * context.grouped_matmul(rows, up_proj, sizes)
-        out = context.grouped_matmul(inner, down_proj, sizes)
+
+        def product(rows: Array, name: str, kernels: Array | Parts) -> Array:
+            if not isinstance(kernels, Parts):
+                return context.grouped_matmul(rows, kernels, sizes)
+            group_size = getattr(self, name).form.group_size
+
+            def one(rows: Array, expert: Array) -> Array:
+                parts = jax.tree.map(lambda x: x[expert], kernels)
+                return multiply(rows, parts, group_size, rows.dtype)
+
+            return grouped_loop.by_group(rows, one, kernels.values.shape[-1], sizes)
+
+        gate = self.activation(product(rows, "gate_proj", gate_proj))
+        inner = gate * product(rows, "up_proj", up_proj)
+        out = product(inner, "down_proj", down_proj)
         out = out[jnp.argsort(by_expert)].reshape(*leading, top_k, features) * x.weights[..., None]
         return jnp.sum(out, axis=-2)
 

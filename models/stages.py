@@ -84,4 +84,4 @@ def stage(model: CausalLM, layers: range) -> CausalLM:
 
 
 def _num_bytes(module: nnx.Module) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(module, nnx.Param)))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(module)))

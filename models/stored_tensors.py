@@ -16,6 +16,8 @@ from jax_paged.models.sharding import taken
 
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# Those of small kernels, and of what belongs to them.
+SMALL_DTYPES = {"I64": "int64", "I32": "int32", "I8": "int8", "F8_E4M3": "float8_e4m3fn"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,8 @@ def with_prefix[T](stored: dict[str, T], table: WeightTable) -> dict[str, T]:
 def read_tensor(stored: StoredTensor) -> np.ndarray:
     """Returns a tensor, whose file is read as its values are."""
     # Mapped anew for each tensor: the pages that were read count as memory until the mapping is closed.
-    return np.memmap(stored.file, STORED_DTYPES[stored.dtype], "r", stored.offset, stored.shape)
+    dtype = (STORED_DTYPES | SMALL_DTYPES)[stored.dtype]
+    return np.memmap(stored.file, dtype, "r", stored.offset, stored.shape or (1,)).reshape(stored.shape)
 
 
 def read_columns(stored: StoredTensor, columns: Sequence[Int[np.ndarray, " c"]]) -> np.ndarray:

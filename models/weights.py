@@ -7,6 +7,7 @@ import logging
 import re
 import time
 import types
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,8 +24,11 @@ from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import end_token_ids, read_generation_config, read_json, sampling_defaults
 from jax_paged.models.eagle import EagleHead
 from jax_paged.models.hf_format import WeightTable
+from jax_paged.models.quantization_config import quantization_of
+from jax_paged.models.quantize import KernelPlace, kernel_places, outline_kind, outline_small
 from jax_paged.models.registry import get_architecture, get_model_class
 from jax_paged.models.sharding import DeviceGrid
+from jax_paged.models.small_kernels import KIND_DTYPES, Parts, SmallForm, SmallKernel, quantize
 from jax_paged.models.stages import split_model
 from jax_paged.models.stored_tensors import (
     STORED_DTYPES,
@@ -70,10 +74,10 @@ class LoadedModel:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weight:
-    """A weight of a model, and where it is in a checkpoint."""
+    """A weight of a model, or a small kernel, and where it is in a checkpoint."""
 
     path: tuple[Any, ...]
-    param: nnx.Param
+    param: nnx.Param | SmallKernel
     key: str
     transposed: bool
 
@@ -93,6 +97,18 @@ class Weight:
         shape = self.param.shape[1:] if self.is_stack else self.param.shape
         return shape[::-1] if self.transposed else shape
 
+    @property
+    def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+        """The shape that each tensor of the checkpoint has, and the types that it may have."""
+        if self._form is None or isinstance(self._form.source, str):
+            return {key: (self.stored_shape, tuple(STORED_DTYPES)) for key in self.keys}
+        tensors = self._form.source.tensors(*self.param.shape[-2:])
+        return {key.removesuffix("weight") + end: x for key in self.keys for end, x in tensors.items()}
+
+    @property
+    def _form(self) -> SmallForm | None:
+        return self.param.form if isinstance(self.param, SmallKernel) else None
+
 
 def load_model(
     folder: Path,
@@ -100,6 +116,7 @@ def load_model(
     max_model_len: int | None = None,
     overrides: Mapping[str, Any] = types.MappingProxyType({}),
     grid: DeviceGrid | None = None,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Loads a checkpoint folder onto the default device, or divides it among others.
 
@@ -113,12 +130,14 @@ def load_model(
             whose rotary positions can be (rope.max_positions); it shortens none.
         overrides: Fields in place of those of config.json.
         grid: The devices that share the weights, each of which is read once, straight to where it lies.
+        quantization: "int8" or "fp8" makes float kernels small as they are read (see quantize.py); else None,
+            or the method of a checkpoint whose kernels are small.
 
     Raises:
         ValueError: If the folder holds no supported model. The message lists every problem with the config,
             or else every weight that is missing, unexpected or of another shape.
     """
-    return load_stages(folder, dtype, max_model_len, overrides, (grid,))[0]
+    return load_stages(folder, dtype, max_model_len, overrides, quantization, (grid,))[0]
 
 
 def load_stages(
@@ -126,22 +145,24 @@ def load_stages(
     dtype: Literal["auto", "float32", "bfloat16"],
     max_model_len: int | None,
     overrides: Mapping[str, Any],
+    quantization: str | None,
     grids: Sequence[DeviceGrid | None],
 ) -> list[LoadedModel]:
     """Loads the stages of a model, each onto devices of its own; for a single one, the model as it is.
 
     Args:
-        folder: As load_model takes it; so are the three that follow.
+        folder: As load_model takes it; so are the four that follow.
         dtype: See folder.
         max_model_len: See folder.
         overrides: See folder.
+        quantization: See folder.
         grids: The devices of each stage; several only of a model that split_model can split.
 
     Raises:
         ValueError: As load_model.
     """
     hf_config = read_json(folder / "config.json") | overrides
-    whole, chosen, stored = _outline(folder, hf_config, dtype, max_model_len)
+    whole, chosen, stored = _outline(folder, hf_config, dtype, max_model_len, quantization)
     generation_config, architecture = read_generation_config(folder), get_architecture(hf_config)
     eos_token_ids = end_token_ids(generation_config, hf_config, whole.config.vocab_size)
     _check_stored(folder, stored_problems(stored, weights_of(whole), whole.weight_table))
@@ -165,10 +186,12 @@ def read_weights(
     weights.sort(key=lambda w: -w.param.size)
     start = logged = time.monotonic()
     flat, num_read, num_values = [], 0, sum(w.param.size for w in weights)
-    with ThreadPoolExecutor(NUM_LOADING_THREADS) as pool:
-        values = pool.map(lambda w: _load_weight(w, stored, dtype, grid).block_until_ready(), weights)
+    # What a small kernel is made of is several times as large.
+    is_small = any(isinstance(w.param, SmallKernel) for w in weights)
+    with ThreadPoolExecutor(1 if is_small else NUM_LOADING_THREADS) as pool:
+        values = pool.map(lambda w: jax.block_until_ready(_load(w, stored, dtype, grid)), weights)
         for w, value in zip(weights, values, strict=True):
-            flat.append((w.path, w.param.replace(value)))
+            flat += value
             num_read += w.param.size
             if time.monotonic() - logged >= _LOG_INTERVAL_S:
                 logged = time.monotonic()
@@ -176,7 +199,7 @@ def read_weights(
                     "read %.0f %% of the weights in %.0f s", 100 * num_read / num_values, logged - start
                 )
     nnx.update(model, nnx.from_flat_state(flat))
-    seconds, num_bytes = time.monotonic() - start, num_values * dtype.itemsize
+    seconds, num_bytes = time.monotonic() - start, sum(x.get_raw_value().nbytes for _, x in flat)
     _LOGGER.info("read the weights of %s: %.0f MiB in %.1f s", folder, num_bytes / 2**20, seconds)
 
 
@@ -185,12 +208,14 @@ def outline(
     dtype: Literal["auto", "float32", "bfloat16"],
     max_model_len: int | None,
     overrides: Mapping[str, Any] = types.MappingProxyType({}),
+    quantization: str | None = None,
 ) -> LanguageModel:
     """Returns the model in a checkpoint folder with shapes in place of its weights, which are not read.
 
     The arguments and the errors are those of load_model.
     """
-    return _outline(folder, read_json(folder / "config.json") | overrides, dtype, max_model_len)[0]
+    hf_config = read_json(folder / "config.json") | overrides
+    return _outline(folder, hf_config, dtype, max_model_len, quantization)[0]
 
 
 def _outline(
@@ -198,12 +223,36 @@ def _outline(
     hf_config: dict[str, Any],
     dtype: Literal["auto", "float32", "bfloat16"],
     max_model_len: int | None,
+    quantization: str | None,
 ) -> tuple[LanguageModel, jnp.dtype, dict[str, StoredTensor]]:
     _, model_class = get_model_class(hf_config)
     config = model_class.config_class.from_hf(hf_config, max_model_len)
+    method, weight_format = quantization_of(hf_config)
+    allowed = (None, method) if method else (None, *KIND_DTYPES)
+    if quantization not in allowed:
+        names = " or ".join(map(repr, allowed))
+        raise ValueError(f"quantization is {quantization!r}; allowed for the weights in {folder}: {names}")
     stored = with_prefix(read_headers(folder), model_class.weight_table)
     chosen = _choose_dtype(dtype, hf_config, stored)
-    return nnx.eval_shape(lambda: model_class(config, dtype=chosen, rngs=nnx.Rngs(0))), chosen, stored
+    model = nnx.eval_shape(lambda: model_class(config, dtype=chosen, rngs=nnx.Rngs(0)))
+    if weight_format is None:
+        if quantization is not None:
+            outline_kind(model, quantization)
+        return model, chosen, stored
+    modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+    for key, tensor in stored.items():
+        stem, _, end = key.rpartition(".")
+        modules[stem][end] = tensor
+
+    def form_of(place: KernelPlace) -> SmallForm | None:
+        stem = _weight(model, place.path, place.kernel).keys[0].removesuffix(".weight")
+        try:
+            return weight_format.form(modules[stem], *place.kernel.shape[-2:])
+        except ValueError as error:
+            raise ValueError(f"the weights of {stem} in {folder} can't be read: {error}") from error
+
+    outline_small(model, form_of)
+    return model, chosen, stored
 
 
 def random_model(
@@ -239,8 +288,11 @@ def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) ->
     """
     if model.config_class.from_hf(hf_config, model.config.max_position_embeddings) != model.config:
         raise ValueError(f"hf_config is {hf_config!r}; allowed: the config of the model, {model.config}")
+    weights = weights_of(model)
+    if hf_config.get("quantization_config") or any(isinstance(w.param, SmallKernel) for w in weights):
+        raise ValueError("the model or hf_config is quantised; allowed: a model of floats")
     tensors = {}
-    for weight in weights_of(model):
+    for weight in weights:
         value = np.asarray(weight.param[...])
         for key, part in zip(weight.keys, value if weight.is_stack else [value], strict=True):
             tensors[key] = np.ascontiguousarray(part.T if weight.transposed else part)
@@ -259,8 +311,13 @@ def random_checkpoint(
 
 def weights_of(model: LanguageModel | EagleHead) -> list[Weight]:
     """Returns the weights of a model, and where they are in a checkpoint."""
-    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    return [Weight(path, p, *model.weight_table.hf_key(".".join(map(str, path)))) for path, p in params]
+    found: list[tuple[Any, Any]] = list(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    found += [(p.path, p.kernel) for p in kernel_places(model) if isinstance(p.kernel, SmallKernel)]
+    return [_weight(model, path, param) for path, param in found]
+
+
+def _weight(model: LanguageModel | EagleHead, path: tuple[Any, ...], param: Any) -> Weight:
+    return Weight(path, param, *model.weight_table.hf_key(".".join(map(str, path))))
 
 
 def loaded_from(model: LanguageModel, folder: Path | None) -> LoadedModel:
@@ -295,12 +352,48 @@ def _loaded(
         config=model.config,
         architecture=architecture,
         dtype=dtype,
-        weight_bytes=sum(x.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param))),
+        weight_bytes=sum(x.nbytes for x in jax.tree.leaves(nnx.state(model))),
         max_model_len=model.config.max_position_embeddings,
         vocab_size=model.config.vocab_size,
         eos_token_ids=eos_token_ids,
         sampling_defaults=sampling_defaults,
     )
+
+
+def _load(
+    weight: Weight, stored: dict[str, StoredTensor], dtype: jnp.dtype, grid: DeviceGrid | None
+) -> list[tuple[tuple[Any, ...], nnx.Variable]]:
+    """Returns the variables of a weight, and their paths."""
+    kernel = weight.param
+    if not isinstance(kernel, SmallKernel):
+        return [(weight.path, kernel.replace(_load_weight(weight, stored, dtype, grid)))]
+    found = kernel.placed(_read_parts(weight, kernel.form, stored, dtype), grid)
+    return [((*weight.path, name), getattr(kernel, name).replace(part)) for name, part in found.items()]
+
+
+def _read_parts(
+    weight: Weight, form: SmallForm, stored: dict[str, StoredTensor], dtype: jnp.dtype
+) -> Parts:
+    shape = weight.param.shape
+
+    def read(key: str) -> Parts:
+        source = form.source
+        if isinstance(source, str):
+            return quantize(_place(read_tensor(stored[key]), weight.transposed, dtype, None), source)
+        stem = key.removesuffix("weight")
+        tensors = {end: read_tensor(stored[stem + end]) for end in source.tensors(*shape[-2:])}
+        try:
+            return source.parts(tensors)
+        except ValueError as error:
+            raise ValueError(f"{stem}* can't be read: {error}") from error
+
+    parts = [read(key) for key in weight.keys]
+    stack = jnp.stack if isinstance(form.source, str) else np.stack
+    found = jax.tree.map(lambda *x: stack(x), *parts) if weight.is_stack else parts[0]
+    shapes, expected = (jax.tree.map(lambda x: x.shape, x) for x in (found, form.shapes(shape)))
+    if shapes != expected:
+        raise ValueError(f"{weight.key} has parts of shapes {shapes}; config.json makes them {expected}")
+    return found
 
 
 def _load_weight(
@@ -363,9 +456,9 @@ def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, Store
 
 def stored_problems(stored: dict[str, StoredTensor], weights: list[Weight], table: WeightTable) -> list[str]:
     """Returns what is wrong with tensors: those missing, unexpected, or of another shape or type."""
-    expected = {key: weight.stored_shape for weight in weights for key in weight.keys}
+    expected = {key: x for weight in weights for key, x in weight.expected.items()}
     problems = []
-    for key, shape in expected.items():
+    for key, (shape, dtypes) in expected.items():
         tensor = stored.get(key)
         if tensor is None:
             untied = ", and config.json does not tie it" if key in table.tied else ""
@@ -373,8 +466,8 @@ def stored_problems(stored: dict[str, StoredTensor], weights: list[Weight], tabl
             continue
         if tensor.shape != shape:
             problems.append(f"{key} has shape {tensor.shape}; config.json makes it {shape}")
-        if tensor.dtype not in STORED_DTYPES:
-            problems.append(f"{key} is of type {tensor.dtype}; allowed: {', '.join(STORED_DTYPES)}")
+        if tensor.dtype not in dtypes:
+            problems.append(f"{key} is of type {tensor.dtype}; allowed: {', '.join(dtypes)}")
     for key in stored.keys() - expected.keys():
         kept = table.tied.get(key)
         if kept in expected and kept in stored:

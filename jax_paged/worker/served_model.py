@@ -14,6 +14,7 @@ from jax_paged.models.attention import Attend
 from jax_paged.models.causal_lm import CausalLM, LanguageModel
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.hooks import Hook, check_hooks
+from jax_paged.models.quantize import holds_small
 from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.quantization import DTYPES
 from jax_paged.worker import kv_cache
@@ -97,7 +98,8 @@ class ServedModel:
         additions = plan_additions(args, last)
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
         draft, draft_weights = load_drafter(args, last, layout, grid, packs=packs)
-        extra, how = [*hook_params, *draft_weights], {"is_own": is_own, "packs": packs}
+        kind = None if any(holds_small(m.model) for m in models) else args.quantization
+        extra, how = [*hook_params, *draft_weights], {"is_own": is_own, "packs": packs, "kind": kind}
         self.served = [
             ServedWeights(m.model, grid=g, extra=extra, **how)
             for m, g in zip(models, self.grids, strict=True)
