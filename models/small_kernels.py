@@ -217,7 +217,8 @@ def quantize(kernel: Float[Array, "*e i o"], kind: Kind) -> Parts:
 def _quantize(kernel: Array, kind: Kind) -> tuple[Array, Array]:
     kernel = kernel.astype(jnp.float32)
     largest = jnp.max(jnp.abs(kernel), axis=-2, keepdims=True)
-    scales = jnp.where(largest > 0, largest, 1) / _LARGEST[kind]
+    # A product, as XLA may make one of a quotient by a constant, and round it in another way.
+    scales = jnp.where(largest > 0, largest, 1) * (1 / _LARGEST[kind])
     values = jnp.clip(kernel / scales, -_LARGEST[kind], _LARGEST[kind])
     values = jnp.round(values) if kind == "int8" else values
     return values.astype(KIND_DTYPES[kind]), scales

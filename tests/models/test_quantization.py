@@ -1,0 +1,236 @@
+"""Small kernels: what is read of every format, what is made on the fly, and what is refused."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.quantized_checkpoints import AWQ, FORMATS, FP8, GPTQ, scheme, write_quantized
+from safetensors.numpy import save_file
+
+from jax_paged.models.quantize import kernel_places, quantized
+from jax_paged.models.small_kernels import SmallKernel
+from jax_paged.models.stored_tensors import read_headers, read_tensor
+from jax_paged.models.weights import load_model, random_checkpoint, save_model
+
+FIXTURES = Path(__file__).parent / "fixtures"
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+SHORT = {"awq_32", "gptq_ordered_32", "packed_32", "fp8_block"}
+NAMES = [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    random_checkpoint(folder, LLAMA, "float32")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    random_checkpoint(folder, MOE, "float32")
+    return folder
+
+
+def kernels(model: Any) -> dict[str, Any]:
+    return {".".join(map(str, place.path)): place.kernel for place in kernel_places(model)}
+
+
+def tokens(length: int = 20) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 96, (2, length))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_kernels_are_bit_for_bit_what_the_format_means(name: str, made: Path, tmp_path: Path) -> None:
+    meant = write_quantized(name, made, tmp_path / "q")
+    loaded = load_model(tmp_path / "q", "float32")
+    found = kernels(loaded.model)
+    assert len(meant) == 7
+    for key, value in meant.items():
+        kernel = found[key.removeprefix("model.").replace(".weight", ".kernel")]
+        assert isinstance(kernel, SmallKernel)
+        np.testing.assert_array_equal(np.asarray(kernel.dense("float32")).T, value, err_msg=key)
+        rounded_once = value.astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(np.asarray(kernel.dense("bfloat16")).T, rounded_once, err_msg=key)
+    assert isinstance(found["lm_head.kernel"], nnx.Param)
+    in_files = (tmp_path / "q" / "model.safetensors").stat().st_size
+    assert loaded.weight_bytes < 1.2 * in_files
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_dense_call_is_that_of_the_floats(name: str, made: Path, tmp_path: Path) -> None:
+    write_quantized(name, made, tmp_path / "q", tmp_path / "floats")
+    small, floats = (load_model(tmp_path / f, "float32").model for f in ("q", "floats"))
+    # Sums of 96 products in another order.
+    np.testing.assert_allclose(small(tokens()), floats(tokens()), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gptq_asymmetric_16", "fp8_block"])
+def test_experts_are_read_and_multiply(name: str, experts: Path, tmp_path: Path) -> None:
+    write_quantized(name, experts, tmp_path / "q", tmp_path / "floats")
+    small, floats = (load_model(tmp_path / f, "float32").model for f in ("q", "floats"))
+    ours, theirs = kernels(small), kernels(floats)
+    path = "layers.0.mlp.experts.down_proj"
+    assert ours[path].shape == (4, 32, 64)
+    np.testing.assert_array_equal(ours[path].dense("float32"), theirs[path][...])
+    np.testing.assert_allclose(small(tokens()), floats(tokens()), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_on_the_fly_is_a_scale_per_output_and_a_byte_per_number(kind: Any, experts: Path) -> None:
+    floats = load_model(experts, "float32").model
+    loaded, in_memory = load_model(experts, "float32", quantization=kind), quantized(floats, kind)
+    of_floats, of_memory = kernels(floats), kernels(in_memory)
+    for path, kernel in kernels(loaded.model).items():
+        value = np.asarray(of_floats[path][...])
+        if path in ("lm_head.kernel", "layers.0.mlp.gate.kernel"):
+            np.testing.assert_array_equal(kernel[...], value)
+            continue
+        largest = np.abs(value).max(-2, keepdims=True)
+        top = {"int8": 127, "fp8": 448}[kind]
+        scale = (largest / np.float32(top)).astype(np.float32)
+        held = np.round(value / scale).astype(np.int8) if kind == "int8" else (value / scale).astype(FP8)
+        np.testing.assert_array_equal(np.asarray(kernel.parts.values), held, err_msg=path)
+        np.testing.assert_array_equal(kernel.dense("float32"), held.astype(np.float32) * scale)
+        assert jax.tree.map(np.array_equal, kernel.parts, of_memory[path].parts)
+        error = np.abs(np.asarray(kernel.dense("float32")) - value)
+        assert (error <= (scale / 2 if kind == "int8" else np.abs(value) / 16 + scale / 512) * 1.001).all()
+    for path, param in nnx.to_flat_state(nnx.state(floats, nnx.Param)):
+        assert param[...] is not None, f"{path} is still the caller's"
+    size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(nnx.state(loaded.model)))
+    assert loaded.weight_bytes == size
+
+
+def test_a_column_of_zeros_is_zeros(made: Path) -> None:
+    model = load_model(made, "float32").model
+    place = kernel_places(model)[0]
+    place.kernel.set_value(place.kernel[...].at[:, 3].set(0))
+    (kernel,) = [k for k in kernels(quantized(model, "fp8")).values() if isinstance(k, SmallKernel)][:1]
+    assert not np.asarray(kernel.dense("float32"))[:, 3].any()
+
+
+def test_what_is_left_of_floats_can_be_trained(made: Path, tmp_path: Path) -> None:
+    """Small kernels are constants of a gradient: those of norms, embeddings and head are the float model's."""
+    write_quantized("awq_32", made, tmp_path / "q", tmp_path / "floats")
+
+    def gradients(folder: Path) -> dict[str, np.ndarray]:
+        model = load_model(folder, "float32").model
+        grads = nnx.grad(lambda m: jnp.mean(jax.nn.log_softmax(m(tokens()))[..., 3]))(model)
+        return {".".join(map(str, p)): np.asarray(x[...]) for p, x in nnx.to_flat_state(grads)}
+
+    small, floats = gradients(tmp_path / "q"), gradients(tmp_path / "floats")
+    assert small.keys() == {k for k in floats if not k.endswith("_proj.kernel")}
+    for path, value in small.items():
+        np.testing.assert_allclose(value, floats[path], atol=1e-5, rtol=1e-4, err_msg=path)
+
+
+def edited(folder: Path, out: Path, config: dict[str, Any] | None = None, **tensors: Any) -> Path:
+    """Copies a checkpoint with another quantization_config, or tensors of q_proj changed or (None) left out."""
+    out.mkdir()
+    hf_config = json.loads((folder / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(hf_config | ({"quantization_config": config} if config else {})))
+    changed = {f"model.layers.0.self_attn.q_proj.{end}": x for end, x in tensors.items()}
+    found = {key: read_tensor(tensor) for key, tensor in read_headers(folder).items()} | changed
+    save_file({k: v for k, v in found.items() if v is not None}, out / "model.safetensors")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"bits": 4}, "quantization_config.quant_method is None; allowed: 'awq' or 'compressed-tensors' or"),
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; allowed: 'awq' or"),
+        ({"quant_method": "hqq"}, "quant_method is 'hqq'; allowed: .* 'fp8' or 'gptq'"),
+        ({"quant_method": "gguf"}, "quant_method is 'gguf'; allowed"),
+        (AWQ | {"version": "gemv"}, "quantization_config.version is 'gemv'; allowed: 'gemm'"),
+        (AWQ | {"bits": 3}, "quantization_config.bits is 3; allowed: 4"),
+        (AWQ | {"zero_point": False}, "quantization_config.zero_point is False; allowed: True"),
+        (AWQ | {"group_size": 0}, "group_size is 0; allowed: -1 or a positive integer"),
+        (GPTQ | {"bits": 8}, "quantization_config.bits is 8; allowed: 4"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; allowed: 'gptq' or"),
+        (GPTQ | {"dynamic": {"-:q_proj": {}}}, "dynamic is .* allowed: {} or null"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'; allowed: 'e4m3'"),
+        ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'; allowed: 'float'"),
+        (scheme(4, "float", "tensor_group"), "group_0.weights.type is 'float'; allowed: 'int'"),
+        (scheme(8, "int", "channel") | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
+        (scheme(8, "int", "channel") | {"format": "marlin-24"}, "format is 'marlin-24'; allowed"),
+        (scheme(8, "int", "channel") | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config is"),
+    ],
+)
+def test_other_formats_are_refused(
+    config: dict[str, Any], message: str, made: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_model(edited(made, tmp_path / "bad", config))
+
+
+def test_tensors_that_do_not_fit_are_all_listed(made: Path, tmp_path: Path) -> None:
+    write_quantized("awq_32", made, tmp_path / "q")
+    bad = edited(
+        tmp_path / "q",
+        tmp_path / "bad",
+        qzeros=None,
+        scales=np.ones((1, 64), np.float16),
+        qweight=np.ones((64, 8), np.int8),
+        bits=np.ones(1, np.float32),
+    )
+    with pytest.raises(ValueError) as error:
+        load_model(bad, "float32")
+    stem = "  model.layers.0.self_attn.q_proj."
+    assert [line for line in str(error.value).splitlines() if line.startswith(stem)] == [
+        f"{stem}bits is unexpected",
+        f"{stem}qweight is of type I8; allowed: I32",
+        f"{stem}qzeros is missing",
+        f"{stem}scales has shape (1, 64); config.json makes it (2, 64)",
+    ]
+
+
+def test_groups_out_of_order_need_desc_act(made: Path, tmp_path: Path) -> None:
+    write_quantized("gptq_ordered_32", made, tmp_path / "q")
+    config = FORMATS["gptq_ordered_32"][0] | {"desc_act": False}
+    with pytest.raises(ValueError, match="_proj.* can't be read: g_idx puts rows in another order"):
+        load_model(edited(tmp_path / "q", tmp_path / "bad", config), "float32")
+    far = edited(tmp_path / "q", tmp_path / "far", g_idx=np.full(64, 2, np.int32))
+    with pytest.raises(ValueError, match=r"q_proj\.\* can't be read: g_idx names groups that are not there"):
+        load_model(far, "float32")
+
+
+def test_the_argument_has_to_fit_the_checkpoint(made: Path, tmp_path: Path) -> None:
+    write_quantized("awq_32", made, tmp_path / "q")
+    assert load_model(tmp_path / "q", "float32", quantization="awq").weight_bytes
+    with pytest.raises(ValueError, match=r"quantization is 'int8'; allowed .*: None or 'awq'"):
+        load_model(tmp_path / "q", "float32", quantization="int8")
+    with pytest.raises(ValueError, match=r"quantization is 'gptq'; allowed .*: None or 'int8' or 'fp8'"):
+        load_model(made, "float32", quantization="gptq")
+
+
+def test_small_models_are_not_saved(made: Path, tmp_path: Path) -> None:
+    model = load_model(made, "float32", quantization="int8").model
+    with pytest.raises(ValueError, match="quantised; allowed: a model of floats"):
+        save_model(model, tmp_path / "out", json.loads((made / "config.json").read_text()))
