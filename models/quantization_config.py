@@ -107,6 +107,10 @@ def _block(read: ConfigReader, name: str) -> tuple[int, int] | None:
     block = read.get(name, None)
     if block is None:
         return None
-    ok = isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+    ok = (
+        isinstance(block, list | tuple)
+        and len(block) == 2
+        and all(isinstance(n, int) and n > 0 for n in block)
+    )
     read.check(ok, name, block, "two positive integers")
     return (block[0], block[1]) if ok else None

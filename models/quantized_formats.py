@@ -272,9 +272,7 @@ def _checked_groups(groups: Int[np.ndarray, " i"], num_groups: int) -> Int[np.nd
     return np.asarray(groups)
 
 
-def _unpacked(
-    words: Int[np.ndarray, "n w"], places: list[int] | None = None
-) -> UInt8[np.ndarray, "n c"]:
+def _unpacked(words: Int[np.ndarray, "n w"], places: list[int] | None = None) -> UInt8[np.ndarray, "n c"]:
     """Returns the eight numbers of each word, the lowest bits first, or in the order of these places."""
     held = np.ascontiguousarray(words).view(np.uint8)
     found = np.stack([held & 15, held >> 4], axis=-1).reshape(len(words), -1, 8)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 
-from jax_paged.models.checkpoint import read_json
+from jax_paged.models.checkpoint import GGUF_HINT, read_json
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.sharding import taken
 
@@ -37,9 +37,11 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     if not (folder / names[0]).exists():
         if not (folder / INDEX_FILE).exists():
             others = sorted(f.name for f in folder.iterdir())
+            is_gguf = any(name.endswith(".gguf") for name in others)
+            hint = "weights in other formats are not read: convert them to safetensors"
             raise ValueError(
-                f"{folder} holds neither {names[0]} nor {INDEX_FILE}, but {others}; weights in other formats "
-                "are not read: convert them to safetensors"
+                f"{folder} holds neither {names[0]} nor {INDEX_FILE}, but {others}; "
+                f"{GGUF_HINT if is_gguf else hint}"
             )
         weight_map = read_json(folder / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):

@@ -371,9 +371,7 @@ def _load(
     return [((*weight.path, name), getattr(kernel, name).replace(part)) for name, part in found.items()]
 
 
-def _read_parts(
-    weight: Weight, form: SmallForm, stored: dict[str, StoredTensor], dtype: jnp.dtype
-) -> Parts:
+def _read_parts(weight: Weight, form: SmallForm, stored: dict[str, StoredTensor], dtype: jnp.dtype) -> Parts:
     shape = weight.param.shape
 
     def read(key: str) -> Parts:

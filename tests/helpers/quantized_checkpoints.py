@@ -71,16 +71,12 @@ def gptq(
     return write
 
 
-def packed(
-    size: int, *, symmetric: bool = True, ordered: bool = False
-) -> Callable[[np.ndarray], Written]:
+def packed(size: int, *, symmetric: bool = True, ordered: bool = False) -> Callable[[np.ndarray], Written]:
     def write(kernel: np.ndarray) -> Written:
         group = groups_of(len(kernel), size)
         if ordered:
             group = np.random.default_rng(len(kernel)).permutation(group)
-        q, z, s, dense = rounded(
-            kernel, group, 15, symmetric=symmetric, scale_dtype=ml_dtypes.bfloat16
-        )
+        q, z, s, dense = rounded(kernel, group, 15, symmetric=symmetric, scale_dtype=ml_dtypes.bfloat16)
         found = {
             "weight_packed": words(q.T, 1),
             "weight_scale": np.ascontiguousarray(s.T),
@@ -104,7 +100,9 @@ def int8(*, symmetric: bool = True) -> Callable[[np.ndarray], Written]:
     return write
 
 
-def fp8(kind: str, block: tuple[int, int] = (1, 1), name: str = "weight_scale") -> Callable[[np.ndarray], Written]:
+def fp8(
+    kind: str, block: tuple[int, int] = (1, 1), name: str = "weight_scale"
+) -> Callable[[np.ndarray], Written]:
     def write(kernel: np.ndarray) -> Written:
         weight = kernel.T  # [out, in], as it is stored
         largest = np.abs(weight)

@@ -1,7 +1,7 @@
 """Small kernels: what is read of every format, what is made on the fly, and what is refused."""
 
 import json
-import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +16,9 @@ from flax import nnx
 from helpers.quantized_checkpoints import AWQ, FORMATS, FP8, GPTQ, scheme, write_quantized
 from safetensors.numpy import save_file
 
+from jax_paged.models.quantization_config import quantization_of
 from jax_paged.models.quantize import kernel_places, quantized
-from jax_paged.models.small_kernels import SmallKernel
+from jax_paged.models.small_kernels import Parts, SmallKernel, multiply, quantize
 from jax_paged.models.stored_tensors import read_headers, read_tensor
 from jax_paged.models.weights import load_model, random_checkpoint, save_model
 
@@ -83,6 +84,39 @@ def test_kernels_are_bit_for_bit_what_the_format_means(name: str, made: Path, tm
     assert loaded.weight_bytes < 1.2 * in_files
 
 
+REFERENCES = Path(__file__).parent / "quantized"
+CONFIGS: dict[str, dict[str, Any]] = {
+    "awq": AWQ | {"group_size": 16},
+    "gptq": GPTQ | {"group_size": 16, "desc_act": True},
+    "packed": scheme(4, "int", "group", group_size=16),
+    "packed_asymmetric": scheme(4, "int", "group", group_size=16, symmetric=False),
+    "int8": scheme(8, "int", "channel"),
+    "fp8_tensor": scheme(8, "float", "tensor"),
+    "fp8_channel": scheme(8, "float", "channel"),
+    "fp8_block": scheme(8, "float", "block", block_structure=[16, 16]),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_quantisers_have_written_is_what_they_read(name: str, tmp_path: Path) -> None:
+    """Files of AutoAWQ, AutoGPTQ and compressed-tensors, and the floats that these make of them."""
+    assert {file.stem for file in REFERENCES.iterdir()} == CONFIGS.keys()
+    shutil.copy(REFERENCES / f"{name}.safetensors", tmp_path / "model.safetensors")
+    stored = read_headers(tmp_path)
+    expected = read_tensor(stored.pop("dense"))
+    _, weight_format = quantization_of({"quantization_config": CONFIGS[name]})
+    assert weight_format is not None
+    form = weight_format.form(stored, *expected.shape)
+    assert form is not None and not isinstance(form.source, str)
+    known = form.source.tensors(*expected.shape)
+    assert known.keys() == stored.keys()
+    for end, (shape, dtypes) in known.items():
+        assert stored[end].shape == shape and stored[end].dtype in dtypes, end
+    parts = form.source.parts({end: read_tensor(stored[end]) for end in known})
+    kernel = SmallKernel(form, expected.shape, (None, None), jax.tree.map(jnp.asarray, parts))
+    np.testing.assert_array_equal(kernel.dense("float32"), expected)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_dense_call_is_that_of_the_floats(name: str, made: Path, tmp_path: Path) -> None:
     write_quantized(name, made, tmp_path / "q", tmp_path / "floats")
@@ -136,7 +170,7 @@ def test_a_column_of_zeros_is_zeros(made: Path) -> None:
 
 
 def test_what_is_left_of_floats_can_be_trained(made: Path, tmp_path: Path) -> None:
-    """Small kernels are constants of a gradient: those of norms, embeddings and head are the float model's."""
+    """Small kernels are constants of a gradient; those of norms, embeddings and head are what they were."""
     write_quantized("awq_32", made, tmp_path / "q", tmp_path / "floats")
 
     def gradients(folder: Path) -> dict[str, np.ndarray]:
@@ -151,10 +185,12 @@ def test_what_is_left_of_floats_can_be_trained(made: Path, tmp_path: Path) -> No
 
 
 def edited(folder: Path, out: Path, config: dict[str, Any] | None = None, **tensors: Any) -> Path:
-    """Copies a checkpoint with another quantization_config, or tensors of q_proj changed or (None) left out."""
+    """Copies a checkpoint with another quantization_config, or other tensors of q_proj; None leaves them out."""
     out.mkdir()
     hf_config = json.loads((folder / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(hf_config | ({"quantization_config": config} if config else {})))
+    (out / "config.json").write_text(
+        json.dumps(hf_config | ({"quantization_config": config} if config else {}))
+    )
     changed = {f"model.layers.0.self_attn.q_proj.{end}": x for end, x in tensors.items()}
     found = {key: read_tensor(tensor) for key, tensor in read_headers(folder).items()} | changed
     save_file({k: v for k, v in found.items() if v is not None}, out / "model.safetensors")
@@ -183,9 +219,7 @@ def edited(folder: Path, out: Path, config: dict[str, Any] | None = None, **tens
         (scheme(8, "int", "channel") | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config is"),
     ],
 )
-def test_other_formats_are_refused(
-    config: dict[str, Any], message: str, made: Path, tmp_path: Path
-) -> None:
+def test_other_formats_are_refused(config: dict[str, Any], message: str, made: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         load_model(edited(made, tmp_path / "bad", config))
 
@@ -214,7 +248,7 @@ def test_tensors_that_do_not_fit_are_all_listed(made: Path, tmp_path: Path) -> N
 def test_groups_out_of_order_need_desc_act(made: Path, tmp_path: Path) -> None:
     write_quantized("gptq_ordered_32", made, tmp_path / "q")
     config = FORMATS["gptq_ordered_32"][0] | {"desc_act": False}
-    with pytest.raises(ValueError, match="_proj.* can't be read: g_idx puts rows in another order"):
+    with pytest.raises(ValueError, match=r"_proj.* can't be read: g_idx puts rows in another order"):
         load_model(edited(tmp_path / "q", tmp_path / "bad", config), "float32")
     far = edited(tmp_path / "q", tmp_path / "far", g_idx=np.full(64, 2, np.int32))
     with pytest.raises(ValueError, match=r"q_proj\.\* can't be read: g_idx names groups that are not there"):
@@ -234,3 +268,67 @@ def test_small_models_are_not_saved(made: Path, tmp_path: Path) -> None:
     model = load_model(made, "float32", quantization="int8").model
     with pytest.raises(ValueError, match="quantised; allowed: a model of floats"):
         save_model(model, tmp_path / "out", json.loads((made / "config.json").read_text()))
+
+
+def test_floats_of_one_kernel_at_a_time(made: Path) -> None:
+    """Of kernels that a loop multiplies by, XLA holds the floats of one or two, and not those of all."""
+    x, size, num = jnp.ones((2, 512)), 512 * 512, 12
+    kernels = [jnp.ones((512, 512)) * i for i in range(num)]
+    parts = [quantize(kernel, "int8") for kernel in kernels]
+    grouped = [p._replace(scales=jnp.repeat(p.scales, 4, axis=0)) for p in parts]
+
+    def burst(x: jax.Array, parts: list[Parts], group_size: int) -> jax.Array:
+        def step(_: Any, x: jax.Array) -> jax.Array:
+            for each in parts:
+                x = jnp.tanh(multiply(x, each, group_size, x.dtype))
+            return x
+
+        return jax.lax.fori_loop(0, 4, step, x)
+
+    for form, group_size in ((parts, 512), (grouped, 128)):
+        compiled = jax.jit(burst, static_argnums=2).lower(x, form, group_size).compile()
+        memory = compiled.memory_analysis()
+        assert memory.temp_size_in_bytes < 3 * 4 * size, "less than 3 of 12 in floats"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq_32", "gptq_ordered_32", "fp8_channel", "on_the_fly_int8"])
+def test_loading_takes_little_more_than_the_weights(name: str, tmp_path: Path) -> None:
+    """The peak of a process that loads a checkpoint, above what it has taken before."""
+    config = LLAMA | {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16}
+    config |= {"vocab_size": 512, "dtype": "bfloat16"}
+    random_checkpoint(tmp_path, config, "bfloat16")
+    folder, kind = tmp_path, None
+    if name in FORMATS:
+        folder = tmp_path / "q"
+        write_quantized(name, tmp_path, folder)
+    else:
+        kind = name.removeprefix("on_the_fly_")
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(folder), kind or ""], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    size, grown = map(int, done.stdout.split())
+    assert size > 80e6
+    assert grown < 1.2 * size, f"{grown / size:.2f}"
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import jax, numpy as np
+from jax_paged.models import causal_lm, small_kernels
+from jax_paged.models.weights import load_model
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+# What compiling takes, and what is compiled, is not what loading takes.
+small_kernels.quantize(jax.numpy.ones((1024, 2816), "bfloat16"), "int8")
+folder, kind = Path(sys.argv[1]), sys.argv[2] or None
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+loaded = load_model(folder, "bfloat16", quantization=kind)
+print(loaded.weight_bytes, status("VmHWM") - before)
+"""
