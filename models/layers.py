@@ -85,20 +85,22 @@ class Linear(Module):
         self.bias = parameter(jnp.zeros(out_features, dtype), split[1:]) if bias else None
 
     def forward(self, x: Float[Array, "... i"], context: ForwardContext) -> Float[Array, "... o"]:
-        y = self.product(x)
+        y = self.product(x, is_divided=context.grid is not None and self.split[0] is not None)
         return y if self.bias is None else y + self.bias[...]
 
     def logits(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         """Returns float32 logits, whatever the type of the weights; such a head has no bias."""
         return self.product(x, jnp.float32)
 
-    def product(self, x: Float[Array, "... i"], dtype: DTypeLike | None = None) -> Float[Array, "... o"]:
-        """Returns x @ kernel, of another type if `dtype` says so."""
+    def product(
+        self, x: Float[Array, "... i"], dtype: DTypeLike | None = None, *, is_divided: bool = False
+    ) -> Float[Array, "... o"]:
+        """Returns x @ kernel, of another type if `dtype` says so; `is_divided` as a small kernel takes it."""
         if isinstance(self.kernel, PackedKernel):
             y = products.multiply(x, self.kernel[...], self.num_columns, dtype or x.dtype)
             return y[..., self.first_column : self.first_column + self.out_features]
         if isinstance(self.kernel, SmallKernel):
-            return self.kernel.product(x, dtype or x.dtype)
+            return self.kernel.product(x, dtype or x.dtype, is_divided=is_divided)
         return jnp.matmul(x, self.kernel[...], preferred_element_type=dtype)
 
     @staticmethod

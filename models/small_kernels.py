@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from jax_paged.models.sharding import DeviceGrid, Split, Units, even, taken
 
@@ -25,6 +25,8 @@ from jax_paged.models.sharding import DeviceGrid, Split, Units, even, taken
 Kind = Literal["int8", "fp8"]
 KIND_DTYPES: dict[Kind, DTypeLike] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
+# Rows of a kernel that a CPU makes floats of at a time.
+_BLOCK, _MIN_BLOCK = 128, 16
 
 
 class SmallPart(nnx.Variable[Array]):
@@ -164,15 +166,40 @@ class SmallKernel(nnx.Module):
         """Returns the kernel, computed in float32 and rounded once."""
         return dense(self.parts, self.form.group_size, dtype)
 
-    def product(self, x: Float[Array, "*t i"], dtype: DTypeLike) -> Float[Array, "*t o"]:
-        """Returns x @ kernel of a type."""
-        return multiply(x, self.parts, self.form.group_size, dtype)
+    def product(
+        self, x: Float[Array, "*t i"], dtype: DTypeLike, *, is_divided: bool = False
+    ) -> Float[Array, "*t o"]:
+        """Returns x @ kernel of a type; `is_divided` says whether several devices have some of the rows each."""
+        return multiply(x, self.parts, self.form.group_size, dtype, is_divided=is_divided)
 
 
 def multiply(
-    x: Float[Array, "*t i"], parts: Parts, group_size: int, dtype: DTypeLike
+    x: Float[Array, "*t i"], parts: Parts, group_size: int, dtype: DTypeLike, *, is_divided: bool = False
 ) -> Float[Array, "*t o"]:
-    """Returns x @ kernel of a type, of a single kernel in parts."""
+    """Returns x @ kernel of a type, of a single kernel in parts.
+
+    Args:
+        x: Rows.
+        parts: Of the kernel.
+        group_size: Rows of a group.
+        dtype: Of the result.
+        is_divided: Whether several devices have some of the kernel's rows each, in one array.
+    """
+    rows = x.shape[-1]
+    block = math.gcd(rows, _BLOCK)
+    fits = group_size >= rows or (rows % group_size == 0 and 0 in (block % group_size, group_size % block))
+    if is_divided or block < _MIN_BLOCK or not (fits or parts.groups is not None):
+        return _multiply_whole(x, parts, group_size, dtype)
+    return jax.lax.platform_dependent(
+        x,
+        parts,
+        cpu=lambda x, parts: _multiply_blocks(x, parts, group_size, block).astype(dtype),
+        default=lambda x, parts: _multiply_whole(x, parts, group_size, dtype),
+    )
+
+
+def _multiply_whole(x: Array, parts: Parts, group_size: int, dtype: DTypeLike) -> Array:
+    """Leaves it to XLA to fuse the kernel with the product; on a CPU it does not."""
     # Else XLA might compute the kernels of all layers, or of all steps of a burst, ahead of their products.
     values, _ = jax.lax.optimization_barrier((parts.values, x))
     parts = parts._replace(values=values)
@@ -180,7 +207,45 @@ def multiply(
         # Values of a byte are exact in every float type, and the scale of a column can wait.
         y = jnp.matmul(x, parts.values.astype(x.dtype), preferred_element_type=jnp.float32)
         return (y * parts.scales[0].astype(jnp.float32)).astype(dtype)
-    return jnp.matmul(x, dense(parts, group_size, x.dtype), preferred_element_type=dtype)
+    kernel = dense(parts, group_size, x.dtype)
+    return jnp.matmul(x, kernel, preferred_element_type=jnp.float32).astype(dtype)
+
+
+def _multiply_blocks(x: Array, parts: Parts, group_size: int, block: int) -> Float[Array, "*t o"]:
+    """Makes floats of as many rows of the kernel at a time as the cache of a core holds, and adds up."""
+    *leading, rows = x.shape
+    x = x.reshape(-1, rows // block, block).swapaxes(0, 1).astype(jnp.float32)
+    held = block // 2 if parts.values.dtype == jnp.uint8 else block
+    is_fp8 = parts.values.dtype == jnp.float8_e4m3fn
+    # As bytes: XLA would convert all of them to cut some out.
+    all_values = jax.lax.bitcast_convert_type(parts.values, jnp.uint8) if is_fp8 else parts.values
+
+    def add_block(i: Array, y: Array) -> Array:
+        def cut(part: Array | None, size: int, first: Array) -> Array | None:
+            return None if part is None else jax.lax.dynamic_slice_in_dim(part, first, size)
+
+        values, groups = cut(all_values, held, i * held), cut(parts.groups, block, i * block)
+        scales, zeros = parts.scales, parts.zeros
+        if groups is None:
+            num, first = max(1, block // group_size), i * block // group_size
+            scales, zeros = cut(scales, num, first), cut(zeros, num, first)
+        values = _from_fp8(values) if is_fp8 else values
+        own = Parts(values, scales, zeros, groups)
+        return y + x[i] @ dense(own, min(group_size, block), jnp.float32)
+
+    y = jnp.zeros((x.shape[1], parts.values.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, len(x), add_block, y).reshape(*leading, -1)
+
+
+def _from_fp8(values: UInt8[Array, "*n"]) -> Float[Array, "*n"]:
+    """Returns the bytes of float8_e4m3fn as float32; XLA's own conversion is many times slower on a CPU."""
+    held = values.astype(jnp.int32)
+    size = held & 127
+    # Three bits of the fraction, and an exponent that is 120 less than float32's; below it, steps of 2^-9.
+    usual = jax.lax.bitcast_convert_type((size << 20) + (120 << 23), jnp.float32)
+    found = jnp.where(size < 8, size.astype(jnp.float32) * 2.0**-9, usual)
+    found = jnp.where(size == 127, jnp.nan, found)
+    return jnp.where(held > 127, -found, found)
 
 
 def dense(parts: Parts, group_size: int, dtype: DTypeLike) -> Float[Array, "*e i o"]:
