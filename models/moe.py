@@ -18,7 +18,7 @@ from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.layers import ACTIVATIONS, Linear, normal, parameter
 from jax_paged.models.llama import LlamaConfig, LlamaDecoderLayer, LlamaMLP
 from jax_paged.models.sharding import TENSOR, Split, Units, even
-from jax_paged.models.small_kernels import Parts, SmallKernel, multiply
+from jax_paged.models.small_kernels import Parts, SmallKernel, multiply, one_of
 from jax_paged.pallas_kernels import grouped_loop
 
 
@@ -134,8 +134,7 @@ class Experts(Module):
             group_size = getattr(self, name).form.group_size
 
             def one(rows: Array, expert: Array) -> Array:
-                parts = jax.tree.map(lambda x: x[expert], kernels)
-                return multiply(rows, parts, group_size, rows.dtype)
+                return multiply(rows, one_of(kernels, expert), group_size, rows.dtype)
 
             return grouped_loop.by_group(rows, one, kernels.values.shape[-1], sizes)
 

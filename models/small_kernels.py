@@ -27,6 +27,8 @@ KIND_DTYPES: dict[Kind, DTypeLike] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 # Rows of a kernel that a CPU makes floats of at a time.
 _BLOCK, _MIN_BLOCK = 128, 16
+# Columns of a kernel that are made small at a time.
+_COLUMNS = 256
 
 
 class SmallPart(nnx.Variable[Array]):
@@ -248,6 +250,18 @@ def _from_fp8(values: UInt8[Array, "*n"]) -> Float[Array, "*n"]:
     return jnp.where(held > 127, -found, found)
 
 
+def one_of(parts: Parts, index: Int[Array, ""]) -> Parts:
+    """Returns the parts of one of several kernels."""
+
+    def take(part: Array) -> Array:
+        if part.dtype != jnp.float8_e4m3fn:
+            return part[index]
+        taken = jax.lax.bitcast_convert_type(part, jnp.uint8)[index]
+        return jax.lax.bitcast_convert_type(taken, part.dtype)
+
+    return jax.tree.map(take, parts)
+
+
 def dense(parts: Parts, group_size: int, dtype: DTypeLike) -> Float[Array, "*e i o"]:
     """Returns the kernel of some parts, computed in float32 and rounded once."""
     if parts.values.ndim > 2:
@@ -277,6 +291,15 @@ def quantize(kernel: Float[Array, "*e i o"], kind: Kind) -> Parts:
             to float8_e4m3fn, whose largest number is the largest magnitude.
     """
     return Parts(*_quantize(kernel, kind))
+
+
+def quantize_file(kernel: Float[np.ndarray, "i o"], dtype: DTypeLike, kind: Kind) -> Parts:
+    """Returns what `quantize` does of a kernel of some type, in host memory; never holds a copy of the kernel."""
+    values, scales = np.empty(kernel.shape, KIND_DTYPES[kind]), np.empty((1, kernel.shape[1]), np.float32)
+    for first in range(0, kernel.shape[1], _COLUMNS):
+        part = slice(first, first + _COLUMNS)
+        values[:, part], scales[:, part] = _quantize(kernel[:, part].astype(dtype), kind)
+    return Parts(values, scales)
 
 
 def _quantize(kernel: Array, kind: Kind) -> tuple[Array, Array]:

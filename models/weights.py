@@ -28,7 +28,7 @@ from jax_paged.models.quantization_config import quantization_of
 from jax_paged.models.quantize import KernelPlace, kernel_places, outline_kind, outline_small
 from jax_paged.models.registry import get_architecture, get_model_class
 from jax_paged.models.sharding import DeviceGrid
-from jax_paged.models.small_kernels import KIND_DTYPES, Parts, SmallForm, SmallKernel, quantize
+from jax_paged.models.small_kernels import KIND_DTYPES, Parts, SmallForm, SmallKernel, quantize_file
 from jax_paged.models.stages import split_model
 from jax_paged.models.stored_tensors import (
     STORED_DTYPES,
@@ -377,7 +377,8 @@ def _read_parts(weight: Weight, form: SmallForm, stored: dict[str, StoredTensor]
     def read(key: str) -> Parts:
         source = form.source
         if isinstance(source, str):
-            return quantize(_place(read_tensor(stored[key]), weight.transposed, dtype, None), source)
+            kernel = read_tensor(stored[key])
+            return quantize_file(kernel.T if weight.transposed else kernel, dtype, source)
         stem = key.removesuffix("weight")
         tensors = {end: read_tensor(stored[stem + end]) for end in source.tensors(*shape[-2:])}
         try:
@@ -386,8 +387,7 @@ def _read_parts(weight: Weight, form: SmallForm, stored: dict[str, StoredTensor]
             raise ValueError(f"{stem}* can't be read: {error}") from error
 
     parts = [read(key) for key in weight.keys]
-    stack = jnp.stack if isinstance(form.source, str) else np.stack
-    found = jax.tree.map(lambda *x: stack(x), *parts) if weight.is_stack else parts[0]
+    found = jax.tree.map(lambda *x: np.stack(x), *parts) if weight.is_stack else parts[0]
     shapes, expected = (jax.tree.map(lambda x: x.shape, x) for x in (found, form.shapes(shape)))
     if shapes != expected:
         raise ValueError(f"{weight.key} has parts of shapes {shapes}; config.json makes them {expected}")
