@@ -3,12 +3,12 @@
     python benchmarks/quantization.py [--out FILE] [--texts N]
     python benchmarks/quantization.py --products
 
-Texts, answers and what is said of them are those of kv_cache_dtype.py. The kernels of four bits are rounded to
-the nearest, with a scale and a zero for every group of rows and each column, and written as a compressed-tensors
-checkpoint; a quantiser that looks at activations, such as AWQ or GPTQ, loses less.
+Texts, answers and what is said of them are those of kv_cache_dtype.py. The kernels of four bits are rounded
+to the nearest, with a scale and a zero for every group of rows and each column, and written as a
+compressed-tensors checkpoint; quantisers that look at activations, as AWQ and GPTQ do, are made to lose less.
 
-`--products` times one product of a few rows on this machine: kernels of floats, packed by oneDNN or not, beside
-small ones. It says how a decode step on a CPU fares.
+`--products` times one product of a few rows on this machine: kernels of floats, packed by oneDNN or not,
+beside small ones. It says how a decode step on a CPU fares.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from jax_paged.models.pagelet.evaluate import FOLDER
 from jax_paged.models.small_kernels import Parts, dense, multiply, quantize
 from jax_paged.pallas_kernels.native import products
 
-GROUPS = (32, 64)
+GROUPS = (32, 128)
 SHAPE, ROWS = (2048, 8192), (1, 8, 64)
 
 
@@ -110,8 +110,8 @@ def table(num_texts: int) -> str:
 def times() -> str:
     """Returns the milliseconds of products with kernels of every kind: the best of several."""
     lines = [
-        f"A product of rows with a kernel {SHAPE[0]} x {SHAPE[1]}, in ms: the best of 20; {platform.machine()}, "
-        f"jax {jax.__version__}, {jax.default_backend()}.",
+        f"A product of rows with a kernel {SHAPE[0]} x {SHAPE[1]}, in ms: the best of 20; "
+        f"{platform.machine()}, jax {jax.__version__}, {jax.default_backend()}.",
         "",
         "| type of rows | kernel | MiB | " + " | ".join(f"{n} rows" for n in ROWS) + " |",
         "|---|---|---|" + "---|" * len(ROWS),

@@ -7,9 +7,9 @@ from typing import Any
 from jax_paged.models.registry import get_architecture
 
 GGUF_HINT = (
-    "GGUF files are not read: convert them with transformers, "
-    "AutoModelForCausalLM.from_pretrained(REPOSITORY, gguf_file=FILE).save_pretrained(FOLDER), and the tokenizer "
-    "likewise, which dequantises to safetensors"
+    "GGUF files are not read: convert them to safetensors with transformers, by "
+    "AutoModelForCausalLM.from_pretrained(REPOSITORY, gguf_file=FILE).save_pretrained(FOLDER), and the "
+    "tokenizer likewise"
 )
 # No pickled weights and no code, so nothing that is downloaded can run.
 HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]

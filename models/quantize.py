@@ -29,8 +29,8 @@ class KernelPlace(NamedTuple):
     name: str
 
     @property
-    def kernel(self) -> nnx.Variable | SmallKernel:
-        """The kernel."""
+    def kernel(self) -> Any:
+        """The kernel: a parameter, or a SmallKernel."""
         return getattr(self.owner, self.name)
 
 
@@ -100,8 +100,8 @@ def float_outline[M: nnx.Module](model: M, dtype: jax.typing.DTypeLike) -> M:
         if isinstance(kernel, SmallKernel):
             if not isinstance(kernel.form.source, str):
                 raise ValueError(
-                    "the weights are a model's or tensors; allowed for a model that is served from a quantised "
-                    "checkpoint: the folder or hub id of another of the same format"
+                    "the weights are a model's or tensors; allowed for a model that is served from a "
+                    "quantised checkpoint: the folder or hub id of another of the same format"
                 )
             shape = jax.ShapeDtypeStruct(kernel.shape, dtype)
             setattr(place.owner, place.name, nnx.Param(shape, split=kernel.split))

@@ -4,8 +4,8 @@ All of them divide a kernel's rows (what a linear map takes) into groups with sc
 in the order of numbers of four bits within words of 32, in which of two matrices is transposed, and in names.
 
 Source: Lin et al., AWQ, 2024, and Frantar et al., GPTQ, 2023; the layouts are those that AutoAWQ (version
-"gemm"), AutoGPTQ and GPTQModel (checkpoint formats "gptq" and "gptq_v2"), compressed-tensors and transformers'
-FineGrainedFP8Config write.
+"gemm"), AutoGPTQ and GPTQModel (checkpoint formats "gptq" and "gptq_v2"), compressed-tensors and
+transformers' FineGrainedFP8Config write.
 """
 
 import dataclasses

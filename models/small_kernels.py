@@ -4,8 +4,8 @@ Every format of a checkpoint, and what is made of float weights, becomes one of 
 
     kernel[i, o] = (values[i, o] - zeros[g(i), o]) * scales[g(i), o]
 
-A group g is `group_size` rows, or each row names its own. The device holds the small form only; what a product
-needs of the kernel is computed within it, so that XLA may fuse the two, and is forgotten.
+A group g is `group_size` rows, or each row names its own. The device holds the small form only; what a
+product needs of the kernel is computed within it, so that XLA may fuse the two, and is forgotten.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class Parts(NamedTuple):
     """The arrays of a kernel [*e, I, O]; those of several experts are stacked.
 
     Args:
-        values: int8 or float8_e4m3fn [*e, I, O]; or uint8 [*e, I / 2, O]: four bits of each of two rows, those
-            of the first being the low ones.
+        values: int8 or float8_e4m3fn [*e, I, O]; or uint8 [*e, I / 2, O]: four bits of each of two rows, the
+            low ones being the first row's.
         scales: [*e, G, O], of a float type.
         zeros: uint8 or int8 [*e, G, O], what stands for 0; None if 0 does.
         groups: int32 [*e, I], the group of each row; None if they lie one after the other.
@@ -171,7 +171,7 @@ class SmallKernel(nnx.Module):
     def product(
         self, x: Float[Array, "*t i"], dtype: DTypeLike, *, is_divided: bool = False
     ) -> Float[Array, "*t o"]:
-        """Returns x @ kernel of a type; `is_divided` says whether several devices have some of the rows each."""
+        """Returns x @ kernel of a type; `is_divided` is whether several devices have some of its rows each."""
         return multiply(x, self.parts, self.form.group_size, dtype, is_divided=is_divided)
 
 
@@ -223,7 +223,7 @@ def _multiply_blocks(x: Array, parts: Parts, group_size: int, block: int) -> Flo
     all_values = jax.lax.bitcast_convert_type(parts.values, jnp.uint8) if is_fp8 else parts.values
 
     def add_block(i: Array, y: Array) -> Array:
-        def cut(part: Array | None, size: int, first: Array) -> Array | None:
+        def cut(part: Any, size: int, first: Array) -> Any:
             return None if part is None else jax.lax.dynamic_slice_in_dim(part, first, size)
 
         values, groups = cut(all_values, held, i * held), cut(parts.groups, block, i * block)
@@ -294,11 +294,11 @@ def quantize(kernel: Float[Array, "*e i o"], kind: Kind) -> Parts:
 
 
 def quantize_file(kernel: Float[np.ndarray, "i o"], dtype: DTypeLike, kind: Kind) -> Parts:
-    """Returns what `quantize` does of a kernel of some type, in host memory; never holds a copy of the kernel."""
+    """Returns what `quantize` does, in host memory, of a mapped file; it is converted a few columns at a time."""
     values, scales = np.empty(kernel.shape, KIND_DTYPES[kind]), np.empty((1, kernel.shape[1]), np.float32)
     for first in range(0, kernel.shape[1], _COLUMNS):
         part = slice(first, first + _COLUMNS)
-        values[:, part], scales[:, part] = _quantize(kernel[:, part].astype(dtype), kind)
+        values[:, part], scales[:, part] = _quantize(jnp.asarray(kernel[:, part].astype(dtype)), kind)
     return Parts(values, scales)
 
 
@@ -324,7 +324,8 @@ def _in_steps(rows: tuple[Units, ...] | None, step: int) -> tuple[Units, ...] | 
     """Returns the units of what there is one of for every so many rows."""
     if rows is None or step == 1:
         return rows
-    assert len(rows) == 1 and rows[0].kind == "even", "the rows of every family are one list of even units"
-    num = rows[0].num * rows[0].size
+    (units,) = rows
+    assert units.kind == "even", "the rows of every family are one list of even units"
+    num = units.num * units.size
     # A group that is cut short can't be divided.
     return even(num // step) if num % step == 0 else even(1, -(-num // step))

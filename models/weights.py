@@ -77,7 +77,7 @@ class Weight:
     """A weight of a model, or a small kernel, and where it is in a checkpoint."""
 
     path: tuple[Any, ...]
-    param: nnx.Param | SmallKernel
+    param: Any  # a parameter, or a SmallKernel
     key: str
     transposed: bool
 
@@ -237,7 +237,7 @@ def _outline(
     model = nnx.eval_shape(lambda: model_class(config, dtype=chosen, rngs=nnx.Rngs(0)))
     if weight_format is None:
         if quantization is not None:
-            outline_kind(model, quantization)
+            outline_kind(model, "int8" if quantization == "int8" else "fp8")
         return model, chosen, stored
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for key, tensor in stored.items():

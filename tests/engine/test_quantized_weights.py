@@ -130,9 +130,12 @@ def test_adapters_add_to_small_kernels(name: str, checkpoint: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["awq_32", "gptq_ordered_32", "on_the_fly_int8", "fp8_channel"])
-def test_two_devices_and_two_stages(name: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_two_devices_and_two_stages(
+    name: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, floats, given = checkpoints(name, checkpoint, tmp_path)
     dense = DenseModel(floats, 160)
+    monkeypatch.setattr(plan_steps, "plan_buckets", largest_buckets)
     for parallel in ("tensor_parallel_size", "pipeline_parallel_size"):
         with LLM(
             str(folder),
@@ -230,7 +233,7 @@ def test_new_weights_are_made_small_too(
 def test_weights_of_a_quantised_checkpoint_come_from_another_like_it(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    folder, floats, _ = checkpoints("awq_32", checkpoint, tmp_path)
+    folder, _, _ = checkpoints("awq_32", checkpoint, tmp_path)
     other = load_model(checkpoint, "float32").model
     for place in kernel_places(other):
         place.kernel.set_value(place.kernel[...] * 1.25)
@@ -245,7 +248,7 @@ def test_weights_of_a_quantised_checkpoint_come_from_another_like_it(
             ):
                 engine.update_weights(new)
         for folder in (checkpoint, tmp_path / "gptq"):
-            with pytest.raises(ValueError, match="kernels are quantised in another way: layers.0.*_proj"):
+            with pytest.raises(ValueError, match=r"kernels are quantised in another way: layers.0.*_proj"):
                 engine.update_weights(str(folder))
         assert tokens_of(served(engine, prompts())) == before
         engine.update_weights(str(tmp_path / "new"))
@@ -257,7 +260,10 @@ def test_weights_of_a_quantised_checkpoint_come_from_another_like_it(
 
 
 @pytest.mark.slow
-def test_a_state_holds_small_weights(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_state_holds_small_weights(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_steps, "plan_buckets", largest_buckets)
     prompt, params = {"prompt_token_ids": prompts()[0]}, dataclasses.replace(GREEDY, logprobs=None)
     settings: dict[str, Any] = {"quantization": "fp8", "dtype": "float32", "max_model_len": 160}
     with LLM(str(checkpoint), max_num_seqs=2, num_scheduler_steps=1, **settings) as llm:
