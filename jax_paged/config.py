@@ -25,15 +25,10 @@ KVCacheDTypeName = Literal["auto", "fp8_e4m3", "int8"]
 Quantization = Literal["awq", "compressed-tensors", "fp8", "gptq", "int8"]
 ExecutorBackend = Literal["uni", "mp", "ray", "external_launcher"]
 
-
 # Arguments for which vLLM's scripts may pass None to get the default.
 _NONE_IS_DEFAULT = (
-    "block_size",
-    "distributed_executor_backend",
-    "distributed_timeout_seconds",
-    "enable_chunked_prefill",
-    "enable_prefix_caching",
-    "seed",
+    *("block_size", "distributed_executor_backend", "distributed_timeout_seconds"),
+    *("enable_chunked_prefill", "enable_prefix_caching", "seed"),
 )
 
 
@@ -50,9 +45,8 @@ class EngineArgs:
         tokenizer: Folder or hub id of the tokenizer; None takes the model's own.
         skip_tokenizer_init: True serves token ids only and loads no tokenizer.
         dtype: "auto" takes the checkpoint's dtype; else "float32" or "bfloat16".
-        quantization: What kernels of float weights become as they are loaded: "int8" or "fp8", a byte per
-            number and a scale per output. None leaves weights as they are; a checkpoint that is quantised
-            says so itself, and allows the name of its own method, too (docs/quantization.md).
+        quantization: "int8" or "fp8" makes kernels of floats small as they are loaded (docs/quantization.md);
+            of a quantised checkpoint, None or its own method.
         max_model_len: Maximum tokens of a prompt and its output together, at least 2; None takes the model's
             own limit. Block tables are padded to it: a small limit is quicker.
         block_size: Tokens per block.

@@ -19,7 +19,8 @@ from jax_paged.models.quantize import float_outline, kernel_places
 from jax_paged.models.sharding import DeviceGrid
 from jax_paged.models.small_kernels import SmallKernel
 from jax_paged.models.stored_tensors import with_prefix
-from jax_paged.models.weights import Weight, load_model, outline, weights_of
+from jax_paged.models.weight_reading import Weight, weights_of
+from jax_paged.models.weights import load_model, outline
 
 # A model, its state, tensors by the checkpoint's keys, or what names a checkpoint.
 NewWeights = LanguageModel | nnx.State | Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path

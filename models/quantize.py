@@ -67,18 +67,23 @@ def outline_small(model: nnx.Module, form_of: Callable[[KernelPlace], SmallForm 
             setattr(place.owner, place.name, kernel)
 
 
-def outline_kind(model: LanguageModel, kind: Kind) -> None:
-    """Puts the shapes of what `quantized` would make in the places of kernels, in a model without weights."""
+def outline_kind[M: LanguageModel](model: M, kind: Kind | None) -> M:
+    """Returns a model without weights, which now has the shapes of what `quantized` would make of it."""
+    if kind is None:
+        return model
     made = {place.path for place in _made(model)}
 
     def form_of(place: KernelPlace) -> SmallForm | None:
         return SmallForm.of_kind(kind, place.kernel.shape[-2]) if place.path in made else None
 
     outline_small(model, form_of)
+    return model
 
 
-def quantized[M: nnx.Module](model: M, kind: Kind) -> M:
-    """Returns a copy of a model whose kernels are small; it shares all else, and kernels that were small."""
+def quantized[M: nnx.Module](model: M, kind: Kind | None) -> M:
+    """Returns a copy of a model whose kernels are small, which shares all else; for None, the model itself."""
+    if kind is None:
+        return model
     model = nnx.merge(*nnx.split(model))
     for place in _made(model):
         param = place.kernel

@@ -171,7 +171,7 @@ class SmallKernel(nnx.Module):
     def product(
         self, x: Float[Array, "*t i"], dtype: DTypeLike, *, is_divided: bool = False
     ) -> Float[Array, "*t o"]:
-        """Returns x @ kernel of a type; `is_divided` is whether several devices have some of its rows each."""
+        """Returns x @ kernel of a type; `is_divided` is whether several devices have some rows each."""
         return multiply(x, self.parts, self.form.group_size, dtype, is_divided=is_divided)
 
 
@@ -294,7 +294,7 @@ def quantize(kernel: Float[Array, "*e i o"], kind: Kind) -> Parts:
 
 
 def quantize_file(kernel: Float[np.ndarray, "i o"], dtype: DTypeLike, kind: Kind) -> Parts:
-    """Returns what `quantize` does, in host memory, of a mapped file; it is converted a few columns at a time."""
+    """Returns what `quantize` does, in host memory, of a mapped file, a few columns at a time."""
     values, scales = np.empty(kernel.shape, KIND_DTYPES[kind]), np.empty((1, kernel.shape[1]), np.float32)
     for first in range(0, kernel.shape[1], _COLUMNS):
         part = slice(first, first + _COLUMNS)

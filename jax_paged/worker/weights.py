@@ -24,7 +24,7 @@ from jax_paged.models.pooling import PoolingSpec, read_pooling
 from jax_paged.models.quantize import outline_kind, quantized
 from jax_paged.models.sharding import DeviceGrid, Split, taken, whole_shape
 from jax_paged.models.small_kernels import KIND_DTYPES, Kind, SmallKernel
-from jax_paged.models.stages import split_model
+from jax_paged.models.stages import num_bytes, split_model
 from jax_paged.models.weights import LoadedModel, load_stages, loaded_from, outline
 
 
@@ -81,16 +81,9 @@ def load(
         loaded = loaded_from(loaded, resolve_model_dir(name) if is_folder else None)
     check_choice("dtype", args.dtype, ("auto", str(loaded.dtype)))
     check_choice("quantization", args.quantization, (None, *KIND_DTYPES))
-    small = outline_of(loaded.model)
-    if args.quantization is not None:
-        outline_kind(small, args.quantization)
+    small = outline_kind(outline_of(loaded.model), args.quantization)
     check_divided(small, grid)
     return [dataclasses.replace(loaded, weight_bytes=num_bytes(small))]
-
-
-def num_bytes(outline: LanguageModel) -> int:
-    """Returns the size of all weights of a model, or of shapes in their places."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(outline)))
 
 
 def check_stages(model: LanguageModel, num_stages: int) -> None:
@@ -255,9 +248,7 @@ class ServedWeights:
         extra: list[Any],
     ) -> None:
         given = jax.tree.leaves(nnx.state(model))
-        self._like = outline_of(model)
-        if kind is not None:
-            outline_kind(self._like, kind)
+        self._like = outline_kind(outline_of(model), kind)
         self._grid, self._packs, self._kind = grid, packs, kind
         self.arrays: list[Any] = []
         self._is_own, self._watched = is_own, _watch(None if is_own else model)
@@ -368,7 +359,7 @@ class ServedWeights:
         keep it until Python looks for garbage.
         """
         before = jax.tree.leaves(nnx.state(model))
-        own = model if self._kind is None else quantized(model, self._kind)
+        own = quantized(model, self._kind)
         own = packed(own, in_place=self._is_own) if self._packs else own
         flat, weights, splits = flatten(own)
         callers, served = {id(array) for array in given}, {id(array) for array in weights}

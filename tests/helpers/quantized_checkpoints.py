@@ -27,7 +27,7 @@ def words(values: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8)
 def rounded(
     kernel: np.ndarray, group: np.ndarray, top: int, *, symmetric: bool, scale_dtype: Any = np.float16
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Rounds a matrix [in, out] to 0 ... top; returns numbers, zeros, scales and the floats that they mean."""
+    """Rounds a matrix [in, out] to 0 ... top; returns numbers, zeros, scales, and what they mean."""
     num_groups = group.max() + 1
     low = np.stack([kernel[group == g].min(0) for g in range(num_groups)])
     high = np.stack([kernel[group == g].max(0) for g in range(num_groups)])

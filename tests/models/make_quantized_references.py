@@ -6,8 +6,8 @@ The tests need none of them; this script does. In the environment of make_refere
     python tests/models/make_quantized_references.py
 
 Every file holds the tensors of a map that takes 64 numbers and returns 32, by the ends of their keys, and
-"dense", the float32 matrix [64, 32] that the package makes of them. Of the packages for AWQ and GPTQ only single
-files are used: the rest needs a GPU.
+"dense", the float32 matrix [64, 32] that the package makes of them. Of the packages for AWQ and GPTQ only
+single files are used: the rest needs a GPU.
 """
 
 import importlib.util

@@ -107,11 +107,13 @@ def test_what_quantisers_have_written_is_what_they_read(name: str, tmp_path: Pat
     _, weight_format = quantization_of({"quantization_config": CONFIGS[name]})
     assert weight_format is not None
     form = weight_format.form(stored, *expected.shape)
-    assert form is not None and not isinstance(form.source, str)
+    assert form is not None
+    assert not isinstance(form.source, str)
     known = form.source.tensors(*expected.shape)
     assert known.keys() == stored.keys()
     for end, (shape, dtypes) in known.items():
-        assert stored[end].shape == shape and stored[end].dtype in dtypes, end
+        assert stored[end].shape == shape
+        assert stored[end].dtype in dtypes
     parts = form.source.parts({end: read_tensor(stored[end]) for end in known})
     kernel = SmallKernel(form, expected.shape, (None, None), jax.tree.map(jnp.asarray, parts))
     np.testing.assert_array_equal(kernel.dense("float32"), expected)
@@ -185,7 +187,7 @@ def test_what_is_left_of_floats_can_be_trained(made: Path, tmp_path: Path) -> No
 
 
 def edited(folder: Path, out: Path, config: dict[str, Any] | None = None, **tensors: Any) -> Path:
-    """Copies a checkpoint with another quantization_config, or other tensors of q_proj; None leaves them out."""
+    """Copies a checkpoint with another quantization_config, or tensors of q_proj; None leaves out."""
     out.mkdir()
     hf_config = json.loads((folder / "config.json").read_text())
     (out / "config.json").write_text(
