@@ -81,7 +81,7 @@ def outline_kind[M: LanguageModel](model: M, kind: Kind | None) -> M:
 
 
 def quantized[M: nnx.Module](model: M, kind: Kind | None) -> M:
-    """Returns a copy of a model whose kernels are small, which shares all else; for None, the model itself."""
+    """Returns a copy of a model whose kernels are small, which shares all else; for None, the model."""
     if kind is None:
         return model
     model = nnx.merge(*nnx.split(model))
