@@ -18,7 +18,7 @@ from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.layers import ACTIVATIONS, Linear, normal, parameter
 from jax_paged.models.llama import LlamaConfig, LlamaDecoderLayer, LlamaMLP
 from jax_paged.models.sharding import TENSOR, Split, Units, even
-from jax_paged.models.small_kernels import Parts, SmallKernel, multiply, one_of
+from jax_paged.models.small_kernels import KernelStack, SmallKernel
 from jax_paged.pallas_kernels import grouped_loop
 
 
@@ -50,6 +50,10 @@ class MoeConfig(LlamaConfig):
         return {"num_experts": num, "num_experts_per_tok": chosen}
 
 
+# Multiplies the rows of each expert by its kernel.
+Multiply = Callable[[Array, Any], Array]
+
+
 class RoutedTokens(NamedTuple):
     """The input of a layer's experts.
 
@@ -65,47 +69,75 @@ class RoutedTokens(NamedTuple):
 
 
 class Experts(Module):
-    """Gated MLPs, of which each token goes through those chosen for it; their kernels are stacked."""
+    """Gated MLPs, of which each token goes through those chosen for it; their weights are stacked.
+
+    A family whose experts are others overrides kernel_names, make_weights, divided_weights and `through`.
+    """
 
     kernel_names: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "down_proj")
 
-    def __init__(self, config: MoeConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.activation = ACTIVATIONS[config.hidden_act]
-        self.num_experts = config.num_experts
-        size, inner, std = config.hidden_size, config.moe_intermediate_size, config.initializer_range
+    def __init__(self, config: Any, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.config = config
 
-        def make(shape: tuple[int, int], split: Split) -> nnx.Param | SmallKernel:
+        def make(shape: tuple[int, ...], split: Split, std: float = config.initializer_range) -> nnx.Param:
             value = normal(rngs.params(), (config.num_experts, *shape), dtype, std)
             return parameter(value, ((Units(config.num_experts, kind="experts"),), *split))
 
+        self.make_weights(make)
+
+    def make_weights(self, make: Callable[..., nnx.Param]) -> None:
+        size, inner = self.config.hidden_size, self.config.moe_intermediate_size
         self.gate_proj = make((size, inner), (None, even(inner)))
         self.up_proj = make((size, inner), (None, even(inner)))
         self.down_proj = make((inner, size), (even(inner), None))
 
+    def divided_weights(self) -> tuple[nnx.Param | SmallKernel, ...]:
+        """Returns the weights of which every device has some experts, or a part of each."""
+        return tuple(getattr(self, name) for name in self.kernel_names)
+
+    def through(
+        self,
+        rows: Float[Array, "n e"],
+        experts: Int[Array, " n"],
+        weights: tuple[Any, ...],
+        multiply: Multiply,
+    ) -> Float[Array, "n e"]:
+        """Returns what becomes of rows that are sorted by their experts, but for a sum over devices.
+
+        Args:
+            rows: Sorted; those behind the last expert that is here must become 0.
+            experts: int32, the place of each row's expert among those that are here; any behind the last.
+            weights: Of the experts that are here, as divided_weights has them: arrays, or small kernels.
+            multiply: Multiplies the rows of each expert by its kernel; those behind the last one become 0.
+        """
+        gate_proj, up_proj, down_proj = weights
+        gate = ACTIVATIONS[self.config.hidden_act](multiply(rows, gate_proj))
+        return multiply(gate * multiply(rows, up_proj), down_proj)
+
     def forward(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
-        own, grid = [getattr(self, name) for name in self.kernel_names], context.grid
-        kernels = [k.parts if isinstance(k, SmallKernel) else k[...] for k in own]
+        return self.mixed(x, context).astype(x.tokens.dtype)
+
+    def mixed(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the sum of what the experts make of each token, in float32."""
+        own, grid = self.divided_weights(), context.grid
+        weights = [w.stack if isinstance(w, SmallKernel) else w[...] for w in own]
         if grid is None:
-            return self.compute(x, *kernels, context=context).astype(x.tokens.dtype)
-        arrays, treedef = jax.tree.flatten(kernels)
+            return self.compute(x, *weights, context=context)
+        arrays, treedef = jax.tree.flatten(weights)
 
         def compute(x: RoutedTokens, *arrays: Array) -> Array:
-            kernels = jax.tree.unflatten(treedef, arrays)
             first = jax.lax.axis_index(TENSOR) * len(arrays[0]) if grid.splits_experts else 0
-            return jax.lax.psum(self.compute(x, *kernels, context=context, first=first), TENSOR)
+            weights = jax.tree.unflatten(treedef, arrays)
+            return jax.lax.psum(self.compute(x, *weights, context=context, first=first), TENSOR)
 
-        splits = [k.part_splits if isinstance(k, SmallKernel) else [k.get_metadata("split")] for k in own]
-        specs = [grid.spec(split) for kernel in splits for split in kernel if split is not None]
-        out = grid.on_each(compute, (PartitionSpec(), *specs), PartitionSpec())(x, *arrays)
-        return out.astype(x.tokens.dtype)
+        splits = [w.part_splits if isinstance(w, SmallKernel) else [w.get_metadata("split")] for w in own]
+        specs = [grid.spec(split) for weight in splits for split in weight if split is not None]
+        return grid.on_each(compute, (PartitionSpec(), *specs), PartitionSpec())(x, *arrays)
 
     def compute(
         self,
         x: RoutedTokens,
-        gate_proj: Float[Array, "g e i"] | Parts,
-        up_proj: Float[Array, "g e i"] | Parts,
-        down_proj: Float[Array, "g i e"] | Parts,
-        *,
+        *weights: Array | KernelStack,
         context: ForwardContext,
         first: Int[Array, ""] | int = 0,
     ) -> Float[Array, "*t e"]:
@@ -113,53 +145,71 @@ class Experts(Module):
 
         Args:
             x: The input of the layer.
-            gate_proj: Kernels of the experts that are here, or their small form; so are the two that follow.
-            up_proj: See gate_proj.
-            down_proj: See gate_proj.
+            weights: Of the experts that are here.
             context: Of the pass.
             first: The first of the experts that are here.
         """
         *leading, features = x.tokens.shape
         tokens, top_k = x.tokens.reshape(-1, features), x.chosen.shape[-1]
         # The rows of the experts that are here come first; those of others belong to no group, and become 0.
-        experts = (x.chosen.reshape(-1) - first) % self.num_experts
+        num_experts, num_here = self.config.num_experts, len(jax.tree.leaves(weights)[0])
+        experts = (x.chosen.reshape(-1) - first) % num_experts
         by_expert = jnp.argsort(experts, stable=True)
-        num_here = len(jax.tree.leaves(gate_proj)[0])
-        sizes = jnp.bincount(experts, length=self.num_experts)[:num_here]
-        rows = tokens[by_expert // top_k]
+        sizes = jnp.bincount(experts, length=num_experts)[:num_here]
 
-        def product(rows: Array, name: str, kernels: Array | Parts) -> Array:
-            if not isinstance(kernels, Parts):
-                return context.grouped_matmul(rows, kernels, sizes)
-            group_size = getattr(self, name).form.group_size
+        def multiply(rows: Array, kernels: Array | KernelStack) -> Array:
+            if isinstance(kernels, KernelStack):
+                return grouped_loop.by_group(rows, kernels.product, kernels.num_columns, sizes)
+            return context.grouped_matmul(rows, kernels, sizes)
 
-            def one(rows: Array, expert: Array) -> Array:
-                return multiply(rows, one_of(kernels, expert), group_size, rows.dtype)
-
-            return grouped_loop.by_group(rows, one, kernels.values.shape[-1], sizes)
-
-        gate = self.activation(product(rows, "gate_proj", gate_proj))
-        inner = gate * product(rows, "up_proj", up_proj)
-        out = product(inner, "down_proj", down_proj)
+        own = jnp.minimum(experts[by_expert], num_here - 1)
+        out = self.through(tokens[by_expert // top_k], own, weights, multiply)
         out = out[jnp.argsort(by_expert)].reshape(*leading, top_k, features) * x.weights[..., None]
         return jnp.sum(out, axis=-2)
+
+
+class FusedExperts(Experts):
+    """Experts whose gate and up lie in one kernel side by side."""
+
+    kernel_names: ClassVar[tuple[str, ...]] = ("gate_up_proj", "down_proj")
+
+    def make_weights(self, make: Callable[..., nnx.Param]) -> None:
+        size, inner = self.config.hidden_size, self.config.moe_intermediate_size
+        self.gate_up_proj = make((size, 2 * inner), (None, 2 * even(inner)))
+        self.down_proj = make((inner, size), (even(inner), None))
+
+    def through(
+        self,
+        rows: Float[Array, "n e"],
+        experts: Int[Array, " n"],
+        weights: tuple[Any, ...],
+        multiply: Multiply,
+    ) -> Float[Array, "n e"]:
+        gate_up_proj, down_proj = weights
+        gate, up = jnp.split(multiply(rows, gate_up_proj), 2, axis=-1)
+        return multiply(ACTIVATIONS[self.config.hidden_act](gate) * up, down_proj)
 
 
 class Router(Linear):
     """A linear map from a token to the float32 logits of the experts."""
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t g"]:
-        return self.logits(x)
+        logits = self.logits(x)
+        return logits if self.bias is None else logits + self.bias[...]
 
 
 class MoeMLP(Module):
     """A router, and the experts that it chooses from."""
 
+    router_bias: ClassVar[bool] = False
+    experts_class: ClassVar[type[Experts]] = Experts
+
     def __init__(self, config: MoeConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
         options: Any = {"std": config.initializer_range, "dtype": dtype, "rngs": rngs}
-        self.gate = Router(config.hidden_size, config.num_experts, bias=False, split=(None, None), **options)
-        self.experts = Experts(config, dtype=dtype, rngs=rngs)
+        options |= {"bias": self.router_bias, "split": (None, None)}
+        self.gate = Router(config.hidden_size, config.num_experts, **options)
+        self.experts = self.experts_class(config, dtype=dtype, rngs=rngs)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         probabilities = jax.nn.softmax(self.gate(x, context))

@@ -3,7 +3,7 @@
 A method that is added gets a line in METHODS, and its layout a class as those in quantized_formats.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jax_paged.models.hf_format import ConfigReader
@@ -70,28 +70,36 @@ def _compressed(read: ConfigReader) -> WeightFormat:
     return CompressedFormat(next(iter(blocks), None))
 
 
-METHODS: dict[str, Callable[[ConfigReader], WeightFormat]] = {
+def _mxfp4(read: ConfigReader) -> None:
+    """Kernels become floats as they are read (mxfp4.py); which of them are stored so, their keys say."""
+
+
+METHODS: dict[str, Callable[[ConfigReader], WeightFormat | None]] = {
     "awq": _awq,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
 }
+# Those of kernels that stay as small as they are stored, which every family can have.
+SMALL_METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
 
 
-def read_quantization(read: ConfigReader) -> WeightFormat | None:
-    """Returns how the kernels of a checkpoint are held; None if they are floats.
+def read_quantization(read: ConfigReader, methods: Collection[str] = SMALL_METHODS) -> WeightFormat | None:
+    """Returns how the kernels of a checkpoint are held; None if they are floats, or become floats.
 
     What is wrong is noted with the other problems of the config.
 
     Args:
         read: Of the whole config.json.
+        methods: What the family can have.
     """
     values = read.table("quantization_config")
     if not values:
         return None
     own = read.nested("quantization_config", values)
-    method = values.get("quant_method")
-    if not own.check(method in METHODS, "quant_method", method, " or ".join(map(repr, METHODS))):
+    method = own.get("quant_method", None)
+    if not own.check(method in methods, "quant_method", method, " or ".join(map(repr, methods))):
         return None
     return METHODS[method](own)
 
@@ -99,7 +107,7 @@ def read_quantization(read: ConfigReader) -> WeightFormat | None:
 def quantization_of(hf_config: Mapping[str, Any]) -> tuple[str | None, WeightFormat | None]:
     """Returns the method of a config.json that was read without problems, and how kernels are held."""
     values = hf_config.get("quantization_config") or {}
-    return values.get("quant_method"), read_quantization(ConfigReader(hf_config))
+    return values.get("quant_method"), read_quantization(ConfigReader(hf_config), METHODS)
 
 
 def _block(read: ConfigReader, name: str) -> tuple[int, int] | None:

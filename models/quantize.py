@@ -3,7 +3,7 @@
 Linear maps and experts are; the head, the router and embeddings stay as they are, as everything else does.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from flax import nnx
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.layers import Linear
 from jax_paged.models.moe import Experts
-from jax_paged.models.small_kernels import Kind, SmallForm, SmallKernel, quantize
+from jax_paged.models.small_kernels import KIND_DTYPES, Kind, SmallForm, SmallKernel, quantize
 
 
 class KernelPlace(NamedTuple):
@@ -47,10 +47,17 @@ def _kernel_places(model: nnx.Module) -> Iterator[KernelPlace]:
             yield KernelPlace((*parts, name), module, name)
 
 
-def holds_small(model: nnx.Module) -> bool:
-    """Returns whether kernels of a model are small in its checkpoint."""
-    kernels = (place.kernel for place in kernel_places(model))
-    return any(isinstance(k, SmallKernel) and not isinstance(k.form.source, str) for k in kernels)
+def kind_to_make(models: Sequence[nnx.Module], quantization: str | None) -> Kind | None:
+    """Returns what float kernels become on the fly; nothing where some are small in their checkpoint.
+
+    Args:
+        models: Those that share a checkpoint; weights, or shapes in their places.
+        quantization: As EngineArgs has it.
+    """
+    kernels = (place.kernel for model in models for place in kernel_places(model))
+    if any(isinstance(k, SmallKernel) and not isinstance(k.form.source, str) for k in kernels):
+        return None
+    return next((kind for kind in KIND_DTYPES if kind == quantization), None)
 
 
 def outline_small(model: nnx.Module, form_of: Callable[[KernelPlace], SmallForm | None]) -> None:

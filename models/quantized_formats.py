@@ -244,7 +244,7 @@ class CompressedFormat:
         group_size = _group_size(rows, num_groups) if self.block is None else self.block[1]
         others = tuple(
             (end, (found[end].shape, (found[end].dtype,)))
-            for end in ("input_scale", "input_zero_point")
+            for end in ("activation_scale", "input_scale", "input_zero_point")
             if end in found
         )
         source = ByteKernel(weight.dtype, name, scale_shape, self.block, zeros, others)

@@ -145,6 +145,11 @@ class SmallKernel(nnx.Module):
         return Parts(*(None if v is None else v[...] for v in variables))
 
     @property
+    def stack(self) -> "KernelStack":
+        """Its arrays, of a kernel of several experts."""
+        return KernelStack(self.parts, self.form.group_size)
+
+    @property
     def part_splits(self) -> Parts:
         """How its arrays are divided among devices; None of those that it has not."""
         variables = self.values, self.scales, self.zeros, self.groups
@@ -262,6 +267,29 @@ def one_of(parts: Parts, index: Int[Array, ""]) -> Parts:
     return jax.tree.map(take, parts)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KernelStack:
+    """The small kernels of several experts, in a pass.
+
+    Args:
+        parts: Of all of them.
+        group_size: Rows of a group.
+    """
+
+    parts: Parts
+    group_size: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_columns(self) -> int:
+        """Of each kernel."""
+        return self.parts.values.shape[-1]
+
+    def product(self, x: Float[Array, "b i"], index: Int[Array, ""]) -> Float[Array, "b o"]:
+        """Returns x @ one of the kernels, of the type of x."""
+        return multiply(x, one_of(self.parts, index), self.group_size, x.dtype)
+
+
 def dense(parts: Parts, group_size: int, dtype: DTypeLike) -> Float[Array, "*e i o"]:
     """Returns the kernel of some parts, computed in float32 and rounded once."""
     if parts.values.ndim > 2:
@@ -293,12 +321,15 @@ def quantize(kernel: Float[Array, "*e i o"], kind: Kind) -> Parts:
     return Parts(*_quantize(kernel, kind))
 
 
-def quantize_file(kernel: Float[np.ndarray, "i o"], dtype: DTypeLike, kind: Kind) -> Parts:
+def quantize_file(kernel: Float[np.ndarray, "*e i o"], dtype: DTypeLike, kind: Kind) -> Parts:
     """Returns what `quantize` does, in host memory, of a mapped file, a few columns at a time."""
-    values, scales = np.empty(kernel.shape, KIND_DTYPES[kind]), np.empty((1, kernel.shape[1]), np.float32)
-    for first in range(0, kernel.shape[1], _COLUMNS):
-        part = slice(first, first + _COLUMNS)
-        values[:, part], scales[:, part] = _quantize(jnp.asarray(kernel[:, part].astype(dtype)), kind)
+    *stack, rows, columns = kernel.shape
+    values = np.empty((*stack, rows, columns), KIND_DTYPES[kind])
+    scales = np.empty((*stack, 1, columns), np.float32)
+    for i in np.ndindex(*stack):
+        for first in range(0, columns, _COLUMNS):
+            part = *i, slice(None), slice(first, first + _COLUMNS)
+            values[part], scales[part] = _quantize(jnp.asarray(kernel[part].astype(dtype)), kind)
     return Parts(values, scales)
 
 

@@ -21,7 +21,7 @@ from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.quantize import kernel_places
 from jax_paged.models.sharding import DeviceGrid
 from jax_paged.models.small_kernels import Parts, SmallForm, SmallKernel, quantize_file
-from jax_paged.models.stored_tensors import STORED_DTYPES, StoredTensor, read_columns, read_tensor
+from jax_paged.models.stored_tensors import STORED_DTYPES, StoredTensor
 
 NUM_LOADING_THREADS = 4
 
@@ -52,7 +52,7 @@ class Weight:
     def stored_shape(self) -> tuple[int, ...]:
         """The shape that the checkpoint's tensor of each key has."""
         shape = self.param.shape[1:] if self.is_stack else self.param.shape
-        return shape[::-1] if self.transposed else shape
+        return (*shape[:-2], *shape[:-3:-1]) if self.transposed else shape
 
     @property
     def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
@@ -126,10 +126,10 @@ def _read_parts(weight: Weight, form: SmallForm, stored: dict[str, StoredTensor]
     def read(key: str) -> Parts:
         source = form.source
         if isinstance(source, str):
-            kernel = read_tensor(stored[key])
-            return quantize_file(kernel.T if weight.transposed else kernel, dtype, source)
+            kernel = stored[key].read()
+            return quantize_file(kernel.mT if weight.transposed else kernel, dtype, source)
         stem = key.removesuffix("weight")
-        tensors = {end: read_tensor(stored[stem + end]) for end in source.tensors(*shape[-2:])}
+        tensors = {end: stored[stem + end].read() for end in source.tensors(*shape[-2:])}
         try:
             return source.parts(tensors)
         except ValueError as error:
@@ -149,7 +149,7 @@ def _load_weight(
     if grid is not None and grid.num_devices > 1:
         return _load_divided(weight, stored, dtype, grid)
     device = None if grid is None else grid.devices[0]
-    parts = [_place(read_tensor(stored[key]), weight.transposed, dtype, device) for key in weight.keys]
+    parts = [_place(stored[key].read(), weight.transposed, dtype, device) for key in weight.keys]
     return jnp.stack(parts) if weight.is_stack else parts[0]
 
 
@@ -164,9 +164,9 @@ def _load_divided(
     def read(index: tuple[slice, ...]) -> np.ndarray:
         own = [c[part] for c, part in zip(whole, index, strict=True)]
         keys = [weight.keys[i] for i in own.pop(0)] if weight.is_stack else weight.keys
-        own = own[::-1] if weight.transposed else own
-        read_parts = [read_columns(stored[key], own) for key in keys]
-        parts = [(part.T if weight.transposed else part).astype(dtype) for part in read_parts]
+        own = [*own[:-2], *own[:-3:-1]] if weight.transposed else own
+        read_parts = [stored[key].read_columns(own) for key in keys]
+        parts = [(part.mT if weight.transposed else part).astype(dtype) for part in read_parts]
         return np.stack(parts) if weight.is_stack else parts[0]
 
     return jax.make_array_from_callback(tuple(map(len, whole)), grid.sharding(split), read)
@@ -174,7 +174,7 @@ def _load_divided(
 
 def _place(value: np.ndarray, transposed: bool, dtype: jnp.dtype, device: jax.Device | None) -> Array:
     if transposed and jax.default_backend() == "cpu":
-        value, transposed = value.T, False  # transposing during the copy is many times faster than later
+        value, transposed = value.mT, False  # transposing during the copy is many times faster than later
     # Never an alias: pages of a mapped file count as memory, and the file may change.
     placed = jax.device_put(value, device, may_alias=False)
     return _convert(placed, transposed, dtype) if transposed or placed.dtype != dtype else placed
@@ -182,7 +182,7 @@ def _place(value: np.ndarray, transposed: bool, dtype: jnp.dtype, device: jax.De
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _convert(value: Array, transposed: bool, dtype: jnp.dtype) -> Array:
-    return (value.T if transposed else value).astype(dtype)
+    return (value.mT if transposed else value).astype(dtype)
 
 
 def stored_problems(stored: dict[str, StoredTensor], weights: list[Weight], table: WeightTable) -> list[str]:
@@ -204,7 +204,7 @@ def stored_problems(stored: dict[str, StoredTensor], weights: list[Weight], tabl
         if kept in expected and kept in stored:
             a, b = stored[key], stored[kept]
             readable = {a.dtype, b.dtype} <= STORED_DTYPES.keys()
-            if not readable or not np.array_equal(read_tensor(a), read_tensor(b)):
+            if not readable or not np.array_equal(a.read(), b.read()):
                 problems.append(f"{key} differs from {kept}, though config.json ties them")
         elif not re.fullmatch(table.ignored, key):
             problems.append(f"{key} is unexpected")

@@ -16,12 +16,13 @@ from safetensors.numpy import save_file
 
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import end_token_ids, read_generation_config, read_json, sampling_defaults
+from jax_paged.models.mxfp4 import with_decoded
 from jax_paged.models.quantization_config import quantization_of
-from jax_paged.models.quantize import KernelPlace, outline_kind, outline_small
+from jax_paged.models.quantize import KernelPlace, kind_to_make, outline_kind, outline_small
 from jax_paged.models.registry import get_architecture, get_model_class
 from jax_paged.models.sharding import DeviceGrid
 from jax_paged.models.small_kernels import KIND_DTYPES, SmallForm, SmallKernel
-from jax_paged.models.stages import split_model
+from jax_paged.models.stages import num_bytes, split_model
 from jax_paged.models.stored_tensors import STORED_DTYPES, StoredTensor, read_headers, with_prefix
 from jax_paged.models.weight_reading import read_weights, stored_problems, weight_at, weights_of
 
@@ -80,7 +81,7 @@ def load_model(
         ValueError: If the folder holds no supported model. The message lists every problem with the config,
             or else every weight that is missing, unexpected or of another shape.
     """
-    return load_stages(folder, dtype, max_model_len, overrides, quantization, (grid,))[0]
+    return load_stages(folder, dtype, max_model_len, overrides, quantization, (grid,), (0,))[0]
 
 
 def load_stages(
@@ -90,6 +91,7 @@ def load_stages(
     overrides: Mapping[str, Any],
     quantization: str | None,
     grids: Sequence[DeviceGrid | None],
+    own: Sequence[int],
 ) -> list[LoadedModel]:
     """Loads the stages of a model, each onto devices of its own; for a single one, the model as it is.
 
@@ -100,6 +102,7 @@ def load_stages(
         overrides: See folder.
         quantization: See folder.
         grids: The devices of each stage; several only of a model that split_model can split.
+        own: The stages whose weights are read; the others keep shapes in their places.
 
     Raises:
         ValueError: As load_model.
@@ -110,8 +113,8 @@ def load_stages(
     eos_token_ids = end_token_ids(generation_config, hf_config, whole.config.vocab_size)
     _check_stored(folder, stored_problems(stored, weights_of(whole), whole.weight_table))
     models = split_model(whole, len(grids)) if len(grids) > 1 else [whole]
-    for model, grid in zip(models, grids, strict=True):
-        read_weights(model, stored, chosen, folder, grid)
+    for stage in own:
+        read_weights(models[stage], stored, chosen, folder, grids[stage])
     facts = architecture, chosen, eos_token_ids, sampling_defaults(generation_config)
     return [_loaded(model, *facts) for model in models]
 
@@ -146,12 +149,11 @@ def _outline(
         names = " or ".join(map(repr, allowed))
         raise ValueError(f"quantization is {quantization!r}; allowed for the weights in {folder}: {names}")
     stored = with_prefix(read_headers(folder), model_class.weight_table)
+    stored = with_decoded(stored) if method == "mxfp4" else stored
     chosen = _choose_dtype(dtype, hf_config, stored)
     model = nnx.eval_shape(lambda: model_class(config, dtype=chosen, rngs=nnx.Rngs(0)))
     if weight_format is None:
-        if quantization is not None:
-            outline_kind(model, "int8" if quantization == "int8" else "fp8")
-        return model, chosen, stored
+        return outline_kind(model, kind_to_make([model], quantization)), chosen, stored
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for key, tensor in stored.items():
         stem, _, end = key.rpartition(".")
@@ -194,7 +196,8 @@ def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) ->
     Args:
         model: Not modified.
         folder: Created if it does not exist.
-        hf_config: The config.json that the model's config was read from; the copy gets the right "dtype".
+        hf_config: The config.json that the model's config was read from; the copy gets the right "dtype",
+            and no "quantization_config".
 
     Raises:
         ValueError: If `hf_config` describes another model.
@@ -202,14 +205,14 @@ def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) ->
     if model.config_class.from_hf(hf_config, model.config.max_position_embeddings) != model.config:
         raise ValueError(f"hf_config is {hf_config!r}; allowed: the config of the model, {model.config}")
     weights = weights_of(model)
-    if hf_config.get("quantization_config") or any(isinstance(w.param, SmallKernel) for w in weights):
-        raise ValueError("the model or hf_config is quantised; allowed: a model of floats")
-    tensors = {}
+    if any(isinstance(w.param, SmallKernel) for w in weights):
+        raise ValueError("the model is quantised; allowed: a model of floats")
+    tensors, hf_config = {}, {k: v for k, v in hf_config.items() if k != "quantization_config"}
     for weight in weights:
         value = np.asarray(weight.param[...])
         for key, part in zip(weight.keys, value if weight.is_stack else [value], strict=True):
-            tensors[key] = np.ascontiguousarray(part.T if weight.transposed else part)
-        hf_config = {**hf_config, "dtype": value.dtype.name}
+            tensors[key] = np.asarray(part.mT if weight.transposed else part, order="C")
+        hf_config["dtype"] = value.dtype.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -254,7 +257,7 @@ def _loaded(
         config=model.config,
         architecture=architecture,
         dtype=dtype,
-        weight_bytes=sum(x.nbytes for x in jax.tree.leaves(nnx.state(model))),
+        weight_bytes=num_bytes(model),
         max_model_len=model.config.max_position_embeddings,
         vocab_size=model.config.vocab_size,
         eos_token_ids=eos_token_ids,

@@ -21,7 +21,7 @@ from jax_paged.models.forward_context import Module
 from jax_paged.models.hooks import Hook
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.models.pooling import PoolingSpec, read_pooling
-from jax_paged.models.quantize import outline_kind, quantized
+from jax_paged.models.quantize import kind_to_make, outline_kind, quantized
 from jax_paged.models.sharding import DeviceGrid, Split, taken, whole_shape
 from jax_paged.models.small_kernels import KIND_DTYPES, Kind, SmallKernel
 from jax_paged.models.stages import num_bytes, split_model
@@ -51,7 +51,10 @@ class FlatModel[M: nnx.Module]:
 
 
 def load(
-    args: EngineArgs, loaded: LoadedModel | LanguageModel | None, grids: Sequence[DeviceGrid]
+    args: EngineArgs,
+    loaded: LoadedModel | LanguageModel | None,
+    grids: Sequence[DeviceGrid],
+    own: Sequence[int],
 ) -> list[LoadedModel]:
     """Returns the stages of the model that an engine serves; what is loaded lies on the devices of grids.
 
@@ -60,6 +63,7 @@ def load(
         loaded: A model in memory in place of it, which is a single stage. What a module alone does not tell,
             such as end tokens, is read where the tokenizer lies, if that is a folder.
         grids: The devices of each stage.
+        own: The stages whose weights are read; the others have shapes in their places.
 
     Raises:
         ValueError: If it can't be loaded or divided, or is of another type than is asked for.
@@ -72,7 +76,7 @@ def load(
             check_divided(outline(*folder), grid)
         if num_stages > 1:
             check_stages(outline(*folder), num_stages)
-        return load_stages(*folder, grids)
+        return load_stages(*folder, grids, own)
     allowed = "1 with a model in memory, whose weights stay where they are"
     check(num_stages == 1, "pipeline_parallel_size", num_stages, allowed)
     if isinstance(loaded, LanguageModel):
@@ -81,7 +85,7 @@ def load(
         loaded = loaded_from(loaded, resolve_model_dir(name) if is_folder else None)
     check_choice("dtype", args.dtype, ("auto", str(loaded.dtype)))
     check_choice("quantization", args.quantization, (None, *KIND_DTYPES))
-    small = outline_kind(outline_of(loaded.model), args.quantization)
+    small = outline_kind(outline_of(loaded.model), kind_to_make([loaded.model], args.quantization))
     check_divided(small, grid)
     return [dataclasses.replace(loaded, weight_bytes=num_bytes(small))]
 
@@ -164,15 +168,13 @@ def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:
     if not in_place:
         model = nnx.merge(*nnx.split(model))
     modules = [module for _, module in nnx.iter_modules(model)]
-    linear = [module for module in modules if isinstance(module, Linear)]
-    alone = {module: None for module in linear if not isinstance(module.kernel, SmallKernel)}
+    alone = {m: None for m in modules if isinstance(m, Linear) and not isinstance(m.kernel, SmallKernel)}
     for module in modules:
-        if isinstance(module, Module) and module.same_input:
-            maps = [m for name in module.same_input if (m := getattr(module, name)) in alone]
-            if maps:
-                Linear.pack(maps)
-            for m in maps:
-                del alone[m]
+        names = module.same_input if isinstance(module, Module) else ()
+        if maps := [m for name in names if (m := getattr(module, name)) in alone]:
+            Linear.pack(maps)
+        for m in maps:
+            del alone[m]
     for module in alone:
         Linear.pack([module])
     if isinstance(model, LanguageModel) and isinstance(model.head, Embedding) and model.ends:
@@ -186,9 +188,7 @@ def flatten[M: nnx.Module](model: M) -> tuple[FlatModel[M], list[Any], list[Spli
     variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     splits = [v.get_metadata().get("split", (None,) * v.get_raw_value().ndim) for v in variables]
     leaves, treedef = jax.tree.flatten(state)
-    assert len(leaves) == len(splits), (
-        f"{len(leaves)} weights, {len(splits)} of which say how they are divided"
-    )
+    assert len(leaves) == len(splits), "every weight says how it is divided"
     return FlatModel(graphdef, treedef), leaves, splits
 
 
@@ -249,7 +249,8 @@ class ServedWeights:
     ) -> None:
         given = jax.tree.leaves(nnx.state(model))
         self._like = outline_kind(outline_of(model), kind)
-        self._grid, self._packs, self._kind = grid, packs, kind
+        self._grid, self._packs = grid, packs
+        self._kind = kind
         self.arrays: list[Any] = []
         self._is_own, self._watched = is_own, _watch(None if is_own else model)
         self._kept: dict[int, np.ndarray] = {}  # weights that are in host memory, by their places in `arrays`

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from jax_paged.models.quantization_config import quantization_of
 from jax_paged.models.quantize import kernel_places, quantized
 from jax_paged.models.small_kernels import Parts, SmallKernel, multiply, quantize
-from jax_paged.models.stored_tensors import read_headers, read_tensor
+from jax_paged.models.stored_tensors import read_headers
 from jax_paged.models.weights import load_model, random_checkpoint, save_model
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -103,7 +103,7 @@ def test_what_quantisers_have_written_is_what_they_read(name: str, tmp_path: Pat
     assert {file.stem for file in REFERENCES.iterdir()} == CONFIGS.keys()
     shutil.copy(REFERENCES / f"{name}.safetensors", tmp_path / "model.safetensors")
     stored = read_headers(tmp_path)
-    expected = read_tensor(stored.pop("dense"))
+    expected = stored.pop("dense").read()
     _, weight_format = quantization_of({"quantization_config": CONFIGS[name]})
     assert weight_format is not None
     form = weight_format.form(stored, *expected.shape)
@@ -114,7 +114,7 @@ def test_what_quantisers_have_written_is_what_they_read(name: str, tmp_path: Pat
     for end, (shape, dtypes) in known.items():
         assert stored[end].shape == shape
         assert stored[end].dtype in dtypes
-    parts = form.source.parts({end: read_tensor(stored[end]) for end in known})
+    parts = form.source.parts({end: stored[end].read() for end in known})
     kernel = SmallKernel(form, expected.shape, (None, None), jax.tree.map(jnp.asarray, parts))
     np.testing.assert_array_equal(kernel.dense("float32"), expected)
 
@@ -194,7 +194,7 @@ def edited(folder: Path, out: Path, config: dict[str, Any] | None = None, **tens
         json.dumps(hf_config | ({"quantization_config": config} if config else {}))
     )
     changed = {f"model.layers.0.self_attn.q_proj.{end}": x for end, x in tensors.items()}
-    found = {key: read_tensor(tensor) for key, tensor in read_headers(folder).items()} | changed
+    found = {key: tensor.read() for key, tensor in read_headers(folder).items()} | changed
     save_file({k: v for k, v in found.items() if v is not None}, out / "model.safetensors")
     return out
 
