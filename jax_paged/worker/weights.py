@@ -250,7 +250,7 @@ class ServedWeights:
         given = jax.tree.leaves(nnx.state(model))
         self._like = outline_kind(outline_of(model), kind)
         self._grid, self._packs = grid, packs
-        self._kind = kind
+        self._kind: Kind | None = kind
         self.arrays: list[Any] = []
         self._is_own, self._watched = is_own, _watch(None if is_own else model)
         self._kept: dict[int, np.ndarray] = {}  # weights that are in host memory, by their places in `arrays`

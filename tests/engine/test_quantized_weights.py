@@ -169,11 +169,22 @@ EXPERTS: dict[str, Any] = {
 }
 
 
+# Another architecture: experts of one tensor, with biases.
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "num_local_experts": 4,
+    "sliding_window": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gptq_32", "on_the_fly_fp8"])
+@pytest.mark.parametrize(
+    ("name", "other"), [("gptq_32", {}), ("on_the_fly_fp8", {}), ("on_the_fly_int8", GPT_OSS)]
+)
 @pytest.mark.parametrize("by_expert", [False, True])
-def test_experts_on_two_devices(name: str, by_expert: bool, tmp_path: Path) -> None:
-    random_checkpoint(tmp_path, EXPERTS, "float32")
+def test_experts_on_two_devices(name: str, other: dict[str, Any], by_expert: bool, tmp_path: Path) -> None:
+    random_checkpoint(tmp_path, EXPERTS | other, "float32")
     folder, floats, given = checkpoints(name, tmp_path, tmp_path)
     settings = SIZES | given | {"skip_tokenizer_init": True, "enable_expert_parallel": by_expert}
     for size in (1, 2):

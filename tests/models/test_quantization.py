@@ -17,7 +17,7 @@ from helpers.quantized_checkpoints import AWQ, FORMATS, FP8, GPTQ, scheme, write
 from safetensors.numpy import save_file
 
 from jax_paged.models.quantization_config import quantization_of
-from jax_paged.models.quantize import kernel_places, quantized
+from jax_paged.models.quantize import kernel_places, kind_to_make, quantized
 from jax_paged.models.small_kernels import Parts, SmallKernel, multiply, quantize
 from jax_paged.models.stored_tensors import read_headers
 from jax_paged.models.weights import load_model, random_checkpoint, save_model
@@ -136,6 +136,40 @@ def test_experts_are_read_and_multiply(name: str, experts: Path, tmp_path: Path)
     assert ours[path].shape == (4, 32, 64)
     np.testing.assert_array_equal(ours[path].dense("float32"), theirs[path][...])
     np.testing.assert_allclose(small(tokens()), floats(tokens()), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gpt_oss", "int8"), ("gemma4_moe_capped", "fp8")])
+def test_experts_in_one_tensor_are_made_small(name: str, kind: Any) -> None:
+    """Those of gpt-oss, which have biases, and those of Gemma 4, which are stored transposed."""
+    floats = load_model(FIXTURES / name, "float32").model
+    small = quantized(floats, kind)
+    loaded, of_memory = load_model(FIXTURES / name, "float32", quantization=kind).model, kernels(small)
+    for path, kernel in kernels(loaded).items():
+        if isinstance(kernel, SmallKernel):
+            assert jax.tree.all(jax.tree.map(np.array_equal, kernel.parts, of_memory[path].parts)), path
+    for place in kernel_places(floats):
+        if isinstance(kernel := of_memory[".".join(map(str, place.path))], SmallKernel):
+            place.kernel.set_value(kernel.dense("float32"))
+    expert_kernels = [
+        path for path, k in of_memory.items() if isinstance(k, SmallKernel) and "experts" in path
+    ]
+    assert len(expert_kernels) == 2 * floats.config.num_hidden_layers
+    np.testing.assert_allclose(loaded(tokens()), floats(tokens()), atol=1e-4, rtol=1e-5)
+
+
+def test_experts_in_one_tensor_of_bytes_are_refused(tmp_path: Path) -> None:
+    folder = shutil.copytree(FIXTURES / "gemma4_moe_capped", tmp_path / "bad")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {key: tensor.read() for key, tensor in read_headers(folder).items()}
+    key = next(key for key in tensors if key.endswith("0.experts.down_proj"))
+    scale = {f"{key}_scale_inv": np.ones(len(tensors[key]), np.float32)}
+    save_file(tensors | {key: tensors[key].astype(FP8)} | scale, folder / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"down_proj is of type F8_E4M3; allowed: F32, (.|\n)*_scale_inv is une"
+    ):
+        load_model(folder, "float32")
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -264,6 +298,19 @@ def test_the_argument_has_to_fit_the_checkpoint(made: Path, tmp_path: Path) -> N
         load_model(tmp_path / "q", "float32", quantization="int8")
     with pytest.raises(ValueError, match=r"quantization is 'gptq'; allowed .*: None or 'int8' or 'fp8'"):
         load_model(made, "float32", quantization="gptq")
+
+
+def test_mxfp4_becomes_floats_and_nothing_else(made: Path, tmp_path: Path) -> None:
+    folder = FIXTURES / "gpt_oss_mxfp4"
+    model = load_model(folder, "float32", quantization="mxfp4").model
+    assert not any(isinstance(kernel, SmallKernel) for kernel in kernels(model).values())
+    assert kind_to_make([model], "mxfp4") is None
+    with pytest.raises(ValueError, match=r"quantization is 'int8'; allowed .*: None or 'mxfp4'"):
+        load_model(folder, "float32", quantization="int8")
+    with pytest.raises(
+        ValueError, match="quant_method is 'mxfp4'; allowed: 'awq' or 'compressed-tensors' or"
+    ):
+        load_model(edited(made, tmp_path / "bad", {"quant_method": "mxfp4"}))
 
 
 def test_small_models_are_not_saved(made: Path, tmp_path: Path) -> None:
