@@ -103,6 +103,20 @@ def test_tokens_are_those_of_the_floats(name: str, checkpoint: Path, tmp_path: P
         assert engine.config.weight_bytes < 0.75 * load_model(floats).weight_bytes
 
 
+def test_an_encoder(tmp_path: Path) -> None:
+    base = Path(__file__).parents[1] / "models" / "pooling_fixtures" / "bert_embedder"
+    write_floats(base, tmp_path / "floats", "int8")
+    given = {str(base): {"quantization": "int8"}, str(tmp_path / "floats"): {}}
+    texts: list[Any] = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [9, 8, 5, 6]}]
+    found, sizes = [], []
+    for folder, more in given.items():
+        with LLM(folder, dtype="float32", max_num_seqs=2, max_num_batched_tokens=64, **more) as llm:
+            found.append([output.outputs.data for output in llm.encode(texts, use_tqdm=False)])
+            sizes.append(llm.llm_engine.config.weight_bytes)
+    np.testing.assert_allclose(*found, atol=TOLERANCE)
+    assert sizes[0] < sizes[1]
+
+
 @pytest.mark.slow
 def test_bursts_with_two_steps_in_flight(checkpoint: Path, tmp_path: Path) -> None:
     folder, floats, _ = checkpoints("gptq_ordered_32", checkpoint, tmp_path)
