@@ -62,9 +62,9 @@ def questions(tokenizer: Any) -> list[list[int]]:
     return prompts(tokenizer, asked + sum_questions(TEMPLATES["sum"], pairs, 2)[0])
 
 
-def measure(dtype: str, cache: str, long: list[list[int]], short: list[list[int]]) -> dict[str, Any]:
-    """Returns blocks and bytes of an engine, its log-probabilities and best tokens of texts, and answers."""
-    with LLM("pagelet", dtype=dtype, kv_cache_dtype=cache, kv_cache_memory_bytes=POOL_BYTES) as llm:
+def measure(long: list[list[int]], short: list[list[int]], **settings: Any) -> dict[str, Any]:
+    """Returns sizes of an engine with some settings, its perplexity and best tokens of texts, and answers."""
+    with LLM(**({"model": "pagelet", "kv_cache_memory_bytes": POOL_BYTES} | settings)) as llm:
         engine = llm.llm_engine
         asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
         scored = llm.generate([{"prompt_token_ids": t} for t in long], asked, use_tqdm=False)
@@ -79,6 +79,7 @@ def measure(dtype: str, cache: str, long: list[list[int]], short: list[list[int]
         return {
             "backend": config.backend,
             "blocks": config.num_blocks,
+            "weight_bytes": config.weight_bytes,
             "bytes": config.kv_cache_bytes // config.num_blocks / config.block_size,
             "perplexity": float(np.exp(-np.mean(logprobs))),
             "best": np.array(best),
@@ -97,7 +98,7 @@ def table(long: list[list[int]], short: list[list[int]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for dtype in ("float32", "bfloat16"):
-        runs = {cache: measure(dtype, cache, long, short) for cache in CACHES}
+        runs = {cache: measure(long, short, dtype=dtype, kv_cache_dtype=cache) for cache in CACHES}
         own = runs["auto"]
         for cache, run in runs.items():
             change = run["perplexity"] / own["perplexity"] - 1

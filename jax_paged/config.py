@@ -23,17 +23,13 @@ MatmulBackend = Literal["auto", "onednn", "xla"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 DTypeName = Literal["auto", "float32", "bfloat16"]
 KVCacheDTypeName = Literal["auto", "fp8_e4m3", "int8"]
+Quantization = Literal["awq", "compressed-tensors", "fp8", "gptq", "int8", "mxfp4"]
 ExecutorBackend = Literal["uni", "mp", "ray", "external_launcher"]
-
 
 # Arguments for which vLLM's scripts may pass None to get the default.
 _NONE_IS_DEFAULT = (
-    "block_size",
-    "distributed_executor_backend",
-    "distributed_timeout_seconds",
-    "enable_chunked_prefill",
-    "enable_prefix_caching",
-    "seed",
+    *("block_size", "distributed_executor_backend", "distributed_timeout_seconds"),
+    *("enable_chunked_prefill", "enable_prefix_caching", "seed"),
 )
 
 
@@ -50,6 +46,8 @@ class EngineArgs:
         tokenizer: Folder or hub id of the tokenizer; None takes the model's own.
         skip_tokenizer_init: True serves token ids only and loads no tokenizer.
         dtype: "auto" takes the checkpoint's dtype; else "float32" or "bfloat16".
+        quantization: "int8" or "fp8" makes kernels of floats small as they are loaded (docs/quantization.md);
+            of a quantised checkpoint, None or its own method.
         max_model_len: Maximum tokens of a prompt and its output together, at least 2; None takes the model's
             own limit. Block tables are padded to it: a small limit is quicker.
         block_size: Tokens per block.
@@ -143,6 +141,7 @@ class EngineArgs:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     dtype: DTypeName = "auto"
+    quantization: Quantization | None = None
     max_model_len: int | None = None
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
@@ -206,6 +205,7 @@ class EngineArgs:
         for name in flags:
             note(check_choice, name, getattr(self, name), (False, True))
         note(check_choice, "dtype", self.dtype, get_args(DTypeName))
+        note(check_choice, "quantization", self.quantization, (None, *get_args(Quantization)))
         note(check_choice, "kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDTypeName))
         note(check_choice, "attention_backend", self.attention_backend, get_args(AttentionBackend))
         note(check_choice, "matmul_backend", self.matmul_backend, get_args(MatmulBackend))

@@ -116,7 +116,6 @@ IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
     "num_speculative_tokens": (None,),
     "override_generation_config": (None, {}),
     "override_pooler_config": (None,),
-    "quantization": (None,),
     "revision": (None,),
     "rope_scaling": (None, {}),
     "rope_theta": (None,),

@@ -6,6 +6,11 @@ from typing import Any
 
 from jax_paged.models.registry import get_architecture
 
+GGUF_HINT = (
+    "GGUF files are not read: convert them to safetensors with transformers, by "
+    "AutoModelForCausalLM.from_pretrained(REPOSITORY, gguf_file=FILE).save_pretrained(FOLDER), and the "
+    "tokenizer likewise"
+)
 # No pickled weights and no code, so nothing that is downloaded can run.
 HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
 
@@ -25,6 +30,8 @@ def resolve_model_dir(model: str) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
+    if model.endswith(".gguf"):
+        raise ValueError(f"model is {model!r}; allowed: a folder or hub id of safetensors; {GGUF_HINT}")
     from huggingface_hub import snapshot_download  # takes 0.2 s, and only hub models need it
 
     def download(patterns: list[str]) -> Path:
@@ -38,6 +45,7 @@ def resolve_model_dir(model: str) -> Path:
             f"*.safetensors, or a Hugging Face hub id such as 'meta-llama/Llama-3.2-1B'. There is no folder "
             f"{folder.absolute()}, and the hub gave {type(e).__name__}: {e} Check the spelling and the "
             "network, run `hf auth login` for a gated model, or download it elsewhere and pass its folder."
+            + (f" {GGUF_HINT}." if "gguf" in model.lower() else "")
         ) from e
     get_architecture(read_json(config))  # rejects models of other families before their weights are fetched
     return download(HUB_FILES)

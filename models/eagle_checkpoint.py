@@ -10,14 +10,9 @@ from jax_paged.models.checkpoint import read_json
 from jax_paged.models.eagle import DraftColumns, EagleConfig, EagleHead, usual_key
 from jax_paged.models.llama import LlamaForCausalLM
 from jax_paged.models.sharding import DeviceGrid
-from jax_paged.models.stored_tensors import read_headers
-from jax_paged.models.weights import (
-    LoadedModel,
-    StoredTensor,
-    read_weights,
-    stored_problems,
-    weights_of,
-)
+from jax_paged.models.stored_tensors import StoredTensor, read_headers
+from jax_paged.models.weight_reading import read_weights, stored_problems, weights_of
+from jax_paged.models.weights import LoadedModel
 
 _OFFSETS = {"I64": "<i8", "I32": "<i4"}
 

@@ -18,6 +18,7 @@ from jax_paged.models.causal_lm import LanguageModel, dense_positions
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
+from jax_paged.models.quantization_config import read_quantization
 from jax_paged.models.rope import Rope, read_rope
 
 
@@ -71,7 +72,7 @@ class EncoderConfig:
         hidden_size, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
         ok, allowed = hidden_size % heads == 0, f"a multiple of num_attention_heads, which is {heads}"
         read.check(ok, "hidden_size", hidden_size, allowed, also_needs=("num_attention_heads",))
-        read.choice("quantization_config", None, (None,))
+        read_quantization(read)
         read.choice("position_embedding_type", "absolute", ("absolute",))
         return {
             "vocab_size": read.integer("vocab_size"),

@@ -15,9 +15,12 @@ from jaxtyping import Array
 
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import resolve_model_dir
+from jax_paged.models.quantize import float_outline, kernel_places
 from jax_paged.models.sharding import DeviceGrid
+from jax_paged.models.small_kernels import SmallKernel
 from jax_paged.models.stored_tensors import with_prefix
-from jax_paged.models.weights import Weight, load_model, outline, weights_of
+from jax_paged.models.weight_reading import Weight, weights_of
+from jax_paged.models.weights import load_model, outline
 
 # A model, its state, tensors by the checkpoint's keys, or what names a checkpoint.
 NewWeights = LanguageModel | nnx.State | Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path
@@ -29,25 +32,32 @@ def with_weights(
     max_model_len: int,
     overrides: Mapping[str, Any] = types.MappingProxyType({}),
     grid: DeviceGrid | None = None,
+    quantization: str | None = None,
 ) -> LanguageModel:
     """Returns a model of the same structure with other weights; arrays on a device are shared, not copied.
 
     Args:
-        like: The model, or its shapes.
+        like: The model, or its shapes; kernels that are made small on the fly may be so here.
         new: A model, its nnx.State, tensors by the names of a checkpoint (a mapping or pairs), or a folder or
             hub id.
         max_model_len: As load_model takes it, for a folder.
         overrides: As load_model takes them, for a folder.
         grid: As load_model takes it, for a folder.
+        quantization: As load_model takes it, for a folder. What other weights become a model of is not made
+            small here.
 
     Raises:
         ValueError: If names, shapes or types are not those of `like`; the message lists every problem.
     """
-    weights = weights_of(like)
+    dtype = jax.tree.leaves(nnx.state(like, nnx.Param))[0].dtype
     if isinstance(new, str | Path):
-        folder = resolve_model_dir(str(new)), weights[0].param.dtype.name, max_model_len, overrides
-        _check_kind(like, outline(*folder))  # before anything is read
-        return load_model(*folder, grid).model
+        folder = resolve_model_dir(str(new)), dtype.name, max_model_len, overrides
+        new_outline = outline(*folder, quantization)  # before anything is read
+        _check_kind(like, new_outline)
+        _check_forms(like, new_outline)
+        return load_model(*folder, grid, quantization).model
+    like = float_outline(like, dtype)
+    weights = weights_of(like)
     if isinstance(new, LanguageModel):
         _check_kind(like, new)
         new = nnx.state(new, nnx.Param)
@@ -81,6 +91,22 @@ def _check_kind(like: LanguageModel, new: LanguageModel) -> None:
     other = "".join(f"\n  {name} is {a!r}; allowed: {b!r}" for name, a, b in pairs if a != b)
     if other:
         raise ValueError(f"the weights are those of a {given} of another config:{other}")
+
+
+def _check_forms(like: LanguageModel, new: LanguageModel) -> None:
+    """Checks that the kernels of a model are small, or floats, as those of another."""
+
+    def forms(model: LanguageModel) -> dict[str, str]:
+        places = [(".".join(map(str, p.path)), p.kernel) for p in kernel_places(model)]
+        return {path: repr(k.form if isinstance(k, SmallKernel) else None) for path, k in places}
+
+    ours = forms(like)
+    other = [path for path, form in forms(new).items() if form != ours[path]]
+    if other:
+        raise ValueError(
+            f"kernels are quantised in another way: {', '.join(other[:3])}{' ...' * (len(other) > 3)}; "
+            "allowed: as those of the model that is served"
+        )
 
 
 def _take(

@@ -17,6 +17,7 @@ from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
+from jax_paged.models.quantization_config import read_quantization
 from jax_paged.models.sharding import even, padded
 
 WEIGHT_TABLE = WeightTable(
@@ -72,7 +73,7 @@ class GPT2Config:
         by_layer = read.choice("scale_attn_by_inverse_layer_idx", False, (False, True))
         scale = (hidden_size // heads) ** -0.5 if scaled and ok else 1.0
         read.choice("add_cross_attention", False, (False,))
-        read.choice("quantization_config", None, (None,))
+        read_quantization(read)
         config = cls(
             vocab_size=read.integer("vocab_size"),
             hidden_size=hidden_size,

@@ -19,6 +19,7 @@ from jax_paged.models.layers import normal, parameter
 from jax_paged.models.llama import WEIGHT_TABLE, LlamaAttention, LlamaConfig, LlamaForCausalLM
 from jax_paged.models.moe import Experts, MoeConfig, MoeDecoderLayer, MoeMLP, Multiply, RoutedTokens
 from jax_paged.models.sharding import even
+from jax_paged.models.small_kernels import SmallKernel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class GptOssConfig(MoeConfig):
     swiglu_alpha: float
     swiglu_limit: float
 
+    quantization_methods: ClassVar[tuple[str, ...]] = ("mxfp4",)
     defaults: ClassVar[dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 64,
@@ -70,13 +72,6 @@ class GptOssConfig(MoeConfig):
             | cls.read_experts(read)
         )
 
-    @staticmethod
-    def check_quantization(read: ConfigReader) -> None:
-        # Which tensors are stored so, the checkpoint's keys say.
-        stored = read.get("quantization_config", None)
-        ok = stored is None or (isinstance(stored, dict) and stored.get("quant_method") == "mxfp4")
-        read.check(ok, "quantization_config", stored, "null or an object whose quant_method is 'mxfp4'")
-
 
 class GptOssAttention(LlamaAttention):
     """A Llama's attention with a sink for each head."""
@@ -96,6 +91,7 @@ class GptOssAttention(LlamaAttention):
 class GptOssExperts(Experts):
     """Experts with biases, whose columns of gate and up alternate, and a SwiGLU that is clamped."""
 
+    kernel_names: ClassVar[tuple[str, ...]] = ("gate_up_proj", "down_proj")
     config: GptOssConfig
 
     def make_weights(self, make: Callable[..., nnx.Param]) -> None:
@@ -107,14 +103,14 @@ class GptOssExperts(Experts):
         zeros = jnp.zeros((self.config.num_experts, size), self.down_proj.dtype)
         self.down_proj_bias = parameter(zeros, (None, None))
 
-    def divided_weights(self) -> tuple[nnx.Param, ...]:
+    def divided_weights(self) -> tuple[nnx.Param | SmallKernel, ...]:
         return self.gate_up_proj, self.gate_up_proj_bias, self.down_proj
 
     def through(
         self,
         rows: Float[Array, "n e"],
         experts: Int[Array, " n"],
-        weights: tuple[Array, ...],
+        weights: tuple[Any, ...],
         multiply: Multiply,
     ) -> Float[Array, "n e"]:
         gate_up_proj, bias, down_proj = weights

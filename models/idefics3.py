@@ -18,6 +18,7 @@ from jax_paged.models.images import ImageSpec
 from jax_paged.models.layers import Linear
 from jax_paged.models.llama import WEIGHT_TABLE as LLAMA_TABLE
 from jax_paged.models.llama import LlamaConfig, LlamaForCausalLM
+from jax_paged.models.quantization_config import read_quantization
 from jax_paged.models.siglip import SiglipConfig, SiglipEncoder
 
 _TEXT, _VISION = "model.text_model.", "model.vision_model."
@@ -63,7 +64,7 @@ class Idefics3Config(LlamaConfig):
         text = read.nested("text_config", read.table("text_config"))
         text.choice("model_type", "llama", ("llama",))
         fields = super().read(text)
-        read.choice("quantization_config", None, (None,))
+        read_quantization(read)
         vision = SiglipConfig.read(read.nested("vision_config", read.table("vision_config")))
         factor, side = read.integer("scale_factor", 2), vision.num_patches_per_side
         read.check(side % factor == 0, "scale_factor", factor, f"a divisor of {side} patches on a side")

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.sharding import Split, padded
+from jax_paged.models.small_kernels import SmallKernel
 from jax_paged.pallas_kernels.native import products
 
 
@@ -53,7 +54,7 @@ class PackedKernel(nnx.Variable[Array]):
 
 
 class Linear(Module):
-    """y = x @ kernel + bias, the kernel laid out [in, out], or packed.
+    """y = x @ kernel + bias, the kernel laid out [in, out], or small, or packed.
 
     Args:
         in_features: Size of x.
@@ -76,16 +77,16 @@ class Linear(Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ) -> None:
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features, self.split = in_features, out_features, split
         # Where its columns are in a packed kernel that it shares.
         self.first_column, self.num_columns = 0, out_features
-        self.kernel: nnx.Param | PackedKernel = parameter(
+        self.kernel: nnx.Param | PackedKernel | SmallKernel = parameter(
             normal(rngs.params(), (in_features, out_features), dtype, std), split
         )
         self.bias = parameter(jnp.zeros(out_features, dtype), split[1:]) if bias else None
 
     def forward(self, x: Float[Array, "... i"], context: ForwardContext) -> Float[Array, "... o"]:
-        y = self.product(x)
+        y = self.product(x, is_divided=context.grid is not None and self.split[0] is not None)
         return y if self.bias is None else y + self.bias[...]
 
     def logits(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
@@ -93,11 +94,15 @@ class Linear(Module):
         y = self.product(x, jnp.float32)
         return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
-    def product(self, x: Float[Array, "... i"], dtype: DTypeLike | None = None) -> Float[Array, "... o"]:
-        """Returns x @ kernel, of another type if `dtype` says so."""
+    def product(
+        self, x: Float[Array, "... i"], dtype: DTypeLike | None = None, *, is_divided: bool = False
+    ) -> Float[Array, "... o"]:
+        """Returns x @ kernel, of another type if `dtype` says so; `is_divided` as a small kernel takes it."""
         if isinstance(self.kernel, PackedKernel):
             y = products.multiply(x, self.kernel[...], self.num_columns, dtype or x.dtype)
             return y[..., self.first_column : self.first_column + self.out_features]
+        if isinstance(self.kernel, SmallKernel):
+            return self.kernel.product(x, dtype or x.dtype, is_divided=is_divided)
         return jnp.matmul(x, self.kernel[...], preferred_element_type=dtype)
 
     @staticmethod

@@ -20,6 +20,7 @@ from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, gated
+from jax_paged.models.quantization_config import SMALL_METHODS, read_quantization
 from jax_paged.models.rope import Rope, max_positions, read_rope, rope_values
 from jax_paged.models.sharding import Units, even, padded, repeated
 
@@ -82,6 +83,7 @@ class LlamaConfig:
     activation_name: ClassVar[str] = "hidden_act"
     activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)
     epsilon_name: ClassVar[str] = "rms_norm_eps"
+    quantization_methods: ClassVar[tuple[str, ...]] = SMALL_METHODS
     # Whether partial_rotary_factor may leave dimensions of a head as they are, and how the others form pairs.
     is_partly_rotated: ClassVar[bool] = False
     is_interleaved: ClassVar[bool] = False
@@ -116,7 +118,7 @@ class LlamaConfig:
             read.check(ok, "hidden_size", hidden_size, allowed, also_needs=("num_attention_heads",))
         derived_from = ("hidden_size", "num_attention_heads")
         read.check(head_dim % 2 == 0, "head_dim", head_dim, "an even integer", also_needs=derived_from)
-        cls.check_quantization(read)
+        read_quantization(read, cls.quantization_methods)
         attention_bias = read.choice("attention_bias", False, (False, True))
         trained_positions = read.integer("max_position_embeddings")
         return {
@@ -138,11 +140,6 @@ class LlamaConfig:
             "initializer_range": read.number("initializer_range", 0.02, low_open=False),
             "num_labels": read.num_labels(),
         }
-
-    @staticmethod
-    def check_quantization(read: ConfigReader) -> None:
-        """Notes a problem if the weights are stored in a way that can't be read."""
-        read.choice("quantization_config", None, (None,))
 
     @classmethod
     def read_max_positions(cls, read: ConfigReader, max_position_embeddings: int) -> int:

@@ -102,8 +102,7 @@ def lora_maps(model: LanguageModel) -> tuple[LoraMap, ...]:
         if type(module) is Linear and module is not model.head:
             path = ".".join(map(str, parts))
             name = model.weight_table.hf_key(f"{path}.kernel")[0].removesuffix(".weight")
-            split = module.kernel.get_metadata()["split"]
-            found.append(LoraMap(path, name, module.in_features, module.out_features, split))
+            found.append(LoraMap(path, name, module.in_features, module.out_features, module.split))
     return tuple(sorted(found))
 
 

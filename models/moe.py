@@ -18,6 +18,8 @@ from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.layers import ACTIVATIONS, Linear, normal, parameter
 from jax_paged.models.llama import LlamaConfig, LlamaDecoderLayer, LlamaMLP
 from jax_paged.models.sharding import TENSOR, Split, Units, even
+from jax_paged.models.small_kernels import KernelStack, SmallKernel
+from jax_paged.pallas_kernels import grouped_loop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class MoeConfig(LlamaConfig):
 
 
 # Multiplies the rows of each expert by its kernel.
-Multiply = Callable[[Array, Array], Array]
+Multiply = Callable[[Array, Any], Array]
 
 
 class RoutedTokens(NamedTuple):
@@ -69,8 +71,10 @@ class RoutedTokens(NamedTuple):
 class Experts(Module):
     """Gated MLPs, of which each token goes through those chosen for it; their weights are stacked.
 
-    A family whose experts are others overrides make_weights, divided_weights and `through`.
+    A family whose experts are others overrides kernel_names, make_weights, divided_weights and `through`.
     """
+
+    kernel_names: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj", "down_proj")
 
     def __init__(self, config: Any, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -87,15 +91,15 @@ class Experts(Module):
         self.up_proj = make((size, inner), (None, even(inner)))
         self.down_proj = make((inner, size), (even(inner), None))
 
-    def divided_weights(self) -> tuple[nnx.Param, ...]:
+    def divided_weights(self) -> tuple[nnx.Param | SmallKernel, ...]:
         """Returns the weights of which every device has some experts, or a part of each."""
-        return self.gate_proj, self.up_proj, self.down_proj
+        return tuple(getattr(self, name) for name in self.kernel_names)
 
     def through(
         self,
         rows: Float[Array, "n e"],
         experts: Int[Array, " n"],
-        weights: tuple[Array, ...],
+        weights: tuple[Any, ...],
         multiply: Multiply,
     ) -> Float[Array, "n e"]:
         """Returns what becomes of rows that are sorted by their experts, but for a sum over devices.
@@ -103,7 +107,7 @@ class Experts(Module):
         Args:
             rows: Sorted; those behind the last expert that is here must become 0.
             experts: int32, the place of each row's expert among those that are here; any behind the last.
-            weights: Of the experts that are here, as divided_weights has them.
+            weights: Of the experts that are here, as divided_weights has them: arrays, or small kernels.
             multiply: Multiplies the rows of each expert by its kernel; those behind the last one become 0.
         """
         gate_proj, up_proj, down_proj = weights
@@ -115,20 +119,27 @@ class Experts(Module):
 
     def mixed(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
         """Returns the sum of what the experts make of each token, in float32."""
-        params, grid = self.divided_weights(), context.grid
-        weights = [param[...] for param in params]
+        own, grid = self.divided_weights(), context.grid
+        weights = [w.stack if isinstance(w, SmallKernel) else w[...] for w in own]
         if grid is None:
             return self.compute(x, *weights, context=context)
+        arrays, treedef = jax.tree.flatten(weights)
 
-        def compute(x: RoutedTokens, *weights: Array) -> Array:
-            first = jax.lax.axis_index(TENSOR) * weights[0].shape[0] if grid.splits_experts else 0
+        def compute(x: RoutedTokens, *arrays: Array) -> Array:
+            first = jax.lax.axis_index(TENSOR) * len(arrays[0]) if grid.splits_experts else 0
+            weights = jax.tree.unflatten(treedef, arrays)
             return jax.lax.psum(self.compute(x, *weights, context=context, first=first), TENSOR)
 
-        specs = [grid.spec(param.get_metadata("split")) for param in params]
-        return grid.on_each(compute, (PartitionSpec(), *specs), PartitionSpec())(x, *weights)
+        splits = [w.part_splits if isinstance(w, SmallKernel) else [w.get_metadata("split")] for w in own]
+        specs = [grid.spec(split) for weight in splits for split in weight if split is not None]
+        return grid.on_each(compute, (PartitionSpec(), *specs), PartitionSpec())(x, *arrays)
 
     def compute(
-        self, x: RoutedTokens, *weights: Array, context: ForwardContext, first: Int[Array, ""] | int = 0
+        self,
+        x: RoutedTokens,
+        *weights: Array | KernelStack,
+        context: ForwardContext,
+        first: Int[Array, ""] | int = 0,
     ) -> Float[Array, "*t e"]:
         """Returns the sum of what some of the experts make of their tokens, or a part of each of them.
 
@@ -141,12 +152,14 @@ class Experts(Module):
         *leading, features = x.tokens.shape
         tokens, top_k = x.tokens.reshape(-1, features), x.chosen.shape[-1]
         # The rows of the experts that are here come first; those of others belong to no group, and become 0.
-        num_experts, num_here = self.config.num_experts, len(weights[0])
+        num_experts, num_here = self.config.num_experts, len(jax.tree.leaves(weights)[0])
         experts = (x.chosen.reshape(-1) - first) % num_experts
         by_expert = jnp.argsort(experts, stable=True)
         sizes = jnp.bincount(experts, length=num_experts)[:num_here]
 
-        def multiply(rows: Array, kernels: Array) -> Array:
+        def multiply(rows: Array, kernels: Array | KernelStack) -> Array:
+            if isinstance(kernels, KernelStack):
+                return grouped_loop.by_group(rows, kernels.product, kernels.num_columns, sizes)
             return context.grouped_matmul(rows, kernels, sizes)
 
         own = jnp.minimum(experts[by_expert], num_here - 1)
@@ -158,19 +171,18 @@ class Experts(Module):
 class FusedExperts(Experts):
     """Experts whose gate and up lie in one kernel side by side."""
 
+    kernel_names: ClassVar[tuple[str, ...]] = ("gate_up_proj", "down_proj")
+
     def make_weights(self, make: Callable[..., nnx.Param]) -> None:
         size, inner = self.config.hidden_size, self.config.moe_intermediate_size
         self.gate_up_proj = make((size, 2 * inner), (None, 2 * even(inner)))
         self.down_proj = make((inner, size), (even(inner), None))
 
-    def divided_weights(self) -> tuple[nnx.Param, ...]:
-        return self.gate_up_proj, self.down_proj
-
     def through(
         self,
         rows: Float[Array, "n e"],
         experts: Int[Array, " n"],
-        weights: tuple[Array, ...],
+        weights: tuple[Any, ...],
         multiply: Multiply,
     ) -> Float[Array, "n e"]:
         gate_up_proj, down_proj = weights

@@ -13,7 +13,6 @@ Source: OCP Microscaling Formats (MX) Specification 1.0, 2023; the layout is tha
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -79,18 +78,12 @@ def _pairs() -> UInt32[np.ndarray, " 65536"]:
     return np.ascontiguousarray(pairs).view(np.uint32).reshape(-1)
 
 
-def with_decoded(stored: dict[str, StoredTensor], hf_config: dict[str, Any]) -> dict[str, StoredTensor]:
-    """Returns the tensors of a checkpoint, with decoded ones in place of blocks and scales.
-
-    Args:
-        stored: Tensors by key.
-        hf_config: Says whether there are any.
+def with_decoded(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Returns the tensors of a checkpoint by key, with decoded ones in place of blocks and scales.
 
     Raises:
         ValueError: If blocks and scales do not belong together; the message lists all that do not.
     """
-    if (hf_config.get("quantization_config") or {}).get("quant_method") != "mxfp4":
-        return stored
     stored, problems = dict(stored), []
     for key in [key.removesuffix("_blocks") for key in stored if key.endswith("_blocks")]:
         blocks, scales = stored.pop(f"{key}_blocks"), stored.pop(f"{key}_scales", None)

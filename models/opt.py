@@ -17,6 +17,7 @@ from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
+from jax_paged.models.quantization_config import read_quantization
 from jax_paged.models.sharding import even, padded
 
 WEIGHT_TABLE = WeightTable(
@@ -73,7 +74,7 @@ class OPTConfig:
         hidden_size, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
         ok, allowed = hidden_size % heads == 0, f"a multiple of num_attention_heads, which is {heads}"
         read.check(ok, "hidden_size", hidden_size, allowed, also_needs=("num_attention_heads",))
-        read.choice("quantization_config", None, (None,))
+        read_quantization(read)
         norm_before = flag("do_layer_norm_before", True)
         config = cls(
             vocab_size=read.integer("vocab_size"),

@@ -36,10 +36,10 @@ def split_model(model: LanguageModel, num_stages: int) -> list[CausalLM]:
     if model.whole_because:
         raise ValueError(f"1, as {type(model).__name__} must be whole: {model.whole_because}")
     layers = getattr(model, model.layers_name)
-    sizes = [_num_bytes(layer) for layer in layers]
+    sizes = [num_bytes(layer) for layer in layers]
     if num_stages > len(layers):
         raise ValueError(f"at most {len(layers)}, the layers of the model")
-    alone = [_num_bytes(stage(model, range(i, i))) for i in (0, len(layers))]
+    alone = [num_bytes(stage(model, range(i, i))) for i in (0, len(layers))]
     return [stage(model, part) for part in even_parts(sizes, num_stages, alone[0], alone[1])]
 
 
@@ -85,5 +85,6 @@ def stage(model: CausalLM, layers: range) -> CausalLM:
     return part
 
 
-def _num_bytes(module: nnx.Module) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(module, nnx.Param)))
+def num_bytes(module: nnx.Module) -> int:
+    """Returns the size of all weights of a module, or of shapes in their places."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(module)))

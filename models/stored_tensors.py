@@ -10,13 +10,14 @@ import numpy as np
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 
-from jax_paged.models.checkpoint import read_json
+from jax_paged.models.checkpoint import GGUF_HINT, read_json
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.sharding import taken
 
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_NUMPY_DTYPES = STORED_DTYPES | {"U8": "uint8"}
+# Those of kernels of a byte or half a byte per number, and of what belongs to them.
+SMALL_DTYPES = {"I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8", "F8_E4M3": "float8_e4m3fn"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,8 @@ class StoredTensor:
     def read(self) -> np.ndarray:
         """Returns the tensor, whose file is read as its values are."""
         # Mapped anew for each tensor: the pages that were read count as memory until the mapping is closed.
-        return np.memmap(self.file, _NUMPY_DTYPES[self.dtype], "r", self.offset, self.shape)
+        dtype = (STORED_DTYPES | SMALL_DTYPES)[self.dtype]
+        return np.memmap(self.file, dtype, "r", self.offset, self.shape or (1,)).reshape(self.shape)
 
     def read_columns(self, columns: Sequence[Int[np.ndarray, " c"]]) -> np.ndarray:
         """Returns some columns of each dimension, zeros where they are -1; no others are read."""
@@ -51,9 +53,11 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     if not (folder / names[0]).exists():
         if not (folder / INDEX_FILE).exists():
             others = sorted(f.name for f in folder.iterdir())
+            is_gguf = any(name.endswith(".gguf") for name in others)
+            hint = "weights in other formats are not read: convert them to safetensors"
             raise ValueError(
-                f"{folder} holds neither {names[0]} nor {INDEX_FILE}, but {others}; weights in other formats "
-                "are not read: convert them to safetensors"
+                f"{folder} holds neither {names[0]} nor {INDEX_FILE}, but {others}; "
+                f"{GGUF_HINT if is_gguf else hint}"
             )
         weight_map = read_json(folder / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):

@@ -19,6 +19,7 @@ from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, gated, normal, parameter
+from jax_paged.models.quantization_config import read_quantization
 from jax_paged.models.sharding import even, padded
 
 BLOCK, HF_BLOCK = r"(encoder|decoder)\.block\.(\d+)\.", r"\1.block.\2.layer."
@@ -96,7 +97,7 @@ class T5Config:
         tied = read.choice("tie_word_embeddings", True, (False, True))
         num_layers = read.integer("num_layers")
         buckets = read.integer("relative_attention_num_buckets", 32, low=4)
-        read.choice("quantization_config", None, (None,))
+        read_quantization(read)
         config = cls(
             vocab_size=read.integer("vocab_size"),
             hidden_size=read.integer("d_model"),

@@ -6,6 +6,8 @@ kernels. This loop reads only the kernels of groups that are not empty.
 Source: Gale et al., MegaBlocks, 2022 (the blocks of rows).
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,7 +18,31 @@ def grouped_matmul(
     x: Float[Array, "n i"], kernels: Float[Array, "g i o"], group_sizes: Int[Array, " g"]
 ) -> Float[Array, "n o"]:
     """See grouped_matmul.grouped_matmul."""
-    num_rows, num_groups = x.shape[0], kernels.shape[0]
+
+    def multiply(rows: Array, group: Array) -> Array:
+        return rows @ jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
+
+    return by_group(x, multiply, kernels.shape[2], group_sizes)
+
+
+def by_group(
+    x: Float[Array, "n i"],
+    multiply: Callable[[Array, Array], Array],
+    num_columns: int,
+    group_sizes: Int[Array, " g"],
+) -> Float[Array, "n o"]:
+    """Returns what a function of some rows and their group makes of all rows, in blocks of one group each.
+
+    Args:
+        x: Rows, sorted by group.
+        multiply: Takes rows [b, I] and their group, and returns [b, O] in the dtype of x.
+        num_columns: O.
+        group_sizes: int32, rows of each group; they sum to n or less.
+
+    Returns:
+        In the order of x; exactly 0 in rows behind the last group.
+    """
+    num_rows, num_groups = x.shape[0], len(group_sizes)
     per_group = -(-num_rows // num_groups)
     block = min(max(1 << (per_group - 1).bit_length(), 8), 128)
     num_blocks = -(-group_sizes // block)
@@ -27,14 +53,13 @@ def grouped_matmul(
     first = (jnp.cumsum(group_sizes) - group_sizes)[group] + (items - (ends - num_blocks)[group]) * block
     x = jnp.pad(x, ((0, block), (0, 0)))
 
-    def multiply(i: Array, y: Array) -> Array:
+    def add_block(i: Array, y: Array) -> Array:
         rows = jax.lax.dynamic_slice_in_dim(x, first[i], block)
-        kernel = jax.lax.dynamic_index_in_dim(kernels, group[i], keepdims=False)
         # Rows past the group's end belong to later groups, whose blocks overwrite them.
-        return jax.lax.dynamic_update_slice_in_dim(y, rows @ kernel, first[i], 0)
+        return jax.lax.dynamic_update_slice_in_dim(y, multiply(rows, group[i]), first[i], 0)
 
-    y = jnp.zeros((num_rows + block, kernels.shape[2]), x.dtype)
-    y = jax.lax.fori_loop(0, ends[-1], multiply, y)[:num_rows]
+    y = jnp.zeros((num_rows + block, num_columns), x.dtype)
+    y = jax.lax.fori_loop(0, ends[-1], add_block, y)[:num_rows]
     return jnp.where(jnp.arange(num_rows)[:, None] < jnp.sum(group_sizes), y, 0)
 
 

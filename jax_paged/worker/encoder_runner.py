@@ -18,6 +18,7 @@ from jax_paged.core.scheduler_output import NewSequence, ScheduledSequence, Sche
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import read_json, resolve_model_dir
 from jax_paged.models.encoder import EncoderModel
+from jax_paged.models.quantize import kind_to_make
 from jax_paged.models.registry import POOLING_MODELS, get_architecture
 from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.compilation import CompiledPrograms, use_persistent_cache
@@ -114,7 +115,8 @@ class EncoderRunner:
         self._replicated = NamedSharding(grid.mesh, PartitionSpec())
         matmul_backend = choose_products(args, loaded.dtype)
         packs = matmul_backend == "onednn"
-        self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, grid=grid, extra=[])
+        kind = kind_to_make([loaded.model], args.quantization)
+        self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, kind=kind, grid=grid, extra=[])
         facts = ModelFacts(
             architecture=loaded.architecture,
             dtype=str(loaded.dtype),

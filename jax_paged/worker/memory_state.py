@@ -49,8 +49,9 @@ def write_blocks(
 
 
 def read_weights(weights: list[Array]) -> dict[str, np.ndarray]:
-    """Returns the weights as they are served."""
-    return {f"weights.{i}": np.asarray(weight) for i, weight in enumerate(weights)}
+    """Returns the weights as they are served; those of fp8, which NumPy has no name for, as bytes."""
+    arrays = [np.asarray(weight) for weight in weights]
+    return {f"weights.{i}": x.view(_kept_dtype(x.dtype)) for i, x in enumerate(arrays)}
 
 
 def write_weights(weights: list[Array], arrays: dict[str, np.ndarray]) -> None:
@@ -59,8 +60,10 @@ def write_weights(weights: list[Array], arrays: dict[str, np.ndarray]) -> None:
     Raises:
         ValueError: If an array is missing or of another shape or type.
     """
-    taken = [_checked(arrays, f"weights.{i}", w.shape, w.dtype) for i, w in enumerate(weights)]
-    weights[:] = [jax.device_put(new, old.sharding) for new, old in zip(taken, weights, strict=True)]
+    taken = [_checked(arrays, f"weights.{i}", w.shape, _kept_dtype(w.dtype)) for i, w in enumerate(weights)]
+    weights[:] = [
+        jax.device_put(new.view(old.dtype), old.sharding) for new, old in zip(taken, weights, strict=True)
+    ]
 
 
 def fingerprint(weights: list[Array]) -> str:
@@ -83,6 +86,10 @@ def packing(matmul_backend: str, dtype: jnp.dtype) -> str:
 @functools.partial(jax.jit, donate_argnums=0)
 def _write(pool: Array, blocks: Array, values: Array) -> Array:
     return pool.at[blocks].set(values)
+
+
+def _kept_dtype(dtype: np.dtype) -> np.dtype:
+    return np.dtype(np.uint8) if dtype == jnp.float8_e4m3fn else dtype
 
 
 def _checked(arrays: dict[str, np.ndarray], name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -14,6 +14,7 @@ from jax_paged.models.attention import Attend
 from jax_paged.models.causal_lm import CausalLM, LanguageModel
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.hooks import Hook, check_hooks
+from jax_paged.models.quantize import kind_to_make
 from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.quantization import DTYPES
 from jax_paged.worker import kv_cache
@@ -104,7 +105,8 @@ class ServedModel:
         additions = plan_additions(args, last)
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
         draft, draft_weights = load_drafter(args, last, layout, grid, packs=packs)
-        extra, how = [*hook_params, *draft_weights], {"is_own": is_own, "packs": packs}
+        kind = kind_to_make([m.model for m in models], args.quantization)
+        extra, how = [*hook_params, *draft_weights], {"is_own": is_own, "packs": packs, "kind": kind}
         self.served = [ServedWeights(models[i].model, grid=self.grids[i], extra=extra, **how) for i in own]
         # Of a single stage the same list, whose arrays may be exchanged.
         self.weights: list[Any] = self.served[0].arrays

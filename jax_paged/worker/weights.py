@@ -21,8 +21,10 @@ from jax_paged.models.forward_context import Module
 from jax_paged.models.hooks import Hook
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.models.pooling import PoolingSpec, read_pooling
+from jax_paged.models.quantize import kind_to_make, outline_kind, quantized
 from jax_paged.models.sharding import DeviceGrid, Split, taken, whole_shape
-from jax_paged.models.stages import split_model
+from jax_paged.models.small_kernels import KIND_DTYPES, Kind, SmallKernel
+from jax_paged.models.stages import num_bytes, split_model
 from jax_paged.models.weights import LoadedModel, load_stages, loaded_from, outline
 
 
@@ -69,6 +71,7 @@ def load(
     grid, num_stages = grids[0], len(grids)
     if loaded is None:
         folder = resolve_model_dir(args.model), args.dtype, args.max_model_len, args.hf_overrides or {}
+        folder = *folder, args.quantization
         if grid.num_devices > 1:
             check_divided(outline(*folder), grid)
         if num_stages > 1:
@@ -81,8 +84,10 @@ def load(
         is_folder = name == "pagelet" or (bool(name) and Path(name).expanduser().is_dir())
         loaded = loaded_from(loaded, resolve_model_dir(name) if is_folder else None)
     check_choice("dtype", args.dtype, ("auto", str(loaded.dtype)))
-    check_divided(loaded.model, grid)
-    return [loaded]
+    check_choice("quantization", args.quantization, (None, *KIND_DTYPES))
+    small = outline_kind(outline_of(loaded.model), kind_to_make([loaded.model], args.quantization))
+    check_divided(small, grid)
+    return [dataclasses.replace(loaded, weight_bytes=num_bytes(small))]
 
 
 def check_stages(model: LanguageModel, num_stages: int) -> None:
@@ -106,7 +111,7 @@ def check_order(model: LanguageModel, hooks: Sequence[Hook], grid: DeviceGrid) -
     for hook in hooks:
         module = {".".join(map(str, path)): m for path, m in nnx.iter_modules(model)}.get(hook.path)
         if isinstance(module, Linear):
-            order = grid.columns(module.kernel.get_metadata()["split"])[-1]
+            order = grid.columns(module.split)[-1]
             allowed = (
                 f"modules whose outputs {grid.num_devices} devices have in order: a projection to several "
                 "things at once, or to fewer heads than there are devices, is not"
@@ -121,9 +126,9 @@ def check_divided(model: LanguageModel, grid: DeviceGrid) -> None:
         ValueError: If a weight can't be divided; the message lists what is allowed for each kind of weight.
     """
     problems: dict[str, str] = {}
-    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+    for path, param in nnx.to_flat_state(nnx.state(model)):
         try:
-            grid.columns(param.get_metadata()["split"])
+            grid.columns(param.get_metadata().get("split", ()))
         except ValueError as error:
             problems.setdefault(str(error), ".".join(map(str, path)))
     allowed = ", ".join(f"{what} ({path})" for what, path in problems.items())
@@ -151,7 +156,7 @@ def pooling_of(args: EngineArgs, loaded: LoadedModel, *, is_own: bool) -> Poolin
 
 
 def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:
-    """Returns a model whose products are oneDNN's: its kernels are packed.
+    """Returns a model whose products are oneDNN's: its kernels are packed, but for small ones.
 
     Packed kernels are made of the weights as they are now: whoever changes these packs them again.
 
@@ -163,14 +168,13 @@ def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:
     if not in_place:
         model = nnx.merge(*nnx.split(model))
     modules = [module for _, module in nnx.iter_modules(model)]
-    alone = {module: None for module in modules if isinstance(module, Linear)}
+    alone = {m: None for m in modules if isinstance(m, Linear) and not isinstance(m.kernel, SmallKernel)}
     for module in modules:
-        if isinstance(module, Module) and module.same_input:
-            made = (getattr(module, name) for name in module.same_input)
-            maps = [m for m in made if m is not None]
+        names = module.same_input if isinstance(module, Module) else ()
+        if maps := [m for name in names if (m := getattr(module, name)) in alone]:
             Linear.pack(maps)
-            for m in maps:
-                del alone[m]
+        for m in maps:
+            del alone[m]
     for module in alone:
         Linear.pack([module])
     if isinstance(model, LanguageModel) and isinstance(model.head, Embedding) and model.ends:
@@ -184,9 +188,7 @@ def flatten[M: nnx.Module](model: M) -> tuple[FlatModel[M], list[Any], list[Spli
     variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     splits = [v.get_metadata().get("split", (None,) * v.get_raw_value().ndim) for v in variables]
     leaves, treedef = jax.tree.flatten(state)
-    assert len(leaves) == len(splits), (
-        f"{len(leaves)} weights, {len(splits)} of which say how they are divided"
-    )
+    assert len(leaves) == len(splits), "every weight says how it is divided"
     return FlatModel(graphdef, treedef), leaves, splits
 
 
@@ -225,6 +227,7 @@ class ServedWeights:
         is_own: Whether the model may be packed in place, and its weights freed; else they stay the caller's,
             who may go on training it.
         packs: Whether oneDNN multiplies.
+        kind: What float kernels become that are not small yet; None if they stay.
         grid: The devices that they are divided among; weights that are loaded lie there already.
         extra: Arrays that programs get behind the weights; copied to every device.
 
@@ -235,11 +238,19 @@ class ServedWeights:
     """
 
     def __init__(
-        self, model: LanguageModel, *, is_own: bool, packs: bool, grid: DeviceGrid, extra: list[Any]
+        self,
+        model: LanguageModel,
+        *,
+        is_own: bool,
+        packs: bool,
+        kind: Kind | None,
+        grid: DeviceGrid,
+        extra: list[Any],
     ) -> None:
         given = jax.tree.leaves(nnx.state(model))
-        self._like = outline_of(model)
+        self._like = outline_kind(outline_of(model), kind)
         self._grid, self._packs = grid, packs
+        self._kind: Kind | None = kind
         self.arrays: list[Any] = []
         self._is_own, self._watched = is_own, _watch(None if is_own else model)
         self._kept: dict[int, np.ndarray] = {}  # weights that are in host memory, by their places in `arrays`
@@ -262,7 +273,7 @@ class ServedWeights:
         """
         if not isinstance(new, LanguageModel | nnx.State | Mapping | str | Path):
             new = dict(new)  # pairs, which may come only once
-        model = with_weights(self._like, new, max_model_len, overrides, self._grid)
+        model = with_weights(self._like, new, max_model_len, overrides, self._grid, self._kind)
         self._is_own = isinstance(new, str | Path)
         given = nnx.state(new) if isinstance(new, LanguageModel) else None if self._is_own else new
         old = [x for x, is_shared in zip(self.arrays, self._is_shared, strict=False) if not is_shared]
@@ -345,11 +356,12 @@ class ServedWeights:
     ) -> tuple[FlatModel[LanguageModel], list[Array]]:
         """Returns a model without its weights, and these on the mesh; notes which are the caller's arrays.
 
-        What was packed and nobody else has is deleted: modules refer to each other, and would keep it until
-        Python looks for garbage.
+        What was packed or made small and nobody else has is deleted: modules refer to each other, and would
+        keep it until Python looks for garbage.
         """
         before = jax.tree.leaves(nnx.state(model))
-        own = packed(model, in_place=self._is_own) if self._packs else model
+        own = quantized(model, self._kind)
+        own = packed(own, in_place=self._is_own) if self._packs else own
         flat, weights, splits = flatten(own)
         callers, served = {id(array) for array in given}, {id(array) for array in weights}
         self._is_shared = [id(array) in callers for array in weights]

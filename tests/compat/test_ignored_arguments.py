@@ -47,7 +47,7 @@ def test_llm_takes_them_too() -> None:
 def test_what_would_change_a_result_is_an_error() -> None:
     bad = {
         "trust_remote_code": True,
-        "quantization": "awq",
+        "hf_config_path": "elsewhere",
         "enable_prompt_adapter": True,
         "cpu_offload_gb": 1,
     }
@@ -55,7 +55,7 @@ def test_what_would_change_a_result_is_an_error() -> None:
         EngineArgs(**bad)  # pyright: ignore[reportArgumentType]
     lines = sorted(str(error.value).splitlines())
     assert [line.split(" is ")[0] for line in lines] == sorted(bad)
-    assert "quantization is 'awq'; allowed: None, as this engine can do nothing else" in lines
+    assert "hf_config_path is 'elsewhere'; allowed: None, as this engine can do nothing else" in lines
     assert EngineArgs(distributed_executor_backend=None) == EngineArgs()  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="'dask'; allowed: 'uni' or 'mp' or 'ray' or 'external_launcher'"):
         EngineArgs(distributed_executor_backend="dask")  # pyright: ignore[reportArgumentType]

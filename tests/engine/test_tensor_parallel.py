@@ -14,7 +14,7 @@ from flax import nnx
 from helpers.real_model import Request, make_engine, run
 
 from jax_paged import LLM, BeamSearchParams, Hook, LLMEngine, LoRARequest, SamplingParams
-from jax_paged.models import weights
+from jax_paged.models import weight_reading
 from jax_paged.models.weights import load_model, random_checkpoint
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -206,8 +206,8 @@ def test_no_device_ever_has_more_than_its_part(tmp_path: Path, monkeypatch: pyte
     config = config_of("gqa4_llama3") | {"intermediate_size": 256, "num_key_value_heads": 4}
     random_checkpoint(tmp_path, config, "float32")
     sizes = [x.nbytes for x in jax.tree.leaves(nnx.state(load_model(tmp_path, "float32").model))]
-    monkeypatch.setattr(weights, "NUM_LOADING_THREADS", 1)
-    before, most, load = jax.live_arrays(), [0], weights._load_weight
+    monkeypatch.setattr(weight_reading, "NUM_LOADING_THREADS", 1)
+    before, most, load = jax.live_arrays(), [0], weight_reading._load_weight
     known = set(map(id, before))
 
     def watched(*args: Any) -> jax.Array:
@@ -225,7 +225,7 @@ def test_no_device_ever_has_more_than_its_part(tmp_path: Path, monkeypatch: pyte
         most.append(max(held.values()))
         return array
 
-    monkeypatch.setattr(weights, "_load_weight", watched)
+    monkeypatch.setattr(weight_reading, "_load_weight", watched)
     with engine_of(tmp_path, 4) as engine:
         arrays = engine.executor.runner.arrays["weights"]  # pyright: ignore[reportAttributeAccessIssue]
         held = sum(array.addressable_shards[0].data.nbytes for array in arrays)

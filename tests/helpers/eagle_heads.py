@@ -17,7 +17,7 @@ from jax_paged.models.attention import dense_attention
 from jax_paged.models.eagle import DraftColumns, EagleConfig, EagleHead
 from jax_paged.models.hooks import reading
 from jax_paged.models.llama import LlamaForCausalLM
-from jax_paged.models.weights import weights_of
+from jax_paged.models.weight_reading import weights_of
 
 # What a token attends to in a model, and an entry in its head; None for all.
 Windows = tuple[int | None, int | None]

@@ -86,7 +86,7 @@ def test_llama3_scaling() -> None:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; allowed: False or True"),
         ({"attention_bias": 1}, "attention_bias is 1; allowed: False or True"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}; allowed: None"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method is None; allowed: 'awq' or"),
         ({"rope_theta": -1.0}, "rope_parameters.rope_theta is -1.0"),
         (
             {"rope_scaling": {"type": "su", "factor": 2.0}},

@@ -75,8 +75,7 @@ def test_a_checkpoint_is_decoded_bit_by_bit(stored: dict[str, np.ndarray], dtype
 
 
 def test_parts_are_those_of_the_whole(stored: dict[str, np.ndarray]) -> None:
-    config = json.loads((FOLDER / "config.json").read_text())
-    tensor = with_decoded(read_headers(FOLDER), config)[KEY.format("down_proj")]
+    tensor = with_decoded(read_headers(FOLDER))[KEY.format("down_proj")]
     whole, rng = tensor.read(), np.random.default_rng(0)
     assert tensor.shape == whole.shape == (4, 64, 32)
     for _ in range(20):

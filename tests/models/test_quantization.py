@@ -1,0 +1,384 @@
+"""Small kernels: what is read of every format, what is made on the fly, and what is refused."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.quantized_checkpoints import AWQ, FORMATS, FP8, GPTQ, scheme, write_quantized
+from safetensors.numpy import save_file
+
+from jax_paged.models.quantization_config import quantization_of
+from jax_paged.models.quantize import kernel_places, kind_to_make, quantized
+from jax_paged.models.small_kernels import Parts, SmallKernel, multiply, quantize
+from jax_paged.models.stored_tensors import read_headers
+from jax_paged.models.weights import load_model, random_checkpoint, save_model
+
+FIXTURES = Path(__file__).parent / "fixtures"
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+MOE = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+SHORT = {"awq_32", "gptq_ordered_32", "packed_32", "fp8_block"}
+NAMES = [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    random_checkpoint(folder, LLAMA, "float32")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    random_checkpoint(folder, MOE, "float32")
+    return folder
+
+
+def kernels(model: Any) -> dict[str, Any]:
+    return {".".join(map(str, place.path)): place.kernel for place in kernel_places(model)}
+
+
+def tokens(length: int = 20) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 96, (2, length))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_kernels_are_bit_for_bit_what_the_format_means(name: str, made: Path, tmp_path: Path) -> None:
+    meant = write_quantized(name, made, tmp_path / "q")
+    loaded = load_model(tmp_path / "q", "float32")
+    found = kernels(loaded.model)
+    assert len(meant) == 7
+    for key, value in meant.items():
+        kernel = found[key.removeprefix("model.").replace(".weight", ".kernel")]
+        assert isinstance(kernel, SmallKernel)
+        np.testing.assert_array_equal(np.asarray(kernel.dense("float32")).T, value, err_msg=key)
+        rounded_once = value.astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(np.asarray(kernel.dense("bfloat16")).T, rounded_once, err_msg=key)
+    assert isinstance(found["lm_head.kernel"], nnx.Param)
+    in_files = (tmp_path / "q" / "model.safetensors").stat().st_size
+    assert loaded.weight_bytes < 1.2 * in_files
+
+
+REFERENCES = Path(__file__).parent / "quantized"
+CONFIGS: dict[str, dict[str, Any]] = {
+    "awq": AWQ | {"group_size": 16},
+    "gptq": GPTQ | {"group_size": 16, "desc_act": True},
+    "packed": scheme(4, "int", "group", group_size=16),
+    "packed_asymmetric": scheme(4, "int", "group", group_size=16, symmetric=False),
+    "int8": scheme(8, "int", "channel"),
+    "fp8_tensor": scheme(8, "float", "tensor"),
+    "fp8_channel": scheme(8, "float", "channel"),
+    "fp8_block": scheme(8, "float", "block", block_structure=[16, 16]),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_quantisers_have_written_is_what_they_read(name: str, tmp_path: Path) -> None:
+    """Files of AutoAWQ, AutoGPTQ and compressed-tensors, and the floats that these make of them."""
+    assert {file.stem for file in REFERENCES.iterdir()} == CONFIGS.keys()
+    shutil.copy(REFERENCES / f"{name}.safetensors", tmp_path / "model.safetensors")
+    stored = read_headers(tmp_path)
+    expected = stored.pop("dense").read()
+    _, weight_format = quantization_of({"quantization_config": CONFIGS[name]})
+    assert weight_format is not None
+    form = weight_format.form(stored, *expected.shape)
+    assert form is not None
+    assert not isinstance(form.source, str)
+    known = form.source.tensors(*expected.shape)
+    assert known.keys() == stored.keys()
+    for end, (shape, dtypes) in known.items():
+        assert stored[end].shape == shape
+        assert stored[end].dtype in dtypes
+    parts = form.source.parts({end: stored[end].read() for end in known})
+    kernel = SmallKernel(form, expected.shape, (None, None), jax.tree.map(jnp.asarray, parts))
+    np.testing.assert_array_equal(kernel.dense("float32"), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_dense_call_is_that_of_the_floats(name: str, made: Path, tmp_path: Path) -> None:
+    write_quantized(name, made, tmp_path / "q", tmp_path / "floats")
+    small, floats = (load_model(tmp_path / f, "float32").model for f in ("q", "floats"))
+    # Sums of 96 products in another order.
+    np.testing.assert_allclose(small(tokens()), floats(tokens()), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gptq_asymmetric_16", "fp8_block"])
+def test_experts_are_read_and_multiply(name: str, experts: Path, tmp_path: Path) -> None:
+    write_quantized(name, experts, tmp_path / "q", tmp_path / "floats")
+    small, floats = (load_model(tmp_path / f, "float32").model for f in ("q", "floats"))
+    ours, theirs = kernels(small), kernels(floats)
+    path = "layers.0.mlp.experts.down_proj"
+    assert ours[path].shape == (4, 32, 64)
+    np.testing.assert_array_equal(ours[path].dense("float32"), theirs[path][...])
+    np.testing.assert_allclose(small(tokens()), floats(tokens()), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gpt_oss", "int8"), ("gemma4_moe_capped", "fp8")])
+def test_experts_in_one_tensor_are_made_small(name: str, kind: Any) -> None:
+    """Those of gpt-oss, which have biases, and those of Gemma 4, which are stored transposed."""
+    floats = load_model(FIXTURES / name, "float32").model
+    small = quantized(floats, kind)
+    loaded, of_memory = load_model(FIXTURES / name, "float32", quantization=kind).model, kernels(small)
+    for path, kernel in kernels(loaded).items():
+        if isinstance(kernel, SmallKernel):
+            assert jax.tree.all(jax.tree.map(np.array_equal, kernel.parts, of_memory[path].parts)), path
+    for place in kernel_places(floats):
+        if isinstance(kernel := of_memory[".".join(map(str, place.path))], SmallKernel):
+            place.kernel.set_value(kernel.dense("float32"))
+    expert_kernels = [
+        path for path, k in of_memory.items() if isinstance(k, SmallKernel) and "experts" in path
+    ]
+    assert len(expert_kernels) == 2 * floats.config.num_hidden_layers
+    np.testing.assert_allclose(loaded(tokens()), floats(tokens()), atol=1e-4, rtol=1e-5)
+
+
+def test_experts_in_one_tensor_of_bytes_are_refused(tmp_path: Path) -> None:
+    folder = shutil.copytree(FIXTURES / "gemma4_moe_capped", tmp_path / "bad")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {key: tensor.read() for key, tensor in read_headers(folder).items()}
+    key = next(key for key in tensors if key.endswith("0.experts.down_proj"))
+    scale = {f"{key}_scale_inv": np.ones(len(tensors[key]), np.float32)}
+    save_file(tensors | {key: tensors[key].astype(FP8)} | scale, folder / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"down_proj is of type F8_E4M3; allowed: F32, (.|\n)*_scale_inv is une"
+    ):
+        load_model(folder, "float32")
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_on_the_fly_is_a_scale_per_output_and_a_byte_per_number(kind: Any, experts: Path) -> None:
+    floats = load_model(experts, "float32").model
+    loaded, in_memory = load_model(experts, "float32", quantization=kind), quantized(floats, kind)
+    of_floats, of_memory = kernels(floats), kernels(in_memory)
+    for path, kernel in kernels(loaded.model).items():
+        value = np.asarray(of_floats[path][...])
+        if path in ("lm_head.kernel", "layers.0.mlp.gate.kernel"):
+            np.testing.assert_array_equal(kernel[...], value)
+            continue
+        largest = np.abs(value).max(-2, keepdims=True)
+        top = {"int8": 127, "fp8": 448}[kind]
+        scale = largest * np.float32(1 / top)
+        held = np.round(value / scale).astype(np.int8) if kind == "int8" else (value / scale).astype(FP8)
+        np.testing.assert_array_equal(np.asarray(kernel.parts.values), held, err_msg=path)
+        np.testing.assert_array_equal(kernel.dense("float32"), held.astype(np.float32) * scale)
+        assert jax.tree.map(np.array_equal, kernel.parts, of_memory[path].parts)
+        error = np.abs(np.asarray(kernel.dense("float32")) - value)
+        assert (error <= (scale / 2 if kind == "int8" else np.abs(value) / 16 + scale / 512) * 1.001).all()
+    for path, param in nnx.to_flat_state(nnx.state(floats, nnx.Param)):
+        assert param[...] is not None, f"{path} is still the caller's"
+    size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(nnx.state(loaded.model)))
+    assert loaded.weight_bytes == size
+
+
+def test_a_column_of_zeros_is_zeros(made: Path) -> None:
+    model = load_model(made, "float32").model
+    place = kernel_places(model)[0]
+    place.kernel.set_value(place.kernel[...].at[:, 3].set(0))
+    (kernel,) = [k for k in kernels(quantized(model, "fp8")).values() if isinstance(k, SmallKernel)][:1]
+    assert not np.asarray(kernel.dense("float32"))[:, 3].any()
+
+
+def test_what_is_left_of_floats_can_be_trained(made: Path, tmp_path: Path) -> None:
+    """Small kernels are constants of a gradient; those of norms, embeddings and head are what they were."""
+    write_quantized("awq_32", made, tmp_path / "q", tmp_path / "floats")
+
+    def gradients(folder: Path) -> dict[str, np.ndarray]:
+        model = load_model(folder, "float32").model
+        grads = nnx.grad(lambda m: jnp.mean(jax.nn.log_softmax(m(tokens()))[..., 3]))(model)
+        return {".".join(map(str, p)): np.asarray(x[...]) for p, x in nnx.to_flat_state(grads)}
+
+    small, floats = gradients(tmp_path / "q"), gradients(tmp_path / "floats")
+    assert small.keys() == {k for k in floats if not k.endswith("_proj.kernel")}
+    for path, value in small.items():
+        np.testing.assert_allclose(value, floats[path], atol=1e-5, rtol=1e-4, err_msg=path)
+
+
+def edited(folder: Path, out: Path, config: dict[str, Any] | None = None, **tensors: Any) -> Path:
+    """Copies a checkpoint with another quantization_config, or tensors of q_proj; None leaves out."""
+    out.mkdir()
+    hf_config = json.loads((folder / "config.json").read_text())
+    (out / "config.json").write_text(
+        json.dumps(hf_config | ({"quantization_config": config} if config else {}))
+    )
+    changed = {f"model.layers.0.self_attn.q_proj.{end}": x for end, x in tensors.items()}
+    found = {key: tensor.read() for key, tensor in read_headers(folder).items()} | changed
+    save_file({k: v for k, v in found.items() if v is not None}, out / "model.safetensors")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"bits": 4}, "quantization_config.quant_method is None; allowed: 'awq' or 'compressed-tensors' or"),
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; allowed: 'awq' or"),
+        ({"quant_method": "hqq"}, "quant_method is 'hqq'; allowed: .* 'fp8' or 'gptq'"),
+        ({"quant_method": "gguf"}, "quant_method is 'gguf'; allowed"),
+        (AWQ | {"version": "gemv"}, "quantization_config.version is 'gemv'; allowed: 'gemm'"),
+        (AWQ | {"bits": 3}, "quantization_config.bits is 3; allowed: 4"),
+        (AWQ | {"zero_point": False}, "quantization_config.zero_point is False; allowed: True"),
+        (AWQ | {"group_size": 0}, "group_size is 0; allowed: -1 or a positive integer"),
+        (GPTQ | {"bits": 8}, "quantization_config.bits is 8; allowed: 4"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; allowed: 'gptq' or"),
+        (GPTQ | {"dynamic": {"-:q_proj": {}}}, "dynamic is .* allowed: {} or null"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'; allowed: 'e4m3'"),
+        ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'; allowed: 'float'"),
+        (scheme(4, "float", "tensor_group"), "group_0.weights.type is 'float'; allowed: 'int'"),
+        (scheme(8, "int", "channel") | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
+        (scheme(8, "int", "channel") | {"format": "marlin-24"}, "format is 'marlin-24'; allowed"),
+        (scheme(8, "int", "channel") | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config is"),
+    ],
+)
+def test_other_formats_are_refused(config: dict[str, Any], message: str, made: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_model(edited(made, tmp_path / "bad", config))
+
+
+def test_tensors_that_do_not_fit_are_all_listed(made: Path, tmp_path: Path) -> None:
+    write_quantized("awq_32", made, tmp_path / "q")
+    bad = edited(
+        tmp_path / "q",
+        tmp_path / "bad",
+        qzeros=None,
+        scales=np.ones((1, 64), np.float16),
+        qweight=np.ones((64, 8), np.int8),
+        bits=np.ones(1, np.float32),
+    )
+    with pytest.raises(ValueError) as error:
+        load_model(bad, "float32")
+    stem = "  model.layers.0.self_attn.q_proj."
+    assert [line for line in str(error.value).splitlines() if line.startswith(stem)] == [
+        f"{stem}bits is unexpected",
+        f"{stem}qweight is of type I8; allowed: I32",
+        f"{stem}qzeros is missing",
+        f"{stem}scales has shape (1, 64); config.json makes it (2, 64)",
+    ]
+
+
+def test_groups_out_of_order_need_desc_act(made: Path, tmp_path: Path) -> None:
+    write_quantized("gptq_ordered_32", made, tmp_path / "q")
+    config = FORMATS["gptq_ordered_32"][0] | {"desc_act": False}
+    with pytest.raises(ValueError, match=r"_proj.* can't be read: g_idx puts rows in another order"):
+        load_model(edited(tmp_path / "q", tmp_path / "bad", config), "float32")
+    far = edited(tmp_path / "q", tmp_path / "far", g_idx=np.full(64, 2, np.int32))
+    with pytest.raises(ValueError, match=r"q_proj\.\* can't be read: g_idx names groups that are not there"):
+        load_model(far, "float32")
+
+
+def test_the_argument_has_to_fit_the_checkpoint(made: Path, tmp_path: Path) -> None:
+    write_quantized("awq_32", made, tmp_path / "q")
+    assert load_model(tmp_path / "q", "float32", quantization="awq").weight_bytes
+    with pytest.raises(ValueError, match=r"quantization is 'int8'; allowed .*: None or 'awq'"):
+        load_model(tmp_path / "q", "float32", quantization="int8")
+    with pytest.raises(ValueError, match=r"quantization is 'gptq'; allowed .*: None or 'int8' or 'fp8'"):
+        load_model(made, "float32", quantization="gptq")
+
+
+def test_mxfp4_becomes_floats_and_nothing_else(made: Path, tmp_path: Path) -> None:
+    folder = FIXTURES / "gpt_oss_mxfp4"
+    model = load_model(folder, "float32", quantization="mxfp4").model
+    assert not any(isinstance(kernel, SmallKernel) for kernel in kernels(model).values())
+    assert kind_to_make([model], "mxfp4") is None
+    with pytest.raises(ValueError, match=r"quantization is 'int8'; allowed .*: None or 'mxfp4'"):
+        load_model(folder, "float32", quantization="int8")
+    with pytest.raises(
+        ValueError, match="quant_method is 'mxfp4'; allowed: 'awq' or 'compressed-tensors' or"
+    ):
+        load_model(edited(made, tmp_path / "bad", {"quant_method": "mxfp4"}))
+
+
+def test_small_models_are_not_saved(made: Path, tmp_path: Path) -> None:
+    model = load_model(made, "float32", quantization="int8").model
+    with pytest.raises(ValueError, match="quantised; allowed: a model of floats"):
+        save_model(model, tmp_path / "out", json.loads((made / "config.json").read_text()))
+
+
+def test_floats_of_one_kernel_at_a_time(made: Path) -> None:
+    """Of kernels that a loop multiplies by, XLA holds the floats of one or two, and not those of all."""
+    x, size, num = jnp.ones((2, 512)), 512 * 512, 12
+    kernels = [jnp.ones((512, 512)) * i for i in range(num)]
+    parts = [quantize(kernel, "int8") for kernel in kernels]
+    grouped = [p._replace(scales=jnp.repeat(p.scales, 4, axis=0)) for p in parts]
+
+    def burst(x: jax.Array, parts: list[Parts], group_size: int) -> jax.Array:
+        def step(_: Any, x: jax.Array) -> jax.Array:
+            for each in parts:
+                x = jnp.tanh(multiply(x, each, group_size, x.dtype))
+            return x
+
+        return jax.lax.fori_loop(0, 4, step, x)
+
+    for form, group_size in ((parts, 512), (grouped, 128)):
+        compiled = jax.jit(burst, static_argnums=2).lower(x, form, group_size).compile()
+        memory = compiled.memory_analysis()
+        assert memory.temp_size_in_bytes < 3 * 4 * size, "less than 3 of 12 in floats"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq_32", "gptq_ordered_32", "fp8_channel", "on_the_fly_int8"])
+def test_loading_takes_little_more_than_the_weights(name: str, tmp_path: Path) -> None:
+    """The peak of a process that loads a checkpoint, above what it has taken before."""
+    config = LLAMA | {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16}
+    config |= {"vocab_size": 512, "dtype": "bfloat16"}
+    random_checkpoint(tmp_path, config, "bfloat16")
+    folder, kind = tmp_path, None
+    if name in FORMATS:
+        folder = tmp_path / "q"
+        write_quantized(name, tmp_path, folder)
+    else:
+        kind = name.removeprefix("on_the_fly_")
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(folder), kind or ""], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    size, grown = map(int, done.stdout.split())
+    assert size > 80e6
+    assert grown < 1.2 * size, f"{grown / size:.2f}"
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import jax, numpy as np
+from jax_paged.models import causal_lm, small_kernels
+from jax_paged.models.weights import load_model
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+# What compiling takes, and what is compiled, is not what loading takes.
+for rows in (1024, 2816):
+    small_kernels.quantize_file(np.ones((rows, 256), "bfloat16"), "bfloat16", "int8")
+folder, kind = Path(sys.argv[1]), sys.argv[2] or None
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+loaded = load_model(folder, "bfloat16", quantization=kind)
+print(loaded.weight_bytes, status("VmHWM") - before)
+"""
