@@ -155,7 +155,7 @@ class RequestEditor:
         tables = manager.block_tables.get(seq) or manager.swapped_tables.get(seq)
         if tables is None:
             return
-        if manager.lacks(tables, seq.num_computed_tokens):
+        if manager.states.is_used or manager.lacks(tables, seq.num_computed_tokens):  # no state can go back
             manager.free(seq)
             self._preemption.recompute(group)
         else:

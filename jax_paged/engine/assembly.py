@@ -138,6 +138,8 @@ def make_scheduler(config: EngineConfig, own: OwnScheduler | None = None) -> Sch
         config.enable_prefix_caching,
         groups=config.cache_groups,
         num_swap_blocks=config.num_swap_blocks,
+        num_state_slots=config.state_slots[0],
+        num_swap_state_slots=config.state_slots[1],
     )
     return make(
         block_manager=manager,

@@ -9,6 +9,8 @@ pool. Four layers, every second one with a window, and two arrays:
     window           -       128       -       128
     group            0        1        0        1
     array            0        0        1        1
+
+Layers that keep a state of each sequence have arrays of their own behind these, [slots, ...], and no group.
 """
 
 import dataclasses
@@ -22,9 +24,20 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array
 
 from jax_paged.core.cache_group import CacheGroup
-from jax_paged.models.attention import POOL_SPEC, CrossAttentionSpec, KVCacheSpec, window_of
+from jax_paged.models.attention import (
+    POOL_SPEC,
+    AttentionSpec,
+    CrossAttentionSpec,
+    KVCacheSpec,
+    StateArray,
+    StateSpec,
+    window_of,
+)
 from jax_paged.models.sharding import repeated
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, row_size, tiles_of
+
+
+NO_GROUP = -1
 
 
 class DeviceMemory(NamedTuple):
@@ -52,12 +65,14 @@ class KVCacheLayout:
 
     Args:
         groups: What the layers of each cache group need.
-        places: (array, group) of each layer, in the order of the model's kv_cache_specs().
-        num_pools: Arrays.
+        places: (array, group) of each layer, in the order of the model's kv_cache_specs(); (first array,
+            NO_GROUP) of one that keeps a state.
+        num_pools: Arrays of blocks.
         num_kv_heads: Of every layer; on all devices together, so that one may be there several times.
         head_dim: Of every layer.
         dtype: Of the arrays.
         num_devices: How many share the heads.
+        states: Of the arrays of states, which lie behind those of blocks.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -67,6 +82,18 @@ class KVCacheLayout:
     head_dim: int
     dtype: jnp.dtype
     num_devices: int = 1
+    states: tuple[StateArray, ...] = ()
+
+    @property
+    def num_arrays(self) -> int:
+        """Arrays of blocks and of states."""
+        return self.num_pools + len(self.states)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes that one slot takes in all arrays of states together, on each device."""
+        sizes = (math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in self.states)
+        return sum(sizes) // self.num_devices
 
     def pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Returns the shape of each array."""
@@ -97,7 +124,13 @@ def stage_layout(layout: KVCacheLayout, layers: Sequence[int]) -> KVCacheLayout:
     return dataclasses.replace(layout, places=tuple(places), num_pools=max(counts))
 
 
-def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype, num_devices: int = 1) -> KVCacheLayout:
+def plan_layout(
+    specs: list[KVCacheSpec],
+    dtype: jnp.dtype,
+    num_devices: int = 1,
+    *,
+    state_dtype: jnp.dtype = jnp.dtype(jnp.float32),
+) -> KVCacheLayout:
     """Splits the layers of a model into cache groups.
 
     The kind with the fewest layers sets the size of a group, so that no array is used by few groups only;
@@ -105,20 +138,22 @@ def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype, num_devices: int = 1
 
     Args:
         specs: One per layer.
-        dtype: Of the arrays.
+        dtype: Of the arrays of blocks.
         num_devices: How many share the heads.
+        state_dtype: Of the states that have the model's type.
 
     Raises:
-        ValueError: If the layers differ in heads, or these can't be divided.
+        ValueError: If no layer attends, or they differ in heads, or these can't be divided.
     """
-    shapes = {(s.num_kv_heads, s.head_dim) for s in specs}
+    shapes = {(s.num_kv_heads, s.head_dim) for s in specs if not isinstance(s, StateSpec)}
     if len(shapes) != 1:
         raise ValueError(
             f"the layers have (kv heads, head_dim) {sorted(shapes)}; allowed: the same for all layers"
         )
-    kinds: dict[KVCacheSpec, list[int]] = {}
+    kinds: dict[AttentionSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
-        kinds.setdefault(spec, []).append(layer)
+        if not isinstance(spec, StateSpec):
+            kinds.setdefault(spec, []).append(layer)
     counts = [len(layers) for layers in kinds.values()]
     size = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
     groups: list[CacheGroup] = []
@@ -128,10 +163,16 @@ def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype, num_devices: int = 1
             for pool, layer in enumerate(layers[first : first + size]):
                 places[layer] = pool, len(groups)
             groups.append(CacheGroup(window_of(spec), isinstance(spec, CrossAttentionSpec)))
+    states: list[StateArray] = []
+    for layer, spec in enumerate(specs):
+        if isinstance(spec, StateSpec):
+            places[layer] = size + len(states), NO_GROUP
+            states += [StateArray(a.shape, a.dtype or str(state_dtype)) for a in spec.arrays]
     num_kv_heads, head_dim = shapes.pop()
     (heads,) = repeated(num_kv_heads, head_dim)
     num_kv_heads = num_devices * heads.on(num_devices)
-    return KVCacheLayout(tuple(groups), tuple(places), size, num_kv_heads, head_dim, dtype, num_devices)
+    shape = num_kv_heads, head_dim, dtype, num_devices
+    return KVCacheLayout(tuple(groups), tuple(places), size, *shape, tuple(states))
 
 
 def kv_cache_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:

@@ -54,6 +54,7 @@ class TraceContext:
         weights: Arrays of all weights, or their shapes.
         layout: Of the pool.
         num_blocks: Blocks of the pool, null block included.
+        num_state_slots: Slots for states, one that nobody has included; 0 if no layer keeps any.
         block_size: Tokens per block.
         dtype: Of weights and activations.
         vocab_size: Columns of the logits.
@@ -111,6 +112,7 @@ class TraceContext:
     embed_path: str = ""
     embed_size: int = 0
     before_size: int = 0
+    num_state_slots: int = 0
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -153,8 +155,13 @@ class TraceContext:
         """Returns the shape of an input that lies on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
+    def states(self, num_slots: int | None = None) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the arrays of states, or of as many with another number of slots."""
+        n, sharding = num_slots or self.num_state_slots, self.pool_sharding
+        return [jax.ShapeDtypeStruct((n, *a.shape), a.dtype, sharding=sharding) for a in self.layout.states]
+
     def pool(self, num_blocks: int | None = None) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of the pool's arrays, or of as many with another number of blocks."""
+        """Returns the shapes of the pool's arrays of blocks, or of as many with another number of blocks."""
         arrays = []
         for layout in self.layouts:
             shape = layout.pool_shape(num_blocks or self.num_blocks, self.block_size)

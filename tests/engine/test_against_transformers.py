@@ -20,6 +20,7 @@ EVERY_DAY = {
     "gemma2",
     "gemma3_old_config",
     "gpt2_variants",
+    "lfm2_biases_old_config",
     "llama3_tied_biases_old_config",
     "mistral_window",
     "mixtral_window",

@@ -76,6 +76,12 @@ BASE: dict[str, Any] = COMMON | {
 }
 QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24}
+LFM2: dict[str, Any] = {
+    "norm_eps": 1e-5,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_hidden_layers": 3,
+    "block_auto_adjust_ff_dim": False,
+}
 GPT2 = COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 T5 = COMMON | {
     "d_model": 32,
@@ -259,6 +265,24 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "lfm2": ("Lfm2Config", BASE | LFM2),
+    # Keys of config.json as the hub's LFM2-1.2B has them.
+    "lfm2_biases_old_config": (
+        "Lfm2Config",
+        BASE
+        | LFM2
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["full_attention", "conv", "conv", "full_attention"],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": True,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.1,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
     "opt": ("OPTConfig", OPT),
     "opt_post_norm_projected": (
         "OPTConfig",
@@ -358,7 +382,12 @@ def make_old_config(file: Path) -> None:
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["torch_dtype"] = config.pop("dtype")
-    if config["head_dim"] * config["num_attention_heads"] == config["hidden_size"]:
+    if config["model_type"] == "lfm2":
+        types = config.pop("layer_types")
+        config["full_attn_idxs"] = [i for i, kind in enumerate(types) if kind == "full_attention"]
+        config["block_ff_dim"] = config.pop("intermediate_size")
+        config["tie_embedding"] = config.pop("tie_word_embeddings")
+    elif config["head_dim"] * config["num_attention_heads"] == config["hidden_size"]:
         del config["head_dim"]
     config["transformers_version"] = "4.45.0"
     file.write_text(json.dumps(config, indent=2) + "\n")
