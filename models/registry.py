@@ -23,6 +23,8 @@ MODELS: dict[str, str] = {
     "Qwen2ForCausalLM": "qwen",
     "Qwen3ForCausalLM": "qwen",
     "Qwen3MoeForCausalLM": "qwen",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "T5ForConditionalGeneration": "t5",
 }
 

@@ -29,6 +29,7 @@ EVERY_DAY = {
     "qwen2_window",
     "qwen3_bias_window",
     "qwen3_moe_and_mlps",
+    "qwen3_5",
     "t5_gated_untied",
 }
 MAX_LEN = 128

@@ -80,7 +80,19 @@ LFM2: dict[str, Any] = {
     "norm_eps": 1e-5,
     "layer_types": ["conv", "full_attention", "conv"],
     "num_hidden_layers": 3,
+    "intermediate_size": 40,
     "block_auto_adjust_ff_dim": False,
+}
+QWEN3_5: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "intermediate_size": 40,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "tie_word_embeddings": True,
 }
 GPT2 = COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 T5 = COMMON | {
@@ -272,14 +284,28 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         BASE
         | LFM2
         | {
-            "num_hidden_layers": 4,
-            "layer_types": ["full_attention", "conv", "conv", "full_attention"],
+            "layer_types": ["full_attention", "conv", "conv"],
             "conv_bias": True,
             "conv_L_cache": 4,
             "block_auto_adjust_ff_dim": True,
             "block_multiple_of": 16,
             "block_ffn_dim_multiplier": 1.1,
             "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", BASE | QWEN3_5),
+    "qwen3_5_variants": (
+        "Qwen3_5TextConfig",
+        BASE
+        | QWEN3_5
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["full_attention", "linear_attention"],
+            "attention_bias": True,
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
             "tie_word_embeddings": False,
         },
     ),
@@ -316,7 +342,9 @@ def make_model(name: str) -> Any:
         if "untied" in name:
             model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.15)
         for key, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if key.endswith("A_log"):
+                parameter.normal_(-2.5, 1.0)  # from hardly any decay to much
+            elif parameter.ndim == 1:
                 # Norms start at 1, Gemma's and biases at 0.
                 parameter.normal_(parameter.mean().item(), 0.2)
             elif ".layers." in key or ".h." in key:
