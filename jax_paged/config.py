@@ -331,7 +331,7 @@ class EngineConfig:
         speculation: How tokens are drafted; None if none are.
         max_loras: As EngineArgs.max_loras; 0 if requests have no adapters.
         max_lora_rank: As EngineArgs.max_lora_rank; so is max_cpu_loras.
-        lora_maps: Linear maps that adapters may change, by their names in the checkpoint: what each's sizes are.
+        lora_maps: Linear maps that adapters may change, by their names in the checkpoint: their sizes.
         embed_size: Numbers of a vector in place of a token; 0 if prompts have none.
         distributed_executor_backend: As EngineArgs has it.
         pipeline_parallel_size: As EngineArgs has it; the pool here is one engine's share.

@@ -191,9 +191,7 @@ class CausalLM(LanguageModel):
         def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
             return dense_attention(q, k, v, window=window_of(specs[layer]), **options)
 
-        def recur(rule: Rule, layer: int, index: int, *inputs: Array) -> Array:
-            return recur_dense(rule, specs, layer, index, inputs, tokens.shape)
-
+        recur = functools.partial(recur_dense, specs, tokens.shape)
         return ForwardContext(self, dense_positions(tokens), attend, recur=recur)
 
 

@@ -125,7 +125,9 @@ def _by_tiles(
     has_row = tiles.row < num_rows
     ends = jnp.where(has_row & (tiles.row != jnp.roll(tiles.row, -1).at[-1].set(-1)), tiles.row, num_rows)
 
-    def advance(carry: tuple[Array, Array, Array], tile: tuple[Array, ...]) -> tuple[tuple[Array, ...], Array]:
+    def advance(
+        carry: tuple[Array, Array, Array], tile: tuple[Array, ...]
+    ) -> tuple[tuple[Array, ...], Array]:
         now, ended, kept = carry
         row, start, end, kept_row, q, values, keys, scores, written, fades = tile
         now = jnp.where(start == 0, state.at[row].get(mode="clip"), now)
@@ -136,7 +138,13 @@ def _by_tiles(
         return (after[0], ended, kept.at[kept_row].set(after[1], mode="drop")), out
 
     fades = jnp.moveaxis(jnp.exp(last[..., 0]), 0, 1)
-    over = tiles.row, tiles.start, ends, jnp.where(is_kept, tiles.row, num_rows), q * jnp.exp(total)[..., None]
+    over = (
+        tiles.row,
+        tiles.start,
+        ends,
+        jnp.where(is_kept, tiles.row, num_rows),
+        q * jnp.exp(total)[..., None],
+    )
     over = *over, values, keys, scores, jnp.moveaxis(written, 0, 1), fades
     (_, ended, kept), out = lax.scan(advance, (jnp.zeros_like(state[0]), state, state), over)
     places = jnp.where(tiles.is_token, tiles.tokens, len(rows.row))

@@ -77,7 +77,9 @@ class Lfm2Config(LlamaConfig):
         types = read.get("layer_types", types)
         ok = isinstance(types, list) and len(types) == num_layers
         ok = ok and set(types) <= {"full_attention", "conv"} and "full_attention" in types
-        allowed = f"a list of num_hidden_layers, which is {num_layers}, of 'full_attention' or 'conv', some of "
+        allowed = (
+            f"a list of num_hidden_layers, which is {num_layers}, of 'full_attention' or 'conv', some of "
+        )
         allowed += "the former"
         types = types if read.check(ok, "layer_types", types, allowed) else []
         return fields | {

@@ -76,5 +76,7 @@ def paged_inputs(
         if isinstance(spec, StateSpec):
             kv_cache += [jnp.zeros((len(lens), *a.shape), a.dtype or dtype) for a in spec.arrays]
         else:
-            kv_cache.append(jnp.zeros((1 + tables.size, 2, spec.num_kv_heads, block_size, spec.head_dim), dtype))
+            kv_cache.append(
+                jnp.zeros((1 + tables.size, 2, spec.num_kv_heads, block_size, spec.head_dim), dtype)
+            )
     return PagedInputs(jnp.asarray(np.concatenate(token_lists), jnp.int32), kv_cache, metadata)

@@ -81,7 +81,9 @@ class Qwen3_5Config(LlamaConfig):  # noqa: N801
     def read(cls, read: ConfigReader) -> dict[str, Any]:
         fields = super().read(read)
         num_layers, interval = fields["num_hidden_layers"], read.integer("full_attention_interval", 4)
-        types = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
+        types = [
+            "full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)
+        ]
         types = read.get("layer_types", types)
         ok = isinstance(types, list) and len(types) == num_layers
         ok = ok and set(types) <= {"full_attention", "linear_attention"} and "full_attention" in types
@@ -226,7 +228,9 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):  # noqa: N801
 
     weight_table: ClassVar[WeightTable] = dataclasses.replace(
         WEIGHT_TABLE,
-        rows=tuple((path, key.replace("model.", "model.language_model."), t) for path, key, t in WEIGHT_TABLE.rows),
+        rows=tuple(
+            (path, key.replace("model.", "model.language_model."), t) for path, key, t in WEIGHT_TABLE.rows
+        ),
         tied={"lm_head.weight": "model.language_model.embed_tokens.weight"},
     )
 

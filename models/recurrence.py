@@ -82,24 +82,26 @@ def recur_paged(
 
 
 def recur_dense(
-    rule: Rule, specs: list[KVCacheSpec], layer: int, index: int, inputs: tuple[Array, ...], shape: tuple[int, ...]
+    specs: list[KVCacheSpec], shape: tuple[int, ...], rule: Rule, layer: int, index: int, *inputs: Array
 ) -> Array:
     """Advances a state along whole texts of one length; returns what each token gets.
 
     Args:
-        rule: What advances it.
         specs: The model's kv_cache_specs().
-        layer: Index into them.
+        shape: The leading dimensions of the inputs, those of the tokens, [..., T].
+        rule: What advances it.
+        layer: Index into the specs.
         index: Of the state among those of the layer.
-        inputs: What the rule takes, their leading dimensions those of the tokens.
-        shape: These dimensions, [..., T].
+        *inputs: What the rule takes.
     """
     spec = specs[layer]
     assert isinstance(spec, StateSpec), "the layer keeps a state"
     own, (*_, length) = spec.arrays[index], shape
     num_rows, num_tokens = math.prod(shape[:-1]), math.prod(shape)
     tokens, first = jnp.arange(num_tokens), jnp.arange(num_rows + 1) * length
-    rows = TokenRows(tokens // length, tokens % length, first, jnp.zeros(num_rows, jnp.int32), is_decode=False)
+    rows = TokenRows(
+        tokens // length, tokens % length, first, jnp.zeros(num_rows, jnp.int32), is_decode=False
+    )
     flat = [x.reshape(num_tokens, *x.shape[len(shape) :]) for x in inputs]
     state = jnp.zeros((num_rows, *own.shape), own.dtype or inputs[0].dtype)
     out, _, _ = rule(rows, state, *flat)

@@ -282,11 +282,9 @@ class BlockManager:
         """
         # What fell out of a window must not be freed after coming back, in the step of a swap in.
         self._free_out_of_window([(seq, 0) for seq in seqs if seq in self.block_tables])
-        if (
-            len(distinct(self.block_tables[seq] for seq in seqs if seq in self.block_tables))
-            > self.swap_pool.num_free
-            or not self.states.can_swap_out(seqs)
-        ):
+        if len(
+            distinct(self.block_tables[seq] for seq in seqs if seq in self.block_tables)
+        ) > self.swap_pool.num_free or not self.states.can_swap_out(seqs):
             return None
         self.states.swap_out(seqs)
         for seq in seqs:

@@ -1,8 +1,8 @@
 """Who holds which slot of the states that some layers keep: one slot per sequence, however long it is.
 
 A slot holds one state of every such layer. Sequences write to slots of their own; what they share is copied
-before one of them writes. A checkpoint is a copy that the device makes when a row passes a boundary of blocks:
-it is found by the hash of the tokens before it, as blocks are, and evicted when its slot is needed.
+before one of them writes. A checkpoint is a copy that the device makes when a row passes a boundary of
+blocks: it is found by the hash of the tokens before it, as blocks are, and evicted when its slot is needed.
 """
 
 import dataclasses
@@ -212,7 +212,9 @@ class StateSlots:
             pinned: Slots of pinned prefixes.
         """
         if self.is_used:
-            assert self.tables.keys() == seqs, "a sequence has blocks without a slot, or a slot without blocks"
+            assert self.tables.keys() == seqs, (
+                "a sequence has blocks without a slot, or a slot without blocks"
+            )
             assert self.swapped_tables.keys() == swapped, "blocks and slots lie in different places"
             assert self._positions.keys() == seqs | swapped, "a state without a position"
         counts = Counter(s for [[s]] in self.tables.values())

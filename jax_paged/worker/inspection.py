@@ -14,6 +14,7 @@ from jax_paged.core.block_pool import NULL_BLOCK
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput
 from jax_paged.models.attention import AttentionMetadata, KVCacheSpec, window_of
 from jax_paged.pallas_kernels.quantization import dequantize, rows_of
+from jax_paged.worker.kv_cache import NO_GROUP
 from jax_paged.worker.model_runner import ModelRunner
 from jax_paged.worker.programs import Program, TraceContext
 
@@ -134,6 +135,9 @@ class Inspector:
         layout = self._runner.context.layout
         check_int("layer", layer, 0, len(layout.places) - 1)
         array, group = layout.places[layer]
+        check(
+            group != NO_GROUP, "layer", layer, "a layer that attends: this one keeps a state of each sequence"
+        )
         table, n = block_tables[group], num_tokens[group]
         blocks = _padded(table, _power_of_two(len(table)))
         pages = np.asarray(self._gather(self._runner.arrays["kv_cache"][array], blocks))[: len(table)]

@@ -8,6 +8,7 @@ compiles the kernels, the kernels themselves, the shapes of the model.
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -28,10 +29,11 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array
 
 from jax_paged.config import EngineArgs, cache_dir
-from jax_paged.models.attention import Attend, window_of
+from jax_paged.models.attention import Attend, StateSpec, window_of
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.forward_context import ForwardContext
+from jax_paged.models.recurrence import recur_dense
 from jax_paged.models.sharding import TENSOR, DeviceGrid, repeated
 from jax_paged.models.weights import LoadedModel, outline
 from jax_paged.pallas_kernels import native, ops, self_check
@@ -158,7 +160,8 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
     size = args.tensor_parallel_size
     grid = DeviceGrid(AbstractMesh((size,), (TENSOR,)), args.enable_expert_parallel)
     check_divided(model, grid)
-    (kv_heads,) = repeated(specs[0].num_kv_heads, 1)
+    shape = next(spec for spec in specs if not isinstance(spec, StateSpec))
+    (kv_heads,) = repeated(shape.num_kv_heads, 1)
 
     def attend(
         layer: int, q: Array, k: Array, v: Array, *, scale: float, soft_cap: float | None = None, **bias: Any
@@ -179,8 +182,9 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
 
     def run(weights: list[Array]) -> Array:
         model, token = flat.merge(weights), jnp.zeros(1, jnp.int32)
-        how = attend, cross_attend, multiply
-        return model.hidden(token, ForwardContext(model, token, *how, grid=grid if size > 1 else None))
+        recur = functools.partial(recur_dense, specs, token.shape)
+        context = ForwardContext(model, token, attend, cross_attend, multiply, recur=recur)
+        return model.hidden(token, dataclasses.replace(context, grid=grid if size > 1 else None))
 
     shapes = [grid.shape(x.shape, split) for x, split in zip(weights, splits, strict=True)]
     hidden = jax.eval_shape(
@@ -190,7 +194,7 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
     return Suite(
         variants=tuple(found.values()),
         kv_heads=kv_heads.on(size),
-        head_dim=specs[0].head_dim,
+        head_dim=shape.head_dim,
         page_size=args.block_size,
         dtype=str(hidden.dtype),
         max_len=min(max_len, self_check.LONGEST),

@@ -36,7 +36,6 @@ from jax_paged.models.attention import (
 from jax_paged.models.sharding import repeated
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, row_size, tiles_of
 
-
 NO_GROUP = -1
 
 
@@ -129,7 +128,7 @@ def plan_layout(
     dtype: jnp.dtype,
     num_devices: int = 1,
     *,
-    state_dtype: jnp.dtype = jnp.dtype(jnp.float32),
+    state_dtype: jnp.dtype | None = None,
 ) -> KVCacheLayout:
     """Splits the layers of a model into cache groups.
 
@@ -140,7 +139,7 @@ def plan_layout(
         specs: One per layer.
         dtype: Of the arrays of blocks.
         num_devices: How many share the heads.
-        state_dtype: Of the states that have the model's type.
+        state_dtype: Of the states that have the model's type; None if that is dtype.
 
     Raises:
         ValueError: If no layer attends, or they differ in heads, or these can't be divided.
@@ -167,7 +166,7 @@ def plan_layout(
     for layer, spec in enumerate(specs):
         if isinstance(spec, StateSpec):
             places[layer] = size + len(states), NO_GROUP
-            states += [StateArray(a.shape, a.dtype or str(state_dtype)) for a in spec.arrays]
+            states += [StateArray(a.shape, a.dtype or str(state_dtype or dtype)) for a in spec.arrays]
     num_kv_heads, head_dim = shapes.pop()
     (heads,) = repeated(num_kv_heads, head_dim)
     num_kv_heads = num_devices * heads.on(num_devices)

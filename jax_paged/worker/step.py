@@ -38,7 +38,11 @@ def metadata_of(
     """Returns what models read of a step, of the fields of its buffer and the block tables of its rows."""
     how = context.backend, context.layout.places, context.batch_invariant, context.attend, context.grid
     metadata = attention_metadata(fields, tables, bucket, *how, context.shares_prefixes)
-    return dataclasses.replace(metadata, state_slots=fields["state_slots"]) if context.layout.states else metadata
+    return (
+        dataclasses.replace(metadata, state_slots=fields["state_slots"])
+        if context.layout.states
+        else metadata
+    )
 
 
 def drafts_before(

@@ -269,7 +269,9 @@ def test_a_walk_that_is_kept_finds_what_a_new_one_does(seed: int) -> None:
     several = (CacheGroup(),), (CacheGroup(), CacheGroup(window=9)), (CacheGroup(window=9),)
     for groups, num_slots in itertools.product(several, (0, 100)):
         states, num_blocks = StateSlots(num_slots, 0, 2, keeps_checkpoints=True), 15
-        pools = dict.fromkeys(range(len(groups)), BlockPool(100)) | ({STATE: states.pool} if num_slots else {})
+        pools = dict.fromkeys(range(len(groups)), BlockPool(100)) | (
+            {STATE: states.pool} if num_slots else {}
+        )
         prefixes = PrefixCache(pools[0], groups, 2, states)
         kept = Sequence([i % 3 for i in range(2 * num_blocks + 1)])
         held: dict[tuple[int, int], int] = {}  # block by position and cache group

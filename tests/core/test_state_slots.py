@@ -3,9 +3,6 @@
 import pytest
 from test_running_ahead import RunningAhead
 from test_scheduler_simulation import Simulation, total
-from helpers.scheduling import make_group, make_scheduler, step
-
-from jax_paged.core.state_slots import StateSlots
 
 
 @pytest.mark.parametrize("num_state_slots", [3, 5, 9, 40])

@@ -14,6 +14,7 @@ NAMES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_old_config",
     "GPT2LMHeadModel": "gpt2_without_prefix",
+    "Lfm2ForCausalLM": "lfm2",
     "LlamaForCausalLM": "gqa2_tied",
     "MistralForCausalLM": "mistral_window",
     "MixtralForCausalLM": "mixtral",
@@ -22,6 +23,8 @@ NAMES = {
     "Qwen2ForCausalLM": "qwen2_window",
     "Qwen3ForCausalLM": "qwen3_tied",
     "Qwen3MoeForCausalLM": "qwen3_moe_and_mlps",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "T5ForConditionalGeneration": "t5_tied",
 }
 LONGROPE = {"rope_type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor": [2, 2, 2, 2]}
@@ -92,6 +95,12 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         ),
         ("phi3_window", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "partial_rotary_factor is 0.4"),
         ("mixtral", {"num_experts_per_tok": 5}, "allowed: at most num_local_experts, which is 4"),
+        ("lfm2", {"layer_types": ["conv"] * 3}, "of 'full_attention' or 'conv', some of the former"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1; allowed: an integer of at least 2"),
+        ("lfm2", {"layer_types": ..., "full_attn_idxs": 2}, "full_attn_idxs is 2; allowed: a list of layers"),
+        ("qwen3_5", {"layer_types": ["full_attention"]}, "allowed: a list of num_hidden_layers, which is 3"),
+        ("qwen3_5", {"linear_num_value_heads": 3}, "a multiple of linear_num_key_heads, which is 2"),
+        ("qwen3_5", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'; allowed: 'default'"),
         ("qwen3_moe_tied", {"mlp_only_layers": 3}, "mlp_only_layers is 3; allowed: a list of layers"),
         ("qwen3_moe_tied", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         (
