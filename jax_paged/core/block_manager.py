@@ -120,10 +120,10 @@ class BlockManager:
         num_new = self._num_new(seq, prefix.num_blocks, num_encoder_tokens)
         if self._num_taken(num_new, prefix.blocks) > self.pool.num_free - num_reserved:
             return False
+        self.states.allocate(seq, prefix.slot, prefix.num_blocks * self.block_size)
         for block in prefix.blocks:  # before any new block is taken, which could evict them
             self.pool.share(block)
         self.block_tables[seq] = [list(table) for table in prefix.tables]
-        self.states.allocate(seq, prefix.slot, prefix.num_blocks * self.block_size)
         self.prefixes.forget_walk()
         for table, n in zip(self.block_tables[seq], num_new, strict=True):
             table.extend(self.pool.take() for _ in range(n))
@@ -340,9 +340,9 @@ class BlockManager:
     def forget_prefixes(self) -> None:
         """Takes everything out of the cache; whoever holds blocks keeps them."""
         assert not self.pinned, "a pinned prefix would be lost"
-        for pool in (self.pool, self.states.pool):
-            for block in range(pool.num_blocks):
-                pool.forget(block)
+        for cache in (self.pool, self.states.pool):
+            for block in range(cache.num_blocks):
+                cache.forget(block)
 
     def check_integrity(self) -> None:
         """Asserts every invariant of the class; takes time in proportion to the pools."""

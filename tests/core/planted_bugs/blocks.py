@@ -145,7 +145,7 @@ BLOCKS = [
         "what moves keeps no references",
     ),
     Mutation(
-        "core/block_manager.py",
+        "core/block_pool.py",
         "return [(block, moved[block]) for block in blocks]",
         "return [(moved[block], block) for block in blocks]",
         "pairs of a swap the wrong way round",
