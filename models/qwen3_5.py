@@ -73,7 +73,7 @@ class Qwen3_5Config(LlamaConfig):  # noqa: N801
     def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
         text = hf_config.get("text_config")
         if isinstance(text, dict):
-            names = "architectures", "tie_word_embeddings"
+            names = "architectures", "tie_word_embeddings", "quantization_config"
             hf_config = text | {name: hf_config[name] for name in names if name in hf_config}
         return super().from_hf(hf_config, max_model_len)
 

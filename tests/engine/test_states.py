@@ -260,7 +260,7 @@ def test_settings_that_states_rule_out(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5_variants", "lfm2_biases_old_config"])
+@pytest.mark.parametrize("name", ["qwen3_5_nested", "lfm2_biases_old_config"])
 @pytest.mark.parametrize("num_steps", [1, 4])
 def test_steps_ahead_and_bursts(name: str, num_steps: int) -> None:
     prompts, expected = cases_of(name)

@@ -295,7 +295,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5": ("Qwen3_5TextConfig", BASE | QWEN3_5),
-    "qwen3_5_variants": (
+    # As the hub has it: within a model that sees.
+    "qwen3_5_nested": (
         "Qwen3_5TextConfig",
         BASE
         | QWEN3_5
@@ -421,6 +422,22 @@ def make_old_config(file: Path) -> None:
     file.write_text(json.dumps(config, indent=2) + "\n")
 
 
+def make_nested(folder: Path) -> None:
+    """Makes a text model the part of a model that sees, with weights of parts that no text needs."""
+    config, file = json.loads((folder / "config.json").read_text()), folder / "model.safetensors"
+    text = {k: v for k, v in config.items() if k not in ("architectures", "tie_word_embeddings")}
+    nested = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+    }
+    nested["tie_word_embeddings"] = config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(nested, indent=2) + "\n")
+    weights = {k.replace("model.", "model.language_model."): v for k, v in load_file(file).items()}
+    others = {name: torch.zeros(1) for name in ("model.visual.pos_embed.weight", "mtp.norm.weight")}
+    save_file(weights | others, file)
+
+
 @torch.no_grad()
 def make_dynamic_rope() -> None:
     name, original, rope = DYNAMIC_ROPE
@@ -460,6 +477,8 @@ def main() -> None:
         if "without_prefix" in name:
             file = folder / "model.safetensors"
             save_file({k.removeprefix("transformer."): v for k, v in load_file(file).items()}, file)
+        if "nested" in name:
+            make_nested(folder)
         if "untied" in name:
             config = json.loads((folder / "config.json").read_text())
             config |= {"tie_word_embeddings": False}

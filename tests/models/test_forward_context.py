@@ -34,6 +34,7 @@ def fixture_configs() -> list[Any]:
         "gemma2_variants",
         "gemma3_old_config",
         "gpt2_variants",
+        "lfm2_biases_old_config",
         "llama3_tied_biases_old_config",
         "mistral",
         "mixtral",
@@ -42,6 +43,8 @@ def fixture_configs() -> list[Any]:
         "qwen2_window",
         "qwen3_bias_window",
         "qwen3_moe_and_mlps",
+        "qwen3_5",
+        "qwen3_5_nested",
         "t5_gated_untied",
     )
     configs = [json.loads((FIXTURES / name / "config.json").read_text()) for name in names]

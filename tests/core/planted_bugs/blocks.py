@@ -139,9 +139,9 @@ BLOCKS = [
         "cache groups mixed up",
     ),
     Mutation(
-        "core/block_manager.py",
-        "                    target.share(block)\n",
-        "                    pass\n",
+        "core/block_pool.py",
+        "                new_pool.share(block)\n",
+        "                pass\n",
         "what moves keeps no references",
     ),
     Mutation(
@@ -152,8 +152,8 @@ BLOCKS = [
     ),
     Mutation(
         "core/block_manager.py",
-        "        self.pool.release_tables(self.pinned.pop(name).tables)",
-        "        self.pinned.pop(name)",
+        "        self.pool.release_tables(prefix.tables)\n",
+        "",
         "unpin without letting go",
     ),
     Mutation(

@@ -26,7 +26,9 @@ STATES = [
         "self._positions[parent] >= num_tokens",
         "a fork of fewer tokens gets a state that has seen more",
     ),
-    Mutation(_FILE, "            self._positions[seq] = start\n", "", "a row that was dropped counts as seen"),
+    Mutation(
+        _FILE, "            self._positions[seq] = start\n", "", "a row that was dropped counts as seen"
+    ),
     Mutation(
         _FILE,
         "            for _, slot in pending[len(kept) :]:\n                self.pool.release(slot)\n",
@@ -40,9 +42,14 @@ STATES = [
         "the checkpoint of a request that was aborted keeps its slot",
     ),
     Mutation(
-        _FILE, "        return position - start, slot\n", "        return position, slot\n", "a checkpoint too late"
+        _FILE,
+        "        return position - start, slot\n",
+        "        return position, slot\n",
+        "a checkpoint too late",
     ),
-    Mutation(_FILE, "            pool.forget(slot)\n        elif", "        elif", "a stale checkpoint is found"),
+    Mutation(
+        _FILE, "            pool.forget(slot)\n        elif", "        elif", "a stale checkpoint is found"
+    ),
     Mutation(
         "core/prefix_cache.py",
         "                is_usable &= self._states.pool.find(content._replace(group=STATE)) is not None\n",
