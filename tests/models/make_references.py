@@ -348,6 +348,8 @@ def make_model(name: str) -> Any:
             elif parameter.ndim == 1:
                 # Norms start at 1, Gemma's and biases at 0.
                 parameter.normal_(parameter.mean().item(), 0.2)
+            elif ".conv." in key:
+                parameter.mul_(1.5)  # a convolution multiplies three parts of its projection
             elif ".layers." in key or ".h." in key:
                 parameter.mul_(LAYER_SCALE)
             elif name.startswith("gemma") or "shared" in key:
