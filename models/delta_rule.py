@@ -127,7 +127,7 @@ def _by_tiles(
 
     def advance(
         carry: tuple[Array, Array, Array], tile: tuple[Array, ...]
-    ) -> tuple[tuple[Array, ...], Array]:
+    ) -> tuple[tuple[Array, Array, Array], Array]:
         now, ended, kept = carry
         row, start, end, kept_row, q, values, keys, scores, written, fades = tile
         now = jnp.where(start == 0, state.at[row].get(mode="clip"), now)

@@ -134,7 +134,8 @@ class Convolution:
             earlier = jnp.where((rows.place >= back)[:, None], earlier, before)
             out += earlier.astype(jnp.float32) * kernel[-1 - back]
         stop = rows.first[1:] - rows.first[:-1]
-        return out.astype(x.dtype), *(self._state(rows, state, x, n) for n in (stop, rows.num_kept))
+        ended, kept = (self._state(rows, state, x, n) for n in (stop, rows.num_kept))
+        return out.astype(x.dtype), ended, kept
 
     @staticmethod
     def _state(rows: TokenRows, state: Array, x: Array, num_tokens: Array) -> Array:
