@@ -5,13 +5,13 @@ learning rate b:
 
     S = exp(g) S;    S = S + k (b (v - k S));    what the token gets: q S
 
-Rows of several tokens are computed a tile of tokens at a time. Within a tile the deltas d of all tokens follow
-from S in front of it by a triangular system, and the tile's S from these: the products are those of matrices.
+Rows of several tokens are computed a tile of tokens at a time. Within a tile what all tokens write follows from
+S in front of it by a triangular system, and S behind it from that: the products are those of matrices.
 
     row a (5 tokens), row b (1)        tokens   a a a a | a - - - | b - - -        tiles of 4
                                        S        zeros -> S -------> from b's slot
 
-Source: Yang et al., Gated Delta Networks, 2024, and Parallelizing Linear Transformers with the Delta Rule, 2024.
+Source: Yang et al., Gated Delta Networks, 2024; Parallelizing Linear Transformers with the Delta Rule, 2024.
 """
 
 import dataclasses

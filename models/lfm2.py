@@ -127,7 +127,7 @@ class ShortConvolution(Module):
 
 
 class Lfm2DecoderLayer(Module):
-    """Attention or a convolution, then the MLP, each with a norm before it and added to the residual stream."""
+    """Attention or a convolution, then the MLP, each normed before and added to the residual stream."""
 
     def __init__(self, config: Lfm2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         norm = functools.partial(RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)

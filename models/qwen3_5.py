@@ -43,7 +43,7 @@ WEIGHT_TABLE = dataclasses.replace(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3_5Config(LlamaConfig):  # noqa: N801
+class Qwen3_5Config(LlamaConfig):
     """Shape of a Qwen3.5.
 
     Args:
@@ -181,7 +181,7 @@ class GatedDeltaNet(Module):
         return self.out_proj(out.astype(x.dtype).reshape(*x.shape[:-1], -1), context)
 
 
-class Qwen3_5DecoderLayer(Module):  # noqa: N801
+class Qwen3_5DecoderLayer(Module):
     """Attention or a delta net, then the MLP, each with a norm before it and added to the residual stream."""
 
     def __init__(self, config: Qwen3_5Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
@@ -200,7 +200,7 @@ class Qwen3_5DecoderLayer(Module):  # noqa: N801
         return x + self.mlp(self.post_attention_layernorm(x, context), context)
 
 
-class Qwen3_5ForCausalLM(LlamaForCausalLM):  # noqa: N801
+class Qwen3_5ForCausalLM(LlamaForCausalLM):
     """A Llama with the layers above."""
 
     config_class: ClassVar[type[LlamaConfig]] = Qwen3_5Config
@@ -223,7 +223,7 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):  # noqa: N801
         return [attention if attends else StateSpec((inputs, state)) for attends in c.attending]
 
 
-class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):  # noqa: N801
+class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
     """The same within a model that sees."""
 
     weight_table: ClassVar[WeightTable] = dataclasses.replace(

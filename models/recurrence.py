@@ -1,11 +1,12 @@
 """States that layers keep per sequence: read from their slots, advanced by a step's tokens, written back.
 
-A layer names a rule, what its state becomes with every token. A step has rows of one token or of several, and a
-rule advances all of them at once. Row b of a paged batch reads and writes slot b of AttentionMetadata:
+A layer names a rule: what its state becomes with every token. A step has rows of one token or of several, and
+a rule advances all of them at once. With a row of sequence a (1 token) and one of b (5 tokens, a checkpoint
+behind the third), of which a has slot 1, b slot 2 and the checkpoint slot 3:
 
-    slots        |  -  | a a a | b b b |  ...      a row at position 0 begins with zeros, whatever is in its slot
-                     row a: 1 token, row b: 5, the checkpoint behind the third of them
-    written      |  -  | a+1   | b+5   | b+3  ...  rows that are not used write nothing
+    slot      0    1        2        3           a row at position 0 begins with zeros, whatever its slot holds
+    before    -    a        b        anything
+    behind    -    a + 1    b + 5    b + 3       rows that are not used write nothing
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ class Rule(Protocol):
     def __call__(
         self, rows: TokenRows, state: Float[Array, "b ..."], *inputs: Float[Array, "t ..."]
     ) -> tuple[Float[Array, "t ..."], Float[Array, "b ..."], Float[Array, "b ..."]]:
-        """Returns what each token gets (finite in padding), and states behind all tokens and behind num_kept."""
+        """Returns what each token gets (finite in padding), and states behind all and behind num_kept tokens."""
         ...
 
 
