@@ -5,8 +5,8 @@ learning rate b:
 
     S = exp(g) S;    S = S + k (b (v - k S));    what the token gets: q S
 
-Rows of several tokens are computed a tile of tokens at a time. Within a tile what all tokens write follows from
-S in front of it by a triangular system, and S behind it from that: the products are those of matrices.
+Rows of several tokens are computed a tile of tokens at a time. Within a tile, what all tokens write follows
+from S in front of it by a triangular system, and S behind it from that: the products are those of matrices.
 
     row a (5 tokens), row b (1)        tokens   a a a a | a - - - | b - - -        tiles of 4
                                        S        zeros -> S -------> from b's slot

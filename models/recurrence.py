@@ -4,7 +4,7 @@ A layer names a rule: what its state becomes with every token. A step has rows o
 a rule advances all of them at once. With a row of sequence a (1 token) and one of b (5 tokens, a checkpoint
 behind the third), of which a has slot 1, b slot 2 and the checkpoint slot 3:
 
-    slot      0    1        2        3           a row at position 0 begins with zeros, whatever its slot holds
+    slot      0    1        2        3           a row at position 0 begins with zeros, not with its slot
     before    -    a        b        anything
     behind    -    a + 1    b + 5    b + 3       rows that are not used write nothing
 """
@@ -51,7 +51,7 @@ class Rule(Protocol):
     def __call__(
         self, rows: TokenRows, state: Float[Array, "b ..."], *inputs: Float[Array, "t ..."]
     ) -> tuple[Float[Array, "t ..."], Float[Array, "b ..."], Float[Array, "b ..."]]:
-        """Returns what each token gets (finite in padding), and states behind all and behind num_kept tokens."""
+        """Returns what tokens get (finite in padding), and states behind all and behind num_kept of them."""
         ...
 
 
