@@ -22,6 +22,7 @@ from jax_paged.models.attention import (
 )
 from jax_paged.models.forward_context import Elsewhere, ForwardContext, Module
 from jax_paged.models.hf_format import WeightTable
+from jax_paged.models.images import ImageSpec
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.models.recurrence import Rule, recur_dense, recur_paged
 from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
@@ -72,6 +73,11 @@ class LanguageModel(nnx.Module):
     def head(self) -> Linear | Embedding | None:
         """What makes logits of hidden states: the table of token embeddings where the two are tied."""
 
+    @property
+    def image_spec(self) -> ImageSpec | None:
+        """How images stand in its prompts; None if it reads text alone. Else it has `encode_images`."""
+        return None
+
     def pooled(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
         """Returns what a pooled hidden state becomes, in float32: of a classifier, the logits of its classes.
 
@@ -115,7 +121,7 @@ class LanguageModel(nnx.Module):
         """
         specs = self.kv_cache_specs()
 
-        def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+        def attend(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
             spec = specs[layer]
             assert not isinstance(spec, StateSpec), "the layer attends"
             return paged_attention(layer, spec, q, k, v, kv_cache, metadata, **options)
@@ -124,7 +130,7 @@ class LanguageModel(nnx.Module):
             return cross_attention(layer, q, kv_cache, metadata, scale=scale)
 
         def recur(rule: Rule, layer: int, index: int, *inputs: Array) -> Array:
-            return recur_paged(rule, metadata.places[layer][0] + index, inputs, kv_cache, metadata)
+            return recur_paged(rule, metadata.places[layer].array + index, inputs, kv_cache, metadata)
 
         multiply = functools.partial(grouped_matmul, backend=metadata.backend)
         how = attend, cross_attend, multiply
@@ -163,6 +169,11 @@ class CausalLM(LanguageModel):
         return self.normed(x, context) if self.ends else x
 
     @property
+    def whole_because(self) -> str:
+        """Why it can't be cut into stages; empty if it can."""
+        return ""
+
+    @property
     def own_layers(self) -> list[Module]:
         """The layers that it has, without those of other stages."""
         return [getattr(self, self.layers_name)[i] for i in self.own_places]
@@ -186,10 +197,12 @@ class CausalLM(LanguageModel):
 
     def dense_context(self, tokens: Int[Array, "b t"]) -> ForwardContext:
         """Returns the context of a pass over a dense batch, whose texts all start at position 0."""
-        specs = self.kv_cache_specs()
+        specs, given = self.kv_cache_specs(), dict[int, tuple[Array, Array]]()
 
-        def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
-            return dense_attention(q, k, v, window=window_of(specs[layer]), **options)
+        def attend(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
+            if k is not None and v is not None:
+                given[layer] = k, v
+            return dense_attention(q, *given[layer], window=window_of(specs[layer]), **options)
 
         recur = functools.partial(recur_dense, specs, tokens.shape)
         return ForwardContext(self, dense_positions(tokens), attend, recur=recur)

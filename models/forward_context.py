@@ -37,19 +37,21 @@ from jax_paged.pallas_kernels import grouped_loop
 class Attend(Protocol):
     """How the tokens of a layer attend: (layer, q, k, v) to the attention of every token.
 
-    `layer` is an index into the model's kv_cache_specs(); the window comes from the spec. The options are
-    those of dense_attention.
+    `layer` is an index into the model's kv_cache_specs(); the window comes from the spec. With None for k and
+    v, queries attend to the keys and values that an earlier call gave for that layer. The options are those
+    of dense_attention.
     """
 
     def __call__(
         self,
         layer: int,
         q: Array,
-        k: Array,
-        v: Array,
+        k: Array | None,
+        v: Array | None,
         *,
         scale: float,
         soft_cap: float | None = None,
+        sinks: Array | None = None,
         distance_bias: Array | None = None,
     ) -> Array: ...
 

@@ -152,13 +152,6 @@ class Lfm2ForCausalLM(LlamaForCausalLM):
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
     layer_class: ClassVar[Callable[..., Module]] = Lfm2DecoderLayer
 
-    def through(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
-        rope = self.config.rope
-        context = dataclasses.replace(context, rotations={rope: rope.at(context.positions)})
-        for layer in self.own_layers:
-            x = layer(x, context)
-        return x
-
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         c = self.config
         attention = FullAttentionSpec(c.num_key_value_heads, c.head_dim)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from jax_paged.models.attention import AttentionMetadata, Backend, StateSpec
 from jax_paged.models.causal_lm import CausalLM
+from jax_paged.models.kv_place import Place
 
 
 class PagedInputs(NamedTuple):
@@ -67,7 +68,7 @@ def paged_inputs(
         query_start_loc=jnp.asarray(np.cumsum([0, *lens]), jnp.int32),
         is_decode=False,
         backend=backend,
-        places=tuple((place, 0) for place in places),
+        places=tuple(Place(array, 0) for array in places),
         state_slots=jnp.stack([row, jnp.full_like(row, len(lens)), jnp.zeros_like(row)]),
     )
     dtype = jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype

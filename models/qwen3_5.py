@@ -20,12 +20,11 @@ from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec, StateArra
 from jax_paged.models.delta_rule import GatedDeltaRule
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.gemma import GemmaRMSNorm
-from jax_paged.models.hf_format import ConfigReader, WeightTable
+from jax_paged.models.hf_format import ConfigReader, WeightTable, of_text_model, text_values
 from jax_paged.models.layers import ACTIVATIONS, Linear, RMSNorm, normal, parameter
 from jax_paged.models.llama import WEIGHT_TABLE as LLAMA_TABLE
 from jax_paged.models.llama import LlamaAttention, LlamaConfig, LlamaForCausalLM, LlamaMLP
 from jax_paged.models.recurrence import Convolution
-from jax_paged.models.rope import Rope, base_frequencies, rope_values
 from jax_paged.models.sharding import even, repeated
 
 _NET = r"layers\.(\d+)\.linear_attn\."
@@ -67,15 +66,10 @@ class Qwen3_5Config(LlamaConfig):
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
     }
-
-    @classmethod
-    def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
-        text = hf_config.get("text_config")
-        if isinstance(text, dict):
-            names = "architectures", "tie_word_embeddings", "quantization_config"
-            hf_config = text | {name: hf_config[name] for name in names if name in hf_config}
-        return super().from_hf(hf_config, max_model_len)
+    # Of a text, the sections for images (mrope) all have the same positions.
+    is_partly_rotated: ClassVar[bool] = True
 
     @classmethod
     def read(cls, read: ConfigReader) -> dict[str, Any]:
@@ -105,16 +99,14 @@ class Qwen3_5Config(LlamaConfig):
             "kernel_size": read.integer("linear_conv_kernel_dim", 4, low=2),
         }
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3_5ConditionalConfig(Qwen3_5Config):
+    """Shape of the text model in a checkpoint that reads images, too."""
+
     @classmethod
-    def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
-        # Of a text, the sections for images (mrope) all have the same positions.
-        rope = rope_values(read, max_position_embeddings)
-        rope.choice("rope_type", rope.get("type", "default"), ("default",))
-        part = rope.number("partial_rotary_factor", 0.25)
-        dim = int(head_dim * part)
-        ok, allowed = dim % 2 == 0 and 0 < dim <= head_dim, "one that rotates an even number of dimensions"
-        rope.check(ok, "partial_rotary_factor", part, allowed)
-        return Rope(base_frequencies(dim, rope.number("rope_theta", 10000.0)))
+    def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
+        return super().from_hf(text_values(hf_config), max_model_len)
 
 
 class GatedAttention(LlamaAttention):
@@ -131,14 +123,11 @@ class GatedAttention(LlamaAttention):
         self.k_proj, self.v_proj = (make(width, split=(None, kv_heads)) for _ in range(2))
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
-        assert self.q_norm is not None, "it has norms"
-        assert self.k_norm is not None, "it has norms"
-        size, rotate = self.config.head_dim, context.rotations[self.rope]
-        q, k, v = self.project(x, context)
+        size, (q, k, v) = self.config.head_dim, self.project(x, context)
         q, gate = jnp.split(q.reshape(*x.shape[:-1], -1, 2 * size), 2, axis=-1)
         k, v = (y.reshape(*x.shape[:-1], -1, size) for y in (k, v))
-        q, k = rotate(self.q_norm(q, context)), rotate(self.k_norm(k, context))
-        out = context.attend(self.layer, q, k, v, scale=self.scale) * jax.nn.sigmoid(gate)
+        q, k = self.rotated(*self.normed(q, k, context), context)
+        out = self.attend(q, k, v, context) * jax.nn.sigmoid(gate)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), context)
 
 
@@ -206,14 +195,7 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):
     config_class: ClassVar[type[LlamaConfig]] = Qwen3_5Config
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
     layer_class: ClassVar[Callable[..., Module]] = Qwen3_5DecoderLayer
-    norm_class: ClassVar[type[RMSNorm]] = GemmaRMSNorm
-
-    def through(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
-        rope = self.config.rope
-        context = dataclasses.replace(context, rotations={rope: rope.at(context.positions)})
-        for layer in self.own_layers:
-            x = layer(x, context)
-        return x
+    norm_class: ClassVar[Callable[..., Any]] = GemmaRMSNorm
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         c: Any = self.config
@@ -224,15 +206,10 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """The same within a model that sees."""
+    """The text model of a checkpoint whose other weights, for images and for drafts, are not read."""
 
-    weight_table: ClassVar[WeightTable] = dataclasses.replace(
-        WEIGHT_TABLE,
-        rows=tuple(
-            (path, key.replace("model.", "model.language_model."), t) for path, key, t in WEIGHT_TABLE.rows
-        ),
-        tied={"lm_head.weight": "model.language_model.embed_tokens.weight"},
-    )
+    config_class: ClassVar[type[LlamaConfig]] = Qwen3_5ConditionalConfig
+    weight_table: ClassVar[WeightTable] = of_text_model(WEIGHT_TABLE, ("visual", "mtp"))
 
 
 def conv_width(config: Qwen3_5Config) -> int:

@@ -112,6 +112,8 @@ def take(engine: "LLMEngine", loop: "StepLoop", *, with_weights: bool) -> Engine
     check_keeps_no_state(
         loop, "the model", engine.config.architecture, "these have no room in an engine's state"
     )
+    pictured = [s.group.request_id for s in states if s.group.sequences[0].stand_ins]
+    check(not pictured, "the running requests with images", pictured, "none, as a state has no room for them")
     requests = [values_of_group(scheduler, s.group) | {"text": s.values()} for s in states]
     weights, packing = engine.executor.fingerprint()
     values = {

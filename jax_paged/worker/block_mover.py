@@ -34,16 +34,19 @@ class CopyProgram(Program):
         return f"copy {'states ' * self.of_states}{self.num_copies}"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
-        def copy_all(pool: list[Array], src: Array, dst: Array) -> list[Array]:
-            if self.of_states:
-                return [x.at[dst].set(x.at[src].get(mode="clip"), mode="drop") for x in pool]
+        own = _own_arrays(context, of_states=self.of_states)
+        copy: Callable[[Array, Array, Array], Array] = _copy_slots
+        if not self.of_states:
             copy = functools.partial(ops.copy_blocks, backend=context.backend)
             if context.grid is not None:
                 copy = context.grid.on_each(copy, (POOL_SPEC, PartitionSpec(), PartitionSpec()), POOL_SPEC)
-            return [copy(x, src, dst) for x in pool]
 
-        pool = context.states() if self.of_states else context.pool()
-        ids = context.shape((self.num_copies,), jnp.int32)
+        def copy_all(pool: list[Array], src: Array, dst: Array) -> list[Array]:
+            pool = list(pool)
+            pool[own] = [copy(x, src, dst) for x in pool[own]]
+            return pool
+
+        pool, ids = context.kv_cache(), context.shape((self.num_copies,), jnp.int32)
         jitted = jax.jit(copy_all, donate_argnums=0, out_shardings=[context.pool_sharding] * len(pool))
         return jitted.trace(pool, ids, ids)
 
@@ -62,12 +65,14 @@ class SwapOutProgram(Program):
         if on_host is not None and jax.default_backend() != "cpu":
             on_host = on_host.with_memory_kind("pinned_host")
 
-        def gather(pool: list[Array], src: Array) -> list[Array]:
-            return [x.at[src].get(mode="clip") for x in pool]
+        own = _own_arrays(context, of_states=self.of_states)
 
-        pool = context.states() if self.of_states else context.pool()
+        def gather(pool: list[Array], src: Array) -> list[Array]:
+            return [x.at[src].get(mode="clip") for x in pool[own]]
+
+        pool = context.kv_cache()
         ids = context.shape((SWAP_SLOTS if self.of_states else SWAP_BLOCKS,), jnp.int32)
-        return jax.jit(gather, out_shardings=[on_host] * len(pool)).trace(pool, ids)
+        return jax.jit(gather, out_shardings=[on_host] * len(pool[own])).trace(pool, ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +85,28 @@ class SwapInProgram(Program):
         return "swap in" + " states" * self.of_states
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
+        own = _own_arrays(context, of_states=self.of_states)
+
         def scatter(pool: list[Array], blocks: list[Array], dst: Array) -> list[Array]:
-            return [x.at[dst].set(b, mode="drop") for x, b in zip(pool, blocks, strict=True)]
+            pool = list(pool)
+            pool[own] = [x.at[dst].set(b, mode="drop") for x, b in zip(pool[own], blocks, strict=True)]
+            return pool
 
         num_moved = SWAP_SLOTS if self.of_states else SWAP_BLOCKS
-        shapes = context.states if self.of_states else context.pool
-        pool, moved, ids = shapes(), shapes(num_moved), context.shape((num_moved,), jnp.int32)
+        moved = context.states(num_moved) if self.of_states else context.pool(num_moved)
+        pool, ids = context.kv_cache(), context.shape((num_moved,), jnp.int32)
         jitted = jax.jit(scatter, donate_argnums=0, out_shardings=[context.pool_sharding] * len(pool))
         return jitted.trace(pool, moved, ids)
+
+
+def _own_arrays(context: TraceContext, *, of_states: bool) -> slice:
+    """Returns which arrays of the pool programs move something of; they return the others as they are."""
+    num_pools = len(context.pool())
+    return slice(num_pools, None) if of_states else slice(num_pools)
+
+
+def _copy_slots(states: Array, src: Array, dst: Array) -> Array:
+    return states.at[dst].set(states.at[src].get(mode="clip"), mode="drop")
 
 
 class BlockMover:
@@ -163,7 +182,7 @@ class BlockMover:
         gathered = [run(program, pool, self._columns(c, n, 0, 0)[0]) for c in chunks]
         assert self._store is not None, "there are blocks in host memory"
         for chunk, blocks in zip(chunks, gathered, strict=True):
-            self._store(np.array([host for _, host in chunk], np.int32), *blocks)
+            self._store(np.array([host for _, host in chunk], np.int32), blocks)
 
     def swap_in(
         self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]

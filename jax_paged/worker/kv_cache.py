@@ -10,6 +10,15 @@ pool. Four layers, every second one with a window, and two arrays:
     group            0        1        0        1
     array            0        0        1        1
 
+Layers may differ in heads. The arrays are then those of the layers with most numbers per token, and where
+others have half or a third of them, two or three of one group share an array (View in models/kv_place.py).
+Layers 1, 3, 4 and 5 have a window here, and half as many numbers:
+
+    layer            0        1        2        3        4        5
+    group            0        1        0        1        1        1
+    array            0        0        1        0        1        1
+    half             -        0        -        1        0        1
+
 Layers that keep a state of each sequence have arrays of their own behind these, [slots, ...], and no group.
 """
 
@@ -33,10 +42,9 @@ from jax_paged.models.attention import (
     StateSpec,
     window_of,
 )
+from jax_paged.models.kv_place import NO_GROUP, Place, View
 from jax_paged.models.sharding import repeated
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, row_size, tiles_of
-
-NO_GROUP = -1
 
 
 class DeviceMemory(NamedTuple):
@@ -64,18 +72,18 @@ class KVCacheLayout:
 
     Args:
         groups: What the layers of each cache group need.
-        places: (array, group) of each layer, in the order of the model's kv_cache_specs(); (first array,
-            NO_GROUP) of one that keeps a state.
+        places: Of each layer, in the order of the model's kv_cache_specs(); of one that keeps a state, its
+            first array and NO_GROUP.
         num_pools: Arrays of blocks.
-        num_kv_heads: Of every layer; on all devices together, so that one may be there several times.
-        head_dim: Of every layer.
+        num_kv_heads: Of each of them; on all devices together, so that one may be there several times.
+        head_dim: Of each of them.
         dtype: Of the arrays.
         num_devices: How many share the heads.
         states: Of the arrays of states, which lie behind those of blocks.
     """
 
     groups: tuple[CacheGroup, ...]
-    places: tuple[tuple[int, int], ...]
+    places: tuple[Place, ...]
     num_pools: int
     num_kv_heads: int
     head_dim: int
@@ -115,12 +123,20 @@ def stage_layout(layout: KVCacheLayout, layers: Sequence[int]) -> KVCacheLayout:
         layers: Those of one stage.
     """
     counts = [0] * len(layout.groups)
-    places = [(0, group) for _, group in layout.places]
+    places = [place._replace(array=0) for place in layout.places]
     for layer in layers:
-        group = places[layer][1]
-        places[layer] = counts[group], group
-        counts[group] += 1
-    return dataclasses.replace(layout, places=tuple(places), num_pools=max(counts))
+        place = places[layer]
+        places[layer] = _nth_place(counts[place.group], place)
+        counts[place.group] += 1
+    num_pools = 1 + max(places[layer].array for layer in layers)
+    return dataclasses.replace(layout, places=tuple(places), num_pools=num_pools)
+
+
+def _nth_place(n: int, place: Place) -> Place:
+    """Returns the place of the n-th layer of a cache group, given that of another."""
+    if (view := place.view) is None:
+        return place._replace(array=n)
+    return place._replace(array=n // view.num_parts, view=view._replace(part=n % view.num_parts))
 
 
 def plan_layout(
@@ -132,8 +148,8 @@ def plan_layout(
 ) -> KVCacheLayout:
     """Splits the layers of a model into cache groups.
 
-    The kind with the fewest layers sets the size of a group, so that no array is used by few groups only;
-    where the kinds have nearly the same number of layers, the larger does.
+    The kind whose layers fill the fewest arrays sets the size of a group, so that no array is used by few
+    groups only; where the kinds fill nearly the same number of arrays, the larger does.
 
     Args:
         specs: One per layer.
@@ -142,34 +158,53 @@ def plan_layout(
         state_dtype: Of the states that have the model's type; None if that is dtype.
 
     Raises:
-        ValueError: If no layer attends, or they differ in heads, or these can't be divided.
+        ValueError: If no layer attends, the heads can't be divided, or layers that differ in them can't
+            share arrays.
     """
-    shapes = {(s.num_kv_heads, s.head_dim) for s in specs if not isinstance(s, StateSpec)}
-    if len(shapes) != 1:
-        raise ValueError(
-            f"the layers have (kv heads, head_dim) {sorted(shapes)}; allowed: the same for all layers"
-        )
+
+    def heads_of(spec: AttentionSpec) -> int:
+        (heads,) = repeated(spec.num_kv_heads, spec.head_dim)
+        return num_devices * heads.on(num_devices)
+
     kinds: dict[AttentionSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         if not isinstance(spec, StateSpec):
             kinds.setdefault(spec, []).append(layer)
-    counts = [len(layers) for layers in kinds.values()]
+    if not kinds:
+        raise ValueError(f"the layers have {specs}; allowed: some that attend")
+    shapes = {(s.num_kv_heads, s.head_dim): (heads_of(s), s.head_dim) for s in kinds}
+    num_kv_heads, head_dim = max(shapes.values(), key=math.prod)
+    if any((num_kv_heads * head_dim) % math.prod(shape) for shape in shapes.values()):
+        raise ValueError(
+            f"the layers have (kv heads, head_dim) {sorted(shapes)}, on {num_devices} devices; allowed: keys "
+            "of as many numbers in every layer as in the largest, or a whole fraction of them"
+        )
+    if len(shapes) > 1 and dtype in DTYPES.values():
+        names = {quantized: name for name, quantized in DTYPES.items()}
+        raise ValueError(
+            f"kv_cache_dtype is {names[dtype]!r}, and the layers have (kv heads, head_dim) {sorted(shapes)}; "
+            "allowed for layers that differ: 'auto'"
+        )
+    counts, views = list[int](), dict[AttentionSpec, View | None]()
+    for spec, layers in kinds.items():
+        parts = num_kv_heads * head_dim // (heads_of(spec) * spec.head_dim)
+        views[spec] = None if spec.head_dim == head_dim and parts == 1 else View(spec.head_dim, parts, 0)
+        counts.append(-(-len(layers) // parts))
     size = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
     groups: list[CacheGroup] = []
-    places = [(0, 0)] * len(specs)
+    places = [Place(0, 0)] * len(specs)
     for spec, layers in kinds.items():
-        for first in range(0, len(layers), size):
-            for pool, layer in enumerate(layers[first : first + size]):
-                places[layer] = pool, len(groups)
+        view = views[spec]
+        num_layers = size * (1 if view is None else view.num_parts)
+        for first in range(0, len(layers), num_layers):
+            for n, layer in enumerate(layers[first : first + num_layers]):
+                places[layer] = _nth_place(n, Place(0, len(groups), view))
             groups.append(CacheGroup(window_of(spec), isinstance(spec, CrossAttentionSpec)))
     states: list[StateArray] = []
     for layer, spec in enumerate(specs):
         if isinstance(spec, StateSpec):
-            places[layer] = size + len(states), NO_GROUP
+            places[layer] = Place(size + len(states), NO_GROUP)
             states += [StateArray(a.shape, a.dtype or str(state_dtype or dtype)) for a in spec.arrays]
-    num_kv_heads, head_dim = shapes.pop()
-    (heads,) = repeated(num_kv_heads, head_dim)
-    num_kv_heads = num_devices * heads.on(num_devices)
     shape = num_kv_heads, head_dim, dtype, num_devices
     return KVCacheLayout(tuple(groups), tuple(places), size, *shape, tuple(states))
 

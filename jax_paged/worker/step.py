@@ -372,7 +372,7 @@ class StepProgram(Program):
             seat_arrays = SeatArrays(token_counts, block_tables, last_tokens, states, draft_states)
             return results, details, hidden, kv_cache, seat_arrays, captured
 
-        pool, num_logits = [*context.pool(), *context.states()], bucket.num_logits
+        pool, num_logits = context.kv_cache(), bucket.num_logits
         _, size = layout(bucket, num_groups, *columns)
         inputs = [
             context.shape((size,), jnp.int32),

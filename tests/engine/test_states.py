@@ -23,6 +23,7 @@ from helpers.real_model import (
 
 from jax_paged import LLMEngine, SamplingParams
 from jax_paged.core.state_slots import StateSlots
+from jax_paged.models.kv_place import NO_GROUP, Place
 from jax_paged.sampling_params import BeamSearchParams
 
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
@@ -235,7 +236,7 @@ def test_what_states_rule_out(engine: LLMEngine, cases: Any) -> None:
         lambda: engine.inspect("0", layers=[0]),
         lambda: engine.drop_kv("0", [0]),
         engine.state,
-        lambda: engine.kv("0", engine.executor.runner.context.layout.places.index((1, -1))),  # pyright: ignore
+        lambda: engine.kv("0", engine.executor.runner.context.layout.places.index(Place(1, NO_GROUP))),  # pyright: ignore
     ):
         with pytest.raises(ValueError, match="keep"):
             refused()

@@ -5,6 +5,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jax_paged.models.attention import AttentionMetadata, CrossAttentionSpec, KVCacheSpec, StateSpec
+from jax_paged.models.kv_place import Place
 
 BLOCK_SIZE = 16
 
@@ -37,7 +38,9 @@ def paged_batch(
         query_start_loc=jnp.asarray(np.cumsum([0, *lens]), jnp.int32),
         is_decode=False,
         backend="xla",
-        places=tuple((i, int(isinstance(s, CrossAttentionSpec))) for i, s in zip(first, specs, strict=True)),
+        places=tuple(
+            Place(i, int(isinstance(s, CrossAttentionSpec))) for i, s in zip(first, specs, strict=True)
+        ),
         state_slots=jnp.stack([row + 1, jnp.full_like(row, 1 + len(lens)), jnp.zeros_like(row)]),
     )
     arrays: list[Array] = []
