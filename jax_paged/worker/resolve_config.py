@@ -163,8 +163,8 @@ def check_without_states(args: EngineArgs) -> None:
     check(given is None, "speculative_config", given, f"None, {why}, which can't take drafts back")
     allowed = f"False, {why}, whose sums depend on where a step begins"
     check(not args.batch_invariant, "batch_invariant", args.batch_invariant, allowed)
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        check(getattr(args, name) == 1, name, getattr(args, name), f"1, {why}, which is not divided")
+    size = args.pipeline_parallel_size
+    check(size == 1, "pipeline_parallel_size", size, f"1, {why}, which is not divided")
 
 
 def _speculation(

@@ -21,7 +21,7 @@ from helpers.real_model import (
     tokens_of,
 )
 
-from jax_paged import LLMEngine, SamplingParams
+from jax_paged import EngineArgs, LLMEngine, SamplingParams
 from jax_paged.core.state_slots import StateSlots
 from jax_paged.models.kv_place import NO_GROUP, Place
 from jax_paged.sampling_params import BeamSearchParams
@@ -272,6 +272,24 @@ def test_steps_ahead_and_bursts(name: str, num_steps: int) -> None:
         engine.executor.runner.fill_kv_cache(jnp.nan)  # pyright: ignore[reportAttributeAccessIssue]
         assert tokens_of(run(engine, greedy(prompts))) == expected
         assert tokens_of(run(engine, greedy(prompts[::-1]))) == expected[::-1]
+
+
+@pytest.mark.slow
+def test_a_worker_of_its_own() -> None:
+    """What moves states passes a leader, though it has no followers."""
+    prompts, expected = cases_of("qwen3_5")
+    how = {"dtype": "float32", "distributed_executor_backend": "mp", "max_compile_s": 0}
+    settings = {name: value for name, value in SETTINGS.items() if name != "few_buckets"}
+    params = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=20)
+    requests = [Request(p, params) for p in prompts if len(p) in (33, 47, 64, 79)]
+    with LLMEngine(EngineArgs(str(FIXTURES / "qwen3_5"), **settings, **how)) as engine:
+        assert tokens_of(run(engine, greedy(prompts))) == expected
+        alone = [run(engine, [request])[0] for request in requests]
+        reschedule(engine, num_blocks=22, preemption_mode="swap")
+        outputs = run(engine, requests)
+    assert any(output.metrics.num_preemptions for output in outputs if output.metrics)
+    for output, one in zip(outputs, alone, strict=True):
+        assert [x.token_ids for x in output.outputs] == [x.token_ids for x in one.outputs]
 
 
 def _without_copies(states: StateSlots, patch: pytest.MonkeyPatch) -> None:
