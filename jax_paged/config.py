@@ -308,6 +308,7 @@ class EngineConfig:
         num_blocks: Blocks of the pool, null block included.
         num_swap_blocks: Blocks of host memory for requests that are swapped out.
         cache_groups: What the model's layers need of a sequence's past.
+        state_slots: Slots for states that layers keep, one unused included, and those in host memory.
         kv_cache_bytes: Size of the pool.
         weight_bytes: Size of all weights.
         max_num_seqs: Maximum sequences in one step.
@@ -327,10 +328,8 @@ class EngineConfig:
         pooling: What the model makes of texts; None if it only draws tokens.
         speculation: How tokens are drafted; None if none are.
         max_loras: As EngineArgs.max_loras; 0 if requests have no adapters.
-        max_lora_rank: As EngineArgs.max_lora_rank.
-        max_cpu_loras: As EngineArgs.max_cpu_loras.
-        lora_maps: The linear maps that adapters may change, by their names in the checkpoint: the sizes of
-            what each takes and returns.
+        max_lora_rank: As EngineArgs.max_lora_rank; so is max_cpu_loras.
+        lora_maps: Linear maps that adapters may change, by their names in the checkpoint: their sizes.
         embed_size: Numbers of a vector in place of a token; 0 if prompts have none.
         images: How prompts have images; None if the model reads text alone.
         distributed_executor_backend: As EngineArgs.distributed_executor_backend.
@@ -356,6 +355,7 @@ class EngineConfig:
     eos_token_ids: frozenset[int]
     sampling_defaults: dict[str, Any]
     decoder_start_token_id: int | None = None
+    state_slots: tuple[int, int] = (0, 0)
     backend_reason: str = ""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True

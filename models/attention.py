@@ -10,7 +10,7 @@ A padded batch of T token rows holds B sequences one after the other (here T = 8
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,7 @@ class Attend(Protocol):
         "context_lens",
         "query_start_loc",
         "shared_blocks",
+        "state_slots",
     ],
     meta_fields=["is_decode", "backend", "places", "is_row_by_row", "attend", "grid"],
 )
@@ -89,6 +90,9 @@ class AttentionMetadata:
         grid: Static; the devices that heads are divided among, None for one.
         shared_blocks: int32 [B], leading blocks that sequences of one token row attend to together, as
             ops.paged_decode has them, in the groups without a window; None if none ever do.
+        state_slots: int32 [3, B], the slot of each sequence's states, that of the checkpoint that the step
+            keeps of them, and how many of its tokens come before that; slots that don't exist are not written
+            to. None if no layer keeps a state.
     """
 
     positions: Int[Array, " t"]
@@ -103,6 +107,7 @@ class AttentionMetadata:
     attend: Attend | None = None
     grid: DeviceGrid | None = None
     shared_blocks: Int[Array, " b"] | None = None
+    state_slots: Int[Array, "3 b"] | None = None
 
     def of_token_rows(self, group: int, *, is_causal: bool) -> tuple[Int[Array, "t m"], Int[Array, " t"]]:
         """Returns the block table of each token row, and how many tokens it attends to; 0 in padding."""
@@ -158,7 +163,31 @@ class CrossAttentionSpec:
     head_dim: int
 
 
-KVCacheSpec = FullAttentionSpec | SlidingWindowSpec | CrossAttentionSpec
+class StateArray(NamedTuple):
+    """What a layer keeps of a sequence.
+
+    Args:
+        shape: At least two dimensions; devices divide the second.
+        dtype: None for that of the model.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StateSpec:
+    """A layer that keeps arrays of fixed shapes per sequence, such as a recurrence (see recurrence.py).
+
+    Args:
+        arrays: What it keeps.
+    """
+
+    arrays: tuple[StateArray, ...]
+
+
+AttentionSpec = FullAttentionSpec | SlidingWindowSpec | CrossAttentionSpec
+KVCacheSpec = AttentionSpec | StateSpec
 
 
 def window_of(spec: KVCacheSpec) -> int | None:
@@ -245,7 +274,7 @@ def bidirectional_attention(
 
 def paged_attention(
     layer: int,
-    spec: KVCacheSpec,
+    spec: AttentionSpec,
     q: Float[Array, "t h d"],
     k: Float[Array, "t k d"] | None,
     v: Float[Array, "t k d"] | None,

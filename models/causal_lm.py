@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import (
     AttentionMetadata,
     KVCacheSpec,
+    StateSpec,
     cross_attention,
     dense_attention,
     paged_attention,
@@ -23,6 +24,7 @@ from jax_paged.models.forward_context import Elsewhere, ForwardContext, Module
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.images import ImageSpec
 from jax_paged.models.layers import Embedding, Linear
+from jax_paged.models.recurrence import Rule, recur_dense, recur_paged
 from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
 
 
@@ -120,13 +122,19 @@ class LanguageModel(nnx.Module):
         specs = self.kv_cache_specs()
 
         def attend(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
-            return paged_attention(layer, specs[layer], q, k, v, kv_cache, metadata, **options)
+            spec = specs[layer]
+            assert not isinstance(spec, StateSpec), "the layer attends"
+            return paged_attention(layer, spec, q, k, v, kv_cache, metadata, **options)
 
         def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
             return cross_attention(layer, q, kv_cache, metadata, scale=scale)
 
+        def recur(rule: Rule, layer: int, index: int, *inputs: Array) -> Array:
+            return recur_paged(rule, metadata.places[layer].array + index, inputs, kv_cache, metadata)
+
         multiply = functools.partial(grouped_matmul, backend=metadata.backend)
-        return ForwardContext(self, metadata.positions, attend, cross_attend, multiply, grid=metadata.grid)
+        how = attend, cross_attend, multiply
+        return ForwardContext(self, metadata.positions, *how, grid=metadata.grid, recur=recur)
 
 
 class CausalLM(LanguageModel):
@@ -196,7 +204,8 @@ class CausalLM(LanguageModel):
                 given[layer] = k, v
             return dense_attention(q, *given[layer], window=window_of(specs[layer]), **options)
 
-        return ForwardContext(self, dense_positions(tokens), attend)
+        recur = functools.partial(recur_dense, specs, tokens.shape)
+        return ForwardContext(self, dense_positions(tokens), attend, recur=recur)
 
 
 def dense_positions(tokens: Int[Array, "b t"]) -> Int[Array, "b t"]:

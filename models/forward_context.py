@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
+from jax_paged.models.recurrence import Recur, no_states
 from jax_paged.models.rope import Rope, Rotation
 from jax_paged.models.sharding import DeviceGrid, Units
 from jax_paged.pallas_kernels import grouped_loop
@@ -85,6 +86,7 @@ class ForwardContext:
             leading dimensions of what every module takes and returns.
         attend: How tokens attend to their sequence.
         cross_attend: How tokens attend to the encoder's output.
+        recur: How the states that layers keep are advanced, see recurrence.py.
         grouped_matmul: What multiplies the rows of experts; by default what can be differentiated.
         rotations: By how much the tokens are rotated, for each rope of the model.
         grid: The devices that the model is divided among; None for one.
@@ -100,6 +102,7 @@ class ForwardContext:
     grouped_matmul: GroupedMatmul = grouped_loop.grouped_matmul
     rotations: Mapping[Rope, Rotation] = types.MappingProxyType({})
     grid: DeviceGrid | None = None
+    recur: Recur = no_states
     hooks: Mapping[str, Callable[[Array], Array]] = types.MappingProxyType({})
     changes: Mapping[str, Callable[[Any, Array], Array]] = types.MappingProxyType({})
 

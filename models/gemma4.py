@@ -264,7 +264,7 @@ class Gemma4ForCausalLM(Gemma2ForCausalLM):
     config_class: ClassVar[type[LlamaConfig]] = Gemma4Config
     weight_table: ClassVar[WeightTable] = GEMMA4_TABLE
     layer_class: ClassVar[Callable[..., Module]] = staticmethod(make_layer)
-    norm_class: ClassVar[type[RMSNorm]] = Gemma4RMSNorm
+    norm_class: ClassVar[Callable[..., Any]] = Gemma4RMSNorm
 
     def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         super().__init__(config, dtype=dtype, rngs=rngs)

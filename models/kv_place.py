@@ -53,12 +53,15 @@ class View(NamedTuple):
         return blocks * block_size + slots % block_size
 
 
+NO_GROUP = -1
+
+
 class Place(NamedTuple):
-    """Where a layer's keys and values are.
+    """Where a layer's keys and values are, or its states.
 
     Args:
-        array: Of the pool.
-        group: Cache group, whose blocks they are in.
+        array: Of the pool; the first of several of states.
+        group: Cache group, whose blocks they are in; NO_GROUP of states.
         view: How the layer sees the array; None if its heads are those of the array.
     """
 

@@ -311,7 +311,7 @@ class LlamaForCausalLM(CausalLM):
 
     def with_rotations(self, context: ForwardContext) -> ForwardContext:
         """Returns the context with the rotations of the layers' ropes."""
-        layers: list[Any] = self.own_layers
+        layers: list[Any] = [layer for layer in self.own_layers if hasattr(layer, "self_attn")]
         rotations = {rope: rope.at(context.positions) for rope in (x.self_attn.rope for x in layers)}
         return dataclasses.replace(context, rotations=rotations)
 

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
-from jax_paged.models.attention import AttentionMetadata, Backend
+from jax_paged.models.attention import AttentionMetadata, Backend, StateSpec
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.kv_place import Place
 
@@ -19,7 +19,7 @@ class PagedInputs(NamedTuple):
 
     Args:
         tokens: int32 [T], the texts one after the other.
-        kv_cache: A pool of zeros for each layer.
+        kv_cache: Arrays of zeros for each layer: a pool, or states.
         metadata: Where the token rows stand.
     """
 
@@ -58,6 +58,8 @@ def paged_inputs(
     owner = np.repeat(np.arange(len(lens)), lens)
     slots = tables[owner, positions // block_size] * block_size + positions % block_size
     specs = model.kv_cache_specs()
+    sizes = [len(spec.arrays) if isinstance(spec, StateSpec) else 1 for spec in specs]
+    places, row = np.cumsum([0, *sizes[:-1]]).tolist(), jnp.arange(len(lens))
     metadata = AttentionMetadata(
         positions=jnp.asarray(positions, jnp.int32),
         slot_mapping=jnp.asarray([slots], jnp.int32),
@@ -66,9 +68,16 @@ def paged_inputs(
         query_start_loc=jnp.asarray(np.cumsum([0, *lens]), jnp.int32),
         is_decode=False,
         backend=backend,
-        places=tuple(Place(layer, 0) for layer in range(len(specs))),
+        places=tuple(Place(array, 0) for array in places),
+        state_slots=jnp.stack([row, jnp.full_like(row, len(lens)), jnp.zeros_like(row)]),
     )
     dtype = jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype
-    shapes = [(1 + tables.size, 2, s.num_kv_heads, block_size, s.head_dim) for s in specs]
-    tokens = jnp.asarray(np.concatenate(token_lists), jnp.int32)
-    return PagedInputs(tokens, [jnp.zeros(shape, dtype) for shape in shapes], metadata)
+    kv_cache: list[Array] = []
+    for spec in specs:
+        if isinstance(spec, StateSpec):
+            kv_cache += [jnp.zeros((len(lens), *a.shape), a.dtype or dtype) for a in spec.arrays]
+        else:
+            kv_cache.append(
+                jnp.zeros((1 + tables.size, 2, spec.num_kv_heads, block_size, spec.head_dim), dtype)
+            )
+    return PagedInputs(jnp.asarray(np.concatenate(token_lists), jnp.int32), kv_cache, metadata)

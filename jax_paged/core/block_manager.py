@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 from jax_paged.checks import check_int
-from jax_paged.core.block_pool import NULL_BLOCK, BlockPool, distinct
+from jax_paged.core.block_pool import NULL_BLOCK, BlockPool, distinct, move_tables
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.core.prefix_cache import CachedPrefix, PinnedPrefix, PrefixCache
 from jax_paged.core.scheduler_output import BlockTables, Copies
 from jax_paged.core.sequence import Sequence
+from jax_paged.core.state_slots import StateSlots
 
 
 class BlockManager:
@@ -24,6 +25,8 @@ class BlockManager:
         enable_prefix_caching: Whether sequences share the full blocks of equal prefixes.
         groups: What the model's layers need; all take their blocks from the one pool.
         num_swap_blocks: Blocks of host memory for sequences that are swapped out.
+        num_state_slots: Slots for states, that of the null block included; 0 if no layer keeps any.
+        num_swap_state_slots: Slots of host memory.
 
     Raises:
         ValueError: If there is no block besides the null block, or a block holds no token.
@@ -37,6 +40,8 @@ class BlockManager:
         *,
         groups: tuple[CacheGroup, ...] = (CacheGroup(),),
         num_swap_blocks: int = 0,
+        num_state_slots: int = 0,
+        num_swap_state_slots: int = 0,
     ) -> None:
         check_int("num_blocks", num_blocks, 2)
         check_int("block_size", block_size, 1)
@@ -49,7 +54,9 @@ class BlockManager:
         self.block_tables: dict[Sequence, BlockTables] = {}
         self.swapped_tables: dict[Sequence, BlockTables] = {}
         self.pinned: dict[str, PinnedPrefix] = {}
-        self.prefixes = PrefixCache(self.pool, groups, block_size)
+        slots = num_state_slots, num_swap_state_slots, block_size
+        self.states = StateSlots(*slots, keeps_checkpoints=enable_prefix_caching)
+        self.prefixes = PrefixCache(self.pool, groups, block_size, self.states)
         # Sequences that have lost their blocks on the device since the executor was told last, and ...
         self.lost: list[Sequence] = []
         # ... sequences whose tables have changed since the executor was told last, and of entries that were
@@ -70,10 +77,12 @@ class BlockManager:
     def begin_step(self, step_id: int) -> None:
         """Holds back blocks that are released from now on, until the step has returned."""
         self.pool.begin_step(step_id)
+        self.states.pool.begin_step(step_id)
 
     def end_step(self, step_id: int) -> None:
         """Frees the blocks that waited for this step; steps end in the order in which they began."""
         self.pool.end_step(step_id)
+        self.states.pool.end_step(step_id)
 
     def num_blocks_of(self, num_tokens: int) -> int:
         """Blocks of one group that hold `num_tokens` tokens of one sequence."""
@@ -105,12 +114,13 @@ class BlockManager:
         Returns:
             Whether it has them; if not, no block has changed hands.
         """
-        if self.pool.num_free - num_reserved < 1:
+        if self.pool.num_free - num_reserved < 1 or not self.states.has_room:
             return False  # at least one block is new; saves the walk along a long prefix
         prefix = self._shared_prefix(seq, salt, use_cache)
         num_new = self._num_new(seq, prefix.num_blocks, num_encoder_tokens)
         if self._num_taken(num_new, prefix.blocks) > self.pool.num_free - num_reserved:
             return False
+        self.states.allocate(seq, prefix.slot, prefix.num_blocks * self.block_size)
         for block in prefix.blocks:  # before any new block is taken, which could evict them
             self.pool.share(block)
         self.block_tables[seq] = [list(table) for table in prefix.tables]
@@ -178,11 +188,11 @@ class BlockManager:
                 ):
                     writes.append((seq, g, table, first))
         if not missing and not writes:
-            return []
+            return [] if self.states.prepare(rows) else None
         # Of those that write to a block, the last one that references it needs no copy.
         writers = Counter(table[i] for _, _, table, i in writes)
         num_copies = sum(n - (pool.ref_counts[block] == n) for block, n in writers.items())
-        if sum(n for _, _, n in missing) + num_copies > pool.num_free:
+        if sum(n for _, _, n in missing) + num_copies > pool.num_free or not self.states.prepare(rows):
             return None
         copies: Copies = []
         for seq, g, table, i in writes:
@@ -209,12 +219,13 @@ class BlockManager:
 
         Returns:
             Whether it was possible: False, and nothing has changed, if blocks that the child's window
-            needs are no longer there.
+            needs are no longer there, or the state of these tokens is not.
         """
         num_blocks = self.num_blocks_of(num_tokens - parent.num_dropped_tokens)
         tables = self.block_tables[parent]
-        if self.lacks(tables, num_tokens):
+        if self.lacks(tables, num_tokens) or not self.states.can_fork(parent, num_tokens):
             return False
+        self.states.fork(parent, child)
         self.block_tables[child] = [
             list(table) if group.is_cross else table[:num_blocks]
             for group, table in zip(self.groups, tables, strict=True)
@@ -235,6 +246,7 @@ class BlockManager:
         """Offers the blocks that became full when tokens [start, stop) were computed to later sequences."""
         if self.enable_prefix_caching and not seq.num_dropped_tokens:  # no prefix without what was dropped
             self.prefixes.remember(seq, salt, self.block_tables[seq], start, stop)
+            self.prefixes.remember_states(seq, salt, stop)
 
     def keep(self, seq: Sequence, places: list[int]) -> None:
         """Takes away all of a sequence's blocks but those at some places of its tables, in order.
@@ -254,6 +266,7 @@ class BlockManager:
     def free(self, seq: Sequence) -> None:
         """Takes away a sequence's blocks, on the device or in host memory. The lists stay as they are."""
         self.changed.pop(seq, None)
+        self.states.free(seq)
         if seq in self.block_tables:
             self.pool.release_tables(self.block_tables.pop(seq))
             self.lost.append(seq)
@@ -269,12 +282,15 @@ class BlockManager:
         """
         # What fell out of a window must not be freed after coming back, in the step of a swap in.
         self._free_out_of_window([(seq, 0) for seq in seqs if seq in self.block_tables])
-        copies = self._move(seqs, self.pool, self.block_tables, self.swap_pool, self.swapped_tables, 0)
-        if copies is not None:
-            for seq in seqs:
-                self.changed.pop(seq, None)
-            self.lost.extend(seqs)
-        return copies
+        if len(
+            distinct(self.block_tables[seq] for seq in seqs if seq in self.block_tables)
+        ) > self.swap_pool.num_free or not self.states.can_swap_out(seqs):
+            return None
+        self.states.swap_out(seqs)
+        for seq in seqs:
+            self.changed.pop(seq, None)
+        self.lost.extend(seqs)
+        return move_tables(seqs, (self.pool, self.block_tables), (self.swap_pool, self.swapped_tables))
 
     def swap_in(self, seqs: list[Sequence], *, num_reserved: int) -> Copies | None:
         """Moves the block tables of one group back to the device.
@@ -283,9 +299,11 @@ class BlockManager:
             (host block, device block) pairs to copy before anything is computed; None, and nothing has
             changed, if less than num_reserved blocks would stay free.
         """
-        return self._move(
-            seqs, self.swap_pool, self.swapped_tables, self.pool, self.block_tables, num_reserved
-        )
+        num_free = self.pool.num_free - num_reserved
+        if self.num_swapped_blocks(seqs) > num_free or not self.states.can_swap_in(seqs):
+            return None
+        self.states.swap_in(seqs)
+        return move_tables(seqs, (self.swap_pool, self.swapped_tables), (self.pool, self.block_tables))
 
     def pin(self, name: str, token_ids: list[int], salt: str) -> int:
         """Keeps the cached blocks of a prefix until `unpin`; returns the number of tokens that they hold.
@@ -302,7 +320,8 @@ class BlockManager:
         self.prefixes.forget_walk()
         for block in prefix.blocks:
             self.pool.share(block)
-        self.pinned[name] = PinnedPrefix(token_ids, salt, prefix.tables)
+        self.states.pool.share(prefix.slot)
+        self.pinned[name] = PinnedPrefix(token_ids, salt, prefix.tables, prefix.slot)
         return prefix.num_blocks * self.block_size
 
     def unpin(self, name: str) -> None:
@@ -314,13 +333,16 @@ class BlockManager:
         if name not in self.pinned:
             names = ", ".join(map(repr, self.pinned)) or "none is pinned"
             raise ValueError(f"the name of the pinned prefix is {name!r}; allowed: {names}")
-        self.pool.release_tables(self.pinned.pop(name).tables)
+        prefix = self.pinned.pop(name)
+        self.pool.release_tables(prefix.tables)
+        self.states.pool.release(prefix.slot)
 
     def forget_prefixes(self) -> None:
         """Takes everything out of the cache; whoever holds blocks keeps them."""
         assert not self.pinned, "a pinned prefix would be lost"
-        for block in range(self.pool.num_blocks):
-            self.pool.forget(block)
+        for cache in (self.pool, self.states.pool):
+            for block in range(cache.num_blocks):
+                cache.forget(block)
 
     def check_integrity(self) -> None:
         """Asserts every invariant of the class; takes time in proportion to the pools."""
@@ -338,30 +360,8 @@ class BlockManager:
                 for block in blocks:
                     counts[block] += 1
             pool.check_integrity(counts, self.block_size)
-
-    def _move(
-        self,
-        seqs: list[Sequence],
-        source: BlockPool,
-        source_tables: dict[Sequence, BlockTables],
-        target: BlockPool,
-        target_tables: dict[Sequence, BlockTables],
-        num_reserved: int,
-    ) -> Copies | None:
-        held = {seq: source_tables[seq] for seq in seqs if seq in source_tables}
-        blocks = distinct(held.values())
-        if len(blocks) > target.num_free - num_reserved:
-            return None
-        moved = {block: target.take() for block in blocks} | {NULL_BLOCK: NULL_BLOCK}
-        for seq, tables in held.items():
-            target_tables[seq] = [[moved[block] for block in table] for table in tables]
-            for table in target_tables[seq]:
-                for block in table:
-                    target.share(block)
-            source.release_tables(source_tables.pop(seq))
-        for block in blocks:  # each table has its own reference now
-            target.release(moved[block])
-        return [(block, moved[block]) for block in blocks]
+        slots = [prefix.slot for prefix in self.pinned.values() if prefix.slot]
+        self.states.check_integrity(set(self.block_tables), set(self.swapped_tables), slots)
 
     def _shared_prefix(self, seq: Sequence, salt: str, use_cache: bool) -> CachedPrefix:
         if use_cache and self.enable_prefix_caching:

@@ -6,6 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from jax_paged.core.scheduler_output import BlockTables, Copies
+from jax_paged.core.sequence import Sequence
+
 NULL_BLOCK = 0  # pads block tables on the device; never handed out
 NO_PARENT = bytes(hashlib.sha256().digest_size)
 
@@ -190,3 +193,33 @@ class BlockPool:
                 assert content.hash == block_hash(*content[1:4]), "a cached block changed"
         is_cached = [self.contents[block] is not None for block in self._free]
         assert is_cached == sorted(is_cached), "a cached block is evicted before one without content"
+
+
+def move_tables(
+    seqs: list[Sequence],
+    source: tuple[BlockPool, dict[Sequence, BlockTables]],
+    target: tuple[BlockPool, dict[Sequence, BlockTables]],
+) -> Copies:
+    """Moves the tables of some sequences to another memory that has room; what they share stays shared.
+
+    Args:
+        seqs: Those without a table in the source are left out.
+        source: A pool, and the tables of sequences in it.
+        target: Those that the tables go to.
+
+    Returns:
+        (from, to) of every block.
+    """
+    (pool, tables_of), (new_pool, new_tables_of) = source, target
+    held = {seq: tables_of[seq] for seq in seqs if seq in tables_of}
+    blocks = distinct(held.values())
+    moved = {block: new_pool.take() for block in blocks} | {NULL_BLOCK: NULL_BLOCK}
+    for seq, tables in held.items():
+        new_tables_of[seq] = [[moved[block] for block in table] for table in tables]
+        for table in new_tables_of[seq]:
+            for block in table:
+                new_pool.share(block)
+        pool.release_tables(tables_of.pop(seq))
+    for block in blocks:  # each table has its own reference now
+        new_pool.release(moved[block])
+    return [(block, moved[block]) for block in blocks]

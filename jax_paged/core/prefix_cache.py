@@ -7,6 +7,9 @@ from jax_paged.core.block_pool import NO_PARENT, NULL_BLOCK, BlockContent, Block
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.core.scheduler_output import BlockTables
 from jax_paged.core.sequence import Sequence
+from jax_paged.core.state_slots import StateSlots
+
+STATE = -1  # BlockContent.group of a checkpoint: its slot is of another pool than blocks are
 
 
 class CachedPrefix(NamedTuple):
@@ -17,11 +20,13 @@ class CachedPrefix(NamedTuple):
         tables: Per cache group, its blocks in order of position; the null block where none is needed.
             Read-only.
         blocks: All of these blocks. Read-only.
+        slot: Where the state after it is kept; 0 if it is empty, or no layer keeps a state.
     """
 
     num_blocks: int
     tables: BlockTables
     blocks: list[int]
+    slot: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +37,13 @@ class PinnedPrefix:
         token_ids: What was asked for; its blocks hold all of it but what does not fill a block.
         salt: Of the requests that share it.
         tables: Per cache group, its blocks in order of position. Read-only.
+        slot: Where the state after it is kept; 0 if it is empty, or no layer keeps a state.
     """
 
     token_ids: list[int]
     salt: str
     tables: BlockTables
+    slot: int = 0
 
 
 @dataclasses.dataclass
@@ -74,16 +81,20 @@ class PrefixCache:
         pool: The blocks on the device.
         groups: What the model's layers need.
         block_size: Tokens per block.
+        states: Where checkpoints of states are kept: a prefix that is used ends at one.
     """
 
-    def __init__(self, pool: BlockPool, groups: tuple[CacheGroup, ...], block_size: int) -> None:
+    def __init__(
+        self, pool: BlockPool, groups: tuple[CacheGroup, ...], block_size: int, states: StateSlots
+    ) -> None:
         self.pool = pool
         self.groups = groups
         self.block_size = block_size
+        self._states = states
         self._own = [g for g, group in enumerate(groups) if not group.is_cross]
         self._windows = [(g, group.window) for g, group in enumerate(groups) if group.window is not None]
         self._walk: _Walk | None = None
-        pool.on_cache_change = self._invalidate
+        pool.on_cache_change = states.pool.on_cache_change = self._invalidate
 
     def longest(self, seq: Sequence, salt: str) -> CachedPrefix:
         """Returns the longest cached prefix of a sequence, without the block of its last token.
@@ -114,6 +125,12 @@ class PrefixCache:
                 if tables[g][i] != NULL_BLOCK:
                     self.pool.remember(tables[g][i], content._replace(group=g))
 
+    def remember_states(self, seq: Sequence, salt: str, num_tokens: int) -> None:
+        """Notes the checkpoints of a sequence's state that lie within its first tokens."""
+        for position, slot in self._states.take_checkpoints(seq, num_tokens):
+            content = self._content(seq, position // self.block_size - 1, salt)._replace(group=STATE)
+            self._states.note_checkpoint(seq, position, slot, content)
+
     def first_in_window(self, window: int, position: int) -> int:
         """Returns the first block that the token at a position attends to."""
         return max(0, position - window + 1) // self.block_size
@@ -143,6 +160,9 @@ class PrefixCache:
                 walk.runs[g][i] >= i + 1 - self.first_in_window(window, position)
                 for g, window in self._windows
             )
+            if self._states.is_used:
+                walk.places.setdefault((content.hash, STATE), i)
+                is_usable &= self._states.pool.find(content._replace(group=STATE)) is not None
             walk.usable.append(i + 1 if is_usable else walk.usable[-1] if walk.usable else 0)
             walk.num_valid = i + 1
             if misses:
@@ -154,7 +174,11 @@ class PrefixCache:
         for g, window in self._windows:
             dead = min(self.first_in_window(window, longest * self.block_size), longest)
             tables[g][:dead] = [NULL_BLOCK] * dead
-        return CachedPrefix(longest, tables, [b for table in tables for b in table if b != NULL_BLOCK])
+        slot = 0
+        if longest and self._states.is_used:
+            content = self._content(walk.seq, longest - 1, walk.salt)
+            slot = self._states.pool.find(content._replace(group=STATE)) or 0
+        return CachedPrefix(longest, tables, [b for table in tables for b in table if b != NULL_BLOCK], slot)
 
     def _content(self, seq: Sequence, i: int, salt: str) -> BlockContent:
         """Returns the content of a sequence's i-th block; extends its `block_hashes` up to it."""

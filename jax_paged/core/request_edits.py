@@ -155,7 +155,8 @@ class RequestEditor:
         tables = manager.block_tables.get(seq) or manager.swapped_tables.get(seq)
         if tables is None:
             return
-        if manager.lacks(tables, seq.num_computed_tokens):
+        has_left = manager.lacks(tables, seq.num_computed_tokens)
+        if has_left or manager.states.is_used:  # a state can't go back
             manager.free(seq)
             self._preemption.recompute(group)
         else:

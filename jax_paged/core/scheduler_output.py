@@ -74,6 +74,9 @@ class ScheduledSequence(NamedTuple):
             of its NewSequence, which holds them all). Read-only.
         replaced_blocks: (cache group, index, block id) of entries of its table that have changed since its
             last row: copied before a write, or fallen out of a window (the null block).
+        state_slot: Where its states lie, if layers keep any; else 0.
+        checkpoint: How many of the tokens come before a checkpoint, a copy of the states, and the slot that
+            gets it; zeros for none.
     """
 
     seq_id: int
@@ -81,6 +84,8 @@ class ScheduledSequence(NamedTuple):
     token_ids: list[int]
     new_blocks: BlockTables
     replaced_blocks: list[tuple[int, int, int]]
+    state_slot: int = 0
+    checkpoint: tuple[int, int] = (0, 0)
 
     @property
     def num_tokens(self) -> int:
@@ -198,6 +203,7 @@ class SchedulerOutput:
             dispatched, as it takes the tokens before. None if there are none.
         scores_drafts: Whether log-probabilities of the drafts themselves are wanted.
         adapter_loads: Adapters that take a slot, before the rows are computed.
+        states_to_swap_out: As blocks_to_swap_out, of slots of states; so are the two that follow.
     """
 
     step_id: int
@@ -217,6 +223,9 @@ class SchedulerOutput:
     ended_seq_ids: tuple[int, ...] = ()
     token_masks: TokenMasks | None = None
     scores_drafts: bool = False
+    states_to_swap_out: tuple[tuple[int, int], ...] = ()
+    states_to_swap_in: tuple[tuple[int, int], ...] = ()
+    states_to_copy: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_drafts(self) -> int:

@@ -10,6 +10,7 @@ from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.runner_output import NO_TOKEN
 from jax_paged.core.scheduler_output import BlockTables, NewSequence, Sample, ScheduledSequence
 from jax_paged.core.sequence import Sequence, SequenceGroup
+from jax_paged.core.state_slots import StateMoves
 from jax_paged.core.stop_conditions import StopConditions
 
 # What one sequence computes: its request, the sequence, how many tokens, and the sequences that get a token,
@@ -77,6 +78,10 @@ class Seats:
             del self.by_id[seat.seq.seq_id]
         return tuple([seat.seq.seq_id for seat in left])
 
+    def take_state_moves(self) -> StateMoves:
+        """Returns what has to be moved between slots of states."""
+        return self._manager.states.take_moves()
+
     def note_end(self, seq: Sequence) -> None:
         """Notes that a sequence has ended; it may have had a seat."""
         if seq.seq_id:
@@ -100,7 +105,7 @@ class Seats:
             is_burst: Whether of each row all tokens but the first are drawn in this step.
             drafts: Of sequences that sample, tokens to compute after those that they have.
         """
-        seats, changed = self._seats, self._manager.changed
+        seats, changed, states = self._seats, self._manager.changed, self._manager.states
         new: list[NewSequence] = []
         scheduled: list[ScheduledSequence] = []
         samples: list[Sample] = []
@@ -124,7 +129,9 @@ class Seats:
             if seq in drafts:
                 token_ids = token_ids + drafts[seq]
                 num_logits += len(drafts[seq])
-            scheduled.append(ScheduledSequence(seq.seq_id, start, token_ids, new_blocks, replaced))
+            at = states.begin_checkpoint(seq, start, start + num_tokens) if not is_burst else (0, 0)
+            row = seq.seq_id, start, token_ids, new_blocks, replaced, states.slot_of(seq), at
+            scheduled.append(ScheduledSequence(*row))
             seq.num_in_flight += num_tokens
             for sample in sampling:
                 if sample is not seq:

@@ -42,6 +42,7 @@ class StepBuilder:
         released = seats.release()
         rows = [*self.rows_of_one, *self.longer_rows]
         new, scheduled, samples = seats.rows(rows, is_burst=self.is_burst, drafts=self.drafts)
+        moves = seats.take_state_moves()
         return SchedulerOutput(
             step_id=step_id,
             scheduled=tuple(scheduled),
@@ -67,4 +68,7 @@ class StepBuilder:
             scores_drafts=self.scores_drafts,
             burst=tuple([num_tokens for _, _, num_tokens, _ in rows]) if self.is_burst else (),
             adapter_loads=seats.adapters.take_loads(),
+            states_to_swap_out=tuple(moves.swap_out),
+            states_to_swap_in=tuple(moves.swap_in),
+            states_to_copy=tuple(moves.copies),
         )

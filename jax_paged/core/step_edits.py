@@ -54,6 +54,7 @@ def take_back(output: SchedulerOutput, rows: Iterable[int], seats: Seats, manage
         row = output.scheduled[i]
         seat = seats.by_id[row.seq_id]
         seat.seq.num_in_flight -= num_tokens
+        manager.states.take_back(seat.seq, row.start)
         if seat.seq in manager.block_tables and (any(row.new_blocks) or row.replaced_blocks):
             told = zip(seat.num_told, row.new_blocks, strict=True)
             seat.num_told = [num_told - len(blocks) for num_told, blocks in told]

@@ -155,6 +155,8 @@ def make_scheduler(config: EngineConfig, own: OwnScheduler | None = None) -> Sch
         config.enable_prefix_caching,
         groups=config.cache_groups,
         num_swap_blocks=config.num_swap_blocks,
+        num_state_slots=config.state_slots[0],
+        num_swap_state_slots=config.state_slots[1],
     )
     return make(
         block_manager=manager,
@@ -180,6 +182,8 @@ def described(config: EngineConfig, buckets: tuple[str, ...]) -> str:
         buckets: The names of its buckets, as its executor has them.
     """
     pool = f"{config.num_blocks} blocks of {config.block_size} tokens, {_size(config.kv_cache_bytes)}"
+    if config.state_slots[0]:
+        pool += f" and {config.state_slots[0] - 1} states"
     if config.kv_cache_dtype != "auto":
         pool += f" in {config.kv_cache_dtype}"
     model = f"{config.model_name} ({config.architecture}, {_size(config.weight_bytes)}), {config.dtype}"

@@ -12,7 +12,7 @@ from jax_paged.core.request_edits import DropBlocks
 from jax_paged.core.scheduler_output import InspectionInput
 from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.engine.output_processor import RequestState
-from jax_paged.engine.request_edits import decoding_sequence, settled
+from jax_paged.engine.request_edits import check_keeps_no_state, decoding_sequence, settled
 from jax_paged.engine.step_loop import StepLoop
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ def inspect(
 ) -> Inspection:
     """See LLMEngine.inspect."""
     state, seq = sequence_with_blocks(loop, request_id, index)
+    why = "it has seen the tokens that would be computed again"
+    check_keeps_no_state(loop, "request_id", request_id, why)
     allowed = f"a request that has one token to compute; this one has {seq.num_new_tokens}"
     check(seq.num_new_tokens == 1, "request_id", request_id, allowed)
     is_plain = not (state.group.adapter or state.group.prompt_embeds or seq.stand_ins)
@@ -124,6 +126,7 @@ def drop(loop: StepLoop, request_id: str, keep: Iterable[int]) -> None:
     )
     num_blocks = manager.num_blocks_of(seq.num_computed_tokens - seq.num_dropped_tokens)
     kept = tuple(keep)
+    check_keeps_no_state(loop, "keep", kept, "it has seen the tokens that would be dropped")
     ok = all(isinstance(i, int | np.integer) and 0 <= i < num_blocks for i in kept)
     ok = ok and all(a < b for a, b in itertools.pairwise(kept)) and kept[-1:] == (num_blocks - 1,)
     allowed = f"ascending places in its table of {num_blocks} blocks, with the last, {num_blocks - 1}"

@@ -46,5 +46,10 @@ def pin(engine: "RequestEngine", name: str, prompt: Prompt, cache_salt: str) -> 
             f"the prefix was not computed: {seq.stop_reason or 'it was aborted'}; allowed: one of finite "
             f"logits, for which the {num_free} free blocks of {num_usable} are enough"
         )
-    manager.pin(name, request.prompt_token_ids, cache_salt)
+    if not manager.pin(name, request.prompt_token_ids, cache_salt):
+        manager.unpin(name)
+        raise ValueError(
+            f"the prefix has {len(request.prompt_token_ids)} tokens, and no state was kept behind a block of "
+            f"them; allowed: more than {manager.block_size} tokens, while there is a free slot for states"
+        )
     return name

@@ -43,6 +43,20 @@ def settled(loop: StepLoop, request_id: str) -> RequestState:
     return state
 
 
+def check_keeps_no_state(loop: StepLoop, name: str, value: object, why: str) -> None:
+    """Checks that a model's layers keep keys and values only, where a state of a sequence is in the way.
+
+    Args:
+        loop: Of the engine.
+        name: Of the argument that is refused.
+        value: Its value.
+        why: What can't be done with a state.
+    """
+    config = loop.executor.config
+    allowed = f"another model than {config.architecture}, whose layers keep a state of each sequence: {why}"
+    check(not config.state_slots[0], name, value, allowed)
+
+
 def only_sequence(loop: StepLoop, state: RequestState) -> Sequence:
     """Returns the sequence of a request that has one and will have no other."""
     group = state.group
@@ -95,6 +109,7 @@ def roll_back(loop: StepLoop, request_id: str, num_tokens: int) -> None:
 def verify(loop: StepLoop, request_id: str, draft: Items[int], vocab_size: int) -> Verification:
     """See LLMEngine.verify."""
     state = settled(loop, request_id)
+    check_keeps_no_state(loop, "draft", draft, "it can't be taken back behind a draft that is wrong")
     seq, params, scheduler = decoding_sequence(loop, state), state.group.sampling_params, loop.scheduler
     room = scheduler.max_model_len - len(seq)
     most = min(scheduler.max_num_seqs - 1, scheduler.max_num_batched_tokens - 1, room)

@@ -23,6 +23,7 @@ from jax_paged.core.snapshot import (
 )
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.recordings import check_not_recorded
+from jax_paged.engine.request_edits import check_keeps_no_state
 
 if TYPE_CHECKING:
     from jax_paged.core.scheduler import Scheduler
@@ -108,6 +109,9 @@ def take(engine: "LLMEngine", loop: "StepLoop", *, with_weights: bool) -> Engine
     adapted = [s.group.request_id for s in states if s.group.adapter or s.group.prompt_embeds]
     allowed = "none, as a state has no room for adapters and vectors"
     check(not adapted, "the running requests with adapters or prompt_embeds", adapted, allowed)
+    check_keeps_no_state(
+        loop, "the model", engine.config.architecture, "these have no room in an engine's state"
+    )
     pictured = [s.group.request_id for s in states if s.group.sequences[0].stand_ins]
     check(not pictured, "the running requests with images", pictured, "none, as a state has no room for them")
     requests = [values_of_group(scheduler, s.group) | {"text": s.values()} for s in states]

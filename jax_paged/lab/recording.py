@@ -320,6 +320,8 @@ def _settings(scheduler: Scheduler) -> dict[str, dict[str, Any]]:
             "enable_prefix_caching": manager.enable_prefix_caching,
             "groups": [dataclasses.asdict(group) for group in manager.groups],
             "num_swap_blocks": manager.swap_pool.num_usable,
+            "num_state_slots": manager.states.is_used * manager.states.pool.num_blocks,
+            "num_swap_state_slots": manager.states.swap_pool.num_usable,
         },
         "scheduler": {
             "max_num_seqs": scheduler.max_num_seqs,

@@ -13,7 +13,14 @@ from jax_paged.worker.block_tables import pad_changes
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.logits_rows import LogitsRows
-from jax_paged.worker.packed_batch import KEEPS_DRAW, MASK_COLUMN, layout, neutral_sampling, views
+from jax_paged.worker.packed_batch import (
+    KEEPS_DRAW,
+    MASK_COLUMN,
+    Field,
+    layout,
+    neutral_sampling,
+    views,
+)
 from jax_paged.worker.shared_prefixes import num_saved_tokens, shared_blocks
 
 
@@ -53,6 +60,7 @@ class BatchBuilder:
         checks_inputs: Whether to assert all that the kernels take for granted.
         shares_prefixes: Whether rows may attend to leading blocks together.
         embed_size: Numbers of a vector in place of a token, E.
+        num_state_slots: Slots for states; 0 if no layer keeps any.
     """
 
     def __init__(
@@ -66,13 +74,14 @@ class BatchBuilder:
         checks_inputs: bool = False,
         shares_prefixes: bool = False,
         embed_size: int = 0,
+        num_state_slots: int = 0,
     ) -> None:
         self._input_batch = input_batch
         self._block_size, self._num_blocks = block_size, num_blocks
         self._groups = groups
         self._vocab_size = vocab_size
         self._checks_inputs = checks_inputs
-        self._embed_size = embed_size
+        self._embed_size, self._num_state_slots = embed_size, num_state_slots
         # Groups without a window share alike: what is cached or forked is so in all of them.
         full = [g for g, group in enumerate(groups) if group.window is None and not group.is_cross]
         self._shared_groups = full if shares_prefixes else []
@@ -93,12 +102,11 @@ class BatchBuilder:
         assert n <= bucket.num_seqs, (n, bucket)
         assert len(logits_rows.rows) <= bucket.num_logits, (len(logits_rows.rows), bucket)
         assert total <= bucket.num_tokens, (total, bucket)
-        columns = batch.hook_args.shape[1], batch.processor_args.shape[1]
-        fields, size = layout(bucket, len(self._groups), *columns)
+        fields, size = self._layout(bucket)
         packed = np.zeros(size, np.int32)
         view = views(packed, fields)
 
-        seq_ids, starts, token_ids, _, _ = zip(*rows, strict=True)
+        seq_ids, starts, token_ids, _, _, state_slots, checkpoints = zip(*rows, strict=True)
         seats = batch.seats_of(seq_ids)
         num_tokens = np.fromiter(map(len, token_ids), np.int32, n)
         start = np.fromiter(starts, np.int32, n)
@@ -121,6 +129,13 @@ class BatchBuilder:
         num_ahead = max(0, changes.shape[1] - most)
         view["table_changes"][:] = pad_changes(changes[:, num_ahead:], most, batch.block_tables.size)
         self._fill_slots(view, seats, token_seats, positions, start + num_tokens)
+        if self._num_state_slots:
+            assert min(state_slots) > 0, "a sequence has no slot"
+            num_before, slots = np.array(checkpoints, np.int32).T
+            view["state_slots"][:2] = self._num_state_slots
+            view["state_slots"][0, :n] = state_slots
+            view["state_slots"][1, :n] = np.where(slots > 0, slots, self._num_state_slots)
+            view["state_slots"][2, :n] = num_before
         num_shared = self._share_prefixes(view["shared_blocks"][:n], seats, start, num_tokens)
         if self._checks_inputs:
             self._check(view, output)
@@ -161,9 +176,12 @@ class BatchBuilder:
 
     def fields(self, inputs: StepInputs, bucket: Bucket) -> dict[str, np.ndarray]:
         """Returns the fields of a step's buffer."""
+        return views(inputs.packed, self._layout(bucket)[0])
+
+    def _layout(self, bucket: Bucket) -> tuple[dict[str, Field], int]:
         batch = self._input_batch
         columns = batch.hook_args.shape[1], batch.processor_args.shape[1]
-        return views(inputs.packed, layout(bucket, len(self._groups), *columns)[0])
+        return layout(bucket, len(self._groups), *columns, self._num_state_slots > 0)
 
     def _fill_slots(
         self,

@@ -1,4 +1,4 @@
-"""Blocks on the move: copy-on-write inside the pool, and swapping between the pool and host memory."""
+"""Blocks, and slots of states, on the move: copied inside the pool, swapped to host memory and back."""
 
 import dataclasses
 import functools
@@ -19,62 +19,94 @@ from jax_paged.worker.programs import Program, TraceContext
 # Blocks that one call moves; the last call of a step is padded.
 SWAP_BLOCKS = 32
 FEW_COPIES = 8
+# The same of slots: one may be as large as a thousand blocks.
+SWAP_SLOTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class CopyProgram(Program):
-    """Copies up to num_copies blocks inside the pool, which is donated."""
+    """Copies up to num_copies blocks, or slots of states, inside the pool, which is donated."""
 
     num_copies: int
+    of_states: bool = False
 
     def __str__(self) -> str:
-        return f"copy {self.num_copies}"
+        return f"copy {'states ' * self.of_states}{self.num_copies}"
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
-        def copy_all(pool: list[Array], src: Array, dst: Array) -> list[Array]:
+        own = _own_arrays(context, of_states=self.of_states)
+        copy: Callable[[Array, Array, Array], Array] = _copy_slots
+        if not self.of_states:
             copy = functools.partial(ops.copy_blocks, backend=context.backend)
             if context.grid is not None:
                 copy = context.grid.on_each(copy, (POOL_SPEC, PartitionSpec(), PartitionSpec()), POOL_SPEC)
-            return [copy(x, src, dst) for x in pool]
 
-        pool, ids = context.pool(), context.shape((self.num_copies,), jnp.int32)
+        def copy_all(pool: list[Array], src: Array, dst: Array) -> list[Array]:
+            pool = list(pool)
+            pool[own] = [copy(x, src, dst) for x in pool[own]]
+            return pool
+
+        pool, ids = context.kv_cache(), context.shape((self.num_copies,), jnp.int32)
         jitted = jax.jit(copy_all, donate_argnums=0, out_shardings=[context.pool_sharding] * len(pool))
         return jitted.trace(pool, ids, ids)
 
 
 @dataclasses.dataclass(frozen=True)
 class SwapOutProgram(Program):
-    """Gathers SWAP_BLOCKS blocks of the pool, on a GPU into host memory."""
+    """Gathers SWAP_BLOCKS blocks (or SWAP_SLOTS slots) of the pool, on a GPU into host memory."""
+
+    of_states: bool = False
 
     def __str__(self) -> str:
-        return "swap out"
+        return "swap out" + " states" * self.of_states
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         on_host = context.pool_sharding
         if on_host is not None and jax.default_backend() != "cpu":
             on_host = on_host.with_memory_kind("pinned_host")
 
-        def gather(pool: list[Array], src: Array) -> list[Array]:
-            return [x.at[src].get(mode="clip") for x in pool]
+        own = _own_arrays(context, of_states=self.of_states)
 
-        pool, ids = context.pool(), context.shape((SWAP_BLOCKS,), jnp.int32)
-        return jax.jit(gather, out_shardings=[on_host] * len(pool)).trace(pool, ids)
+        def gather(pool: list[Array], src: Array) -> list[Array]:
+            return [x.at[src].get(mode="clip") for x in pool[own]]
+
+        pool = context.kv_cache()
+        ids = context.shape((SWAP_SLOTS if self.of_states else SWAP_BLOCKS,), jnp.int32)
+        return jax.jit(gather, out_shardings=[on_host] * len(pool[own])).trace(pool, ids)
 
 
 @dataclasses.dataclass(frozen=True)
 class SwapInProgram(Program):
-    """Scatters SWAP_BLOCKS blocks into the pool, which is donated."""
+    """Scatters SWAP_BLOCKS blocks (or SWAP_SLOTS slots) into the pool, which is donated."""
+
+    of_states: bool = False
 
     def __str__(self) -> str:
-        return "swap in"
+        return "swap in" + " states" * self.of_states
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
-        def scatter(pool: list[Array], blocks: list[Array], dst: Array) -> list[Array]:
-            return [x.at[dst].set(b, mode="drop") for x, b in zip(pool, blocks, strict=True)]
+        own = _own_arrays(context, of_states=self.of_states)
 
-        pool, ids = context.pool(), context.shape((SWAP_BLOCKS,), jnp.int32)
+        def scatter(pool: list[Array], blocks: list[Array], dst: Array) -> list[Array]:
+            pool = list(pool)
+            pool[own] = [x.at[dst].set(b, mode="drop") for x, b in zip(pool[own], blocks, strict=True)]
+            return pool
+
+        num_moved = SWAP_SLOTS if self.of_states else SWAP_BLOCKS
+        moved = context.states(num_moved) if self.of_states else context.pool(num_moved)
+        pool, ids = context.kv_cache(), context.shape((num_moved,), jnp.int32)
         jitted = jax.jit(scatter, donate_argnums=0, out_shardings=[context.pool_sharding] * len(pool))
-        return jitted.trace(pool, context.pool(SWAP_BLOCKS), ids)
+        return jitted.trace(pool, moved, ids)
+
+
+def _own_arrays(context: TraceContext, *, of_states: bool) -> slice:
+    """Returns which arrays of the pool programs move something of; they return the others as they are."""
+    num_pools = len(context.pool())
+    return slice(num_pools, None) if of_states else slice(num_pools)
+
+
+def _copy_slots(states: Array, src: Array, dst: Array) -> Array:
+    return states.at[dst].set(states.at[src].get(mode="clip"), mode="drop")
 
 
 class BlockMover:
@@ -85,6 +117,7 @@ class BlockMover:
         max_copies: Maximum copies that one call makes.
         store: Keeps blocks in host memory, as HostBlocks.store does; None if nothing is swapped.
         load: Brings them back, as HostBlocks.load does.
+        of_states: Whether it moves slots of states, and no blocks: then these are meant everywhere here.
     """
 
     def __init__(
@@ -94,14 +127,18 @@ class BlockMover:
         max_copies: int,
         store: Callable[..., None] | None,
         load: Callable[[np.ndarray], list[Array]] | None,
+        of_states: bool = False,
     ) -> None:
         self._num_blocks, self._store, self._load = num_blocks, store, load
-        self._copies = [CopyProgram(n) for n in sorted({FEW_COPIES, max_copies})]
+        self._of_states, self._num_swapped = of_states, SWAP_SLOTS if of_states else SWAP_BLOCKS
+        sizes = {1, max_copies} if of_states else {FEW_COPIES, max_copies}
+        self._copies = [CopyProgram(n, of_states) for n in sorted(sizes)]
 
     @property
     def programs(self) -> list[Program]:
         """The programs that the methods below run."""
-        swaps = [SwapOutProgram(), SwapInProgram()] if self._store else []
+        kind = self._of_states
+        swaps = [SwapOutProgram(kind), SwapInProgram(kind)] if self._store else []
         return [*self._copies, *swaps]
 
     def move(self, run: Callable[..., Any], pool: list[Array], step: SchedulerOutput) -> list[Array]:
@@ -109,13 +146,14 @@ class BlockMover:
 
         In this order: blocks that are swapped out may be taken again in the same step.
         """
-        if step.blocks_to_swap_out:
-            self.swap_out(run, pool, step.blocks_to_swap_out)
-        if step.blocks_to_swap_in:
-            pool = self.swap_in(run, pool, step.blocks_to_swap_in)
-        if step.blocks_to_copy:
-            pool = self.copy(run, pool, step.blocks_to_copy)
-        return pool
+        swap_out, swap_in, copies = step.blocks_to_swap_out, step.blocks_to_swap_in, step.blocks_to_copy
+        if self._of_states:
+            swap_out, swap_in, copies = step.states_to_swap_out, step.states_to_swap_in, step.states_to_copy
+        if swap_out:
+            self.swap_out(run, pool, swap_out)
+        if swap_in:
+            pool = self.swap_in(run, pool, swap_in)
+        return self.copy(run, pool, copies) if copies else pool
 
     def copy(
         self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]
@@ -139,8 +177,9 @@ class BlockMover:
         self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]
     ) -> None:
         """Copies (device block, host block) pairs to host memory; waits until they are there."""
-        chunks = [pairs[i : i + SWAP_BLOCKS] for i in range(0, len(pairs), SWAP_BLOCKS)]
-        gathered = [run(SwapOutProgram(), pool, self._columns(c, SWAP_BLOCKS, 0, 0)[0]) for c in chunks]
+        n, program = self._num_swapped, SwapOutProgram(self._of_states)
+        chunks = [pairs[i : i + n] for i in range(0, len(pairs), n)]
+        gathered = [run(program, pool, self._columns(c, n, 0, 0)[0]) for c in chunks]
         assert self._store is not None, "there are blocks in host memory"
         for chunk, blocks in zip(chunks, gathered, strict=True):
             self._store(np.array([host for _, host in chunk], np.int32), blocks)
@@ -150,9 +189,10 @@ class BlockMover:
     ) -> list[Array]:
         """Copies (host block, device block) pairs back; returns the pool, which is donated."""
         assert self._load is not None, "there are blocks in host memory"
-        for i in range(0, len(pairs), SWAP_BLOCKS):
-            src, dst = self._columns(pairs[i : i + SWAP_BLOCKS], SWAP_BLOCKS, 0, self._num_blocks)
-            pool = run(SwapInProgram(), pool, self._load(src), dst)
+        n, program = self._num_swapped, SwapInProgram(self._of_states)
+        for i in range(0, len(pairs), n):
+            src, dst = self._columns(pairs[i : i + n], n, 0, self._num_blocks)
+            pool = run(program, pool, self._load(src), dst)
         return pool
 
     def _columns(

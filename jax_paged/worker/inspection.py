@@ -13,6 +13,7 @@ from jax_paged.checks import check, check_int
 from jax_paged.core.block_pool import NULL_BLOCK
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput
 from jax_paged.models.attention import AttentionMetadata, KVCacheSpec, window_of
+from jax_paged.models.kv_place import NO_GROUP
 from jax_paged.pallas_kernels.quantization import dequantize, rows_of
 from jax_paged.worker.model_runner import ModelRunner
 from jax_paged.worker.programs import Program, TraceContext
@@ -143,6 +144,8 @@ class Inspector:
         layout = self._runner.context.layout
         check_int("layer", layer, 0, len(layout.places) - 1)
         array, group, view = layout.places[layer]
+        allowed = "a layer that attends: this one keeps a state of each sequence"
+        check(group != NO_GROUP, "layer", layer, allowed)
         table, n = block_tables[group], num_tokens[group]
         blocks = _padded(table, _power_of_two(len(table)))
         pages = np.asarray(self._gather(self._runner.arrays["kv_cache"][array], blocks))[: len(table)]

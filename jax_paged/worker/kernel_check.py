@@ -8,6 +8,7 @@ compiles the kernels, the kernels themselves, the shapes of the model.
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -28,10 +29,11 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array
 
 from jax_paged.config import EngineArgs, cache_dir
-from jax_paged.models.attention import Attend, window_of
+from jax_paged.models.attention import Attend, StateSpec, window_of
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.forward_context import ForwardContext
+from jax_paged.models.recurrence import recur_dense
 from jax_paged.models.sharding import TENSOR, DeviceGrid, repeated
 from jax_paged.models.weights import LoadedModel, outline
 from jax_paged.pallas_kernels import native, ops, self_check
@@ -170,9 +172,11 @@ def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = Non
         soft_cap: float | None = None,
         **more: Any,
     ) -> Array:
+        spec = specs[layer]
+        assert not isinstance(spec, StateSpec), "the layer attends"
         by_head = (more.get(name) is not None for name in ("distance_bias", "sinks"))
-        asked = window_of(specs[layer]), soft_cap, *by_head
-        variants = found.setdefault((specs[layer].num_kv_heads, specs[layer].head_dim), {})
+        asked = window_of(spec), soft_cap, *by_head
+        variants = found.setdefault((spec.num_kv_heads, spec.head_dim), {})
         # Layers that differ in their scale only run the same kernels.
         variants.setdefault(asked, Variant(q.shape[-2] // size, float(scale), *asked))
         return q
@@ -188,8 +192,9 @@ def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = Non
 
     def run(weights: list[Array]) -> Array:
         model, token = flat.merge(weights), jnp.zeros(1, jnp.int32)
-        how = attend, cross_attend, multiply
-        return model.hidden(token, ForwardContext(model, token, *how, grid=grid if size > 1 else None))
+        recur = functools.partial(recur_dense, specs, token.shape)
+        context = ForwardContext(model, token, attend, cross_attend, multiply, recur=recur)
+        return model.hidden(token, dataclasses.replace(context, grid=grid if size > 1 else None))
 
     shapes = [grid.shape(x.shape, split) for x, split in zip(weights, splits, strict=True)]
     hidden = jax.eval_shape(

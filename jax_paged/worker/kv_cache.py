@@ -18,6 +18,8 @@ Layers 1, 3, 4 and 5 have a window here, and half as many numbers:
     group            0        1        0        1        1        1
     array            0        0        1        0        1        1
     half             -        0        -        1        0        1
+
+Layers that keep a state of each sequence have arrays of their own behind these, [slots, ...], and no group.
 """
 
 import dataclasses
@@ -31,8 +33,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array
 
 from jax_paged.core.cache_group import CacheGroup
-from jax_paged.models.attention import POOL_SPEC, CrossAttentionSpec, KVCacheSpec, window_of
-from jax_paged.models.kv_place import Place, View
+from jax_paged.models.attention import (
+    POOL_SPEC,
+    AttentionSpec,
+    CrossAttentionSpec,
+    KVCacheSpec,
+    StateArray,
+    StateSpec,
+    window_of,
+)
+from jax_paged.models.kv_place import NO_GROUP, Place, View
 from jax_paged.models.sharding import repeated
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, row_size, tiles_of
 
@@ -62,12 +72,14 @@ class KVCacheLayout:
 
     Args:
         groups: What the layers of each cache group need.
-        places: Of each layer, in the order of the model's kv_cache_specs().
-        num_pools: Arrays.
-        num_kv_heads: Of every array; on all devices together, so that one may be there several times.
-        head_dim: Of every array.
+        places: Of each layer, in the order of the model's kv_cache_specs(); of one that keeps a state, its
+            first array and NO_GROUP.
+        num_pools: Arrays of blocks.
+        num_kv_heads: Of each of them; on all devices together, so that one may be there several times.
+        head_dim: Of each of them.
         dtype: Of the arrays.
         num_devices: How many share the heads.
+        states: Of the arrays of states, which lie behind those of blocks.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -77,6 +89,18 @@ class KVCacheLayout:
     head_dim: int
     dtype: jnp.dtype
     num_devices: int = 1
+    states: tuple[StateArray, ...] = ()
+
+    @property
+    def num_arrays(self) -> int:
+        """Arrays of blocks and of states."""
+        return self.num_pools + len(self.states)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes that one slot takes in all arrays of states together, on each device."""
+        sizes = (math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in self.states)
+        return sum(sizes) // self.num_devices
 
     def pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Returns the shape of each array."""
@@ -115,7 +139,13 @@ def _nth_place(n: int, place: Place) -> Place:
     return place._replace(array=n // view.num_parts, view=view._replace(part=n % view.num_parts))
 
 
-def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype, num_devices: int = 1) -> KVCacheLayout:
+def plan_layout(
+    specs: list[KVCacheSpec],
+    dtype: jnp.dtype,
+    num_devices: int = 1,
+    *,
+    state_dtype: jnp.dtype | None = None,
+) -> KVCacheLayout:
     """Splits the layers of a model into cache groups.
 
     The kind whose layers fill the fewest arrays sets the size of a group, so that no array is used by few
@@ -123,18 +153,26 @@ def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype, num_devices: int = 1
 
     Args:
         specs: One per layer.
-        dtype: Of the arrays.
+        dtype: Of the arrays of blocks.
         num_devices: How many share the heads.
+        state_dtype: Of the states that have the model's type; None if that is dtype.
 
     Raises:
-        ValueError: If the heads can't be divided, or layers that differ in them can't share arrays.
+        ValueError: If no layer attends, the heads can't be divided, or layers that differ in them can't
+            share arrays.
     """
 
-    def heads_of(spec: KVCacheSpec) -> int:
+    def heads_of(spec: AttentionSpec) -> int:
         (heads,) = repeated(spec.num_kv_heads, spec.head_dim)
         return num_devices * heads.on(num_devices)
 
-    shapes = {(s.num_kv_heads, s.head_dim): (heads_of(s), s.head_dim) for s in specs}
+    kinds: dict[AttentionSpec, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        if not isinstance(spec, StateSpec):
+            kinds.setdefault(spec, []).append(layer)
+    if not kinds:
+        raise ValueError(f"the layers have {specs}; allowed: some that attend")
+    shapes = {(s.num_kv_heads, s.head_dim): (heads_of(s), s.head_dim) for s in kinds}
     num_kv_heads, head_dim = max(shapes.values(), key=math.prod)
     if any((num_kv_heads * head_dim) % math.prod(shape) for shape in shapes.values()):
         raise ValueError(
@@ -147,10 +185,7 @@ def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype, num_devices: int = 1
             f"kv_cache_dtype is {names[dtype]!r}, and the layers have (kv heads, head_dim) {sorted(shapes)}; "
             "allowed for layers that differ: 'auto'"
         )
-    kinds: dict[KVCacheSpec, list[int]] = {}
-    for layer, spec in enumerate(specs):
-        kinds.setdefault(spec, []).append(layer)
-    counts, views = list[int](), dict[KVCacheSpec, View | None]()
+    counts, views = list[int](), dict[AttentionSpec, View | None]()
     for spec, layers in kinds.items():
         parts = num_kv_heads * head_dim // (heads_of(spec) * spec.head_dim)
         views[spec] = None if spec.head_dim == head_dim and parts == 1 else View(spec.head_dim, parts, 0)
@@ -165,7 +200,13 @@ def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype, num_devices: int = 1
             for n, layer in enumerate(layers[first : first + num_layers]):
                 places[layer] = _nth_place(n, Place(0, len(groups), view))
             groups.append(CacheGroup(window_of(spec), isinstance(spec, CrossAttentionSpec)))
-    return KVCacheLayout(tuple(groups), tuple(places), size, num_kv_heads, head_dim, dtype, num_devices)
+    states: list[StateArray] = []
+    for layer, spec in enumerate(specs):
+        if isinstance(spec, StateSpec):
+            places[layer] = Place(size + len(states), NO_GROUP)
+            states += [StateArray(a.shape, a.dtype or str(state_dtype or dtype)) for a in spec.arrays]
+    shape = num_kv_heads, head_dim, dtype, num_devices
+    return KVCacheLayout(tuple(groups), tuple(places), size, *shape, tuple(states))
 
 
 def kv_cache_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:

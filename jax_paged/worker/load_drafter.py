@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.eagle_checkpoint import load_head
@@ -52,6 +53,8 @@ def load_drafter(
     draft = load_model(resolve_model_dir(name), dtype, None, {}, grid)
     check_draft(draft, loaded, args.max_model_len, name)
     own = plan_layout(draft.model.kv_cache_specs(), layout.dtype, grid.num_devices)
+    allowed = "one whose layers keep no state of each sequence, which can't take drafts back"
+    check(not own.states, "model of speculative_config", name, allowed)
     check_groups(own, layout, name)
     flat, weights, splits = flatten(packed(draft.model, in_place=True) if packs else draft.model)
     weights = placed(weights, splits, grid, are_in_order=True)

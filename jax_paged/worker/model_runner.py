@@ -105,6 +105,7 @@ class ModelRunner:
             checks_inputs=checks_inputs(),
             shares_prefixes=self._context.shares_prefixes,
             embed_size=self._context.embed_size,
+            num_state_slots=self.config.state_slots[0],
         )
         # One more than can be swapped: block 0 stays unused.
         num_swapped = self.config.num_swap_blocks + 1
@@ -116,6 +117,16 @@ class ModelRunner:
             store=group.everywhere("store", self._host.store) if swapped else None,
             load=group.everywhere("load", self._host.load) if swapped else None,
         )
+        num_slots, num_swapped = self.config.state_slots
+        swapped = self._context.states(num_swapped + 1) if num_swapped else []
+        self._host_states = HostBlocks(swapped)
+        self._state_mover = BlockMover(
+            num_blocks=num_slots,
+            max_copies=self.config.max_num_seqs,
+            store=group.everywhere("store states", self._host_states.store) if swapped else None,
+            load=group.everywhere("load states", self._host_states.load) if swapped else None,
+            of_states=True,
+        )
         self._place = group.everywhere("place", functools.partial(_placed, sharding=self._replicated))
         self._states_on_host: list[np.ndarray] = []
         self.allocate()
@@ -124,7 +135,8 @@ class ModelRunner:
         self.image_encoder = ImageEncoder(images.cache_bytes if images else 0, batch_invariant=is_invariant)
         self._pending: collections.deque[PendingStep] = collections.deque()
         # Last, as it leaves threads behind.
-        self._compiled = model.compiled(self._mover.programs)
+        movers = [*self._mover.programs, *(self._state_mover.programs if num_slots else [])]
+        self._compiled = model.compiled(movers)
         self._has_mixed = any(not b.is_decode and not b.num_drafts for b in self._compiled.buckets)
         kept = self._kv_cache, self._seat_arrays, self._adapters.arrays
         run = self._compiled.run
@@ -176,6 +188,7 @@ class ModelRunner:
         resets = batch.update(output)
         states = self._kept_states.bring_back(output, batch, states, self._place)
         self._kv_cache = self._mover.move(self._run, self._kv_cache, output)
+        self._kv_cache = self._state_mover.move(self._run, self._kv_cache, output)
         held = self._weights, self._kv_cache
         self._kv_cache = encode(self._run, self._shared.encoders, output, self.config, *held)
         self.image_encoder.encode(self._run, self._weights, output, batch)
@@ -197,12 +210,15 @@ class ModelRunner:
 
     def fill_kv_cache(self, value: float) -> None:
         """Overwrites the whole pool, whatever sequences keep there: to see that nobody reads stale blocks."""
-        self._kv_cache = [kv_cache.filled(array, value) for array in self._kv_cache]
+        first = len(self._kv_cache) - len(self._context.layout.states)
+        blocks, states = self._kv_cache[:first], self._kv_cache[first:]
+        self._kv_cache = [kv_cache.filled(array, value) for array in blocks]
+        self._kv_cache += [jnp.full_like(array, value) for array in states]
 
     def allocate(self) -> None:
         """Takes memory for the pool and for what is kept by seat: zeros, but for states of processors."""
         self._adapters.restore()
-        shapes = [x for stage in self._stages for x in stage.pool()], seat_shapes(self._stages)
+        shapes = [x for stage in self._stages for x in stage.kv_cache()], seat_shapes(self._stages)
         make = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding))
         seats: SeatArrays[Any]
         self._kv_cache, seats = make(shapes)

@@ -13,6 +13,7 @@ but T in steps with drafts), G cache groups, C changes of block tables:
     of drafts:           num_drafts [L]
     of adapters:         adapter_slots [B]
     of embeddings:       has_embeds [T]
+    of states:           state_slots [3, B]
 
 The block tables themselves lie on the device, by seat (block_tables.py); a row that is not used has a seat
 that does not exist. A token that the host does not know yet is NO_TOKEN, always the last of its row.
@@ -27,7 +28,7 @@ its E = MAX_END_TOKENS end tokens, which are padded with -1. num_drafts says of 
 many drafts it stands: the token rows up to its own, and their rows of logits, are those in front of it.
 adapter_slots holds the slot of each row's
 adapter, 0 for none, and has_embeds which token rows have a vector of their own; only steps that need these
-fields have them.
+fields have them. state_slots is that of AttentionMetadata, and empty if no layer keeps a state.
 """
 
 import math
@@ -80,7 +81,11 @@ class Field(NamedTuple):
 
 
 def layout(
-    bucket: Bucket, num_groups: int, num_hook_columns: int = 0, num_processor_columns: int = 0
+    bucket: Bucket,
+    num_groups: int,
+    num_hook_columns: int = 0,
+    num_processor_columns: int = 0,
+    has_states: bool = False,
 ) -> tuple[dict[str, Field], int]:
     """Returns the fields of a bucket's buffer, and the buffer's length."""
     t, b, g = bucket.num_tokens, bucket.num_seqs, num_groups
@@ -102,6 +107,7 @@ def layout(
         "forced_tokens": (num_logits, bucket.num_steps),
         "hook_args": (b, num_hook_columns),
         "processor_args": (num_logits, num_processor_columns),
+        "state_slots": (3 * has_states, b),
     }
     if bucket.num_steps > 1:
         shapes |= {"max_draws": (b,), "end_tokens": (b, MAX_END_TOKENS)}
@@ -127,10 +133,15 @@ def views(packed: np.ndarray, fields: dict[str, Field]) -> dict[str, np.ndarray]
 
 
 def unpack(
-    packed: Array, bucket: Bucket, num_groups: int, num_hook_columns: int = 0, num_processor_columns: int = 0
+    packed: Array,
+    bucket: Bucket,
+    num_groups: int,
+    num_hook_columns: int = 0,
+    num_processor_columns: int = 0,
+    has_states: bool = False,
 ) -> dict[str, Array]:
     """Returns the fields of a bucket's buffer, on the device; `sampling` stays packed."""
-    fields, _ = layout(bucket, num_groups, num_hook_columns, num_processor_columns)
+    fields, _ = layout(bucket, num_groups, num_hook_columns, num_processor_columns, has_states)
     return {
         name: lax.slice_in_dim(packed, start, start + math.prod(shape)).reshape(shape)
         for name, (start, shape) in fields.items()

@@ -55,6 +55,7 @@ class TraceContext:
         weights: Arrays of all weights, or their shapes.
         layout: Of the pool.
         num_blocks: Blocks of the pool, null block included.
+        num_state_slots: Slots for states, one that nobody has included; 0 if no layer keeps any.
         block_size: Tokens per block.
         dtype: Of weights and activations.
         vocab_size: Columns of the logits.
@@ -115,6 +116,7 @@ class TraceContext:
     embed_size: int = 0
     image_spec: ImageSpec | None = None
     before_size: int = 0
+    num_state_slots: int = 0
     is_last: bool = True
 
     @property
@@ -158,14 +160,23 @@ class TraceContext:
         """Returns the shape of an input that lies on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
+    def states(self, num_slots: int | None = None) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the arrays of states, or of as many with another number of slots."""
+        n, sharding = num_slots or self.num_state_slots, self.pool_sharding
+        return [jax.ShapeDtypeStruct((n, *a.shape), a.dtype, sharding=sharding) for a in self.layout.states]
+
     def pool(self, num_blocks: int | None = None) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of the pool's arrays, or of as many with another number of blocks."""
+        """Returns the shapes of the pool's arrays of blocks, or of as many with another number of blocks."""
         arrays = []
         for layout in self.layouts:
             shape = layout.pool_shape(num_blocks or self.num_blocks, self.block_size)
             array = jax.ShapeDtypeStruct(shape, layout.dtype, sharding=self.pool_sharding)
             arrays += [array] * layout.num_pools
         return arrays
+
+    def kv_cache(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the arrays that steps take and return: those of blocks, then of states."""
+        return [*self.pool(), *self.states()]
 
     def seat_arrays(self) -> SeatArrays[jax.ShapeDtypeStruct]:
         """Returns the shapes of what the device keeps by seat."""

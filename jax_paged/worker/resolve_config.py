@@ -16,6 +16,8 @@ CPU_KV_CACHE_BYTES = 256 * 2**20
 # of 120 M parameters take 5.2 ms for one row, 6.5 for 8 and 21.4 for 64; on an H100 it is arithmetic: 990
 # TFLOP/s in bfloat16 against 3.35 TB/s.
 _FREE_ROWS_CPU, _FREE_ROWS_GPU = 16, 256
+# Slots for states per sequence: its own, and one for a checkpoint of a prefix.
+_STATE_SLOTS_PER_SEQ = 2
 # Slots of the pool: they are numbered by int32.
 MAX_SLOTS = 2**31 - 1
 
@@ -36,6 +38,7 @@ class ModelFacts:
         sampling_defaults: What generation_config.json says of sampling, in the words of SamplingParams.
         decoder_start_token_id: Of an encoder-decoder model; None for a decoder.
         pooling: What it makes of texts; None if it only draws tokens.
+        state_bytes: Of what all layers keep of one sequence, whatever its length.
         draft_cost: What a pass of its draft model costs, as a share of one of its own.
     """
 
@@ -50,6 +53,7 @@ class ModelFacts:
     sampling_defaults: dict[str, Any]
     decoder_start_token_id: int | None = None
     pooling: PoolingSpec | None = None
+    state_bytes: int = 0
     draft_cost: float = 0.0
 
 
@@ -101,6 +105,9 @@ def resolve_config(
     # No more than what all running sequences can fill.
     max_swapped = max_num_seqs * -(-max_model_len // args.block_size) * len(model.cache_groups)
     num_stages = args.pipeline_parallel_size
+    swap_bytes = int(args.swap_space * 2**30)
+    num_swap_slots = _num_state_slots(model, swap_bytes, max_num_seqs)
+    swap_bytes -= num_swap_slots * model.state_bytes
     max_logprobs = model.vocab_size if args.max_logprobs == -1 else min(args.max_logprobs, model.vocab_size)
     config = EngineConfig(
         model_name=args.model,
@@ -112,7 +119,8 @@ def resolve_config(
         max_model_len=max_model_len,
         block_size=args.block_size,
         num_blocks=0,
-        num_swap_blocks=min(int(args.swap_space * 2**30) // model.block_bytes // num_stages, max_swapped),
+        num_swap_blocks=min(swap_bytes // model.block_bytes // num_stages, max_swapped),
+        state_slots=(0, num_swap_slots),
         cache_groups=model.cache_groups,
         kv_cache_bytes=0,
         weight_bytes=model.weight_bytes,
@@ -138,8 +146,25 @@ def resolve_config(
         pipeline_parallel_size=num_stages,
         speculation=_speculation(args, model, max_num_batched_tokens, on_cpu=on_cpu),
     )
-    num_blocks = _num_blocks(args, config, model.block_bytes, on_cpu, free_bytes)
-    return dataclasses.replace(config, num_blocks=num_blocks, kv_cache_bytes=num_blocks * model.block_bytes)
+    num_blocks, num_slots = _pool_size(args, config, model, on_cpu, free_bytes)
+    num_bytes = num_blocks * model.block_bytes + num_slots * model.state_bytes
+    slots = num_slots, num_swap_slots
+    return dataclasses.replace(config, num_blocks=num_blocks, kv_cache_bytes=num_bytes, state_slots=slots)
+
+
+def check_without_states(args: EngineArgs) -> None:
+    """Checks that an engine is asked for nothing that layers with states can't do.
+
+    Raises:
+        ValueError: If it is; the message says why.
+    """
+    why = "as layers of the model keep a state of each sequence"
+    given = args.speculative_config
+    check(given is None, "speculative_config", given, f"None, {why}, which can't take drafts back")
+    allowed = f"False, {why}, whose sums depend on where a step begins"
+    check(not args.batch_invariant, "batch_invariant", args.batch_invariant, allowed)
+    size = args.pipeline_parallel_size
+    check(size == 1, "pipeline_parallel_size", size, f"1, {why}, which is not divided")
 
 
 def _speculation(
@@ -160,26 +185,39 @@ def _speculation(
     )
 
 
-def _num_blocks(
+def _num_state_slots(model: ModelFacts, num_bytes: int, most: int) -> int:
+    """Returns the slots for states that take at most half of a memory."""
+    return min(most, num_bytes // 2 // model.state_bytes) if model.state_bytes else 0
+
+
+def _pool_size(
     args: EngineArgs,
     config: EngineConfig,
-    block_bytes: int,
+    model: ModelFacts,
     on_cpu: bool,
     free_bytes: Callable[[EngineConfig], int],
-) -> int:
+) -> tuple[int, int]:
+    """Returns the blocks and the slots for states, the null block's included."""
+    block_bytes, most_slots = model.block_bytes, 1 + _STATE_SLOTS_PER_SEQ * config.max_num_seqs
     max_blocks, num_engines = MAX_SLOTS // args.block_size, args.pipeline_parallel_size
     if args.num_gpu_blocks_override is not None:
         limits = 2 * num_engines, max_blocks * num_engines
         check_int("num_gpu_blocks_override", args.num_gpu_blocks_override, *limits)
-        return args.num_gpu_blocks_override // num_engines
+        return args.num_gpu_blocks_override // num_engines, most_slots if model.state_bytes else 0
     num_bytes = args.kv_cache_memory_bytes
     if num_bytes is None:
         num_bytes = CPU_KV_CACHE_BYTES if on_cpu else free_bytes(config)
-    num_blocks = num_bytes // block_bytes // num_engines
+    num_slots = _num_state_slots(model, num_bytes, most_slots)
+    num_blocks = (num_bytes - num_slots * model.state_bytes) // block_bytes // num_engines
+    if model.state_bytes and num_slots < 2:
+        raise ValueError(
+            f"the pool would have {num_bytes} bytes; allowed: at least four times {model.state_bytes} bytes, "
+            "as half of them are for the states of sequences (kv_cache_memory_bytes)"
+        )
     if num_blocks < 2:
         each = "" if num_engines == 1 else f" for each of {num_engines} engines"
         raise ValueError(
             f"the pool would have {num_bytes} bytes; allowed: at least two blocks of {block_bytes} "
             f"bytes{each} (kv_cache_memory_bytes)"
         )
-    return min(num_blocks, max_blocks)
+    return min(num_blocks, max_blocks), num_slots

@@ -34,7 +34,7 @@ from jax_paged.worker.pooling import PoolProgram
 from jax_paged.worker.process_group import ProcessGroup
 from jax_paged.worker.programs import Program, TraceContext
 from jax_paged.worker.prompt_logprobs import PromptLogprobsProgram
-from jax_paged.worker.resolve_config import ModelFacts, resolve_config
+from jax_paged.worker.resolve_config import ModelFacts, check_without_states, resolve_config
 from jax_paged.worker.sampler import Sampler
 from jax_paged.worker.stages import Pipeline
 from jax_paged.worker.step_bytes import step_bytes
@@ -96,7 +96,10 @@ class ServedModel:
         last, model = models[-1], models[-1].model
         matmul_backend = choose_products(args, last.dtype)
         dtype = DTYPES.get(args.kv_cache_dtype, last.dtype)
-        layout = kv_cache.plan_layout(model.kv_cache_specs(), dtype, grid.num_devices)
+        specs = model.kv_cache_specs()
+        layout = kv_cache.plan_layout(specs, dtype, grid.num_devices, state_dtype=last.dtype)
+        if layout.states:
+            check_without_states(args)
         layouts = [layout if num_stages == 1 else _stage_layout(layout, m.model) for m in models]
         packs = matmul_backend == "onednn"
         captured = check_hooks(outline_of(model), hooks)
@@ -127,6 +130,7 @@ class ServedModel:
             sampling_defaults=last.sampling_defaults,
             decoder_start_token_id=last.config.decoder_start_token_id if encodes else None,
             pooling=pooling_of(args, last, is_own=is_own),
+            state_bytes=layout.state_bytes,
             draft_cost=min(1.0, sum(x.nbytes for x in draft_weights) / weight_bytes),
         )
 
@@ -159,6 +163,7 @@ class ServedModel:
                 pooling=facts.pooling,
                 draft=draft,
                 before_size=last.config.hidden_size if stage else 0,
+                num_state_slots=config.state_slots[0] or 2 * (len(layout.states) > 0),
                 is_last=stage == num_stages - 1,
                 **additions._asdict(),
             )

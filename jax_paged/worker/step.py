@@ -37,7 +37,12 @@ def metadata_of(
 ) -> AttentionMetadata:
     """Returns what models read of a step, of the fields of its buffer and the block tables of its rows."""
     how = context.backend, context.layout.places, context.batch_invariant, context.attend, context.grid
-    return attention_metadata(fields, tables, bucket, *how, context.shares_prefixes)
+    metadata = attention_metadata(fields, tables, bucket, *how, context.shares_prefixes)
+    return (
+        dataclasses.replace(metadata, state_slots=fields["state_slots"])
+        if context.layout.states
+        else metadata
+    )
 
 
 def drafts_before(
@@ -121,7 +126,7 @@ class TracedStep:
         context, fields = self.context, self.fields | moved
         model = context.merge(self.weights)
         metadata = self.metadata(fields)
-        own = kv_cache[: context.layout.num_pools]
+        own = kv_cache[: context.layout.num_arrays]
         captured: dict[str, Array] = {}
         hooks = context.hooks_at(self.weights, self.hook_columns(), captured) if context.hooks else {}
         read: dict[str, Array] = {}
@@ -129,7 +134,7 @@ class TracedStep:
             hooks = reading(context.draft.paths, hooks, read)
         given = tokens if self.before is None else self.before
         hidden, own = model.paged(given, own, metadata, hooks, self.changes())
-        kv_cache = [*own, *kv_cache[context.layout.num_pools :]]
+        kv_cache = [*own, *kv_cache[context.layout.num_arrays :]]
         logits = context.logits(model, hidden[fields["logits_rows"]])
         batch = self.sampling_batch(fields, tokens, token_counts)
         processed = None
@@ -264,6 +269,7 @@ class TracedStep:
                 seats=jnp.where(is_live, fields["seats"], num_seats),
                 positions=jnp.where(is_live, positions, 0),
                 slot_mapping=slots,
+                state_slots=jnp.where(is_live, fields["state_slots"], self.context.num_state_slots),
                 context_lens=jnp.where(is_live, lens, 0),
                 sample_positions=fields["sample_positions"] + i,
                 count_seats=jnp.where(is_live, fields["count_seats"], num_seats),
@@ -290,9 +296,10 @@ class TracedStep:
         return results, details, tokens, captured, kv_cache, token_counts, states, draft_states
 
 
-def columns_of(context: TraceContext) -> tuple[int, int]:
-    """Returns how many columns the buffer of a step has for hooks, and for logits processors."""
-    return num_columns(context.hooks), logits_processors.num_columns(context.processors)
+def columns_of(context: TraceContext) -> tuple[int, int, bool]:
+    """Returns how many columns a step's buffer has for hooks and logits processors; whether it has states."""
+    has_states = len(context.layout.states) > 0
+    return num_columns(context.hooks), logits_processors.num_columns(context.processors), has_states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,7 +372,7 @@ class StepProgram(Program):
             seat_arrays = SeatArrays(token_counts, block_tables, last_tokens, states, draft_states)
             return results, details, hidden, kv_cache, seat_arrays, captured
 
-        pool, num_logits = context.pool(), bucket.num_logits
+        pool, num_logits = context.kv_cache(), bucket.num_logits
         _, size = layout(bucket, num_groups, *columns)
         inputs = [
             context.shape((size,), jnp.int32),

@@ -27,6 +27,7 @@ CORE = tuple(
         "fairness",
         "steps_as_values",
         "scheduler_simulation",
+        "state_slots",
         "state_machine",
         "running_ahead",
     )

@@ -1,5 +1,6 @@
 """Who runs, who waits and at what cost, where requests compete for seats, blocks and tokens."""
 
+import itertools
 import random
 
 import pytest
@@ -7,10 +8,11 @@ from helpers.scheduling import EOS, make_group, make_scheduler, rows, step, take
 
 from jax_paged.core.block_pool import BlockPool
 from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.prefix_cache import CachedPrefix, PrefixCache
+from jax_paged.core.prefix_cache import STATE, CachedPrefix, PrefixCache
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import Sequence, SequenceStatus
+from jax_paged.core.state_slots import StateSlots
 from jax_paged.core.stop_conditions import POOL_TOO_SMALL
 from jax_paged.sampling_params import BeamSearchParams
 
@@ -264,19 +266,25 @@ def kept_and_fresh(prefixes: PrefixCache, kept: Sequence) -> tuple[CachedPrefix,
 def test_a_walk_that_is_kept_finds_what_a_new_one_does(seed: int) -> None:
     """Blocks of a prompt enter and leave the cache between two look-ups, in any order."""
     rng = random.Random(seed)
-    for groups in ((CacheGroup(),), (CacheGroup(), CacheGroup(window=9)), (CacheGroup(window=9),)):
-        pool, num_blocks = BlockPool(100), 15
-        prefixes, kept = PrefixCache(pool, groups, 2), Sequence([i % 3 for i in range(2 * num_blocks + 1)])
+    several = (CacheGroup(),), (CacheGroup(), CacheGroup(window=9)), (CacheGroup(window=9),)
+    for groups, num_slots in itertools.product(several, (0, 100)):
+        states, num_blocks = StateSlots(num_slots, 0, 2, keeps_checkpoints=True), 15
+        pools = dict.fromkeys(range(len(groups)), BlockPool(100)) | (
+            {STATE: states.pool} if num_slots else {}
+        )
+        prefixes = PrefixCache(pools[0], groups, 2, states)
+        kept = Sequence([i % 3 for i in range(2 * num_blocks + 1)])
         held: dict[tuple[int, int], int] = {}  # block by position and cache group
         for _ in range(400):
             for _ in range(rng.randint(1, 4)):
-                i, g = place = rng.randrange(num_blocks), rng.randrange(len(groups))
+                i, g = place = rng.randrange(num_blocks), rng.choice(list(pools))
                 if place in held:
-                    pool.forget(held[place])
-                    pool.release(held.pop(place))
+                    pools[g].forget(held[place])
+                    pools[g].release(held.pop(place))
                 elif rng.random() < 0.7:
-                    held[place] = pool.take()
-                    pool.remember(held[place], prefixes._content(kept, i, "")._replace(group=g))
+                    held[place] = pools[g].take()
+                    content = prefixes._content(kept, i, "")._replace(group=g)
+                    pools[g].remember(held[place], content)
             found, fresh = kept_and_fresh(prefixes, kept)
             assert found == fresh
 

@@ -29,7 +29,10 @@ class RunningAhead(Simulation):
         manager = self.manager
         sizes = manager.pool.num_blocks, manager.swap_pool.num_blocks, manager.block_size
         self.values = ValueDevice(
-            *sizes, manager.groups, lambda request_id: root_of(self.groups[int(request_id[1:])])
+            *sizes,
+            manager.groups,
+            lambda request_id: root_of(self.groups[int(request_id[1:])]),
+            (self.setup.num_state_slots, manager.states.swap_pool.num_blocks),
         )
         self.counts |= {"ahead": 0, "empty": 0, "short": 0, "bursts": 0, "bursts ahead": 0, "cut": 0}
         self.counts |= {"edits": 0, "dropped": 0, "unforked": 0}

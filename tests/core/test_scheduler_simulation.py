@@ -52,6 +52,7 @@ class Setup:
     edits: float = 0.0  # share of steps from which requests are dropped by hand, before they are computed
     burst_size: int = 1
     speculation: Speculation | None = None
+    num_state_slots: int = 0
 
     @classmethod
     def draw(cls, rng: random.Random, **fixed: Any) -> "Setup":
@@ -94,6 +95,8 @@ class Simulation:
             setup.caching,
             groups=setup.groups,
             num_swap_blocks=setup.num_swap_blocks,
+            num_state_slots=setup.num_state_slots,
+            num_swap_state_slots=setup.num_swap_blocks // 8,
         )
         self.device = ToyDevice(self.manager)
         self.sched = Scheduler(
@@ -255,7 +258,9 @@ class Simulation:
                 for num_tokens in before["lens"][group]
                 for g in self.setup.groups
             )
-            assert demand > manager.num_usable_blocks, "a request ended that would have fitted"
+            slots = manager.states
+            lacks_slots = slots.is_used and len(before["lens"][group]) > slots.pool.num_usable
+            assert demand > manager.num_usable_blocks or lacks_slots, "a request ended that would have fitted"
 
     def check_queues(self) -> None:
         queues, manager = self.sched.queues, self.manager

@@ -21,6 +21,7 @@ from jax_paged.core.block_pool import NULL_BLOCK
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.core.request_edits import DropBlocks, RequestEditor, Rollback, most_taken_back
 from jax_paged.core.request_queues import RequestQueues
+from jax_paged.core.scheduler_output import ScheduledSequence
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.sampling_params import SamplingParams
 
@@ -65,12 +66,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 (CacheGroup(window=6), CacheGroup(window=2)),
             ]
         ),
+        num_state_slots=st.sampled_from([0, 0, 2, 3, 5, 12]),
     )
-    def start(self, num_blocks, num_swap_blocks, block_size, caching, groups):
+    def start(self, num_blocks, num_swap_blocks, block_size, caching, groups, num_state_slots):
         self.size, self.groups = block_size, groups
         self.manager = BlockManager(
-            num_blocks, block_size, caching, groups=groups, num_swap_blocks=num_swap_blocks
+            num_blocks,
+            block_size,
+            caching,
+            groups=groups,
+            num_swap_blocks=num_swap_blocks,
+            num_state_slots=num_state_slots,
+            num_swap_state_slots=num_swap_blocks // 8,
         )
+        self.states = self.manager.states
         self.device = ToyDevice(self.manager)
         self.families: list[Family] = []
         self.pins: dict[str, tuple[int, list[int], int]] = {}
@@ -87,6 +96,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for token_id in tokens:
             chains.append(extend(chains[-1], token_id))
         best = 0
+        kept = {self.device.states[s] for s, c in enumerate(self.states.pool.contents) if c is not None}
         for stop in range(size, len(tokens), size):
             first = {
                 g: 0 if group.window is None else max(0, stop - group.window + 1) // size
@@ -97,7 +107,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 hash((g, chains[end])) in cached
                 for g, block in first.items()
                 for end in range((block + 1) * size, stop + 1, size)
-            ):
+            ) and (not self.states.is_used or chains[stop] in kept):
                 best = stop
         return best
 
@@ -118,7 +128,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def allocate(self, family: Family, seq: Sequence, use_cache: bool, num_reserved: int) -> bool:
         manager, pool = self.manager, self.manager.pool
         hit = self.num_cached_tokens(family, seq.tokens(0, len(seq))) if use_cache else 0
-        counts, num_free = list(pool.ref_counts), pool.num_free
+        counts, num_free, has_slot = list(pool.ref_counts), pool.num_free, self.states.has_room
         done = manager.allocate(
             seq,
             family.salt,
@@ -138,7 +148,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if not done:
             assert seq not in manager.block_tables
             assert pool.ref_counts == counts
-            assert num_needed + sum(not count for count in counts[1:]) > num_free - num_reserved
+            too_many = num_needed + sum(not count for count in counts[1:]) > num_free - num_reserved
+            assert too_many or not has_slot
             return False
         tables = manager.block_tables[seq]
         assert seq.num_computed_tokens == hit
@@ -209,9 +220,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
                         b in ((a, NULL_BLOCK) if group.window else (a,))
                         for a, b in zip(old, new, strict=True)
                     )
-            assert num_missing + len(rows) * len(self.groups) > pool.num_free
+            lacks_slots = self.states.is_used and self.states.pool.num_free < len(rows)
+            assert num_missing + len(rows) * len(self.groups) > pool.num_free or lacks_slots
             return
         self.device.move(copies=tuple(copies))
+        self.move_states()
         for source, _ in copies:
             assert pool.ref_counts[source] or pool.contents[source], (
                 "the last one that holds a block copied it"
@@ -224,6 +237,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 for t, g in zip(tables, self.groups, strict=True)
             ]
             self.device.write(base, seq, tables, start, stop)
+            if self.states.is_used:
+                at = self.states.begin_checkpoint(seq, start, stop)
+                row = ScheduledSequence(1, start, [], [], [], self.states.slot_of(seq), at)
+                self.device.advance(base, seq, row, stop)
         for seq, n in rows:
             start, tables = seq.num_computed_tokens, manager.block_tables[seq]
             self.device.check(
@@ -239,8 +256,14 @@ class BlockManagerMachine(RuleBasedStateMachine):
         family = data.draw(st.sampled_from(self.at("device")))
         chosen = data.draw(st.lists(st.sampled_from(family.seqs), min_size=1, unique=True))
         rows = [(seq, min(num_tokens, len(seq) - seq.num_computed_tokens)) for seq in chosen]
-        copies = self.manager.append_slots([row for row in rows if row[1]])
+        rows = [row for row in rows if row[1]]
+        copies = self.manager.append_slots(rows)
         self.device.move(copies=tuple(copies or ()))
+        self.move_states()
+        for seq, n in rows if copies is not None else ():
+            start = seq.num_computed_tokens
+            self.states.begin_checkpoint(seq, start, start + n)
+            self.states.take_back(seq, start)
 
     @precondition(lambda self: self.at("device"))
     @rule(data=st.data())
@@ -250,6 +273,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from(family.seqs))
         child = parent.fork(len(family.seqs), 0)
         self.device.inherit(child, parent, parent.num_computed_tokens)
+        child.num_computed_tokens = parent.num_computed_tokens
         num_free = self.manager.num_free_blocks
         if self.manager.fork(parent, child, parent.num_computed_tokens):
             family.seqs.append(child)
@@ -271,8 +295,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         child.output_token_ids[max(0, num_tokens - num_prompt) :] = token_ids
         child.num_computed_tokens = num_tokens
         del child.block_hashes[num_tokens // self.size :]
+        at = parent.num_computed_tokens
         if self.manager.fork(parent, child, num_tokens):
+            assert not self.states.is_used or num_tokens == at, "no state of fewer tokens is there"
             family.seqs.append(child)
+            return
+        if self.states.is_used and num_tokens != at:
             return
         needed = [
             table[max(0, num_tokens - group.window + 1) // self.size : self.manager.num_blocks_of(num_tokens)]
@@ -301,7 +329,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         RequestEditor(self.manager, queues, Recomputing(), 1).apply(edit)
         self.device.forget(seq, len(seq))
         if seq not in tables:
-            assert any(group.window for group in self.groups)
+            assert self.states.is_used or any(group.window for group in self.groups)
             family.seqs.remove(seq)
             if not family.seqs:
                 self.families.remove(family)
@@ -311,7 +339,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert new == (old if g.is_cross else old[:n])
         assert self.manager.num_free_blocks >= num_free
 
-    @precondition(lambda self: self.groups == (FULL,) and self.at("device"))
+    @precondition(lambda self: self.groups == (FULL,) and not self.states.is_used and self.at("device"))
     @rule(data=st.data())
     def drop_blocks(self, data):
         """A sequence goes on without some of its blocks."""
@@ -336,11 +364,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def swap_out(self, data):
         family = data.draw(st.sampled_from(self.at("device")))
         held, num_free = self.held(family), self.manager.swap_pool.num_free
+        slots = {self.states.slot_of(seq) for seq in family.seqs}
+        lacks_slots = self.states.is_used and len(slots) > self.states.swap_pool.num_free
         pairs = self.manager.swap_out(family.seqs)
         has_window = any(group.window for group in self.groups)
         if pairs is None:
-            assert len(held) > num_free
+            assert len(held) > num_free or lacks_slots
         else:
+            assert not lacks_slots
+            self.move_states()
             sources = [source for source, _ in pairs]
             assert len(set(sources)) == len(sources) <= num_free, "each block moves once"
             assert set(sources) == held or (has_window and set(sources) < held)
@@ -356,6 +388,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if pairs is not None:
             assert len(pairs) <= num_free - num_reserved
             self.device.move(swap_in=tuple(pairs))
+            self.move_states()
             family.place = "device"
             assert {target for _, target in pairs} == self.held(family)
 
@@ -409,6 +442,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.manager.unpin(name)
         del self.pins[name]
 
+    def move_states(self) -> None:
+        moves = self.states.take_moves()
+        self.device.move_states(moves.swap_out, moves.swap_in, moves.copies)
+
     def leave(self, family: Family) -> None:
         for seq in family.seqs:
             if seq in self.manager.block_tables or seq in self.manager.swapped_tables:
@@ -436,12 +473,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
                     self.device.check(
                         base, seq, all_tables[seq], n, n, family.encoder, on_host=place == "host"
                     )
+                    if self.states.is_used and n:
+                        slots, kept = self.states.tables, self.device.states
+                        if place == "host":
+                            slots, kept = self.states.swapped_tables, self.device.host_states
+                        assert kept[slots[seq][0][0]] == self.device.chain(base, seq, n - 1)
         for name, (base, tokens, n) in self.pins.items():
             for g, (group, table) in enumerate(zip(self.groups, manager.pinned[name].tables, strict=True)):
                 first = 0 if group.window is None else max(0, n - group.window + 1) // self.size
                 for i in range(first, 0 if group.is_cross else n // self.size):
                     value = hash((g, chain_of(base, tokens[: (i + 1) * self.size])))
                     assert self.device.cells[table[i]][-1] == value, "a pinned block was lost"
+            if self.states.is_used and n:
+                state = self.device.states[manager.pinned[name].slot]
+                assert state == chain_of(base, tokens[:n]), "a pinned state was lost"
 
     def teardown(self):
         if hasattr(self, "manager"):
@@ -451,7 +496,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.manager.unpin(name)
             self.manager.check_integrity()
             assert self.manager.num_free_blocks == self.manager.num_usable_blocks
-            assert self.manager.swap_pool.num_free == self.manager.swap_pool.num_usable
+            for pool in (self.manager.swap_pool, self.states.pool, self.states.swap_pool):
+                assert pool.num_free == pool.num_usable
 
 
 def run_machine(number: int, num_operations: int) -> None:

@@ -25,6 +25,7 @@ EVERY_DAY = {
     "gemma4_moe_capped",
     "gpt2_variants",
     "gpt_oss_mxfp4",
+    "lfm2_biases_old_config",
     "llama3_tied_biases_old_config",
     "mistral_window",
     "mixtral_window",
@@ -34,6 +35,7 @@ EVERY_DAY = {
     "qwen2_window",
     "qwen3_bias_window",
     "qwen3_moe_and_mlps",
+    "qwen3_5",
     "t5_gated_untied",
 }
 MAX_LEN = 128

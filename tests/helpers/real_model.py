@@ -224,7 +224,7 @@ def assert_no_block_lost(engine: LLMEngine) -> None:
     manager.check_integrity()
     assert not manager.block_tables
     assert not manager.swapped_tables
-    for pool in (manager.pool, manager.swap_pool):
+    for pool in (manager.pool, manager.swap_pool, manager.states.pool, manager.states.swap_pool):
         assert pool.num_free == pool.num_usable
 
 
@@ -248,6 +248,7 @@ def reschedule(
     *,
     num_blocks: int | None = None,
     num_swap_blocks: int | None = None,
+    num_state_slots: int | None = None,
     enable_prefix_caching: bool = True,
     **settings: Any,
 ) -> None:
@@ -257,6 +258,7 @@ def reschedule(
         engine: The engine.
         num_blocks: Of the pool, null block included; None for all of the device's.
         num_swap_blocks: Of host memory; None for all that the executor has.
+        num_state_slots: For states, one that is unused included; None for all of the device's.
         enable_prefix_caching: Whether to share prefixes.
         **settings: Of the scheduler, in place of the engine's.
     """
@@ -272,6 +274,8 @@ def reschedule(
         enable_prefix_caching,
         groups=config.cache_groups,
         num_swap_blocks=num_swap_blocks,
+        num_state_slots=config.state_slots[0] if num_state_slots is None else num_state_slots,
+        num_swap_state_slots=config.state_slots[1],
     )
     limits = {
         "max_num_seqs": config.max_num_seqs,

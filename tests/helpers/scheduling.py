@@ -42,11 +42,17 @@ def make_scheduler(
     watermark: float = 0.0,
     num_swap_blocks: int = 0,
     groups: tuple[CacheGroup, ...] = (CacheGroup(),),
+    num_state_slots: int = 0,
     **settings: Any,
 ) -> Scheduler:
     return Scheduler(
         block_manager=BlockManager(
-            num_blocks, block_size, caching, groups=groups, num_swap_blocks=num_swap_blocks
+            num_blocks,
+            block_size,
+            caching,
+            groups=groups,
+            num_swap_blocks=num_swap_blocks,
+            num_state_slots=num_state_slots,
         ),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,

@@ -15,7 +15,7 @@ from helpers.scheduling import TableMirror, found
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.block_pool import NULL_BLOCK
 from jax_paged.core.scheduler import Scheduler
-from jax_paged.core.scheduler_output import BlockTables, SchedulerOutput
+from jax_paged.core.scheduler_output import BlockTables, ScheduledSequence, SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.sampling_params import BeamSearchParams
 
@@ -100,6 +100,9 @@ class ToyDevice:
         self.size = manager.block_size
         self.cells = [[0] * self.size for _ in range(manager.pool.num_blocks)]
         self.host = [[0] * self.size for _ in range(manager.swap_pool.num_blocks)]
+        # By slot, the tokens that a state has seen.
+        self.states = [0] * manager.states.pool.num_blocks
+        self.host_states = [0] * manager.states.swap_pool.num_blocks
         self.mirror = TableMirror()
         self._chains: weakref.WeakKeyDictionary[Sequence, list[int]] = weakref.WeakKeyDictionary()
 
@@ -140,6 +143,41 @@ class ToyDevice:
                 target[block] = values
         both = {a for a, _ in copies} & {b for _, b in copies}
         assert not both, f"blocks {both} are read and written by {copies}"
+
+    def move_states(
+        self,
+        swap_out: Items[tuple[int, int]],
+        swap_in: Items[tuple[int, int]],
+        copies: Items[tuple[int, int]],
+    ) -> None:
+        """Moves states in this order, each part all at once."""
+        for pairs, source, target in (
+            (swap_out, self.states, self.host_states),
+            (swap_in, self.host_states, self.states),
+            (copies, self.states, self.states),
+        ):
+            assert len({to for _, to in pairs}) == len(pairs), f"a slot is written twice: {pairs}"
+            assert 0 not in itertools.chain(*pairs), f"the slot that nobody has moves: {pairs}"
+            moved = [source[slot] for slot, _ in pairs]
+            for (_, slot), value in zip(pairs, moved, strict=True):
+                target[slot] = value
+        assert not {a for a, _ in copies} & {b for _, b in copies}, f"read and written: {copies}"
+
+    def advance(
+        self, root: int, seq: Sequence, row: ScheduledSequence, stop: int, num_holders: int = 1
+    ) -> None:
+        """Advances the state of a row, which has to be that of the tokens before it."""
+        pool, slot, (num_before, kept_slot) = self.manager.states.pool, row.state_slot, row.checkpoint
+        assert slot, "a sequence has no slot"
+        assert pool.contents[slot] is None, "a checkpoint is written"
+        assert pool.ref_counts[slot] == num_holders, "a slot that others hold is written"
+        if row.start:
+            found = self.states[slot]
+            assert found == self.chain(root, seq, row.start - 1), f"not the state before {row.start}"
+        self.states[slot] = self.chain(root, seq, stop - 1)
+        if kept_slot:
+            assert pool.ref_counts[kept_slot] == 1, "a slot that others hold is written"
+            self.states[kept_slot] = self.chain(root, seq, row.start + num_before - 1)
 
     def encode(self, group: SequenceGroup, tables: BlockTables) -> None:
         """Writes what the layers of cross attention read."""
@@ -205,6 +243,7 @@ class ToyDevice:
         self.mirror.update(output)
         self.mirror.check(sched, output)
         self.move(output.blocks_to_swap_out, output.blocks_to_swap_in, output.blocks_to_copy)
+        self.move_states(output.states_to_swap_out, output.states_to_swap_in, output.states_to_copy)
         for text in output.to_encode:
             group = sched.queues.running[text.request_id]
             assert text.token_ids == group.encoder_token_ids
@@ -216,6 +255,8 @@ class ToyDevice:
             assert row.token_ids == seq.tokens(row.start, stop)
             tables = self._used(row.seq_id, stop, is_last=i in num_samples)
             self.write(_root(group), seq, tables, row.start, stop, num_samples[i] or 1)
+            if self.manager.states.is_used:
+                self.advance(_root(group), seq, row, stop, num_samples[i] or 1)
         for row in output.scheduled:
             group, seq = found(sched, row.seq_id)
             stop = row.start + row.num_tokens
@@ -236,6 +277,11 @@ class ToyDevice:
             for block, count in enumerate(pool.ref_counts):
                 if not count and pool.contents[block] is None:
                     cells[block] = [0] * self.size
+        slots = self.manager.states
+        for pool, states in ((slots.pool, self.states), (slots.swap_pool, self.host_states)):
+            for slot, count in enumerate(pool.ref_counts):
+                if not count and pool.contents[slot] is None:
+                    states[slot] = 0
 
     def _write(self, table: list[int], position: int, value: int, num_holders: int = 1) -> None:
         block = table[position // self.size]

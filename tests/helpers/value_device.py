@@ -26,6 +26,7 @@ class ValueDevice:
         block_size: Tokens per block.
         groups: Cache groups.
         root_of: What stands before the first token of a request, by its id; see toy_device.root.
+        num_state_slots: Slots for states, on the device and in host memory.
     """
 
     def __init__(
@@ -35,7 +36,11 @@ class ValueDevice:
         block_size: int,
         groups: tuple[CacheGroup, ...],
         root_of: Callable[[str], int],
+        num_state_slots: tuple[int, int] = (0, 0),
     ) -> None:
+        # By slot, all tokens that a state has seen; and the slot of each sequence.
+        self.states, self.host_states = ([0] * n for n in num_state_slots)
+        self.slots: dict[int, int] = {}
         self.groups, self.size, self.root_of = groups, block_size, root_of
         self.cells = [[0] * block_size for _ in range(num_blocks)]
         self.host = [[0] * block_size for _ in range(num_swap_blocks)]
@@ -66,6 +71,14 @@ class ValueDevice:
             moved = [list(source[block]) for block, _ in pairs]
             for (_, block), values in zip(pairs, moved, strict=True):
                 target[block] = values
+        for pairs, source, target in (
+            (output.states_to_swap_out, self.states, self.host_states),
+            (output.states_to_swap_in, self.host_states, self.states),
+            (output.states_to_copy, self.states, self.states),
+        ):
+            moved = [source[slot] for slot, _ in pairs]
+            for (_, slot), value in zip(pairs, moved, strict=True):
+                target[slot] = value
         for text in output.to_encode:
             for g in self._cross():
                 for position in range(len(text.token_ids)):
@@ -75,7 +88,8 @@ class ValueDevice:
         drafted: dict[int, list[int]] = {}
         self.drafts = []
         burst = dict(zip([sample.seq_id for sample in output.samples], output.burst, strict=False))
-        for seq_id, start, token_ids, new_blocks, replaced in output.scheduled:
+        for seq_id, start, token_ids, new_blocks, replaced, slot, (num_before, kept) in output.scheduled:
+            self.slots[seq_id] = slot
             tables, text = self.tables[seq_id], self.texts[seq_id]
             for table, blocks in zip(tables, new_blocks, strict=False):
                 table.extend(blocks)
@@ -88,6 +102,8 @@ class ValueDevice:
                 if self._has_ended(seq_id):
                     assert start >= len(text) - 1
                     self._spoil(seq_id, range(start, start + (burst.get(seq_id, 1))))
+                    for spoilt in {slot, kept} if self.states else ():
+                        self.states[spoilt] = -1
                     continue
                 assert start == len(text) - 1, "the token that was drawn last is computed next"
                 token_ids = text[-1:]
@@ -95,10 +111,13 @@ class ValueDevice:
                 text[start:] = token_ids
             assert text[start : start + len(token_ids)] == token_ids
             self._write(seq_id, start, start + len(token_ids))
+            self._advance(seq_id, start, start + len(token_ids))
+            if kept:
+                self.states[kept] = self._chain(seq_id, start + num_before - 1)
             if NO_TOKEN in drafted.get(seq_id, []):
                 drafted[seq_id] = self._guess(seq_id, n)
             self._write_drafts(seq_id, drafted.get(seq_id, []))
-        for seq_id, start, token_ids, _, _ in output.scheduled:
+        for seq_id, start, token_ids, *_ in output.scheduled:
             if not self._has_ended(seq_id):
                 self._check(seq_id, start, start + len(token_ids) - num_drafts.get(seq_id, 0))
         if output.burst:
@@ -166,6 +185,7 @@ class ValueDevice:
         while len(drawn) < num_tokens and not self._has_ended(seq_id):
             if drawn:
                 self._write(seq_id, len(text) - 1, len(text))
+                self._advance(seq_id, len(text) - 1, len(text))
                 self._check(seq_id, len(text) - 1, len(text))
             drawn.append(next_token(self._chain(seq_id, len(text) - 1), new.seed))
             text.append(drawn[-1])
@@ -206,6 +226,13 @@ class ValueDevice:
                     block = table[position // self.size]
                     assert block != NULL_BLOCK
                     self.cells[block][position % self.size] = hash((g, chain))
+
+    def _advance(self, seq_id: int, start: int, stop: int) -> None:
+        if self.states:
+            slot = self.slots[seq_id]
+            assert slot > 0
+            assert not start or self.states[slot] == self._chain(seq_id, start - 1), f"no state at {start}"
+            self.states[slot] = self._chain(seq_id, stop - 1)
 
     def _check(self, seq_id: int, start: int, stop: int) -> None:
         """Asserts that the tokens at [start, stop) find all that they attend to."""

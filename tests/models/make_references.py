@@ -79,6 +79,24 @@ BASE: dict[str, Any] = COMMON | {
 }
 QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24}
+LFM2: dict[str, Any] = {
+    "norm_eps": 1e-5,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_hidden_layers": 3,
+    "intermediate_size": 40,
+    "block_auto_adjust_ff_dim": False,
+}
+QWEN3_5: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "intermediate_size": 40,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "tie_word_embeddings": True,
+}
 GPT_OSS = {
     "intermediate_size": 16,
     "head_dim": 8,
@@ -396,6 +414,39 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "lfm2": ("Lfm2Config", BASE | LFM2),
+    # Keys of config.json as the hub's LFM2-1.2B has them.
+    "lfm2_biases_old_config": (
+        "Lfm2Config",
+        BASE
+        | LFM2
+        | {
+            "layer_types": ["full_attention", "conv", "conv"],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": True,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.1,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", BASE | QWEN3_5),
+    # As the hub has it: within a model that sees.
+    "qwen3_5_nested": (
+        "Qwen3_5TextConfig",
+        BASE
+        | QWEN3_5
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["full_attention", "linear_attention"],
+            "attention_bias": True,
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            "tie_word_embeddings": False,
+        },
+    ),
     "opt": ("OPTConfig", OPT),
     "opt_post_norm_projected": (
         "OPTConfig",
@@ -633,12 +684,16 @@ def make_model(name: str) -> Any:
                 # A prompt that begins with zeros would make all tokens equally likely.
                 module.weight[module.padding_idx].normal_(0, COMMON["initializer_range"])
         for key, parameter in model.named_parameters():
-            if parameter.ndim == 1 or "norm" in key:
+            if key.endswith("A_log"):
+                parameter.normal_(-2.5, 1.0)  # from hardly any decay to much
+            elif parameter.ndim == 1 or "norm" in key:
                 # Norms start at 1, Gemma's and biases at 0.
                 parameter.normal_(parameter.mean().item(), 0.2)
                 if "gemma4" in name and "q_norm" in key:
                     # Its scores have no other scale, and large ones amplify rounding.
                     parameter.mul_(0.5)
+            elif ".conv." in key:
+                parameter.mul_(1.5)  # a convolution multiplies three parts of its projection
             elif ".layers." in key or ".h." in key:
                 parameter.mul_(LAYER_SCALE)
             elif name.startswith("gemma") or "shared" in key:
@@ -744,10 +799,31 @@ def make_old_config(file: Path) -> None:
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["torch_dtype"] = config.pop("dtype")
-    if config.get("head_dim", 0) * config["num_attention_heads"] == config["hidden_size"]:
+    if config["model_type"] == "lfm2":
+        types = config.pop("layer_types")
+        config["full_attn_idxs"] = [i for i, kind in enumerate(types) if kind == "full_attention"]
+        config["block_ff_dim"] = config.pop("intermediate_size")
+        config["tie_embedding"] = config.pop("tie_word_embeddings")
+    elif config.get("head_dim", 0) * config["num_attention_heads"] == config["hidden_size"]:
         del config["head_dim"]
     config["transformers_version"] = "4.45.0"
     file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def make_nested(folder: Path) -> None:
+    """Makes a text model the part of a model that sees, with weights of parts that no text needs."""
+    config, file = json.loads((folder / "config.json").read_text()), folder / "model.safetensors"
+    text = {k: v for k, v in config.items() if k not in ("architectures", "tie_word_embeddings")}
+    nested = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": text,
+    }
+    nested["tie_word_embeddings"] = config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(nested, indent=2) + "\n")
+    weights = {k.replace("model.", "model.language_model."): v for k, v in load_file(file).items()}
+    others = {name: torch.zeros(1) for name in ("model.visual.pos_embed.weight", "mtp.norm.weight")}
+    save_file(weights | others, file)
 
 
 def make_hub_gemma4(folder: Path) -> None:
@@ -809,6 +885,8 @@ def main() -> None:
         if "without_prefix" in name:
             file = folder / "model.safetensors"
             save_file({k.removeprefix("transformer."): v for k, v in load_file(file).items()}, file)
+        if "nested" in name:
+            make_nested(folder)
         if "untied" in name:
             config = json.loads((folder / "config.json").read_text())
             config |= {"tie_word_embeddings": False}

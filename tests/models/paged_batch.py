@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jax_paged.models.attention import AttentionMetadata, CrossAttentionSpec, KVCacheSpec
+from jax_paged.models.attention import AttentionMetadata, CrossAttentionSpec, KVCacheSpec, StateSpec
 from jax_paged.models.kv_place import Place
 
 BLOCK_SIZE = 16
@@ -13,7 +13,7 @@ BLOCK_SIZE = 16
 def paged_batch(
     specs: list[KVCacheSpec], lens: list[int], encoder_lens: list[int] | None = None
 ) -> tuple[AttentionMetadata, list[Array]]:
-    """Returns the metadata of a step that computes whole texts, and zero pools, one per layer.
+    """Returns the metadata of a step that computes whole texts, and pools, one per layer; states are NaN.
 
     Cache group 0 has the blocks of the texts, cache group 1 those of the encoder's texts.
 
@@ -28,6 +28,8 @@ def paged_batch(
     positions = np.concatenate([np.arange(n) for n in lens])
     owner = np.repeat(np.arange(len(lens)), lens)
     slots = tables[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    row, sizes = jnp.arange(len(lens)), [len(s.arrays) if isinstance(s, StateSpec) else 1 for s in specs]
+    first = np.cumsum([0, *sizes[:-1]]).tolist()
     metadata = AttentionMetadata(
         positions=jnp.asarray(positions, jnp.int32),
         slot_mapping=jnp.asarray([slots, slots], jnp.int32),
@@ -36,7 +38,15 @@ def paged_batch(
         query_start_loc=jnp.asarray(np.cumsum([0, *lens]), jnp.int32),
         is_decode=False,
         backend="xla",
-        places=tuple(Place(i, int(isinstance(s, CrossAttentionSpec))) for i, s in enumerate(specs)),
+        places=tuple(
+            Place(i, int(isinstance(s, CrossAttentionSpec))) for i, s in zip(first, specs, strict=True)
+        ),
+        state_slots=jnp.stack([row + 1, jnp.full_like(row, 1 + len(lens)), jnp.zeros_like(row)]),
     )
-    shapes = [(1 + tables.size, 2, s.num_kv_heads, BLOCK_SIZE, s.head_dim) for s in specs]
-    return metadata, [jnp.zeros(shape) for shape in shapes]
+    arrays: list[Array] = []
+    for spec in specs:
+        if isinstance(spec, StateSpec):
+            arrays += [jnp.full((1 + len(lens), *array.shape), jnp.nan) for array in spec.arrays]
+        else:
+            arrays.append(jnp.zeros((1 + tables.size, 2, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)))
+    return metadata, arrays

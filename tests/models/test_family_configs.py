@@ -29,6 +29,7 @@ NAMES = {
     "GraniteForCausalLM": "granite_tied",
     "HeliumForCausalLM": "helium",
     "HunYuanDenseV1ForCausalLM": "hunyuan_alpha",
+    "Lfm2ForCausalLM": "lfm2",
     "LlamaForCausalLM": "gqa2_tied",
     "Ministral3ForCausalLM": "ministral3",
     "MinistralForCausalLM": "ministral_windows",
@@ -43,6 +44,8 @@ NAMES = {
     "Qwen2ForCausalLM": "qwen2_window",
     "Qwen3ForCausalLM": "qwen3_tied",
     "Qwen3MoeForCausalLM": "qwen3_moe_and_mlps",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_nested",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "StableLmForCausalLM": "stablelm",
@@ -124,6 +127,13 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         ),
         ("phi3_window", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "partial_rotary_factor is 0.4"),
         ("mixtral", {"num_experts_per_tok": 5}, "allowed: at most num_local_experts, which is 4"),
+        ("lfm2", {"layer_types": ["conv"] * 3}, "of 'full_attention' or 'conv', some of the former"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache is 1; allowed: an integer of at least 2"),
+        ("lfm2", {"layer_types": ..., "full_attn_idxs": 2}, "full_attn_idxs is 2; allowed: a list of layers"),
+        ("qwen3_5", {"layer_types": ["full_attention"]}, "allowed: a list of num_hidden_layers, which is 3"),
+        ("qwen3_5", {"linear_num_value_heads": 3}, "a multiple of linear_num_key_heads, which is 2"),
+        ("qwen3_5", {"rope_parameters": {"partial_rotary_factor": 0.05}}, "partial_rotary_factor is 0.05"),
+        ("qwen3_5_nested", {"text_config": 3}, "text_config of config.json is 3; allowed: an object"),
         ("qwen3_moe_tied", {"mlp_only_layers": 3}, "mlp_only_layers is 3; allowed: a list of layers"),
         ("qwen3_moe_tied", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         (
@@ -333,7 +343,7 @@ def test_what_relatives_of_llama_leave_out_is_as_in_transformers() -> None:
     )
     granite = read("granite_tied", **dict.fromkeys(("attention_multiplier", "logits_scaling"), ...))
     assert (granite.attention_multiplier, granite.logits_scaling) == (1.0, 1.0)
-    tied = {"cohere_head_norms", "cohere2", "ernie4_5", "smollm3", "starcoder2_window"}
+    tied = {"cohere_head_norms", "cohere2", "ernie4_5", "lfm2", "smollm3", "starcoder2_window"}
     for name in NAMES.values():
         if not name.startswith(("gemma", "gpt2", "t5", "opt")):
             assert read(name, tie_word_embeddings=...).tie_word_embeddings == (name in tied), name

@@ -27,6 +27,7 @@ BASE: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
+    "full_attention_interval": 1,
     "initializer_range": 0.2,
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -57,8 +58,8 @@ TYPES: dict[str, tuple[dict[str, Any], int]] = {
 }
 FAMILIES = (
     *("Apertus", "Arcee", "Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma2", "Glm", "Glm4", "Granite"),
-    *("Helium", "HunYuanDenseV1", "Llama", "Ministral", "Mistral", "Mixtral", "Nemotron", "Olmo2", "Phi"),
-    *("Qwen2", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2"),
+    *("Helium", "HunYuanDenseV1", "Lfm2", "Llama", "Ministral", "Mistral", "Mixtral", "Nemotron", "Olmo2"),
+    *("Phi", "Qwen2", "Qwen3", "Qwen3Moe", "Qwen3_5", "SeedOss", "SmolLM3", "StableLm", "Starcoder2"),
 )
 
 

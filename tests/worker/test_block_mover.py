@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jax_paged.core.cache_group import CacheGroup
+from jax_paged.models.attention import StateArray
 from jax_paged.models.kv_place import Place
 from jax_paged.models.sharding import TENSOR
 from jax_paged.worker.block_mover import (
@@ -36,16 +37,18 @@ LAYOUT = KVCacheLayout(
     head_dim=8,
     dtype=jnp.dtype("float32"),
 )
-NUM_BLOCKS, BLOCK_SIZE, MAX_COPIES = 200, 4, 20
+NUM_BLOCKS, BLOCK_SIZE, MAX_COPIES, NUM_SLOTS = 200, 4, 20, 9
+STATES = StateArray((3, 8), "float32"), StateArray((1, 4, 2, 6), "bfloat16")
 MESH = Mesh(np.array(jax.devices()[:1]), (TENSOR,))
 Pairs = tuple[tuple[int, int], ...]
 
 
 @functools.cache
 def make_mover(
-    dtype: str = "float32", num_swap_blocks: int = 150, num_blocks: int = NUM_BLOCKS
+    dtype: str = "float32", num_swap_blocks: int = 150, num_blocks: int = NUM_BLOCKS, of_states: bool = False
 ) -> tuple[BlockMover, dict[Program, jax.stages.Compiled]]:
-    layout = dataclasses.replace(LAYOUT, dtype=jnp.dtype(dtype))
+    states = STATES if of_states else ()
+    layout = dataclasses.replace(LAYOUT, dtype=jnp.dtype(dtype), states=states)
     context = TraceContext(
         model=FlatModel(None, None),  # none of these programs runs it
         weights=[],
@@ -61,10 +64,12 @@ def make_mover(
         backend="xla",
         batch_invariant=False,
         mesh=MESH,
+        num_state_slots=NUM_SLOTS,
     )
-    host = HostBlocks(context.pool(num_swap_blocks + 1))
+    host = HostBlocks((context.states if of_states else context.pool)(num_swap_blocks + 1))
     swaps = {"store": host.store, "load": host.load} if num_swap_blocks else {"store": None, "load": None}
-    mover = BlockMover(num_blocks=num_blocks, max_copies=MAX_COPIES, **swaps)
+    num_moved = NUM_SLOTS if of_states else num_blocks
+    mover = BlockMover(num_blocks=num_moved, max_copies=MAX_COPIES, **swaps, of_states=of_states)
     return mover, {program: program.lower(context).compile() for program in mover.programs}
 
 
@@ -151,6 +156,20 @@ def test_copies(count: int) -> None:
     assert_same_bits(pool, expected)
     sizes = [min(MAX_COPIES, count - i) for i in range(0, count, MAX_COPIES)]
     assert used == [CopyProgram(FEW_COPIES if size <= FEW_COPIES else MAX_COPIES) for size in sizes]
+
+
+def test_slots_of_states_move_and_blocks_stay() -> None:
+    mover, programs = make_mover(num_swap_blocks=5, of_states=True)
+    run, rng = runner(programs, []), np.random.default_rng(0)
+    states = [rng.random((NUM_SLOTS, *shape)).astype(kind) for shape, kind in STATES]
+    blocks = random_pool(1)
+    pool = mover.copy(run, place([*blocks, *states]), ((1, 2), (1, 8), (3, 4)))
+    mover.swap_out(run, pool, ((2, 5), (3, 1), (6, 4)))
+    pool = mover.swap_in(run, pool, ((5, 7), (4, 1)))
+    for x in states:
+        x[[2, 8, 4]] = x[[1, 1, 3]]
+        x[[7, 1]] = x[[2, 6]]
+    assert_same_bits(pool, [*blocks, *states])
 
 
 def test_nothing_to_move() -> None:

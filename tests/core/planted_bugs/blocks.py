@@ -139,21 +139,21 @@ BLOCKS = [
         "cache groups mixed up",
     ),
     Mutation(
-        "core/block_manager.py",
-        "                    target.share(block)\n",
-        "                    pass\n",
+        "core/block_pool.py",
+        "                new_pool.share(block)\n",
+        "                pass\n",
         "what moves keeps no references",
     ),
     Mutation(
-        "core/block_manager.py",
+        "core/block_pool.py",
         "return [(block, moved[block]) for block in blocks]",
         "return [(moved[block], block) for block in blocks]",
         "pairs of a swap the wrong way round",
     ),
     Mutation(
         "core/block_manager.py",
-        "        self.pool.release_tables(self.pinned.pop(name).tables)",
-        "        self.pinned.pop(name)",
+        "        self.pool.release_tables(prefix.tables)\n",
+        "",
         "unpin without letting go",
     ),
     Mutation(

@@ -23,8 +23,8 @@ REQUEST_EDITS = [
     ),
     Mutation(
         "core/request_edits.py",
-        "        if manager.lacks(tables, seq.num_computed_tokens):\n",
-        "        if False:\n",
+        "        has_left = manager.lacks(tables, seq.num_computed_tokens)\n",
+        "        has_left = False\n",
         "a request goes on behind a window whose blocks are gone",
     ),
     Mutation(
