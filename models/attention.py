@@ -10,7 +10,7 @@ A padded batch of T token rows holds B sequences one after the other (here T = 8
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax_paged.models.sharding import TENSOR, DeviceGrid
 from jax_paged.pallas_kernels import ops
 
 Backend = ops.Implementation
-# How devices share the arrays of the pool, [P, 2, K, S, D], and token rows with heads, [T, H, D].
+# How devices share the arrays of the pool, [P, N, K, S, D], and token rows with heads, [T, H, D].
 POOL_SPEC, HEADS_SPEC = PartitionSpec(None, None, TENSOR), PartitionSpec(None, TENSOR)
 
 
@@ -43,7 +43,8 @@ class Attend(Protocol):
     ) -> Float[Array, "t h d"]:
         """Returns the attention of every token row; the arguments are those of ops.ragged_attention.
 
-        Of the pages of a quantised cache, quantization.rows_of and dequantize make numbers.
+        Of the pages of a quantised cache, quantization.rows_of and dequantize make numbers. Of a layer with a
+        LatentAttentionSpec there is one argument more, its value_dim.
 
         This step's keys and values are in the pool already. A row of padding may get anything finite. Where
         a model is divided among devices, each of them attends with its own heads.
@@ -156,12 +157,40 @@ class CrossAttentionSpec:
     head_dim: int
 
 
-KVCacheSpec = FullAttentionSpec | SlidingWindowSpec | CrossAttentionSpec
+@dataclasses.dataclass(frozen=True)
+class LatentAttentionSpec:
+    """A layer of multi-head latent attention: it caches one vector per token, which all heads attend to.
+
+    The vector is the key, and its first numbers are the value. Where devices share the heads, each has it.
+
+    Args:
+        head_dim: Numbers of the vector.
+        value_dim: How many of them are the value.
+
+    Source: DeepSeek-AI, DeepSeek-V2, 2024.
+    """
+
+    head_dim: int
+    value_dim: int
+    num_kv_heads: ClassVar[int] = 1
+
+
+KVCacheSpec = FullAttentionSpec | SlidingWindowSpec | CrossAttentionSpec | LatentAttentionSpec
 
 
 def window_of(spec: KVCacheSpec) -> int | None:
     """Returns the window of a layer in tokens; None if its tokens attend to all before them."""
     return spec.window if isinstance(spec, SlidingWindowSpec) else None
+
+
+def value_dim_of(spec: KVCacheSpec) -> int | None:
+    """Returns how many numbers of a key are its value; None if values are cached beside the keys."""
+    return spec.value_dim if isinstance(spec, LatentAttentionSpec) else None
+
+
+def num_parts(spec: KVCacheSpec) -> int:
+    """Returns the parts of a layer's pool: 2 for keys and values, 1 for latents."""
+    return 2 if value_dim_of(spec) is None else 1
 
 
 def dense_attention(
@@ -253,8 +282,8 @@ def paged_attention(
         spec: The layer's entry there.
         q: Queries.
         k: Keys.
-        v: Values.
-        kv_cache: The pools, [P, 2, K, S, D] each; the layer's entry is replaced by the pool written to.
+        v: Values; the keys again for a LatentAttentionSpec.
+        kv_cache: The pools, [P, N, K, S, D] each; the layer's entry is replaced by the pool written to.
         metadata: Where the token rows stand.
         scale: Factor of the scores.
         soft_cap: As dense_attention takes it.
@@ -264,6 +293,7 @@ def paged_attention(
         The attention of every token row, 0 in padding.
     """
     pool, group = metadata.places[layer]
+    value_dim = value_dim_of(spec)
 
     def attend(
         kv_pages: Array,
@@ -274,8 +304,11 @@ def paged_attention(
         metadata: AttentionMetadata,
     ) -> tuple[Array, Array]:
         backend = metadata.backend
-        kv_pages = ops.write_kv(kv_pages, k, v, metadata.slot_mapping[group], backend=backend)
+        values = v if value_dim is None else None
+        kv_pages = ops.write_kv(kv_pages, k, values, metadata.slot_mapping[group], backend=backend)
         options: dict[str, Any] = {"scale": scale, "window": window_of(spec), "soft_cap": soft_cap}
+        if value_dim is not None:
+            options["value_dim"] = value_dim
         if distance_bias is not None:
             options["distance_bias"] = distance_bias
         if metadata.attend is not None:
@@ -283,7 +316,7 @@ def paged_attention(
             out = metadata.attend(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
             return kv_pages, out
         options["backend"] = backend
-        if isinstance(spec, FullAttentionSpec):
+        if isinstance(spec, FullAttentionSpec | LatentAttentionSpec):
             options["shared_blocks"] = metadata.shared_blocks
         if metadata.is_decode or metadata.is_row_by_row:
             tables, lens = metadata.of_token_rows(group, is_causal=True)
@@ -292,7 +325,8 @@ def paged_attention(
         return kv_pages, ops.ragged_attention(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
 
     if metadata.grid is not None:
-        specs = POOL_SPEC, HEADS_SPEC, HEADS_SPEC, HEADS_SPEC, PartitionSpec(TENSOR), PartitionSpec()
+        keys = HEADS_SPEC if value_dim is None else PartitionSpec()
+        specs = POOL_SPEC, HEADS_SPEC, keys, keys, PartitionSpec(TENSOR), PartitionSpec()
         attend = metadata.grid.on_each(attend, specs, (POOL_SPEC, HEADS_SPEC))
     kv_cache[pool], out = attend(kv_cache[pool], q, k, v, distance_bias, metadata)
     return out

@@ -17,6 +17,7 @@ from jax_paged.models.attention import (
     cross_attention,
     dense_attention,
     paged_attention,
+    value_dim_of,
     window_of,
 )
 from jax_paged.models.forward_context import Elsewhere, ForwardContext, Module
@@ -94,7 +95,7 @@ class LanguageModel(nnx.Module):
 
         Args:
             tokens: int32 [T], token ids.
-            kv_cache: The pools, [P, 2, K, S, D] each.
+            kv_cache: The pools, [P, N, K, S, D] each.
             metadata: Where the token rows stand, and which pool belongs to which layer.
             hooks: As ForwardContext has them; so are changes.
             changes: See hooks.
@@ -181,7 +182,8 @@ class CausalLM(LanguageModel):
         specs = self.kv_cache_specs()
 
         def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
-            return dense_attention(q, k, v, window=window_of(specs[layer]), **options)
+            out = dense_attention(q, k, v, window=window_of(specs[layer]), **options)
+            return out[..., : value_dim_of(specs[layer])]
 
         return ForwardContext(self, dense_positions(tokens), attend)
 

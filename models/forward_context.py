@@ -37,7 +37,8 @@ class Attend(Protocol):
     """How the tokens of a layer attend: (layer, q, k, v) to the attention of every token.
 
     `layer` is an index into the model's kv_cache_specs(); the window comes from the spec. The options are
-    those of dense_attention.
+    those of dense_attention. Of a LatentAttentionSpec, k and v are the same vectors, of one head, and what is
+    returned has the first value_dim numbers of a head.
     """
 
     def __call__(

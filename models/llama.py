@@ -214,7 +214,7 @@ class LlamaMLP(Module):
 class LlamaDecoderLayer(Module):
     """Attention, then the MLP, each with a norm before it and added to the residual stream."""
 
-    attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
+    attention_class: ClassVar[Callable[..., Module]] = LlamaAttention
 
     def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         norm = functools.partial(RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)

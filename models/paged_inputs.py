@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
-from jax_paged.models.attention import AttentionMetadata, Backend
+from jax_paged.models.attention import AttentionMetadata, Backend, num_parts
 from jax_paged.models.causal_lm import CausalLM
 
 
@@ -68,6 +68,6 @@ def paged_inputs(
         places=tuple((layer, 0) for layer in range(len(specs))),
     )
     dtype = jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype
-    shapes = [(1 + tables.size, 2, s.num_kv_heads, block_size, s.head_dim) for s in specs]
+    shapes = [(1 + tables.size, num_parts(s), s.num_kv_heads, block_size, s.head_dim) for s in specs]
     tokens = jnp.asarray(np.concatenate(token_lists), jnp.int32)
     return PagedInputs(tokens, [jnp.zeros(shape, dtype) for shape in shapes], metadata)

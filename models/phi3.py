@@ -103,7 +103,7 @@ class Phi3MLP(Module):
 class Phi3DecoderLayer(LlamaDecoderLayer):
     """A Llama's layer with the attention and the MLP above."""
 
-    attention_class: ClassVar[type[LlamaAttention]] = Phi3Attention
+    attention_class: ClassVar[Callable[..., Module]] = Phi3Attention
 
     @classmethod
     def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:

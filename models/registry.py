@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 # The key is the name under "architectures" in config.json and of the class; the value is the class's file.
 MODELS: dict[str, str] = {
+    "DeepseekV2ForCausalLM": "deepseek",
     "Gemma2ForCausalLM": "gemma",
     "Gemma3ForCausalLM": "gemma",
     "GPT2LMHeadModel": "gpt2",

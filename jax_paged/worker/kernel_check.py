@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array
 
 from jax_paged.config import EngineArgs, cache_dir
-from jax_paged.models.attention import Attend, window_of
+from jax_paged.models.attention import Attend, value_dim_of, window_of
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.forward_context import ForwardContext
@@ -166,7 +166,7 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
         asked = window_of(specs[layer]), soft_cap, bias.get("distance_bias") is not None
         # Layers that differ in their scale only run the same kernels.
         found.setdefault(asked, Variant(q.shape[-2] // size, float(scale), *asked))
-        return q
+        return q[..., : value_dim_of(specs[layer])]
 
     def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
         return attend(layer, q, q, q, scale=scale)
@@ -196,6 +196,7 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
         max_len=min(max_len, self_check.LONGEST),
         kv_cache_dtype=args.kv_cache_dtype,
         experts=tuple(products),
+        value_dim=value_dim_of(specs[0]),
     )
 
 
@@ -218,6 +219,8 @@ def check(
         limit_s: Seconds after which the check is killed.
         is_anew: Whether it runs even if there is a verdict.
     """
+    if suite.value_dim is not None:
+        return Verdict("unsupported", "the kernels take no latent cache", 0.0)
     task = {"candidate": candidate, "rival": rival, "suite": dataclasses.asdict(suite)}
     key = json.loads(json.dumps(task | _machine()))  # as it is read again
     folder = folder or Path(cache_dir("kernel-checks"))

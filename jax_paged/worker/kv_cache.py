@@ -2,8 +2,9 @@
 
 Layers that cache the same are split into cache groups of one size; the i-th layers of all groups share the
 i-th array, [blocks, 2, kv_heads, block_size, head_dim]; of a quantised cache, each row has a scale behind it
-(pallas_kernels/quantization.py). A block belongs to one group at a time, so all groups take theirs from one
-pool. Four layers, every second one with a window, and two arrays:
+(pallas_kernels/quantization.py), and where layers cache latents there is a 1 in place of the 2
+(pallas_kernels/ops.py). A block belongs to one group at a time, so all groups take theirs from one pool. Four
+layers, every second one with a window, and two arrays:
 
     layer            0        1        2        3
     window           -       128       -       128
@@ -22,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array
 
 from jax_paged.core.cache_group import CacheGroup
-from jax_paged.models.attention import POOL_SPEC, CrossAttentionSpec, KVCacheSpec, window_of
+from jax_paged.models.attention import POOL_SPEC, CrossAttentionSpec, KVCacheSpec, value_dim_of, window_of
 from jax_paged.models.sharding import repeated
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, row_size, tiles_of
 
@@ -58,6 +59,7 @@ class KVCacheLayout:
         head_dim: Of every layer.
         dtype: Of the arrays.
         num_devices: How many share the heads.
+        value_dim: Of every layer, as value_dim_of says it.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -67,10 +69,12 @@ class KVCacheLayout:
     head_dim: int
     dtype: jnp.dtype
     num_devices: int = 1
+    value_dim: int | None = None
 
     def pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Returns the shape of each array."""
-        return num_blocks, 2, self.num_kv_heads, block_size, row_size(self.head_dim, self.dtype)
+        parts = 2 if self.value_dim is None else 1
+        return num_blocks, parts, self.num_kv_heads, block_size, row_size(self.head_dim, self.dtype)
 
     def block_bytes(self, block_size: int) -> int:
         """Returns the bytes that one block takes in all arrays together, on each device."""
@@ -111,10 +115,11 @@ def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype, num_devices: int = 1
     Raises:
         ValueError: If the layers differ in heads, or these can't be divided.
     """
-    shapes = {(s.num_kv_heads, s.head_dim) for s in specs}
+    shapes = {(s.num_kv_heads, s.head_dim, value_dim_of(s)) for s in specs}
     if len(shapes) != 1:
         raise ValueError(
-            f"the layers have (kv heads, head_dim) {sorted(shapes)}; allowed: the same for all layers"
+            f"the layers have (kv heads, head_dim, value_dim of latents) {sorted(shapes, key=str)}; allowed: "
+            "the same for all layers"
         )
     kinds: dict[KVCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
@@ -128,10 +133,11 @@ def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype, num_devices: int = 1
             for pool, layer in enumerate(layers[first : first + size]):
                 places[layer] = pool, len(groups)
             groups.append(CacheGroup(window_of(spec), isinstance(spec, CrossAttentionSpec)))
-    num_kv_heads, head_dim = shapes.pop()
+    num_kv_heads, head_dim, value_dim = shapes.pop()
     (heads,) = repeated(num_kv_heads, head_dim)
     num_kv_heads = num_devices * heads.on(num_devices)
-    return KVCacheLayout(tuple(groups), tuple(places), size, num_kv_heads, head_dim, dtype, num_devices)
+    shape = num_kv_heads, head_dim, dtype, num_devices, value_dim
+    return KVCacheLayout(tuple(groups), tuple(places), size, *shape)
 
 
 def kv_cache_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:

@@ -17,6 +17,7 @@ from jax_paged.outputs import RequestOutput, TokenLogprobDict
 FIXTURES = sorted((Path(__file__).parents[1] / "models" / "fixtures").iterdir())
 # One of each family is enough for every day; they differ in what the dense tests of tests/models show too.
 EVERY_DAY = {
+    "deepseek_v2_yarn_groups",
     "gemma2",
     "gemma3_old_config",
     "gpt2_variants",

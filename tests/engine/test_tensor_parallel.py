@@ -20,7 +20,7 @@ from jax_paged.models.weights import load_model, random_checkpoint
 MODELS = Path(__file__).parents[1] / "models"
 FIXTURES, ADAPTERS = MODELS / "fixtures", MODELS / "adapters"
 NAMES = sorted(folder.name for folder in FIXTURES.iterdir())
-MOE = [name for name in NAMES if "mixtral" in name or "moe" in name]
+MOE = [name for name in NAMES if "mixtral" in name or "moe" in name or "deepseek" in name]
 
 
 def requests(vocab_size: int, *, has_encoder: bool = False) -> list[Request]:
@@ -111,7 +111,9 @@ def test_experts(by_expert: bool) -> None:
 @pytest.mark.parametrize("name", MOE)
 def test_experts_whole_on_a_device(name: str) -> None:
     config = json.loads((FIXTURES / name / "config.json").read_text())
-    num_experts = config.get("num_experts", config.get("num_local_experts"))
+    num_experts = next(
+        config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if k in config
+    )
     sizes = tuple(size for size in (2, 4) if num_experts % size == 0)
     check(FIXTURES / name, sizes, enable_expert_parallel=True)
 

@@ -74,6 +74,16 @@ BASE: dict[str, Any] = COMMON | {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
 }
+DEEPSEEK = {
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": None,
+}
 QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24}
 GPT2 = COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
@@ -234,6 +244,27 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 33,
         },
     ),
+    # As the hub's DeepSeek-V2-Lite.
+    "deepseek_v2_lite": (
+        "DeepseekV2Config",
+        BASE | DEEPSEEK | {"q_lora_rank": None, "n_routed_experts": 8, "n_shared_experts": 2},
+    ),
+    "deepseek_v2_yarn_groups": (
+        "DeepseekV2Config",
+        BASE
+        | DEEPSEEK
+        | {
+            "q_lora_rank": 20,
+            "attention_bias": True,
+            "n_routed_experts": 12,
+            "n_shared_experts": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9},
+        },
+    ),
     "t5_tied": ("T5Config", T5 | {"relative_attention_num_buckets": 12}),
     # As the hub's flan-t5 and t5-v1_1.
     "t5_gated_untied": (
@@ -309,7 +340,14 @@ def router_margins(model: Any) -> Iterator[list[float]]:
     margins: list[float] = []
 
     def note(module: Any, _: Any, out: Any) -> None:
-        best = out[0].float().topk(module.top_k + 1).values
+        scores = out[0].float()
+        if getattr(module, "topk_method", "greedy") != "greedy":
+            groups = scores.unflatten(-1, (module.num_group, -1))
+            best = groups.amax(-1).topk(module.topk_group + 1).values
+            margins.append((best[..., -2] - best[..., -1]).min().item())
+            is_best = groups.amax(-1, keepdim=True) >= best[..., -2, None, None]
+            scores = torch.where(is_best, groups, -1e9).flatten(-2)
+        best = scores.topk(module.top_k + 1).values
         margins.append((best[..., -2] - best[..., -1]).min().item())
 
     hooks = [m.register_forward_hook(note) for m in model.modules() if type(m).__name__.endswith("Router")]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jax_paged.models.attention import AttentionMetadata, CrossAttentionSpec, KVCacheSpec
+from jax_paged.models.attention import AttentionMetadata, CrossAttentionSpec, KVCacheSpec, num_parts
 
 BLOCK_SIZE = 16
 
@@ -37,5 +37,5 @@ def paged_batch(
         backend="xla",
         places=tuple((i, int(isinstance(s, CrossAttentionSpec))) for i, s in enumerate(specs)),
     )
-    shapes = [(1 + tables.size, 2, s.num_kv_heads, BLOCK_SIZE, s.head_dim) for s in specs]
+    shapes = [(1 + tables.size, num_parts(s), s.num_kv_heads, BLOCK_SIZE, s.head_dim) for s in specs]
     return metadata, [jnp.zeros(shape) for shape in shapes]

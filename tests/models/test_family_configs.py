@@ -11,6 +11,7 @@ from jax_paged.models.registry import MODELS, get_model_class
 FIXTURES = Path(__file__).parent / "fixtures"
 # One fixture per family.
 NAMES = {
+    "DeepseekV2ForCausalLM": "deepseek_v2_yarn_groups",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_old_config",
     "GPT2LMHeadModel": "gpt2_without_prefix",
@@ -92,6 +93,14 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         ),
         ("phi3_window", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "partial_rotary_factor is 0.4"),
         ("mixtral", {"num_experts_per_tok": 5}, "allowed: at most num_local_experts, which is 4"),
+        ("deepseek_v2_lite", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; allowed: 'greedy'"),
+        ("deepseek_v2_lite", {"norm_topk_prob": True}, "norm_topk_prob is True; allowed: False"),
+        ("deepseek_v2_lite", {"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7; allowed: an even integer"),
+        ("deepseek_v2_lite", {"rope_parameters": {"rope_type": "linear"}}, "allowed: 'default' or 'yarn'"),
+        ("deepseek_v2_lite", {"n_shared_experts": 0}, "n_shared_experts is 0; allowed: an integer of at"),
+        ("deepseek_v2_yarn_groups", {"n_group": 5}, "allowed: a divisor of n_routed_experts, which is 12"),
+        ("deepseek_v2_yarn_groups", {"topk_group": 5}, "topk_group is 5; allowed: 1 to n_group, which is 4"),
+        ("deepseek_v2_yarn_groups", {"num_experts_per_tok": 7}, "topk_group is 2; allowed: 3 to n_group"),
         ("qwen3_moe_tied", {"mlp_only_layers": 3}, "mlp_only_layers is 3; allowed: a list of layers"),
         ("qwen3_moe_tied", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         (
@@ -157,6 +166,10 @@ def test_what_is_left_out_is_as_in_transformers() -> None:
         (50000.0**-0.125, 3000.0**-0.125), rel=1e-12
     )
     assert read("qwen3_moe_tied", num_hidden_layers=5, decoder_sparse_step=2).moe_layers == (1, 3)
+    lite = read("deepseek_v2_lite", kv_lora_rank=..., qk_nope_head_dim=..., qk_rope_head_dim=...)
+    assert (lite.kv_lora_rank, lite.head_dim, lite.qk_rope_head_dim, lite.scale) == (512, 192, 64, 192**-0.5)
+    assert lite.moe_layers == (1,)
+    assert read("deepseek_v2_lite", q_lora_rank=...).q_lora_rank == 1536
     assert read("gpt2_variants", n_inner=None).intermediate_size == 128
     assert read("opt", word_embed_proj_dim=...).word_embed_proj_dim == 32
     assert read("t5_tied", decoder_start_token_id=..., pad_token_id=5).decoder_start_token_id == 5

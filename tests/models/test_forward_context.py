@@ -31,6 +31,7 @@ HEADS = {"lm_head", "project_out"}
 def fixture_configs() -> list[Any]:
     """Returns one config.json per family, by architecture: of the fixture that has the most modules."""
     names = (
+        "deepseek_v2_yarn_groups",
         "gemma2_variants",
         "gemma3_old_config",
         "gpt2_variants",
