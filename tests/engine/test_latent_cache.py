@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from helpers.real_model import (
 from jax_paged import LLMEngine, SamplingParams
 from jax_paged.config import EngineArgs
 from jax_paged.models.attention import LatentAttentionSpec
+from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.weights import load_model
 from jax_paged.pallas_kernels import native
 from jax_paged.worker import kernel_check, packed_batch, shared_prefixes
@@ -32,9 +34,13 @@ FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
 LITE, YARN = FIXTURES / "deepseek_v2_lite", FIXTURES / "deepseek_v2_yarn_groups"
 RANK, ROTATED = 24, 8
 PROMPT = np.random.default_rng(0).integers(0, 256, 45).tolist()
-NATIVE = pytest.param(
-    "native", marks=pytest.mark.skipif(not native.is_built(), reason=f"native: {native.problem()}")
-)
+IF_BUILT = pytest.mark.skipif(not native.is_built(), reason=f"native: {native.problem()}")
+NATIVE = pytest.param("native", marks=IF_BUILT)
+BACKENDS = [
+    pytest.param((YARN, "native"), marks=IF_BUILT),
+    pytest.param((LITE, "native"), marks=[IF_BUILT, pytest.mark.slow]),
+    pytest.param((LITE, "reference"), marks=pytest.mark.slow),
+]
 SIZES: dict[str, Any] = {
     "few_buckets": True,
     "skip_tokenizer_init": True,
@@ -58,53 +64,25 @@ def test_memory_per_token_is_a_latent_per_layer(kind: str, numbers: int, num_dev
     assert layout.pool_shape(10, 16)[:4] == (10, 1, num_devices, 16)
 
 
-def test_an_engine_holds_a_latent_per_token_and_layer() -> None:
-    with engine_of(LITE, kv_cache_memory_bytes=100_000) as engine:
-        token_bytes = 2 * (RANK + ROTATED) * 4
-        assert engine.config.num_blocks == 100_000 // (16 * token_bytes)
-        arrays = engine.executor.runner.arrays["kv_cache"]  # pyright: ignore[reportAttributeAccessIssue]
-        assert sum(x.nbytes for x in arrays) == engine.config.num_blocks * 16 * token_bytes
-
-
-@pytest.mark.parametrize("folder", [LITE, YARN], ids=lambda f: f.name)
-def test_what_is_held_is_what_a_dense_pass_attends_to(folder: Path) -> None:
-    """And the attention that is shown is the softmax of its queries."""
-    with engine_of(folder) as engine:
-        engine.add_request("a", PROMPT, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
-        for _ in range(4):
-            engine.step()
-        held = [engine.kv("a", layer) for layer in range(2)]
-        tokens = engine.page_table("a").tokens
-        shown = engine.inspect("a", [0, 1])
-        finished_outputs(engine)
-    model = load_model(folder, "float32").model
-    texts = jnp.asarray(tokens)[None]
-    context, seen = model.dense_context(texts), []
-
-    def attend(layer: int, q: Any, k: Any, v: Any, **options: Any) -> Any:
-        seen.append((np.asarray(q[0]), np.asarray(k[0]), options["scale"]))
-        return context.attend(layer, q, k, v, **options)
-
-    model.hidden(texts, dataclasses.replace(context, attend=attend))
-    for layer, (q, k, scale) in enumerate(seen):
-        keys, values = held[layer]
-        assert keys.shape == (len(keys), 1, RANK + ROTATED)
-        assert len(tokens) - 1 <= len(keys) <= len(tokens)
-        assert relative_error(keys, k[: len(keys)].astype(np.float64)) < 1e-5
-        np.testing.assert_array_equal(values, keys[:, :, :RANK])
-        scores = np.einsum("hd,nd->hn", q[-1], k[:, 0]) * scale
-        np.testing.assert_allclose(shown.attention[layer][:, 0], np.exp(log_softmax(scores)), atol=1e-5)
-
-
-@pytest.mark.parametrize("backend", [NATIVE, pytest.param("reference", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("folder", [LITE, YARN], ids=lambda f: f.name)
-def test_other_backends_equal_transformers(folder: Path, backend: str) -> None:
-    """In a pool that is too small for all, so that some are preempted, and in chunks of 24 tokens."""
-    cases = json.loads((folder / "reference.json").read_text())["cases"]
-    params = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
+@pytest.fixture(scope="module", params=BACKENDS)
+def engine(request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
+    """In a pool that is too small for all requests, so that some are preempted, and in chunks."""
+    folder, backend = request.param
     limits = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 24, "preemption_mode": "swap"}
     with engine_of(folder, attention_backend=backend, swap_space=0.01, **limits) as engine:
-        outputs = run(engine, [Request(case["prompt_token_ids"], params) for case in cases])
+        yield engine
+
+
+def test_an_engine_holds_a_latent_per_token_and_layer(engine: LLMEngine) -> None:
+    arrays = engine.executor.runner.arrays["kv_cache"]  # pyright: ignore[reportAttributeAccessIssue]
+    assert sum(x.nbytes for x in arrays) == 20 * 16 * 2 * (RANK + ROTATED) * 4 == engine.config.kv_cache_bytes
+
+
+def test_equals_transformers(engine: LLMEngine) -> None:
+    """Log-probabilities too; test_against_transformers.py does it with the backend "xla"."""
+    cases = json.loads((Path(engine.config.model_name) / "reference.json").read_text())["cases"]
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
+    outputs = run(engine, [Request(case["prompt_token_ids"], params) for case in cases])
     assert tokens_of(outputs) == [case["token_ids"] for case in cases]
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     for output, case in zip(outputs, cases, strict=True):
@@ -112,6 +90,32 @@ def test_other_backends_equal_transformers(folder: Path, backend: str) -> None:
         np.testing.assert_allclose(found, case["logprobs"], atol=TOLERANCE)
 
 
+def test_what_is_held_is_what_a_dense_pass_attends_to(engine: LLMEngine) -> None:
+    """And the attention that is shown is the softmax of its queries."""
+    engine.add_request("a", PROMPT, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    for _ in range(6):
+        engine.step()
+    held, shown = [engine.kv("a", layer) for layer in range(2)], engine.inspect("a", [0, 1])
+    tokens = [*PROMPT, *finished_outputs(engine)["a"].outputs[0].token_ids][: len(shown.positions)]
+    model, seen = load_model(Path(engine.config.model_name), "float32").model, []
+    assert isinstance(model, CausalLM)
+    context = model.dense_context(jnp.asarray(tokens)[None])
+
+    def attend(layer: int, q: Any, k: Any, v: Any, **options: Any) -> Any:
+        seen.append((np.asarray(q[0]), np.asarray(k[0]), options["scale"]))
+        return context.attend(layer, q, k, v, **options)
+
+    model.hidden(jnp.asarray(tokens)[None], dataclasses.replace(context, attend=attend))
+    for layer, (q, k, scale) in enumerate(seen):
+        keys, values = held[layer]
+        assert keys.shape == (len(tokens) - 1, 1, RANK + ROTATED)
+        assert relative_error(keys, k[:-1].astype(np.float64)) < 1e-5
+        np.testing.assert_array_equal(values, keys[:, :, :RANK])
+        scores = np.einsum("hd,nd->hn", q[-1], k[:, 0]) * scale
+        np.testing.assert_allclose(shown.attention[layer][:, 0], np.exp(log_softmax(scores)), atol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8_e4m3"])
 def test_quantised_latents(kind: str) -> None:
     """A row of 24 normed and 8 rotated numbers has one scale: the change is that of a quantised cache."""
@@ -124,6 +128,7 @@ def test_quantised_latents(kind: str) -> None:
     assert 0 < np.median(change) < {"int8": 0.05, "fp8_e4m3": 0.2}[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["xla", NATIVE])
 def test_shared_prefixes_are_attended_to_together(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MIN_ROWS": 2, "MIN_TOKENS": 1, "MIN_SAVED_TOKENS": 1}.items():

@@ -26,7 +26,13 @@ NATIVE = [
 ]
 BACKENDS = ["xla", *NATIVE]
 # Heads, kv heads, numbers of a latent and of its value: DeepSeek's, and those that fit no vector.
-SHAPES = [(16, 1, 576, 512), (128, 1, 576, 512), (5, 1, 36, 20), (3, 3, 24, 24), (8, 2, 17, 1)]
+SHAPES = [
+    (5, 1, 36, 20),
+    *(
+        pytest.param(x, marks=pytest.mark.slow)
+        for x in [(16, 1, 576, 512), (128, 1, 576, 512), (3, 3, 24, 24), (8, 2, 17, 1)]
+    ),
+]
 LENS = [0, 1, 16, 17, 700, 64, 130]
 QUERIES = [0, 1, 3, 17, 1, 20, 2]
 
@@ -56,9 +62,9 @@ def test_decode_matches_oracle(backend: str, shape: tuple[int, int, int, int], d
     assert relative_error(got, np.asarray(plain, np.float64)) < 2 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("window", [None, pytest.param(33, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", SHAPES[:1] + SHAPES[2:], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ragged_matches_oracle(
     backend: str, shape: tuple[int, int, int, int], dtype: str, window: int | None

@@ -76,10 +76,11 @@ BASE: dict[str, Any] = COMMON | {
 }
 DEEPSEEK = {
     "kv_lora_rank": 24,
-    "qk_nope_head_dim": 16,
+    "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
-    "moe_intermediate_size": 16,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 8,
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 1,
     "num_key_value_heads": None,
@@ -247,7 +248,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     # As the hub's DeepSeek-V2-Lite.
     "deepseek_v2_lite": (
         "DeepseekV2Config",
-        BASE | DEEPSEEK | {"q_lora_rank": None, "n_routed_experts": 8, "n_shared_experts": 2},
+        BASE | DEEPSEEK | {"q_lora_rank": None, "n_routed_experts": 6, "n_shared_experts": 2},
     ),
     "deepseek_v2_yarn_groups": (
         "DeepseekV2Config",
@@ -255,6 +256,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | DEEPSEEK
         | {
             "q_lora_rank": 20,
+            "tie_word_embeddings": True,
             "attention_bias": True,
             "n_routed_experts": 12,
             "n_shared_experts": 1,
