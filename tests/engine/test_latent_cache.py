@@ -39,7 +39,6 @@ NATIVE = pytest.param("native", marks=IF_BUILT)
 BACKENDS = [
     pytest.param((YARN, "native"), marks=IF_BUILT),
     pytest.param((LITE, "native"), marks=[IF_BUILT, pytest.mark.slow]),
-    pytest.param((LITE, "reference"), marks=pytest.mark.slow),
 ]
 SIZES: dict[str, Any] = {
     "few_buckets": True,
@@ -90,6 +89,7 @@ def test_equals_transformers(engine: LLMEngine) -> None:
         np.testing.assert_allclose(found, case["logprobs"], atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_what_is_held_is_what_a_dense_pass_attends_to(engine: LLMEngine) -> None:
     """And the attention that is shown is the softmax of its queries."""
     engine.add_request("a", PROMPT, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
