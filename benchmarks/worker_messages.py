@@ -4,7 +4,8 @@
 
 A message goes from one process to another, which answers with a few bytes as soon as it has all of it: the
 round trip bounds the cost from above. Its array has as many bytes as the buffers of a step. The steps are
-those of a small random model that is divided among two devices, of one process and of two.
+those of a small random model on two devices, of one process and of two: divided among them, and in stages.
+Of stages the steps of one engine are measured while the other has nothing to do.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import jax
 import numpy as np
 
 from jax_paged import EngineArgs, LLMEngine, SamplingParams
+from jax_paged.engine.assembly import make_executors
 from jax_paged.models.weights import random_checkpoint
 from jax_paged.worker.channel import Channel
 
@@ -72,19 +74,20 @@ def message_times(kib: int) -> list[float]:
     return times[NUM_MESSAGES // 10 :]
 
 
-def step_times(folder: Path, backend: str) -> list[float]:
+def step_times(folder: Path, backend: str, **sizes: int) -> list[float]:
     """Returns the milliseconds of decode steps of eight requests."""
     args = EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
-        tensor_parallel_size=2,
         distributed_executor_backend=backend,  # pyright: ignore[reportArgumentType]
+        **sizes,  # pyright: ignore[reportArgumentType]
         max_num_seqs=8,
         max_num_batched_tokens=64,
         num_gpu_blocks_override=400,
         swap_space=0,
     )
-    with LLMEngine(args) as engine:
+    with contextlib.ExitStack() as stack:
+        engine, *_ = [stack.enter_context(LLMEngine(args, each)) for each in make_executors(args)]
         engine.executor.wait_until_compiled()
         params = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True)
         for i in range(8):
@@ -121,7 +124,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         random_checkpoint(Path(folder), CONFIG, "float32")
         for backend, name in (("uni", "one process"), ("mp", "two processes")):
-            lines.append(row(f"decode step on two devices of {name}", step_times(Path(folder), backend)))
+            for size, how in (("tensor_parallel_size", "divided"), ("pipeline_parallel_size", "in stages")):
+                times = step_times(Path(folder), backend, **{size: 2})
+                lines.append(row(f"decode step on two devices of {name}, {how}", times))
     text = "\n".join(lines) + "\n"
     print(text) if out is None else out.write_text(text)
 

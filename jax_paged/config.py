@@ -12,6 +12,7 @@ from jax_paged.cli_args import add_options, values_of
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.core.speculation import Speculation
 from jax_paged.ignored_arguments import IGNORED, ignores
+from jax_paged.image_settings import ImageSettings, max_images
 from jax_paged.models.pooling import PoolingSpec
 from jax_paged.parallel_sizes import note_problems
 from jax_paged.pooling_params import PoolerConfig
@@ -84,9 +85,9 @@ class EngineArgs:
         enable_expert_parallel: With several devices, whether each of them has some experts whole; else each
             has a part of every expert.
         distributed_executor_backend: Whose the devices are: "uni", this process's; "mp", those of processes
-            that the engine starts on this machine, one for each; "ray", those of actors of Ray, on any
-            machines of its cluster; "external_launcher", those of processes on any machines that torchrun,
-            SLURM or Kubernetes has started (docs/several-devices.md).
+            that the engine starts on this machine, one for each, or for each stage; "ray", those of actors
+            of Ray, on any machines of its cluster; "external_launcher", those of processes on any machines
+            that torchrun, SLURM or Kubernetes has started (docs/several-devices.md).
         distributed_timeout_seconds: Seconds after which several processes count as lost that do not find
             each other, or take longer for a step.
         data_parallel_size: Engines with the same weights, each on devices of its own: LLM spreads lists over
@@ -125,6 +126,8 @@ class EngineArgs:
         max_cpu_loras: Adapters kept in host memory, at least max_loras; None keeps 16, or max_loras if that
             is more. What requests use is kept anyway.
         enable_prompt_embeds: Whether prompts may be vectors in place of tokens, and adapters soft prompts.
+        limit_mm_per_prompt: How many images a prompt may have, as {"image": 8}, which None stands for.
+        encoder_cache_gb: GiB of host memory for vectors of images, beside those that running requests read.
         attention_backend: Which kernels attend: "native" (CPU, in C++), "pallas" (GPU), "pallas_interpret"
             (their CPU interpreter), "xla", or "auto": "native" on a CPU if it was built; "pallas" on a GPU if
             a check at the first start finds it right there, and no slower than "xla"; else "xla".
@@ -177,6 +180,8 @@ class EngineArgs:
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
     enable_prompt_embeds: bool = False
+    limit_mm_per_prompt: dict[str, int] | None = None
+    encoder_cache_gb: float = 1.0
     attention_backend: AttentionBackend = "auto"
     matmul_backend: MatmulBackend = "auto"
 
@@ -209,7 +214,7 @@ class EngineArgs:
         note(check_choice, "distributed_executor_backend", backend, backends)
         note(check_choice, "scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         note(check_choice, "runner", self.runner, ("auto", "generate", "pooling"))
-        note(_pooler_config, self.pooler_config)
+        note(PoolerConfig.of, self.pooler_config)
         note(SpeculativeConfig.of, self.speculative_config)
         ok = self.speculative_config is None or not self.batch_invariant
         allowed = "None with batch_invariant, as tokens with drafts are computed in other shapes"
@@ -228,6 +233,8 @@ class EngineArgs:
             if getattr(self, name) is not None:
                 note(check_int, name, getattr(self, name), low)
         note(check_int, "max_logprobs", self.max_logprobs, -1)
+        note(max_images, self.limit_mm_per_prompt)
+        note(check_number, "encoder_cache_gb", self.encoder_cache_gb, 0, math.inf)
         note(check_int, "num_scheduler_steps", self.num_scheduler_steps, 1)
         note(check_int, "max_loras", self.max_loras, 1)
         note_problems(self, note)
@@ -254,7 +261,7 @@ class EngineArgs:
     @property
     def pooler(self) -> PoolerConfig:
         """pooler_config as an object."""
-        return _pooler_config(self.pooler_config)
+        return PoolerConfig.of(self.pooler_config)
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
@@ -275,15 +282,6 @@ class EngineArgs:
             ValueError: If a value is out of range.
         """
         return cls(**values_of(args, EngineArgs))
-
-
-def _pooler_config(given: Any) -> PoolerConfig:
-    if given is None or isinstance(given, PoolerConfig):
-        return given or PoolerConfig()
-    names = [field.name for field in dataclasses.fields(PoolerConfig)]
-    ok = isinstance(given, dict) and given.keys() <= set(names)
-    check(ok, "pooler_config", given, f"None, a PoolerConfig, or a dict with some of {', '.join(names)}")
-    return PoolerConfig(**given)
 
 
 class AsyncEngineArgs(EngineArgs):
@@ -334,6 +332,7 @@ class EngineConfig:
         lora_maps: The linear maps that adapters may change, by their names in the checkpoint: the sizes of
             what each takes and returns.
         embed_size: Numbers of a vector in place of a token; 0 if prompts have none.
+        images: How prompts have images; None if the model reads text alone.
         distributed_executor_backend: As EngineArgs.distributed_executor_backend.
         pipeline_parallel_size: As EngineArgs.pipeline_parallel_size; the pool here is one engine's share.
     """
@@ -380,6 +379,7 @@ class EngineConfig:
     max_cpu_loras: int = 0
     lora_maps: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     embed_size: int = 0
+    images: ImageSettings | None = None
     distributed_executor_backend: ExecutorBackend = "uni"
     pipeline_parallel_size: int = 1
 

@@ -86,7 +86,7 @@ _HARMLESS = """
     compilation_config cuda_graph_sizes disable_async_output_proc
     disable_custom_all_reduce disable_frontend_multiprocessing disable_hybrid_kv_cache_manager
     disable_log_requests disable_log_stats enable_log_requests enforce_eager guided_decoding_backend
-    limit_mm_per_prompt long_prefill_token_threshold max_log_len max_long_partial_prefills
+    long_prefill_token_threshold max_log_len max_long_partial_prefills
     max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture
     multi_step_stream_outputs num_lookahead_slots optimization_level
     prefix_caching_hash_algo ray_workers_use_nsight served_model_name show_hidden_metrics_for_version

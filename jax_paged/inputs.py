@@ -14,11 +14,14 @@ class TokensPrompt(TypedDict):
         prompt_token_ids: A list of integers or a NumPy array.
         prompt: Its text, which outputs repeat; it is not tokenized.
         cache_salt: Only requests of equal salt share cached prefixes.
+        multi_modal_data: {"image": an image or a list of them}, one for each placeholder among the tokens.
+            Images are Pillow's, or arrays of uint8 [height, width, 3].
     """
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[dict[str, Any]]
 
 
 class TextPrompt(TypedDict):
@@ -27,10 +30,12 @@ class TextPrompt(TypedDict):
     Args:
         prompt: The text.
         cache_salt: Only requests of equal salt share cached prefixes.
+        multi_modal_data: As in TokensPrompt.
     """
 
     prompt: str
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[dict[str, Any]]
 
 
 class EmbedsPrompt(TypedDict):

@@ -3,11 +3,12 @@
 import os
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
-from jax_paged.engine.assembly import OwnScheduler, check_alone, local_executors
+from jax_paged.engine.assembly import OwnScheduler, check_alone, local_executors, make_executors
+from jax_paged.engine.image_messages import conversation
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.list_runner import ListRunner
 from jax_paged.engine.llm_engine import LLMEngine
@@ -92,9 +93,11 @@ class LLM(PoolingMethods):
         if executor is not None or loaded is not None:
             allowed = "1 with `executor` or `loaded`, of which there is one"
             check_alone(args, allowed)
-        local = local_executors(args, *parts) if has_parts or args.num_engines > 1 else iter([executor])
+        executors = iter([executor]) if args.num_engines == 1 else make_executors(args)
+        if has_parts:
+            executors = local_executors(args, *parts)
         self._replicas = make_replicas(
-            args.num_engines, lambda _: LLMEngine(args, next(local), scheduler=scheduler)
+            args.num_engines, lambda _: LLMEngine(args, next(executors), scheduler=scheduler)
         )
         self.llm_engine = self._replicas[0]
         self._runner = ListRunner(self._replicas)
@@ -212,7 +215,8 @@ class LLM(PoolingMethods):
         """Answers a conversation, or a list of them, through the tokenizer's chat template.
 
         Args:
-            messages: dicts with "role" and "content", or a list of such lists.
+            messages: dicts with "role" and "content", or a list of such lists. Of a model that reads images,
+                content may be a list of parts, some of them images (docs/pictures.md).
             sampling_params: As `generate` takes them.
             use_tqdm: As `generate` takes it.
             lora_request: As `generate` takes it.
@@ -226,7 +230,7 @@ class LLM(PoolingMethods):
             chat_template_kwargs: Further variables of the template. They take precedence over the
                 arguments chat_template, add_generation_prompt, continue_final_message and tools, which they
                 may also name.
-            mm_processor_kwargs: None or empty: there are no multimodal models.
+            mm_processor_kwargs: None or empty: images are read as preprocessor_config.json says.
 
         Returns:
             One output per conversation, in their order.
@@ -235,25 +239,28 @@ class LLM(PoolingMethods):
             ValueError: As `generate`; also if the tokenizer has no chat template.
         """
         ok = mm_processor_kwargs in (None, {})
-        check(ok, "mm_processor_kwargs", mm_processor_kwargs, "None or empty, as models take text only")
+        check(
+            ok,
+            "mm_processor_kwargs",
+            mm_processor_kwargs,
+            "None or empty, as preprocessor_config.json says it all",
+        )
         tokenizer = self.llm_engine.tokenizer
         if tokenizer is None:
             raise ValueError("chat needs a tokenizer, and skip_tokenizer_init is True")
         ok = isinstance(messages, list | tuple) and bool(messages)
         check(ok, "messages", messages, "a list of messages")
         conversations = [messages] if isinstance(messages[0], dict) else messages
-        prompts = [
-            tokenizer.encode_chat(
-                conversation,  # pyright: ignore[reportArgumentType]
-                chat_template=chat_template,
-                content_format=chat_template_content_format,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                template_kwargs=chat_template_kwargs,
-            )
-            for conversation in conversations
-        ]
+        settings: dict[str, Any] = {
+            "chat_template": chat_template,
+            "content_format": chat_template_content_format,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "template_kwargs": chat_template_kwargs,
+        }
+        chats = [conversation(cast(Messages, x), self.llm_engine.config) for x in conversations]
+        prompts = [chat.prompt(tokenizer.encode_chat(chat.messages, **settings)) for chat in chats]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(

@@ -10,7 +10,6 @@ MAX_TIMEOUT_S = 86_400
 
 # What can't be done beside pipeline_parallel_size: the only value of an argument, and why.
 _WITH_STAGES: tuple[tuple[str, Any, str], ...] = (
-    ("distributed_executor_backend", "uni", "as one process has all stages"),
     ("num_scheduler_steps", 1, "as a step goes from stage to stage"),
     ("speculative_config", None, "as nothing drafts between stages"),
     ("enable_lora", False, "as adapters are not divided among stages"),
@@ -32,6 +31,9 @@ def note_problems(args: Any, note: Callable[..., Any]) -> None:
     backend, size = args.distributed_executor_backend, args.data_parallel_size
     allowed = f"1 with {backend!r}, where other processes have the devices"
     note(check, size == 1 or backend == "uni", "data_parallel_size", size, allowed)
+    has_place = backend != "ray" or args.pipeline_parallel_size == 1
+    allowed = "'uni', 'mp' or 'external_launcher' with pipeline_parallel_size above 1"
+    note(check, has_place, "distributed_executor_backend", backend, allowed)
     for name, only, why in _WITH_STAGES if args.pipeline_parallel_size != 1 else ():
         value = getattr(args, name)
         allowed = f"{only!r} with pipeline_parallel_size above 1, {why}"

@@ -1,7 +1,7 @@
 """What a pooling request returns, and how an engine pools; the names are vLLM's."""
 
 import dataclasses
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from jax_paged.checks import Problems, check, check_choice, check_int
 from jax_paged.ignored_arguments import ANY, ignores
@@ -97,3 +97,17 @@ class PoolerConfig:
         check_choice("pooling_type", self.pooling_type, (None, "LAST", "MEAN", "CLS"))
         for name in ("use_activation", "normalize"):
             check_choice(name, getattr(self, name), (None, True, False))
+
+    @classmethod
+    def of(cls, given: Any) -> Self:
+        """Returns what EngineArgs.pooler_config says.
+
+        Raises:
+            ValueError: If it is none of None, a PoolerConfig, and a dict of its fields.
+        """
+        if given is None or isinstance(given, cls):
+            return given or cls()
+        names = [field.name for field in dataclasses.fields(cls)]
+        ok = isinstance(given, dict) and given.keys() <= set(names)
+        check(ok, "pooler_config", given, f"None, a PoolerConfig, or a dict with some of {', '.join(names)}")
+        return cls(**given)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jax_paged.models.kv_place import Place
 from jax_paged.models.sharding import TENSOR, DeviceGrid
 from jax_paged.pallas_kernels import ops
 
@@ -39,6 +40,7 @@ class Attend(Protocol):
         scale: float,
         window: int | None,
         soft_cap: float | None,
+        sinks: Float[Array, " h"] | None = None,
         distance_bias: Float[Array, "h n"] | None = None,
     ) -> Float[Array, "t h d"]:
         """Returns the attention of every token row; the arguments are those of ops.ragged_attention.
@@ -81,7 +83,7 @@ class AttentionMetadata:
         query_start_loc: int32 [B + 1], first token row of each sequence.
         is_decode: Static; True if T == B and token row b is the only one of sequence b.
         backend: Static; which kernels attend.
-        places: Static; (pool, cache group) of each entry of the model's kv_cache_specs().
+        places: Static; of each entry of the model's kv_cache_specs().
         is_row_by_row: Static; whether every token row attends as a decode of its own, so that its sums depend
             neither on the rows beside it nor on where the chunks of its prompt begin.
         attend: Static; what attends in the backend's place, None for the backend.
@@ -97,7 +99,7 @@ class AttentionMetadata:
     query_start_loc: Int[Array, " b1"]
     is_decode: bool
     backend: Backend
-    places: tuple[tuple[int, int], ...]
+    places: tuple[Place, ...]
     is_row_by_row: bool = False
     attend: Attend | None = None
     grid: DeviceGrid | None = None
@@ -201,6 +203,7 @@ def dense_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, " h"] | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
 ) -> Float[Array, "b t h d"]:
     """Causal attention of a dense batch without a cache, which trains models and checks the paged path.
@@ -212,6 +215,7 @@ def dense_attention(
         scale: Factor of the scores.
         window: Tokens that a token attends to, including itself; None for all.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
+        sinks: One logit per head that joins the denominator of the softmax and has no value.
         distance_bias: Added to the score of query i and key j: distance_bias[head, min(i - j, n - 1)].
 
     Returns:
@@ -222,13 +226,19 @@ def dense_attention(
     bias = None
     if distance_bias is not None:
         bias = distance_bias[None, :, jnp.clip(distance, 0, distance_bias.shape[1] - 1)].astype(q.dtype)
-    if soft_cap is None:
+    if soft_cap is None and sinks is None:
         return jax.nn.dot_product_attention(q, k, v, bias, live[None, None], scale=scale)
-    assert bias is None, "no family has both a soft cap and a bias"
+    assert bias is None, "no family has a bias beside a soft cap or sinks"
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bihd,bjhd->bhij", q, k, preferred_element_type=jnp.float32) * scale
-    scores = jnp.where(live, jnp.tanh(scores / soft_cap) * soft_cap, -jnp.inf)
-    return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(scores).astype(v.dtype), v)
+    if soft_cap is not None:
+        scores = jnp.tanh(scores / soft_cap) * soft_cap
+    scores = jnp.where(live, scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+        scores = jnp.concatenate([scores, column.astype(jnp.float32)], axis=-1)
+    weights = jax.nn.softmax(scores)[..., : k.shape[1]]
+    return jnp.einsum("bhij,bjhd->bihd", weights.astype(v.dtype), v)
 
 
 def bidirectional_attention(
@@ -266,13 +276,14 @@ def paged_attention(
     layer: int,
     spec: KVCacheSpec,
     q: Float[Array, "t h d"],
-    k: Float[Array, "t k d"],
-    v: Float[Array, "t k d"],
+    k: Float[Array, "t k d"] | None,
+    v: Float[Array, "t k d"] | None,
     kv_cache: list[Array],
     metadata: AttentionMetadata,
     *,
     scale: float,
     soft_cap: float | None = None,
+    sinks: Float[Array, " h"] | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
 ) -> Float[Array, "t h d"]:
     """Writes this step's keys and values to their slots, then attends over the block tables.
@@ -281,54 +292,64 @@ def paged_attention(
         layer: Index into the model's kv_cache_specs().
         spec: The layer's entry there.
         q: Queries.
-        k: Keys.
-        v: Values; the keys again for a LatentAttentionSpec.
+        k: Keys; None if the layer has written this step's already.
+        v: Values; None with k; the keys again for a LatentAttentionSpec.
         kv_cache: The pools, [P, N, K, S, D] each; the layer's entry is replaced by the pool written to.
         metadata: Where the token rows stand.
         scale: Factor of the scores.
-        soft_cap: As dense_attention takes it.
-        distance_bias: As dense_attention takes it.
+        soft_cap: As dense_attention takes it; so are the two that follow.
+        sinks: See soft_cap.
+        distance_bias: See soft_cap.
 
     Returns:
         The attention of every token row, 0 in padding.
     """
-    pool, group = metadata.places[layer]
+    pool, group, view = metadata.places[layer]
     value_dim = value_dim_of(spec)
 
     def attend(
         kv_pages: Array,
         q: Array,
-        k: Array,
-        v: Array,
-        distance_bias: Array | None,
+        k: Array | None,
+        v: Array | None,
+        by_head: dict[str, Array],
         metadata: AttentionMetadata,
     ) -> tuple[Array, Array]:
-        backend = metadata.backend
-        values = v if value_dim is None else None
-        kv_pages = ops.write_kv(kv_pages, k, values, metadata.slot_mapping[group], backend=backend)
-        options: dict[str, Any] = {"scale": scale, "window": window_of(spec), "soft_cap": soft_cap}
+        backend, shape = metadata.backend, kv_pages.shape
+        slots, block_tables = metadata.slot_mapping[group], metadata.block_tables
+        if view is not None:
+            kv_pages, block_tables = view.pages(kv_pages), view.blocks(block_tables)
+            slots = view.slots(slots, shape[0], shape[3])
+            metadata = dataclasses.replace(metadata, block_tables=block_tables)
+        if k is not None:
+            # Around a kernel that writes in place, XLA copies an array that has other shapes elsewhere.
+            writer = "xla" if any(place.view for place in metadata.places) else backend
+            values = v if value_dim is None else None
+            kv_pages = ops.write_kv(kv_pages, k, values, slots, backend=writer)
+        written = kv_pages.reshape(shape)
+        options: dict[str, Any] = {"scale": scale, "window": window_of(spec), "soft_cap": soft_cap, **by_head}
         if value_dim is not None:
             options["value_dim"] = value_dim
-        if distance_bias is not None:
-            options["distance_bias"] = distance_bias
         if metadata.attend is not None:
             tables, lens = metadata.block_tables[group], metadata.context_lens[group]
             out = metadata.attend(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
-            return kv_pages, out
+            return written, out
         options["backend"] = backend
         if isinstance(spec, FullAttentionSpec | LatentAttentionSpec):
             options["shared_blocks"] = metadata.shared_blocks
         if metadata.is_decode or metadata.is_row_by_row:
             tables, lens = metadata.of_token_rows(group, is_causal=True)
-            return kv_pages, ops.paged_decode(q, kv_pages, tables, lens, **options)
+            return written, ops.paged_decode(q, kv_pages, tables, lens, **options)
         tables, lens = metadata.block_tables[group], metadata.context_lens[group]
-        return kv_pages, ops.ragged_attention(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
+        return written, ops.ragged_attention(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
 
     if metadata.grid is not None:
         keys = HEADS_SPEC if value_dim is None else PartitionSpec()
         specs = POOL_SPEC, HEADS_SPEC, keys, keys, PartitionSpec(TENSOR), PartitionSpec()
         attend = metadata.grid.on_each(attend, specs, (POOL_SPEC, HEADS_SPEC))
-    kv_cache[pool], out = attend(kv_cache[pool], q, k, v, distance_bias, metadata)
+    given = {"sinks": sinks, "distance_bias": distance_bias}
+    by_head = {name: x for name, x in given.items() if x is not None}
+    kv_cache[pool], out = attend(kv_cache[pool], q, k, v, by_head, metadata)
     return out
 
 
@@ -363,7 +384,7 @@ def cross_attention(
     Returns:
         The attention of every token row, 0 in padding.
     """
-    pool, group = metadata.places[layer]
+    pool, group, _ = metadata.places[layer]
     tables, lens = metadata.of_token_rows(group, is_causal=False)
     decode = functools.partial(ops.paged_decode, scale=scale, backend=metadata.backend)
     if metadata.grid is not None:

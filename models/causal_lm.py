@@ -22,6 +22,7 @@ from jax_paged.models.attention import (
 )
 from jax_paged.models.forward_context import Elsewhere, ForwardContext, Module
 from jax_paged.models.hf_format import WeightTable
+from jax_paged.models.images import ImageSpec
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
 
@@ -71,6 +72,11 @@ class LanguageModel(nnx.Module):
     def head(self) -> Linear | Embedding | None:
         """What makes logits of hidden states: the table of token embeddings where the two are tied."""
 
+    @property
+    def image_spec(self) -> ImageSpec | None:
+        """How images stand in its prompts; None if it reads text alone. Else it has `encode_images`."""
+        return None
+
     def pooled(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
         """Returns what a pooled hidden state becomes, in float32: of a classifier, the logits of its classes.
 
@@ -114,7 +120,7 @@ class LanguageModel(nnx.Module):
         """
         specs = self.kv_cache_specs()
 
-        def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+        def attend(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
             return paged_attention(layer, specs[layer], q, k, v, kv_cache, metadata, **options)
 
         def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
@@ -156,6 +162,11 @@ class CausalLM(LanguageModel):
         return self.normed(x, context) if self.ends else x
 
     @property
+    def whole_because(self) -> str:
+        """Why it can't be cut into stages; empty if it can."""
+        return ""
+
+    @property
     def own_layers(self) -> list[Module]:
         """The layers that it has, without those of other stages."""
         return [getattr(self, self.layers_name)[i] for i in self.own_places]
@@ -179,10 +190,12 @@ class CausalLM(LanguageModel):
 
     def dense_context(self, tokens: Int[Array, "b t"]) -> ForwardContext:
         """Returns the context of a pass over a dense batch, whose texts all start at position 0."""
-        specs = self.kv_cache_specs()
+        specs, given = self.kv_cache_specs(), dict[int, tuple[Array, Array]]()
 
-        def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
-            out = dense_attention(q, k, v, window=window_of(specs[layer]), **options)
+        def attend(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
+            if k is not None and v is not None:
+                given[layer] = k, v
+            out = dense_attention(q, *given[layer], window=window_of(specs[layer]), **options)
             return out[..., : value_dim_of(specs[layer])]
 
         return ForwardContext(self, dense_positions(tokens), attend)

@@ -240,7 +240,7 @@ class EncoderModel(LanguageModel):
         """
         windows = self.config.windows
 
-        def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+        def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> Array:
             window = windows[layer] if windows else None
             return jax.nn.dot_product_attention(
                 q, k, v, key_value_seq_lengths=lens, local_window_size=window, **options

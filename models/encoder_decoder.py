@@ -16,6 +16,7 @@ from jax_paged.models.attention import (
 )
 from jax_paged.models.causal_lm import LanguageModel, dense_positions
 from jax_paged.models.forward_context import ForwardContext
+from jax_paged.models.kv_place import Place
 from jax_paged.models.sharding import DeviceGrid
 
 
@@ -60,7 +61,7 @@ class EncoderDecoderLM(LanguageModel):
             lens: int32, tokens of each text.
         """
 
-        def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+        def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> Array:
             return bidirectional_attention(q, k, v, lens, **options)
 
         return ForwardContext(self, dense_positions(tokens), attend)
@@ -77,7 +78,7 @@ class EncoderDecoderLM(LanguageModel):
         """
         by_layer = dict(zip(self._cross_layers(), cross, strict=True))
 
-        def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+        def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> Array:
             return dense_attention(q, k, v, **options)
 
         def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
@@ -93,7 +94,7 @@ class EncoderDecoderLM(LanguageModel):
         kv_cache: list[Array],
         slot_mapping: Int[Array, "g n"],
         *,
-        places: tuple[tuple[int, int], ...],
+        places: tuple[Place, ...],
         backend: Backend,
         grid: DeviceGrid | None = None,
     ) -> list[Array]:
@@ -104,7 +105,7 @@ class EncoderDecoderLM(LanguageModel):
             length: Tokens of the text.
             kv_cache: The pools.
             slot_mapping: int32 [G, N], slot of each token in each cache group; out of range in padding.
-            places: (pool, cache group) of each layer.
+            places: Of each layer.
             backend: Which kernels write.
             grid: The devices that the model is divided among; None for one.
 
@@ -115,7 +116,7 @@ class EncoderDecoderLM(LanguageModel):
         context = dataclasses.replace(self.encoder_context(tokens[None], length[None]), grid=grid)
         cross = self.cross_kv(self.encode(tokens[None], context), context)
         for layer, (k, v) in zip(self._cross_layers(), cross, strict=True):
-            pool, group = places[layer]
+            pool, group, _ = places[layer]
             written = k[0], v[0], slot_mapping[group]
             kv_cache[pool] = write_kv(kv_cache[pool], *written, backend=backend, grid=grid)
         return kv_cache

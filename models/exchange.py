@@ -108,7 +108,7 @@ def _take(
 def _assemble(raw: dict[str, Any], weight: Weight, problems: list[str]) -> Array | None:
     """Returns a weight of the checkpoint's tensors."""
     parts = [_take(raw, key, weight.stored_shape, weight, problems) for key in weight.keys]
-    whole = [part.T if weight.transposed else part for part in parts if part is not None]
+    whole = [part.mT if weight.transposed else part for part in parts if part is not None]
     if len(whole) < len(parts):
         return None
     return jnp.stack(whole) if weight.is_stack else whole[0]

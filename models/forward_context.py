@@ -36,8 +36,9 @@ from jax_paged.pallas_kernels import grouped_loop
 class Attend(Protocol):
     """How the tokens of a layer attend: (layer, q, k, v) to the attention of every token.
 
-    `layer` is an index into the model's kv_cache_specs(); the window comes from the spec. The options are
-    those of dense_attention. Of a LatentAttentionSpec, k and v are the same vectors, of one head, and what is
+    `layer` is an index into the model's kv_cache_specs(); the window comes from the spec. With None for k and
+    v, queries attend to the keys and values that an earlier call gave for that layer. The options are those
+    of dense_attention. Of a LatentAttentionSpec, k and v are the same vectors, of one head, and what is
     returned has the first value_dim numbers of a head.
     """
 
@@ -45,11 +46,12 @@ class Attend(Protocol):
         self,
         layer: int,
         q: Array,
-        k: Array,
-        v: Array,
+        k: Array | None,
+        v: Array | None,
         *,
         scale: float,
         soft_cap: float | None = None,
+        sinks: Array | None = None,
         distance_bias: Array | None = None,
     ) -> Array: ...
 

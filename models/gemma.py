@@ -7,7 +7,7 @@ semantics as in Hugging Face's Gemma2ForCausalLM and Gemma3ForCausalLM.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jax_paged.models.forward_context import ForwardContext, Module
-from jax_paged.models.hf_format import ConfigReader
+from jax_paged.models.hf_format import ConfigReader, WeightTable, of_text_model, text_values
 from jax_paged.models.layers import RMSNorm
-from jax_paged.models.llama import LlamaAttention, LlamaConfig, LlamaForCausalLM, LlamaMLP
+from jax_paged.models.llama import WEIGHT_TABLE, LlamaAttention, LlamaConfig, LlamaForCausalLM, LlamaMLP
 from jax_paged.models.rope import Rope, read_rope
 
 
@@ -43,10 +43,6 @@ class GemmaConfig(LlamaConfig):
     def read(cls, read: ConfigReader) -> dict[str, Any]:
         fields = super().read(read)
         read.choice("use_bidirectional_attention", False, (False,))
-        num_layers = fields["num_hidden_layers"]
-        # One layer in so many attends to all tokens.
-        pattern = read.integer("sliding_window_pattern")
-        types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
         caps = ("attn_logit_softcapping", "final_logit_softcapping")
         return (
             fields
@@ -54,10 +50,13 @@ class GemmaConfig(LlamaConfig):
             | {
                 "mlp_bias": False,
                 "query_pre_attn_scalar": read.number("query_pre_attn_scalar", 256.0),
-                "windows": read.windows(num_layers, types, read.integer("sliding_window")),
+                "windows": cls.patterned_windows(read, fields["num_hidden_layers"]),
                 "window_rope": fields["rope"],
             }
         )
+
+    def rope_of(self, layer: int) -> Rope:
+        return self.rope if self.windows[layer] is None else self.window_rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,13 +128,12 @@ class GemmaRMSNorm(RMSNorm):
 
 
 class GemmaAttention(LlamaAttention):
-    """A Llama's attention with other norms, another scale, a soft cap and two kinds of rotary positions."""
+    """A Llama's attention with other norms, another scale and a soft cap."""
 
     norm_class: ClassVar[type[RMSNorm]] = GemmaRMSNorm
 
     def __init__(self, config: GemmaConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
-        self.rope = config.rope if config.windows[layer] is None else config.window_rope
         self.scale = config.query_pre_attn_scalar**-0.5
         self.soft_cap = config.attn_logit_softcapping
 
@@ -160,10 +158,9 @@ class GemmaDecoderLayer(Module):
 class Gemma2ForCausalLM(LlamaForCausalLM):
     """A Llama with the layers above, scaled embeddings and a soft cap on the logits."""
 
-    config: GemmaConfig
     config_class: ClassVar[type[LlamaConfig]] = Gemma2Config
     layer_class: ClassVar[Callable[..., Module]] = GemmaDecoderLayer
-    norm_class: ClassVar[type[RMSNorm]] = GemmaRMSNorm
+    norm_class: ClassVar[Callable[..., Any]] = GemmaRMSNorm
 
     def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
         x = self.embed_tokens(tokens, context)
@@ -181,3 +178,36 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     # transformers scales the vectors of Gemma 3's table within it: given ones would stand behind that.
     embed_path: ClassVar[str] = ""
     config_class: ClassVar[type[LlamaConfig]] = Gemma3Config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3ConditionalConfig(Gemma3Config):
+    """Shape of the text model in a checkpoint that reads images, too; these leave out what is usual."""
+
+    defaults: ClassVar[dict[str, Any]] = Gemma3Config.defaults | {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131072,
+    }
+
+    @classmethod
+    def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
+        return super().from_hf(text_values(hf_config), max_model_len)
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        # transformers reads a soft cap of logits but does not apply it where a model reads images.
+        read.choice("final_logit_softcapping", None, (None,))
+        return super().read(read)
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The text model of a checkpoint whose other weights, for images, are not read."""
+
+    config_class: ClassVar[type[LlamaConfig]] = Gemma3ConditionalConfig
+    weight_table: ClassVar[WeightTable] = of_text_model(
+        WEIGHT_TABLE, ("vision_tower", "multi_modal_projector")
+    )

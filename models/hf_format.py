@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ class ConfigReader:
 
     def nested(self, name: str, values: Mapping[str, Any]) -> "ConfigReader":
         """Returns a reader of the values under `name`; it notes its problems in this reader."""
-        return ConfigReader(values, f"{self._prefix}{name}.", self._problems)
+        return ConfigReader(values, f"{self._prefix}{name}.", self._problems, self.max_model_len)
 
     def check(
         self, ok: bool, name: str, value: Any, allowed: str, *, also_needs: tuple[str, ...] = ()
@@ -130,17 +131,19 @@ class WeightTable:
 
     Args:
         rows: (regular expression that matches a whole NNX path joined by dots, template of the Hugging Face
-            key, whether the checkpoint holds the transposed matrix). The first match counts. If the key
-            contains {}, the checkpoint holds one weight per index of the first dimension.
+            key, whether the checkpoint holds the transposed matrix or matrices). The first match counts. If
+            the key contains {}, the checkpoint holds one weight per index of the first dimension.
         tied: Keys of weights that a tied model shares, each with the key of the weight that is kept.
         ignored: Regular expression that matches whole keys of older checkpoints which no model reads.
         prefix: Start of all keys except the tied ones; older checkpoints leave it out.
+        renamed: Starts that keys of older checkpoints have, each with what they start with now.
     """
 
     rows: tuple[tuple[str, str, bool], ...]
     tied: Mapping[str, str]
     ignored: str
     prefix: str = ""
+    renamed: Mapping[str, str] = types.MappingProxyType({})
 
     def hf_key(self, path: str) -> tuple[str, bool]:
         """Returns the Hugging Face key of the weight at an NNX path, and whether it is stored transposed."""
@@ -148,3 +151,37 @@ class WeightTable:
             if match := re.fullmatch(pattern, path):
                 return match.expand(key), transposed
         raise AssertionError(f"no row of the weight table matches {path}")
+
+
+def text_values(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of the text model, of the config.json of a model that reads more than texts.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    text = hf_config.get("text_config")
+    if not isinstance(text, dict):
+        raise ValueError(f"text_config of config.json is {text!r}; allowed: an object")
+    outer = {name: hf_config.get(name) for name in ("quantization_config", "tie_word_embeddings")}
+    return text | {name: value for name, value in outer.items() if value is not None}
+
+
+def of_text_model(table: WeightTable, others: Sequence[str]) -> WeightTable:
+    """Returns the table of a model that has a text model, given that of the text model alone.
+
+    Args:
+        table: Its keys begin with "model.", except for that of the head.
+        others: Names of the parts that are not read.
+    """
+    name = "model.language_model."
+
+    def moved(key: str) -> str:
+        return name + key.removeprefix("model.") if key.startswith("model.") else key
+
+    return WeightTable(
+        rows=tuple((path, moved(key), transposed) for path, key, transposed in table.rows),
+        tied={key: moved(kept) for key, kept in table.tied.items()},
+        ignored=rf"model\.language_model\.{table.ignored.removeprefix(r'model\.')}|(model\.)?({'|'.join(others)})\..*",
+        prefix=table.prefix,
+        renamed={"language_model.model.": name, "language_model.lm_head.": "lm_head."},
+    )

@@ -27,6 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": _in_float32(functools.partial(jax.nn.gelu, approximate=False)),
     "gelu_new": _in_float32(functools.partial(jax.nn.gelu, approximate=True)),
     "gelu_pytorch_tanh": _in_float32(functools.partial(jax.nn.gelu, approximate=True)),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
@@ -88,8 +89,9 @@ class Linear(Module):
         return y if self.bias is None else y + self.bias[...]
 
     def logits(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        """Returns float32 logits, whatever the type of the weights; such a head has no bias."""
-        return self.product(x, jnp.float32)
+        """Returns float32 logits, whatever the type of the weights."""
+        y = self.product(x, jnp.float32)
+        return y if self.bias is None else y + self.bias[...].astype(jnp.float32)
 
     def product(self, x: Float[Array, "... i"], dtype: DTypeLike | None = None) -> Float[Array, "... o"]:
         """Returns x @ kernel, of another type if `dtype` says so."""
@@ -116,8 +118,8 @@ def gated(
 ) -> Float[Array, "... o"]:
     """Returns activation(gate(x)) * up(x).
 
-    Where both kernels are packed, and neither a hook nor an adapter is at the two maps, this is a single
-    call, and the context does not see them.
+    Where both kernels are packed, neither a hook nor an adapter is at the two maps, and the native product
+    has the activation, this is a single call, and the context does not see them.
 
     Args:
         activation: One of ACTIVATIONS, by its name.
@@ -128,7 +130,7 @@ def gated(
     """
     kernels = gate.kernel, up.kernel
     is_packed = all(isinstance(kernel, PackedKernel) for kernel in kernels) and gate.bias is up.bias is None
-    if is_packed and not context.sees(gate, up):
+    if is_packed and activation != "relu2" and not context.sees(gate, up):
         packed_gate, packed_up = (kernel[...] for kernel in kernels)
         return products.multiply_gated(x, packed_gate, packed_up, gate.out_features, activation)
     return ACTIVATIONS[activation](gate(x, context)) * up(x, context)
@@ -203,10 +205,14 @@ class LayerNorm(Module):
         self.bias = parameter(jnp.zeros(features, dtype), (None,)) if affine and bias else None
         self.epsilon = epsilon
 
-    def forward(self, x: Float[Array, "... e"], context: ForwardContext) -> Float[Array, "... e"]:
+    def normed(self, x: Float[Array, "... e"]) -> Float[Array, "... e"]:
+        """Returns x with mean 0 and variance 1, in float32."""
         x32 = x.astype(jnp.float32)
         x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+        return x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+
+    def forward(self, x: Float[Array, "... e"], context: ForwardContext) -> Float[Array, "... e"]:
+        x32 = self.normed(x)
         if self.scale is not None:
             x32 = x32 * self.scale[...].astype(jnp.float32)
         if self.bias is not None:

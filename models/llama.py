@@ -21,16 +21,18 @@ from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, gated
 from jax_paged.models.rope import Rope, max_positions, read_rope, rope_values
-from jax_paged.models.sharding import even, padded, repeated
+from jax_paged.models.sharding import Units, even, padded, repeated
 
 WEIGHT_TABLE = WeightTable(
     rows=(
         (r"embed_tokens\.embedding", r"model.embed_tokens.weight", False),
         (r"layers\.(\d+)\.(\w+_layernorm)\.scale", r"model.layers.\1.\2.weight", False),
+        (r"layers\.(\d+)\.(\w+_layernorm)\.bias", r"model.layers.\1.\2.bias", False),
         (r"layers\.(\d+)\.self_attn\.([qk]_norm)\.scale", r"model.layers.\1.self_attn.\2.weight", False),
         (r"layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.kernel", r"model.layers.\1.\2.\3.weight", True),
         (r"layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.bias", r"model.layers.\1.\2.\3.bias", False),
         (r"norm\.scale", r"model.norm.weight", False),
+        (r"norm\.bias", r"model.norm.bias", False),
         (r"lm_head\.kernel", r"lm_head.weight", True),
     ),
     tied={"lm_head.weight": "model.embed_tokens.weight"},
@@ -50,6 +52,7 @@ class LlamaConfig:
         windows: Window of each layer, None where it attends to all tokens; empty if no layer has a window.
         attention_bias: Whether the projections to queries, keys and values have biases.
         output_bias: Whether the output projection of the attention has a bias.
+        rms_norm_eps: Epsilon of the norms, of whichever kind they are.
         qk_norm: Whether queries and keys are normed.
         num_labels: Classes of a classifier; 0 of any other model.
     """
@@ -77,6 +80,11 @@ class LlamaConfig:
     # What transformers assumes for values that config.json leaves out.
     defaults: ClassVar[dict[str, Any]] = {}
     activation_name: ClassVar[str] = "hidden_act"
+    activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)
+    epsilon_name: ClassVar[str] = "rms_norm_eps"
+    # Whether partial_rotary_factor may leave dimensions of a head as they are, and how the others form pairs.
+    is_partly_rotated: ClassVar[bool] = False
+    is_interleaved: ClassVar[bool] = False
 
     @classmethod
     def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
@@ -108,7 +116,7 @@ class LlamaConfig:
             read.check(ok, "hidden_size", hidden_size, allowed, also_needs=("num_attention_heads",))
         derived_from = ("hidden_size", "num_attention_heads")
         read.check(head_dim % 2 == 0, "head_dim", head_dim, "an even integer", also_needs=derived_from)
-        read.choice("quantization_config", None, (None,))
+        cls.check_quantization(read)
         attention_bias = read.choice("attention_bias", False, (False, True))
         trained_positions = read.integer("max_position_embeddings")
         return {
@@ -121,8 +129,8 @@ class LlamaConfig:
             "num_hidden_layers": read.integer("num_hidden_layers"),
             "max_position_embeddings": cls.read_max_positions(read, trained_positions),
             "rope": cls.read_rope(read, head_dim, trained_positions),
-            "hidden_act": read.choice(cls.activation_name, "silu", tuple(ACTIVATIONS)),
-            "rms_norm_eps": read.number("rms_norm_eps", 1e-6),
+            "hidden_act": read.choice(cls.activation_name, "silu", cls.activations),
+            "rms_norm_eps": read.number(cls.epsilon_name, 1e-6),
             "tie_word_embeddings": read.choice("tie_word_embeddings", False, (False, True)),
             "attention_bias": attention_bias,
             "output_bias": attention_bias,
@@ -130,6 +138,11 @@ class LlamaConfig:
             "initializer_range": read.number("initializer_range", 0.02, low_open=False),
             "num_labels": read.num_labels(),
         }
+
+    @staticmethod
+    def check_quantization(read: ConfigReader) -> None:
+        """Notes a problem if the weights are stored in a way that can't be read."""
+        read.choice("quantization_config", None, (None,))
 
     @classmethod
     def read_max_positions(cls, read: ConfigReader, max_position_embeddings: int) -> int:
@@ -140,8 +153,14 @@ class LlamaConfig:
     @classmethod
     def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
         """Returns the rotary positions; max_position_embeddings is config.json's value."""
-        rope = rope_values(read, max_position_embeddings)
-        return read_rope(rope, head_dim, max_position_embeddings, max_model_len=read.max_model_len)
+        values = rope_values(read, max_position_embeddings)
+        limits = max_position_embeddings, 10000.0, read.max_model_len
+        rope = read_rope(values, head_dim, *limits, is_partial=cls.is_partly_rotated)
+        return dataclasses.replace(rope, is_interleaved=cls.is_interleaved)
+
+    def rope_of(self, layer: int) -> Rope:
+        """Returns the rotary positions of a layer."""
+        return self.rope
 
     @staticmethod
     def one_window(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
@@ -149,6 +168,13 @@ class LlamaConfig:
         if read.get("sliding_window", None) is None:
             return ()
         return (read.integer("sliding_window"),) * num_layers
+
+    @staticmethod
+    def patterned_windows(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+        """Returns the windows where one layer in `sliding_window_pattern` attends to all tokens."""
+        pattern = read.integer("sliding_window_pattern")
+        types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
+        return read.windows(num_layers, types, read.integer("sliding_window"))
 
 
 class LlamaAttention(Module):
@@ -159,7 +185,7 @@ class LlamaAttention(Module):
 
     def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config, self.layer = config, layer
-        self.rope: Rope = config.rope
+        self.rope: Rope = config.rope_of(layer)
         self.scale: float = config.head_dim**-0.5
         self.soft_cap: float | None = None
         make = functools.partial(Linear, std=config.initializer_range, dtype=dtype, rngs=rngs)
@@ -168,9 +194,9 @@ class LlamaAttention(Module):
         self.o_proj = make(
             heads * size, config.hidden_size, bias=config.output_bias, split=(even(heads, size), None)
         )
-        norm = functools.partial(self.norm_class, config.head_dim, epsilon=config.rms_norm_eps, dtype=dtype)
-        self.q_norm = norm() if config.qk_norm else None
-        self.k_norm = norm() if config.qk_norm else None
+        kv_heads = config.num_key_value_heads
+        self.q_norm = self.make_norm(even(heads, size), dtype) if config.qk_norm else None
+        self.k_norm = self.make_norm(repeated(kv_heads, size), dtype) if config.qk_norm else None
 
     def make_projections(self, make: Callable[..., Linear]) -> None:
         c = self.config
@@ -180,19 +206,36 @@ class LlamaAttention(Module):
         kv_width = c.num_key_value_heads * c.head_dim
         self.k_proj, self.v_proj = (make(kv_width, split=(None, kv_heads)) for _ in range(2))
 
+    def make_norm(self, heads: tuple[Units, ...], dtype: jnp.dtype) -> Module:
+        """Makes what norms the queries or the keys, which have these heads; here each head alone."""
+        return self.norm_class(self.config.head_dim, epsilon=self.config.rms_norm_eps, dtype=dtype)
+
     def project(self, x: Float[Array, "*t e"], context: ForwardContext) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values, their heads joined."""
         return self.q_proj(x, context), self.k_proj(x, context), self.v_proj(x, context)
 
+    def normed(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+        """Returns queries and keys as they are rotated; like `rotated`, of heads apart."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q, context), self.k_norm(k, context)
+
+    def rotated(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+        """Returns queries and keys as they are compared."""
+        rotate = context.rotations[self.rope]
+        return rotate(q), rotate(k)
+
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         heads = (*x.shape[:-1], -1, self.config.head_dim)
         q, k, v = (y.reshape(heads) for y in self.project(x, context))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q, context), self.k_norm(k, context)
-        rotate = context.rotations[self.rope]
-        q, k = rotate(q), rotate(k)
-        out = context.attend(self.layer, q, k, v, scale=self.scale, soft_cap=self.soft_cap)
+        q, k = self.normed(q, k, context)
+        q, k = self.rotated(q, k, context)
+        out = self.attend(q, k, v, context)
         return self.o_proj(out.reshape(*x.shape[:-1], -1), context)
+
+    def attend(self, q: Array, k: Array, v: Array, context: ForwardContext) -> Float[Array, "*t h d"]:
+        """Returns the attention of every token row, of queries, keys and values that are rotated."""
+        return context.attend(self.layer, q, k, v, scale=self.scale, soft_cap=self.soft_cap)
 
 
 class LlamaMLP(Module):
@@ -215,13 +258,17 @@ class LlamaDecoderLayer(Module):
     """Attention, then the MLP, each with a norm before it and added to the residual stream."""
 
     attention_class: ClassVar[Callable[..., Module]] = LlamaAttention
+    norm_class: ClassVar[Callable[..., Module]] = RMSNorm
 
     def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        norm = functools.partial(RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
-        self.input_layernorm = norm()
+        size, epsilon = config.hidden_size, config.rms_norm_eps
+        self.make_norms(functools.partial(self.norm_class, size, epsilon=epsilon, dtype=dtype))
         self.self_attn = self.attention_class(config, layer, dtype=dtype, rngs=rngs)
-        self.post_attention_layernorm = norm()
         self.mlp = self.mlp_class(config, layer)(config, layer, dtype=dtype, rngs=rngs)
+
+    def make_norms(self, make: Callable[[], Module]) -> None:
+        """Sets the norms of the layer, each of which `make` returns."""
+        self.input_layernorm, self.post_attention_layernorm = make(), make()
 
     @classmethod
     def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
@@ -239,7 +286,8 @@ class LlamaForCausalLM(CausalLM):
     weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
     embed_path: ClassVar[str] = "embed_tokens"
     layer_class: ClassVar[Callable[..., Module]] = LlamaDecoderLayer
-    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    norm_class: ClassVar[Callable[..., Any]] = RMSNorm
+    has_head_bias: ClassVar[bool] = False
     draws: ClassVar[bool] = True  # else it has no logits of tokens
 
     def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
@@ -251,7 +299,7 @@ class LlamaForCausalLM(CausalLM):
             [self.layer_class(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_hidden_layers)]
         )
         self.norm = self.norm_class(hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
-        head = functools.partial(Linear, bias=False, std=std, dtype=dtype, rngs=rngs)
+        head = functools.partial(Linear, bias=self.has_head_bias, std=std, dtype=dtype, rngs=rngs)
         is_tied = config.tie_word_embeddings or not self.draws
         self.lm_head = None if is_tied else head(hidden_size, vocab_size, split=(None, padded(vocab_size)))
 
@@ -259,12 +307,16 @@ class LlamaForCausalLM(CausalLM):
         return self.embed_tokens(tokens, context)
 
     def through(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
-        layers: list[Any] = self.own_layers
-        rotations = {rope: rope.at(context.positions) for rope in (x.self_attn.rope for x in layers)}
-        context = dataclasses.replace(context, rotations=rotations)
-        for layer in layers:
+        context = self.with_rotations(context)
+        for layer in self.own_layers:
             x = layer(x, context)
         return x
+
+    def with_rotations(self, context: ForwardContext) -> ForwardContext:
+        """Returns the context with the rotations of the layers' ropes."""
+        layers: list[Any] = self.own_layers
+        rotations = {rope: rope.at(context.positions) for rope in (x.self_attn.rope for x in layers)}
+        return dataclasses.replace(context, rotations=rotations)
 
     def normed(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         return self.norm(x, context)

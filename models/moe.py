@@ -5,7 +5,7 @@ Source: Shazeer et al., Outrageously Large Neural Networks, 2017.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,10 @@ class MoeConfig(LlamaConfig):
         return {"num_experts": num, "num_experts_per_tok": chosen}
 
 
+# Multiplies the rows of each expert by its kernel.
+Multiply = Callable[[Array, Array], Array]
+
+
 class RoutedTokens(NamedTuple):
     """The input of a layer's experts.
 
@@ -64,84 +68,137 @@ class RoutedTokens(NamedTuple):
 
 
 class Experts(Module):
-    """Gated MLPs, of which each token goes through those chosen for it; their kernels are stacked."""
+    """Gated MLPs, of which each token goes through those chosen for it; their weights are stacked.
 
-    def __init__(self, config: MoeConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.activation = ACTIVATIONS[config.hidden_act]
-        self.num_experts = config.num_experts
-        size, inner, std = config.hidden_size, config.moe_intermediate_size, config.initializer_range
+    A family whose experts are others overrides make_weights, divided_weights and `through`.
+    """
 
-        def make(shape: tuple[int, int], split: Split) -> nnx.Param:
+    def __init__(self, config: Any, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.config = config
+
+        def make(shape: tuple[int, ...], split: Split, std: float = config.initializer_range) -> nnx.Param:
             value = normal(rngs.params(), (config.num_experts, *shape), dtype, std)
             return parameter(value, ((Units(config.num_experts, kind="experts"),), *split))
 
+        self.make_weights(make)
+
+    def make_weights(self, make: Callable[..., nnx.Param]) -> None:
+        size, inner = self.config.hidden_size, self.config.moe_intermediate_size
         self.gate_proj = make((size, inner), (None, even(inner)))
         self.up_proj = make((size, inner), (None, even(inner)))
         self.down_proj = make((inner, size), (even(inner), None))
 
-    def forward(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
-        params = self.gate_proj, self.up_proj, self.down_proj
-        kernels, grid = [param[...] for param in params], context.grid
-        if grid is None:
-            return self.compute(x, *kernels, context=context).astype(x.tokens.dtype)
+    def divided_weights(self) -> tuple[nnx.Param, ...]:
+        """Returns the weights of which every device has some experts, or a part of each."""
+        return self.gate_proj, self.up_proj, self.down_proj
 
-        def compute(x: RoutedTokens, *kernels: Array) -> Array:
-            first = jax.lax.axis_index(TENSOR) * kernels[0].shape[0] if grid.splits_experts else 0
-            return jax.lax.psum(self.compute(x, *kernels, context=context, first=first), TENSOR)
+    def through(
+        self,
+        rows: Float[Array, "n e"],
+        experts: Int[Array, " n"],
+        weights: tuple[Array, ...],
+        multiply: Multiply,
+    ) -> Float[Array, "n e"]:
+        """Returns what becomes of rows that are sorted by their experts, but for a sum over devices.
+
+        Args:
+            rows: Sorted; those behind the last expert that is here must become 0.
+            experts: int32, the place of each row's expert among those that are here; any behind the last.
+            weights: Of the experts that are here, as divided_weights has them.
+            multiply: Multiplies the rows of each expert by its kernel; those behind the last one become 0.
+        """
+        gate_proj, up_proj, down_proj = weights
+        gate = ACTIVATIONS[self.config.hidden_act](multiply(rows, gate_proj))
+        return multiply(gate * multiply(rows, up_proj), down_proj)
+
+    def forward(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
+        return self.mixed(x, context).astype(x.tokens.dtype)
+
+    def mixed(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the sum of what the experts make of each token, in float32."""
+        params, grid = self.divided_weights(), context.grid
+        weights = [param[...] for param in params]
+        if grid is None:
+            return self.compute(x, *weights, context=context)
+
+        def compute(x: RoutedTokens, *weights: Array) -> Array:
+            first = jax.lax.axis_index(TENSOR) * weights[0].shape[0] if grid.splits_experts else 0
+            return jax.lax.psum(self.compute(x, *weights, context=context, first=first), TENSOR)
 
         specs = [grid.spec(param.get_metadata("split")) for param in params]
-        out = grid.on_each(compute, (PartitionSpec(), *specs), PartitionSpec())(x, *kernels)
-        return out.astype(x.tokens.dtype)
+        return grid.on_each(compute, (PartitionSpec(), *specs), PartitionSpec())(x, *weights)
 
     def compute(
-        self,
-        x: RoutedTokens,
-        gate_proj: Float[Array, "g e i"],
-        up_proj: Float[Array, "g e i"],
-        down_proj: Float[Array, "g i e"],
-        *,
-        context: ForwardContext,
-        first: Int[Array, ""] | int = 0,
+        self, x: RoutedTokens, *weights: Array, context: ForwardContext, first: Int[Array, ""] | int = 0
     ) -> Float[Array, "*t e"]:
         """Returns the sum of what some of the experts make of their tokens, or a part of each of them.
 
         Args:
             x: The input of the layer.
-            gate_proj: Of the experts that are here; so are the two that follow.
-            up_proj: See gate_proj.
-            down_proj: See gate_proj.
+            weights: Of the experts that are here.
             context: Of the pass.
             first: The first of the experts that are here.
         """
         *leading, features = x.tokens.shape
         tokens, top_k = x.tokens.reshape(-1, features), x.chosen.shape[-1]
         # The rows of the experts that are here come first; those of others belong to no group, and become 0.
-        experts = (x.chosen.reshape(-1) - first) % self.num_experts
+        num_experts, num_here = self.config.num_experts, len(weights[0])
+        experts = (x.chosen.reshape(-1) - first) % num_experts
         by_expert = jnp.argsort(experts, stable=True)
-        sizes = jnp.bincount(experts, length=self.num_experts)[: len(gate_proj)]
-        rows = tokens[by_expert // top_k]
-        gate = self.activation(context.grouped_matmul(rows, gate_proj, sizes))
-        inner = gate * context.grouped_matmul(rows, up_proj, sizes)
-        out = context.grouped_matmul(inner, down_proj, sizes)
+        sizes = jnp.bincount(experts, length=num_experts)[:num_here]
+
+        def multiply(rows: Array, kernels: Array) -> Array:
+            return context.grouped_matmul(rows, kernels, sizes)
+
+        own = jnp.minimum(experts[by_expert], num_here - 1)
+        out = self.through(tokens[by_expert // top_k], own, weights, multiply)
         out = out[jnp.argsort(by_expert)].reshape(*leading, top_k, features) * x.weights[..., None]
         return jnp.sum(out, axis=-2)
+
+
+class FusedExperts(Experts):
+    """Experts whose gate and up lie in one kernel side by side."""
+
+    def make_weights(self, make: Callable[..., nnx.Param]) -> None:
+        size, inner = self.config.hidden_size, self.config.moe_intermediate_size
+        self.gate_up_proj = make((size, 2 * inner), (None, 2 * even(inner)))
+        self.down_proj = make((inner, size), (even(inner), None))
+
+    def divided_weights(self) -> tuple[nnx.Param, ...]:
+        return self.gate_up_proj, self.down_proj
+
+    def through(
+        self,
+        rows: Float[Array, "n e"],
+        experts: Int[Array, " n"],
+        weights: tuple[Array, ...],
+        multiply: Multiply,
+    ) -> Float[Array, "n e"]:
+        gate_up_proj, down_proj = weights
+        gate, up = jnp.split(multiply(rows, gate_up_proj), 2, axis=-1)
+        return multiply(ACTIVATIONS[self.config.hidden_act](gate) * up, down_proj)
 
 
 class Router(Linear):
     """A linear map from a token to the float32 logits of the experts."""
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t g"]:
-        return self.logits(x)
+        logits = self.logits(x)
+        return logits if self.bias is None else logits + self.bias[...]
 
 
 class MoeMLP(Module):
     """A router, and the experts that it chooses from."""
 
+    router_bias: ClassVar[bool] = False
+    experts_class: ClassVar[type[Experts]] = Experts
+
     def __init__(self, config: MoeConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
         options: Any = {"std": config.initializer_range, "dtype": dtype, "rngs": rngs}
-        self.gate = Router(config.hidden_size, config.num_experts, bias=False, split=(None, None), **options)
-        self.experts = Experts(config, dtype=dtype, rngs=rngs)
+        options |= {"bias": self.router_bias, "split": (None, None)}
+        self.gate = Router(config.hidden_size, config.num_experts, **options)
+        self.experts = self.experts_class(config, dtype=dtype, rngs=rngs)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
         probabilities = jax.nn.softmax(self.gate(x, context))

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from jax_paged.models.attention import AttentionMetadata, Backend, num_parts
 from jax_paged.models.causal_lm import CausalLM
+from jax_paged.models.kv_place import Place
 
 
 class PagedInputs(NamedTuple):
@@ -65,7 +66,7 @@ def paged_inputs(
         query_start_loc=jnp.asarray(np.cumsum([0, *lens]), jnp.int32),
         is_decode=False,
         backend=backend,
-        places=tuple((layer, 0) for layer in range(len(specs))),
+        places=tuple(Place(layer, 0) for layer in range(len(specs))),
     )
     dtype = jax.tree.leaves(nnx.state(model, nnx.Param))[0].dtype
     shapes = [(1 + tables.size, num_parts(s), s.num_kv_heads, block_size, s.head_dim) for s in specs]

@@ -17,7 +17,7 @@ from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.layers import ACTIVATIONS, Linear
 from jax_paged.models.llama import LlamaAttention, LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
-from jax_paged.models.rope import Rope, base_frequencies, rope_values
+from jax_paged.models.rope import Rope, base_frequencies, rope_values, rotated_dim
 from jax_paged.models.sharding import even, repeated
 
 
@@ -47,11 +47,7 @@ class Phi3Config(LlamaConfig):
     @classmethod
     def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
         rope = rope_values(read, max_position_embeddings)
-        part = rope.number("partial_rotary_factor", 1.0)
-        dim = int(head_dim * part)
-        ok, allowed = dim % 2 == 0 and 0 < dim <= head_dim, "one that rotates an even number of dimensions"
-        rope.check(ok, "partial_rotary_factor", part, allowed)
-        base = base_frequencies(dim, rope.number("rope_theta", 10000.0))
+        base = base_frequencies(rotated_dim(rope, head_dim), rope.number("rope_theta", 10000.0))
         types = ("default", "longrope", "su", "yarn")  # the last two are older names of longrope
         if rope.choice("rope_type", rope.get("type", "default"), types) == "default":
             return Rope(base)

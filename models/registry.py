@@ -11,18 +11,43 @@ if TYPE_CHECKING:
 
 # The key is the name under "architectures" in config.json and of the class; the value is the class's file.
 MODELS: dict[str, str] = {
+    "ApertusForCausalLM": "apertus",
+    "ArceeForCausalLM": "arcee",
+    "Cohere2ForCausalLM": "cohere",
+    "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek",
+    "Ernie4_5ForCausalLM": "ernie",
+    "Exaone4ForCausalLM": "exaone",
     "Gemma2ForCausalLM": "gemma",
     "Gemma3ForCausalLM": "gemma",
+    "Glm4ForCausalLM": "glm",
+    "GlmForCausalLM": "glm",
+    "Gemma3ForConditionalGeneration": "gemma",
+    "Gemma4ForCausalLM": "gemma4",
+    "Gemma4ForConditionalGeneration": "gemma4",
     "GPT2LMHeadModel": "gpt2",
+    "GptOssForCausalLM": "gpt_oss",
+    "GraniteForCausalLM": "granite",
+    "HeliumForCausalLM": "helium",
+    "HunYuanDenseV1ForCausalLM": "hunyuan",
     "LlamaForCausalLM": "llama",
+    "Ministral3ForCausalLM": "ministral",
+    "MinistralForCausalLM": "ministral",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
+    "NemotronForCausalLM": "nemotron",
+    "Olmo2ForCausalLM": "olmo",
+    "Olmo3ForCausalLM": "olmo",
     "OPTForCausalLM": "opt",
     "Phi3ForCausalLM": "phi3",
+    "PhiForCausalLM": "phi",
     "Qwen2ForCausalLM": "qwen",
     "Qwen3ForCausalLM": "qwen",
     "Qwen3MoeForCausalLM": "qwen",
+    "SeedOssForCausalLM": "seed_oss",
+    "SmolLM3ForCausalLM": "smollm",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder",
     "T5ForConditionalGeneration": "t5",
 }
 
@@ -46,6 +71,13 @@ POOLING_MODELS: dict[str, str] = {
     "XLMRobertaForSequenceClassification": "encoder",
 }
 
+# Those that read images beside text.
+IMAGE_MODELS: dict[str, str] = {
+    "Idefics3ForConditionalGeneration": "idefics3",
+    "SmolVLMForConditionalGeneration": "idefics3",
+}
+_ALL = MODELS | POOLING_MODELS | IMAGE_MODELS
+
 
 def get_architecture(hf_config: dict[str, Any]) -> str:
     """Returns the first supported architecture that a config.json names.
@@ -54,14 +86,13 @@ def get_architecture(hf_config: dict[str, Any]) -> str:
         ValueError: If it names none; the message lists the supported ones.
     """
     architectures = hf_config.get("architectures")
-    known = MODELS | POOLING_MODELS
     for name in architectures if isinstance(architectures, list) else []:
         if hf_config.get("classifier_from_token"):  # its classes are tokens, and its head is the usual one
             name = name.replace("ForSequenceClassification", "ForCausalLM")
-        if name in known:
+        if name in _ALL:
             return name
     raise ValueError(
-        f"architectures of config.json is {architectures!r}; allowed: a list with one of {', '.join(known)}"
+        f"architectures of config.json is {architectures!r}; allowed: a list with one of {', '.join(_ALL)}"
     )
 
 
@@ -72,4 +103,4 @@ def get_model_class(hf_config: dict[str, Any]) -> "tuple[str, type[LanguageModel
         ValueError: If it names none; the message lists the supported ones.
     """
     name = get_architecture(hf_config)
-    return name, getattr(import_module(f"jax_paged.models.{(MODELS | POOLING_MODELS)[name]}"), name)
+    return name, getattr(import_module(f"jax_paged.models.{_ALL[name]}"), name)

@@ -22,18 +22,26 @@ class Rotation(NamedTuple):
     Args:
         cos: float32 [..., 1, n/2], of each token's and pair's angle, times the magnitude.
         sin: As cos.
+        is_interleaved: As Rope has it.
     """
 
     cos: Float[Array, "... 1 p"]
     sin: Float[Array, "... 1 p"]
+    is_interleaved: bool
 
     def __call__(self, x: Float[Array, "... h d"]) -> Float[Array, "... h d"]:
-        """Rotates the pairs (i, i + n/2) of the first n dimensions, in float32."""
-        pairs = self.cos.shape[-1]
+        """Rotates the first n dimensions, in float32."""
+        n = 2 * self.cos.shape[-1]
         x32 = x.astype(jnp.float32)
-        first, second, rest = x32[..., :pairs], x32[..., pairs : 2 * pairs], x32[..., 2 * pairs :]
-        parts = [first * self.cos - second * self.sin, second * self.cos + first * self.sin, rest]
-        return jnp.concatenate(parts, axis=-1).astype(x.dtype)
+        rotated, rest = x32[..., :n], x32[..., n:]
+        if self.is_interleaved:
+            first, second = rotated[..., ::2], rotated[..., 1::2]
+        else:
+            first, second = jnp.split(rotated, 2, axis=-1)
+        parts = [first * self.cos - second * self.sin, second * self.cos + first * self.sin]
+        if self.is_interleaved:
+            parts = [jnp.stack(parts, axis=-1).reshape(rotated.shape)]
+        return jnp.concatenate([*parts, rest], axis=-1).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,19 +50,23 @@ class Rope:
 
     Args:
         frequencies: Angle per position of each pair, in radians. Dimensions behind the last pair are not
-            rotated.
+            rotated; without pairs, none are.
         magnitude: Factor of the rotated pairs.
+        is_interleaved: Whether pairs are neighbours, (2i, 2i + 1); else those of n dimensions are
+            (i, i + n/2).
     """
 
     frequencies: tuple[float, ...]
     magnitude: float = 1.0
+    is_interleaved: bool = False
 
     def at(self, positions: Int[Array, "..."]) -> Rotation:
         """Returns the rotation of tokens at these positions."""
         angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(self.frequencies, jnp.float32)
         cos, sin = jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
         # XLA would compute them anew in every layer and for every head.
-        return Rotation(*lax.optimization_barrier((cos, sin)))
+        cos, sin = lax.optimization_barrier((cos, sin))
+        return Rotation(cos, sin, self.is_interleaved)
 
 
 def base_frequencies(dim: int, theta: float) -> tuple[float, ...]:
@@ -83,6 +95,14 @@ def rope_values(read: ConfigReader, max_position_embeddings: int) -> ConfigReade
     if (original := read.get("original_max_position_embeddings", None)) is not None:
         values["original_max_position_embeddings"] = original
     return read.nested(name, values)
+
+
+def rotated_dim(read: ConfigReader, head_dim: int) -> int:
+    """Returns how many dimensions of a head are rotated, by `partial_rotary_factor`."""
+    part = read.number("partial_rotary_factor", 1.0)
+    dim = int(head_dim * part)
+    ok, allowed = dim % 2 == 0 and 0 < dim <= head_dim, "one that rotates an even number of dimensions"
+    return dim if read.check(ok, "partial_rotary_factor", part, allowed) else 2
 
 
 def _rope_type(read: ConfigReader) -> str:
@@ -140,6 +160,8 @@ def read_rope(
     max_position_embeddings: int,
     theta: float = 10000.0,
     max_model_len: int | None = None,
+    *,
+    is_partial: bool = False,
 ) -> Rope:
     """Returns the rotary positions that a reader of their values describes.
 
@@ -149,8 +171,12 @@ def read_rope(
         max_position_embeddings: Of config.json.
         theta: Base, if none is given.
         max_model_len: Maximum tokens of a text that the user asks for; "dynamic" depends on it.
+        is_partial: Whether `partial_rotary_factor` may leave some dimensions of a head as they are.
     """
-    read.choice("partial_rotary_factor", 1.0, (1.0,))
+    if is_partial:
+        head_dim = rotated_dim(read, head_dim)
+    else:
+        read.choice("partial_rotary_factor", 1.0, (1.0,))
     theta = read.number("rope_theta", theta, low=1.0)
     rope_type = _rope_type(read)
     base = base_frequencies(head_dim, theta)

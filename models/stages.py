@@ -33,6 +33,8 @@ def split_model(model: LanguageModel, num_stages: int) -> list[CausalLM]:
     """
     if not isinstance(model, CausalLM):
         raise ValueError(f"1, as {type(model).__name__} is no decoder alone")
+    if model.whole_because:
+        raise ValueError(f"1, as {type(model).__name__} must be whole: {model.whole_because}")
     layers = getattr(model, model.layers_name)
     sizes = [_num_bytes(layer) for layer in layers]
     if num_stages > len(layers):

@@ -16,6 +16,7 @@ from jax_paged.models.sharding import taken
 
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_NUMPY_DTYPES = STORED_DTYPES | {"U8": "uint8"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,21 @@ class StoredTensor:
     offset: int
     shape: tuple[int, ...]
     dtype: str
+
+    def read(self) -> np.ndarray:
+        """Returns the tensor, whose file is read as its values are."""
+        # Mapped anew for each tensor: the pages that were read count as memory until the mapping is closed.
+        return np.memmap(self.file, _NUMPY_DTYPES[self.dtype], "r", self.offset, self.shape)
+
+    def read_columns(self, columns: Sequence[Int[np.ndarray, " c"]]) -> np.ndarray:
+        """Returns some columns of each dimension, zeros where they are -1; no others are read."""
+        value = self.read()
+        for axis, order in enumerate(columns):
+            if order[0] >= 0 and (np.diff(order) == 1).all():
+                value = value[(slice(None),) * axis + (slice(order[0], order[-1] + 1),)]
+            else:
+                value = taken(value, [*[None] * axis, order])
+        return value
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -70,24 +86,9 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def with_prefix[T](stored: dict[str, T], table: WeightTable) -> dict[str, T]:
-    """Returns tensors by their full keys, of a checkpoint that was saved without the part before them."""
+    """Returns tensors by their full keys, of a checkpoint that was saved with other starts or without any."""
+    for old, new in table.renamed.items():
+        stored = {new + k.removeprefix(old) if k.startswith(old) else k: t for k, t in stored.items()}
     if any(key.startswith(table.prefix) for key in stored):
         return stored
     return {key if key in table.tied else table.prefix + key: tensor for key, tensor in stored.items()}
-
-
-def read_tensor(stored: StoredTensor) -> np.ndarray:
-    """Returns a tensor, whose file is read as its values are."""
-    # Mapped anew for each tensor: the pages that were read count as memory until the mapping is closed.
-    return np.memmap(stored.file, STORED_DTYPES[stored.dtype], "r", stored.offset, stored.shape)
-
-
-def read_columns(stored: StoredTensor, columns: Sequence[Int[np.ndarray, " c"]]) -> np.ndarray:
-    """Returns some columns of each dimension of a tensor, zeros where they are -1; no others are read."""
-    value = read_tensor(stored)
-    for axis, order in enumerate(columns):
-        if order[0] >= 0 and (np.diff(order) == 1).all():
-            value = value[(slice(None),) * axis + (slice(order[0], order[-1] + 1),)]
-        else:
-            value = taken(value, [*[None] * axis, order])
-    return value

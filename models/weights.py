@@ -23,15 +23,14 @@ from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import end_token_ids, read_generation_config, read_json, sampling_defaults
 from jax_paged.models.eagle import EagleHead
 from jax_paged.models.hf_format import WeightTable
+from jax_paged.models.mxfp4 import with_decoded
 from jax_paged.models.registry import get_architecture, get_model_class
 from jax_paged.models.sharding import DeviceGrid
 from jax_paged.models.stages import split_model
 from jax_paged.models.stored_tensors import (
     STORED_DTYPES,
     StoredTensor,
-    read_columns,
     read_headers,
-    read_tensor,
     with_prefix,
 )
 
@@ -91,7 +90,7 @@ class Weight:
     def stored_shape(self) -> tuple[int, ...]:
         """The shape that the checkpoint's tensor of each key has."""
         shape = self.param.shape[1:] if self.is_stack else self.param.shape
-        return shape[::-1] if self.transposed else shape
+        return (*shape[:-2], *shape[:-3:-1]) if self.transposed else shape
 
 
 def load_model(
@@ -118,7 +117,7 @@ def load_model(
         ValueError: If the folder holds no supported model. The message lists every problem with the config,
             or else every weight that is missing, unexpected or of another shape.
     """
-    return load_stages(folder, dtype, max_model_len, overrides, (grid,))[0]
+    return load_stages(folder, dtype, max_model_len, overrides, (grid,), (0,))[0]
 
 
 def load_stages(
@@ -127,6 +126,7 @@ def load_stages(
     max_model_len: int | None,
     overrides: Mapping[str, Any],
     grids: Sequence[DeviceGrid | None],
+    own: Sequence[int],
 ) -> list[LoadedModel]:
     """Loads the stages of a model, each onto devices of its own; for a single one, the model as it is.
 
@@ -136,6 +136,7 @@ def load_stages(
         max_model_len: See folder.
         overrides: See folder.
         grids: The devices of each stage; several only of a model that split_model can split.
+        own: The stages whose weights are read; the others keep shapes in their places.
 
     Raises:
         ValueError: As load_model.
@@ -146,8 +147,8 @@ def load_stages(
     eos_token_ids = end_token_ids(generation_config, hf_config, whole.config.vocab_size)
     _check_stored(folder, stored_problems(stored, weights_of(whole), whole.weight_table))
     models = split_model(whole, len(grids)) if len(grids) > 1 else [whole]
-    for model, grid in zip(models, grids, strict=True):
-        read_weights(model, stored, chosen, folder, grid)
+    for stage in own:
+        read_weights(models[stage], stored, chosen, folder, grids[stage])
     facts = architecture, chosen, eos_token_ids, sampling_defaults(generation_config)
     return [_loaded(model, *facts) for model in models]
 
@@ -201,7 +202,7 @@ def _outline(
 ) -> tuple[LanguageModel, jnp.dtype, dict[str, StoredTensor]]:
     _, model_class = get_model_class(hf_config)
     config = model_class.config_class.from_hf(hf_config, max_model_len)
-    stored = with_prefix(read_headers(folder), model_class.weight_table)
+    stored = with_decoded(with_prefix(read_headers(folder), model_class.weight_table), hf_config)
     chosen = _choose_dtype(dtype, hf_config, stored)
     return nnx.eval_shape(lambda: model_class(config, dtype=chosen, rngs=nnx.Rngs(0))), chosen, stored
 
@@ -232,19 +233,20 @@ def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) ->
     Args:
         model: Not modified.
         folder: Created if it does not exist.
-        hf_config: The config.json that the model's config was read from; the copy gets the right "dtype".
+        hf_config: The config.json that the model's config was read from; the copy gets the right "dtype",
+            and no "quantization_config".
 
     Raises:
         ValueError: If `hf_config` describes another model.
     """
     if model.config_class.from_hf(hf_config, model.config.max_position_embeddings) != model.config:
         raise ValueError(f"hf_config is {hf_config!r}; allowed: the config of the model, {model.config}")
-    tensors = {}
+    tensors, hf_config = {}, {k: v for k, v in hf_config.items() if k != "quantization_config"}
     for weight in weights_of(model):
         value = np.asarray(weight.param[...])
         for key, part in zip(weight.keys, value if weight.is_stack else [value], strict=True):
-            tensors[key] = np.ascontiguousarray(part.T if weight.transposed else part)
-        hf_config = {**hf_config, "dtype": value.dtype.name}
+            tensors[key] = np.asarray(part.mT if weight.transposed else part, order="C")
+        hf_config["dtype"] = value.dtype.name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -295,7 +297,7 @@ def _loaded(
         config=model.config,
         architecture=architecture,
         dtype=dtype,
-        weight_bytes=sum(x.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param))),
+        weight_bytes=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(model, nnx.Param))),
         max_model_len=model.config.max_position_embeddings,
         vocab_size=model.config.vocab_size,
         eos_token_ids=eos_token_ids,
@@ -309,7 +311,7 @@ def _load_weight(
     if grid is not None and grid.num_devices > 1:
         return _load_divided(weight, stored, dtype, grid)
     device = None if grid is None else grid.devices[0]
-    parts = [_place(read_tensor(stored[key]), weight.transposed, dtype, device) for key in weight.keys]
+    parts = [_place(stored[key].read(), weight.transposed, dtype, device) for key in weight.keys]
     return jnp.stack(parts) if weight.is_stack else parts[0]
 
 
@@ -324,9 +326,9 @@ def _load_divided(
     def read(index: tuple[slice, ...]) -> np.ndarray:
         own = [c[part] for c, part in zip(whole, index, strict=True)]
         keys = [weight.keys[i] for i in own.pop(0)] if weight.is_stack else weight.keys
-        own = own[::-1] if weight.transposed else own
-        read_parts = [read_columns(stored[key], own) for key in keys]
-        parts = [(part.T if weight.transposed else part).astype(dtype) for part in read_parts]
+        own = [*own[:-2], *own[:-3:-1]] if weight.transposed else own
+        read_parts = [stored[key].read_columns(own) for key in keys]
+        parts = [(part.mT if weight.transposed else part).astype(dtype) for part in read_parts]
         return np.stack(parts) if weight.is_stack else parts[0]
 
     return jax.make_array_from_callback(tuple(map(len, whole)), grid.sharding(split), read)
@@ -334,7 +336,7 @@ def _load_divided(
 
 def _place(value: np.ndarray, transposed: bool, dtype: jnp.dtype, device: jax.Device | None) -> Array:
     if transposed and jax.default_backend() == "cpu":
-        value, transposed = value.T, False  # transposing during the copy is many times faster than later
+        value, transposed = value.mT, False  # transposing during the copy is many times faster than later
     # Never an alias: pages of a mapped file count as memory, and the file may change.
     placed = jax.device_put(value, device, may_alias=False)
     return _convert(placed, transposed, dtype) if transposed or placed.dtype != dtype else placed
@@ -342,7 +344,7 @@ def _place(value: np.ndarray, transposed: bool, dtype: jnp.dtype, device: jax.De
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _convert(value: Array, transposed: bool, dtype: jnp.dtype) -> Array:
-    return (value.T if transposed else value).astype(dtype)
+    return (value.mT if transposed else value).astype(dtype)
 
 
 def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> jnp.dtype:
@@ -380,7 +382,7 @@ def stored_problems(stored: dict[str, StoredTensor], weights: list[Weight], tabl
         if kept in expected and kept in stored:
             a, b = stored[key], stored[kept]
             readable = {a.dtype, b.dtype} <= STORED_DTYPES.keys()
-            if not readable or not np.array_equal(read_tensor(a), read_tensor(b)):
+            if not readable or not np.array_equal(a.read(), b.read()):
                 problems.append(f"{key} differs from {kept}, though config.json ties them")
         elif not re.fullmatch(table.ignored, key):
             problems.append(f"{key} is unexpected")

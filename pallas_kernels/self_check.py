@@ -53,6 +53,7 @@ class Variant:
         window: Tokens that a token attends to; None for all.
         soft_cap: Of the scores; None for none.
         has_bias: Whether scores get a bias by distance.
+        has_sinks: Whether every head has a sink.
     """
 
     heads: int
@@ -60,11 +61,13 @@ class Variant:
     window: int | None = None
     soft_cap: float | None = None
     has_bias: bool = False
+    has_sinks: bool = False
 
     def __str__(self) -> str:
         window = "" if self.window is None else f", window {self.window}"
         soft_cap = "" if self.soft_cap is None else f", soft cap {self.soft_cap:g}"
-        return f"{self.heads} heads{window}{soft_cap}{', distance bias' * self.has_bias}"
+        by_head = ", distance bias" * self.has_bias + ", sinks" * self.has_sinks
+        return f"{self.heads} heads{window}{soft_cap}{by_head}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +191,8 @@ def make_case(
     options = {"scale": variant.scale, "window": window, "soft_cap": variant.soft_cap}
     if variant.has_bias:
         options["distance_bias"] = jnp.asarray(rng.standard_normal((variant.heads, 65), np.float32))
+    if variant.has_sinks:
+        options["sinks"] = jnp.asarray(rng.standard_normal(variant.heads, np.float32))
     return Case(f"{op}, {variant}", op, tuple(jax.device_put(args)), options, np.array(slots, np.int32))
 
 
@@ -242,7 +247,8 @@ def expected(case: Case) -> Array:
     def attend(q: Array, pool: Array, *rest: Array) -> Array:
         def one_head(head: Array) -> Array:
             group = q.shape[1] // pool.shape[2]
-            own = {k: x[head][None] if k == "distance_bias" else x for k, x in options.items()}
+            by_head = ("distance_bias", "sinks")
+            own = {k: x[head][None] if k in by_head else x for k, x in options.items()}
             return run(q[:, head][:, None], pool[:, :, head // group][:, :, None], *rest, **own)[:, 0]
 
         return lax.map(one_head, jnp.arange(q.shape[1])).swapaxes(0, 1)

@@ -161,6 +161,15 @@ class PrefixCache:
         hashes, size = seq.block_hashes, self.block_size
         for j in range(len(hashes), i + 1):
             parent = hashes[j - 1] if j else NO_PARENT
-            hashes.append(block_hash(parent, seq.tokens(j * size, (j + 1) * size), salt))
+            hashes.append(block_hash(parent, seq.tokens(j * size, (j + 1) * size), self._salt(seq, j, salt)))
         parent = hashes[i - 1] if i else NO_PARENT
-        return BlockContent(hashes[i], parent, seq.tokens(i * size, (i + 1) * size), salt, 0)
+        tokens = seq.tokens(i * size, (i + 1) * size)
+        return BlockContent(hashes[i], parent, tokens, self._salt(seq, i, salt), 0)
+
+    def _salt(self, seq: Sequence, i: int, salt: str) -> str:
+        """Returns the salt of a sequence's i-th block: placeholders are equal, whatever they stand for."""
+        if not seq.stand_ins:
+            return salt
+        start = i * self.block_size
+        own = (s for s in seq.stand_ins if s.start < start + self.block_size and start < s.stop)
+        return "\0".join([salt, *(f"{s.start - start} {s.digest}" for s in own)])

@@ -17,6 +17,8 @@ def values_of_request(group: SequenceGroup) -> dict[str, Any]:
         raise ValueError(
             "a prompt has embeddings in place of tokens, which are not written down; allowed: tokens"
         )
+    if group.sequences[0].stand_ins:
+        raise ValueError("a prompt has images, which are not written down; allowed: text alone")
     bias = params["logit_bias"]
     params["logit_bias"] = None if bias is None else list(bias.items())  # JSON's keys are strings
     params["output_kind"] = params["output_kind"].name

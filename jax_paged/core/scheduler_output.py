@@ -8,7 +8,7 @@ grown (ScheduledSequence), who leaves (released_seq_ids).
 import dataclasses
 from typing import Any, NamedTuple
 
-from jax_paged.core.sequence import PromptEmbeds
+from jax_paged.core.sequence import PromptEmbeds, StandIn
 from jax_paged.sampling_params import SamplingParams
 
 # (from, to) block ids.
@@ -41,6 +41,7 @@ class NewSequence(NamedTuple):
         former_id: Its id in the seat that it had before; 0 if it had none.
         adapter_slot: The slot of its adapter; 0 if it has none.
         prompt_embeds: What its first tokens are instead of vectors of the table; None if they are tokens.
+        stand_ins: What other tokens of its prompt are.
     """
 
     seq_id: int
@@ -58,6 +59,7 @@ class NewSequence(NamedTuple):
     former_id: int = 0
     adapter_slot: int = 0
     prompt_embeds: PromptEmbeds | None = None
+    stand_ins: tuple[StandIn, ...] = ()
 
 
 class ScheduledSequence(NamedTuple):

@@ -158,6 +158,7 @@ class Seats:
             former_id=former_id,
             adapter_slot=self.adapters.place(group.adapter) if group.adapter else 0,
             prompt_embeds=group.prompt_embeds,
+            stand_ins=seq.stand_ins,
         )
         new.append(entry)
         return seat

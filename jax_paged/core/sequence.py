@@ -59,6 +59,7 @@ class Sequence:
             table is its position less these.
         block_places: If blocks were dropped, where in the whole text each block stood that was kept then, in
             order; the blocks after them follow without a gap.
+        stand_ins: What some tokens of its prompt are instead; these are placeholders. In order.
     """
 
     prompt_token_ids: list[int]
@@ -75,6 +76,7 @@ class Sequence:
     seq_id: int = 0
     num_dropped_tokens: int = 0
     block_places: tuple[int, ...] = ()
+    stand_ins: "tuple[StandIn, ...]" = ()
 
     @property
     def cumulative_logprob(self) -> float:
@@ -146,6 +148,22 @@ class Sequence:
         if start >= p:
             return self.output_token_ids[start - p : stop - p]
         return self.prompt_token_ids[start:stop] + self.output_token_ids[: max(0, stop - p)]
+
+
+class StandIn(NamedTuple):
+    """What stands in place of some tokens of a prompt, such as a part of an image.
+
+    Args:
+        start: Position of the first of them.
+        stop: Position behind the last of them.
+        digest: What has the same digest is the same.
+        data: What it is; only the executor knows.
+    """
+
+    start: int
+    stop: int
+    digest: str
+    data: Any
 
 
 class PromptEmbeds(NamedTuple):

@@ -58,6 +58,23 @@ def make_executor(args: EngineArgs) -> "Executor":
     return next(local_executors(args))
 
 
+def make_executors(args: EngineArgs) -> "Iterator[Executor]":
+    """Makes the executors of all engines, one after the other, when they are asked for.
+
+    Raises:
+        ValueError: As make_executor.
+        SystemExit: As make_executor.
+    """
+    if args.distributed_executor_backend == "uni":
+        yield from local_executors(args)
+        return
+    first = make_executor(args)
+    yield first
+    assert isinstance(first, MultiprocessExecutor), "other processes have the devices"
+    for engine in range(1, args.num_engines):
+        yield MultiprocessExecutor(args, engine, first)
+
+
 def local_executors(args: EngineArgs, *parts: Any) -> "Iterator[Executor]":
     """Makes executors of this process, one for each engine, when they are asked for; imports JAX.
 
@@ -107,10 +124,10 @@ def check_kernels(args: EngineArgs) -> tuple[str, bool]:
     Raises:
         ValueError: If there is no such model.
     """
-    from jax_paged.worker.kernel_check import check, suite_of
+    from jax_paged.worker.kernel_check import check_all, suites_of
 
     name = "pallas" if args.attention_backend == "auto" else args.attention_backend
-    verdict = check(suite_of(args), candidate=name, is_anew=True)
+    verdict = check_all(suites_of(args), candidate=name, is_anew=True)
     return verdict.table(), verdict.outcome == "passed"
 
 

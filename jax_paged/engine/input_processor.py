@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_paged.checks import Problems, TooLongError, check, check_int, check_number
 from jax_paged.config import EngineConfig
-from jax_paged.core.sequence import PromptEmbeds
+from jax_paged.core.sequence import PromptEmbeds, StandIn
 from jax_paged.engine import pooling
 from jax_paged.engine.adapters import Adapters
 from jax_paged.engine.given_outputs import GivenOutput
@@ -41,6 +41,7 @@ class CheckedRequest:
         grammar: Their structured_outputs, compiled; None if there are none.
         adapter: What its lora_request names; None if there is none.
         embeds: What the first tokens of the prompt are, if they are vectors; placeholders stand for them.
+        stand_ins: What other tokens of the prompt are: the images that it came with, in order.
         given: What there is of its outputs already, each with a token or more; empty for a new request.
     """
 
@@ -56,6 +57,7 @@ class CheckedRequest:
     grammar: Grammar | None = dataclasses.field(default=None, compare=False)
     adapter: Adapter | None = None
     embeds: PromptEmbeds | None = None
+    stand_ins: tuple[StandIn, ...] = ()
     given: tuple[GivenOutput, ...] = ()
 
     @property
@@ -141,6 +143,7 @@ class InputProcessor:
             self.grammar_of(own),
             adapter,
             decoder.embeds,
+            decoder.stand_ins,
         )
         self._check_length(request)
         return request
@@ -284,6 +287,10 @@ class InputProcessor:
         """Checks what adapters and vectors in place of tokens have no meaning for."""
         if adapter is not None and params.pooling is not None:
             raise ValueError("lora_request is given; allowed for pooling: None")
+        if prompt.stand_ins:
+            allowed = "None with images, whose tokens stay together"
+            for name in ("truncate_prompt_tokens", "pooling"):
+                check(getattr(params, name) is None, name, getattr(params, name), allowed)
         is_soft = adapter is not None and adapter.prompt is not None
         if is_soft and prompt.embeds is not None:
             raise ValueError("prompt_embeds is given beside a soft prompt; allowed: one of them")

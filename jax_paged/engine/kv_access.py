@@ -73,8 +73,9 @@ def inspect(
     state, seq = sequence_with_blocks(loop, request_id, index)
     allowed = f"a request that has one token to compute; this one has {seq.num_new_tokens}"
     check(seq.num_new_tokens == 1, "request_id", request_id, allowed)
-    is_plain = not state.group.adapter and state.group.prompt_embeds is None
-    check(is_plain, "request_id", request_id, "a request without an adapter and vectors in place of tokens")
+    is_plain = not (state.group.adapter or state.group.prompt_embeds or seq.stand_ins)
+    allowed = "a request without an adapter, images and vectors in place of tokens"
+    check(is_plain, "request_id", request_id, allowed)
     manager = loop.scheduler.block_manager
     num_queries = len(seq) if num_queries is None else num_queries
     check_int("num_queries", num_queries, 1, 1 if seq.num_dropped_tokens else len(seq))

@@ -1,17 +1,12 @@
 """Executors whose devices are those of other processes, the workers; this process has none, and no JAX."""
 
-import contextlib
-import json
-import logging
 import pickle
 import queue
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -20,108 +15,39 @@ from jax_paged.config import EngineArgs, EngineConfig
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
 from jax_paged.engine.errors import EngineDeadError
+from jax_paged.engine.worker_team import CLOSING_S, StartedWorker, Worker, WorkerTeam
 from jax_paged.launch import Launch
-from jax_paged.worker.channel import Channel
-from jax_paged.worker.task import Task
 
 if TYPE_CHECKING:
     from jax_paged.models.exchange import NewWeights
     from jax_paged.worker.compilation import CompileRecord
 
-_WORKER = """
-import json, sys
-sys.path[:], descriptor = json.loads(sys.argv[1])
-from jax_paged.worker.process import main
-main(descriptor)
-"""
-# For workers to end by themselves.
-_CLOSING_S = 1.0
-_STDERR = 2
-
-
-class StartedWorker(Protocol):
-    """What an executor knows of a worker.
-
-    Attributes:
-        channel: To it.
-    """
-
-    @property
-    def channel(self) -> Channel: ...
-
-    def stop(self) -> None:
-        """Has it end; does not wait."""
-        ...
-
-    def close(self, *, until: float) -> None:
-        """Ends it, by force if it has not ended at a time of time.monotonic."""
-        ...
-
-
-class Worker:
-    """A process that was started here, and ends when this one does.
-
-    Args:
-        args: Model and limits.
-        launch: Which of the workers it is.
-        peers: Its sockets to other workers; None if they are to find each other.
-
-    Attributes:
-        channel: To it.
-    """
-
-    def __init__(self, args: EngineArgs, launch: Launch, peers: list[socket.socket] | None) -> None:
-        ours, theirs = socket.socketpair()
-        descriptors = None if peers is None else tuple(peer.fileno() for peer in peers)
-        with theirs:
-            command = [sys.executable, "-c", _WORKER, json.dumps([sys.path, theirs.fileno()])]
-            passed = (theirs.fileno(), *(descriptors or ()))
-            # What gloo prints is no output of the user's program.
-            pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": _STDERR}
-            self._process = subprocess.Popen(command, pass_fds=passed, **pipes)
-        self.channel = Channel(ours)
-        begin(self.channel, args, launch, descriptors)
-
-    def stop(self) -> None:
-        """Has it end; does not wait."""
-        self.channel.close()
-
-    def close(self, *, until: float) -> None:
-        """Ends it, by force if it has not ended at a time of time.monotonic."""
-        self.stop()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(until - time.monotonic(), 0))
-        self._process.kill()
-        self._process.wait()
-
-    def wait(self) -> int:
-        """Waits until it ends; returns its exit status."""
-        return self._process.wait()
-
 
 class MultiprocessExecutor:
-    """Runs steps in processes that it starts on this machine, one for each device. It is an Executor.
+    """Runs steps in processes that it starts on this machine. It is an Executor.
 
-    The first of them does what LocalExecutor does; the others do on their devices what it does on its own.
+    There is one for each device; of a pipeline, one for each stage. The first of them does what LocalExecutor
+    does; the others do on their devices what it does on its own.
 
     Args:
         args: Model and limits.
+        engine: Which of the engines of a pipeline it is for.
+        beside: The executor of the first of them, whose processes it shares.
 
     Raises:
         ValueError: If the model can't be loaded, or a limit does not fit it.
         EngineDeadError: If a worker ends before it is ready.
     """
 
-    def __init__(self, args: EngineArgs) -> None:
+    def __init__(
+        self, args: EngineArgs, engine: int = 0, beside: "MultiprocessExecutor | None" = None
+    ) -> None:
         self._args, self._limit_s = args, args.distributed_timeout_seconds
-        self._replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._failure: str | None = None
-        self._noters: list[Callable[[str], None]] = []
-        self._failing = threading.Lock()
-        self._progress = 0, 0
-        self._workers: Sequence[StartedWorker] = ()
-        self._workers = self._start(args)
-        threading.Thread(target=self._read, args=(self._workers[0].channel,), daemon=True).start()
+        self._engine = engine
+        self._team = beside._team if beside else WorkerTeam(args.num_engines)
+        if beside is None:
+            self._team.begin(self._start(args))
+        self._team.join(engine)
         try:
             self._config, self._buckets = self._reply(None)
         except BaseException:
@@ -141,7 +67,7 @@ class MultiprocessExecutor:
     @property
     def compile_progress(self) -> tuple[int, int]:
         """How many programs the first worker has compiled, and how many there are; from any thread."""
-        return self._progress
+        return self._team.progress
 
     def dispatch(self, output: SchedulerOutput) -> None:
         """Begins a step; returns as soon as the first worker is sure to get it."""
@@ -198,7 +124,7 @@ class MultiprocessExecutor:
 
     def when_failed(self, note: Callable[[str], None]) -> None:
         """Calls a function with the reason, from any thread, when a worker is lost."""
-        self._noters.append(note)
+        self._team.when_failed(self._engine, note)
 
     def update_weights(self, new: "NewWeights") -> NoReturn:
         """Raises ValueError, as each process has read its part of the weights."""
@@ -220,15 +146,13 @@ class MultiprocessExecutor:
         self._refuse("to wake up")
 
     def close(self) -> None:
-        """Ends the workers."""
-        self._noters.clear()
-        self._fail("the engine is closed", until=time.monotonic() + _CLOSING_S)
-        for worker in self._workers:
-            worker.close(until=0)  # which another thread may still be at
+        """Ends the workers, when the executors of all engines that share them are closed."""
+        self._team.leave(self._engine)
 
     def _start(self, args: EngineArgs) -> Sequence[StartedWorker]:
         """Starts the workers that this process has to, the first of all first."""
-        size = args.tensor_parallel_size
+        num_stages = args.pipeline_parallel_size
+        size = num_stages if num_stages > 1 else args.tensor_parallel_size
         pairs = [socket.socketpair() for _ in range(size - 1)]
         ends = [[ours for ours, _ in pairs], *([theirs] for _, theirs in pairs)]
         workers: list[Worker] = []
@@ -251,10 +175,8 @@ class MultiprocessExecutor:
         return self._reply(self._limit_s)
 
     def _send(self, name: str, *args: Any) -> None:
-        if self._failure is not None:
-            raise EngineDeadError(self._failure)
         try:
-            self._workers[0].channel.send(name, [packed(args)])
+            self._team.send(self._engine, name, args)
         except BlockingIOError:
             self._hang()
         except OSError:
@@ -262,7 +184,7 @@ class MultiprocessExecutor:
 
     def _reply(self, limit_s: float | None) -> Any:
         try:
-            value = self._replies.get(timeout=limit_s)
+            value = self._team.replies[self._engine].get(timeout=limit_s)
         except queue.Empty:
             self._hang()
         if isinstance(value, Exception):
@@ -271,37 +193,8 @@ class MultiprocessExecutor:
 
     def _hang(self) -> NoReturn:
         reason = f"the workers hang: a step takes more than {self._limit_s:g} s (distributed_timeout_seconds)"
-        self._fail(reason)
+        self._team.fail(reason)
         raise EngineDeadError(reason)
-
-    def _read(self, channel: Channel) -> None:
-        """Takes what the first worker says, in a thread of its own."""
-        try:
-            while True:
-                progress, arrays = channel.receive()
-                if progress is not None:
-                    self._progress = progress[0], progress[1]
-                if arrays:
-                    value = pickle.loads(arrays[0].data)
-                    if isinstance(value, RuntimeError):
-                        return self._fail(str(value))
-                    self._replies.put(value)
-        except OSError:
-            self._fail("worker 0 has ended")
-
-    def _fail(self, reason: str, *, until: float = 0) -> None:
-        """Ends all workers, unless this was done, and tells everybody why."""
-        with self._failing:
-            if self._failure is not None:
-                return
-            self._failure = reason
-        self._replies.put(EngineDeadError(reason))
-        for worker in reversed(self._workers):
-            worker.stop()
-        for worker in self._workers:
-            worker.close(until=until)
-        for note in self._noters:
-            note(reason)
 
     def _refuse(self, what: str) -> NoReturn:
         backend = self._args.distributed_executor_backend
@@ -353,23 +246,4 @@ def follow(args: EngineArgs, launch: Launch) -> NoReturn:
     except OSError:
         sys.exit(worker.wait())
     finally:
-        worker.close(until=time.monotonic() + _CLOSING_S)
-
-
-def begin(channel: Channel, args: EngineArgs, launch: Launch, peers: tuple[int, ...] | None) -> None:
-    """Tells a worker what it is started for.
-
-    Args:
-        channel: To it.
-        args: Model and limits.
-        launch: Which of the workers it is.
-        peers: As Task takes them.
-    """
-    channel.set_limits(sending_s=args.distributed_timeout_seconds)
-    task = Task(args, launch, peers, logging.getLogger().getEffectiveLevel())
-    channel.send("task", [packed(task)])
-
-
-def packed(value: Any) -> np.ndarray:
-    """Returns a value as bytes that a channel takes."""
-    return np.frombuffer(pickle.dumps(value), np.uint8)
+        worker.close(until=time.monotonic() + CLOSING_S)

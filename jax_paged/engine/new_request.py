@@ -59,7 +59,7 @@ def request_state(
         cache_salt += f"\0embeds {hashlib.sha256(request.embeds.data).hexdigest()}"
     group = SequenceGroup(
         request_id,
-        _given_sequences(request, params) or [Sequence(request.prompt_token_ids, seed=params.seed or 0)],
+        _given_sequences(request, params) or [_new_sequence(request, params)],
         params,
         RequestMetrics(arrival_time),
         cache_salt,
@@ -79,6 +79,10 @@ def request_state(
     return state
 
 
+def _new_sequence(request: CheckedRequest, params: SamplingParams) -> Sequence:
+    return Sequence(request.prompt_token_ids, seed=params.seed or 0, stand_ins=request.stand_ins)
+
+
 def _given_sequences(request: CheckedRequest, params: SamplingParams) -> list[Sequence]:
     """Returns the sequences of a request that another engine has begun; none if there are none.
 
@@ -95,6 +99,7 @@ def _given_sequences(request: CheckedRequest, params: SamplingParams) -> list[Se
             stop_reason=given.stop_reason,
             # How likely they were is known for those alone whose log-probabilities are; nobody asks.
             cumulative_logprobs=[0.0] * len(given.token_ids),
+            stand_ins=request.stand_ins,
         )
         for index, given in enumerate(request.given)
     ]

@@ -25,6 +25,8 @@ def pin(engine: "RequestEngine", name: str, prompt: Prompt, cache_salt: str) -> 
     request = engine.check_request(prompt, params, cache_salt=cache_salt)
     if request.embeds is not None:
         raise ValueError("prompt_embeds is given; allowed for pinned prefixes: tokens")
+    if request.stand_ins:
+        raise ValueError("multi_modal_data is given; allowed for pinned prefixes: text alone")
     if len(request.prompt_token_ids) < manager.block_size:
         raise ValueError(
             f"the prefix has {len(request.prompt_token_ids)} tokens; allowed: at least a block of "

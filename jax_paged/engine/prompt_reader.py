@@ -8,7 +8,8 @@ import numpy as np
 
 from jax_paged.checks import TooLongError, check, check_int
 from jax_paged.config import EngineConfig
-from jax_paged.core.sequence import PromptEmbeds
+from jax_paged.core.sequence import PromptEmbeds, StandIn
+from jax_paged.engine.image_reader import ImageReader
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import as_list
 
@@ -18,12 +19,13 @@ PLACEHOLDER = 0
 
 @dataclasses.dataclass
 class TokenizedPrompt:
-    """A prompt's text, its token ids, the cache_salt that comes with it, and vectors in place of tokens."""
+    """A prompt's text, its token ids, the cache_salt that comes with it, vectors and images in it."""
 
     text: str | None
     token_ids: list[int]
     cache_salt: str | None = None
     embeds: PromptEmbeds | None = None
+    stand_ins: tuple[StandIn, ...] = ()
 
 
 class PromptReader:
@@ -37,11 +39,14 @@ class PromptReader:
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._images = ImageReader(config.images, tokenizer) if config.images else None
 
     def read(self, prompt: Any) -> tuple[TokenizedPrompt | None, TokenizedPrompt]:
         """Returns what an encoder reads, None without one, and the decoder's prompt."""
         if isinstance(prompt, dict) and "prompt_embeds" in prompt:
             return None, self._embedded(prompt)
+        if self._images is not None and not (isinstance(prompt, dict) and "encoder_prompt" in prompt):
+            return None, self._with_images(self._images, prompt)
         start = self._config.decoder_start_token_id
         names = {"encoder_prompt", "decoder_prompt"}
         if isinstance(prompt, dict) and prompt.keys() & names:
@@ -61,6 +66,15 @@ class PromptReader:
             return None, self._tokenize(prompt)
         return self._tokenize(prompt), TokenizedPrompt(None, [start])
 
+    def _with_images(self, images: ImageReader, prompt: Any) -> TokenizedPrompt:
+        """Returns a prompt whose placeholders have become those of its images."""
+        given = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
+        if given:
+            prompt = {name: value for name, value in prompt.items() if name != "multi_modal_data"}
+        read = self._tokenize(prompt)
+        token_ids, stand_ins = images.read(read.token_ids, given or {})
+        return dataclasses.replace(read, token_ids=token_ids, stand_ins=stand_ins)
+
     def _tokenize(self, prompt: Any) -> TokenizedPrompt:
         """Returns the text, the checked token ids and the salt of a prompt in any form."""
         if not isinstance(prompt, dict):
@@ -69,7 +83,7 @@ class PromptReader:
             return TokenizedPrompt(None, self._checked_ids("prompt", prompt))
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         names = {"prompt", "prompt_token_ids", "cache_salt"}
-        others = "multi_modal_data", "mm_processor_kwargs"  # in vLLM's prompts; a text model takes none
+        others = "multi_modal_data", "mm_processor_kwargs"  # in vLLM's prompts; here a text model takes none
         empty = {name for name in others if prompt.get(name) in (None, {})}
         ok = prompt.keys() <= names | empty and (text is not None or token_ids is not None)
         allowed = (

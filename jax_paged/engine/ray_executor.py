@@ -20,7 +20,8 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
-from jax_paged.engine.multiprocess import MultiprocessExecutor, StartedWorker, begin
+from jax_paged.engine.multiprocess import MultiprocessExecutor
+from jax_paged.engine.worker_team import StartedWorker, begin
 from jax_paged.launch import Launch
 from jax_paged.worker.channel import Channel
 
@@ -79,7 +80,7 @@ class RayExecutor(MultiprocessExecutor):
         reason = f"worker {rank} has ended, or its host"
 
         def note(_: Any) -> None:
-            timer = threading.Timer(_REASON_S, self._fail, args=(reason,))
+            timer = threading.Timer(_REASON_S, self._team.fail, args=(reason,))
             timer.daemon = True
             with contextlib.suppress(RuntimeError):  # at the end of the program no thread starts any more
                 timer.start()

@@ -64,7 +64,7 @@ class Placement:
     def _replica_of(self, request: CheckedRequest) -> int:
         adapter = request.adapter.key if request.adapter else ""
         tokens = request.encoder_token_ids or request.prompt_token_ids
-        if request.embeds is not None:  # the same placeholders stand for all vectors
+        if request.embeds or request.stand_ins:  # the same placeholders stand for all of them
             tokens = []
         return int(
             self._router.choose(self._conversations.key_of(tokens, f"{request.cache_salt}\0{adapter}"))

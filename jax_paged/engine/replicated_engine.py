@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jax_paged.config import EngineArgs
 from jax_paged.core.replica_router import MAX_LAG
-from jax_paged.engine.assembly import check_alone, local_executors
+from jax_paged.engine.assembly import check_alone, make_executors
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError, stopped_by
 from jax_paged.engine.input_processor import CheckedRequest
@@ -46,7 +46,7 @@ class ReplicatedEngine(RequestMethods):
     """
 
     def __init__(self, args: EngineArgs, executors: "Sequence[Executor] | None" = None) -> None:
-        given = local_executors(args) if executors is None else iter(executors)
+        given = make_executors(args) if executors is None else iter(executors)
         self.replicas = make_replicas(args.num_engines, lambda i: AsyncLLMEngine(args, next(given), i))
         self.engine = self.replicas[0].engine
         self._placement = Placement(len(self.replicas), self.engine.seeds, MAX_LAG)

@@ -108,6 +108,8 @@ def take(engine: "LLMEngine", loop: "StepLoop", *, with_weights: bool) -> Engine
     adapted = [s.group.request_id for s in states if s.group.adapter or s.group.prompt_embeds]
     allowed = "none, as a state has no room for adapters and vectors"
     check(not adapted, "the running requests with adapters or prompt_embeds", adapted, allowed)
+    pictured = [s.group.request_id for s in states if s.group.sequences[0].stand_ins]
+    check(not pictured, "the running requests with images", pictured, "none, as a state has no room for them")
     requests = [values_of_group(scheduler, s.group) | {"text": s.values()} for s in states]
     weights, packing = engine.executor.fingerprint()
     values = {

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
 # Characters that take less than 2 ms.
 _SHORT_TEXT = 2048
+# In a chat template that takes messages as lists of parts: what it calls an image.
+_ABOUT_IMAGES = re.compile("""["']image["']""")
 # Arguments of transformers' apply_chat_template that determine what it returns, and in which form.
 _FORM_SETTINGS = (
     "conversation",
@@ -174,8 +177,9 @@ class Tokenizer:
             messages: dicts with "role", and with "content": a string, or a list of
                 {"type": "text", "text": ...}. An assistant's message with "tool_calls" may have no content.
             chat_template: A Jinja template in place of the tokenizer's own.
-            content_format: How the template gets "content": as a string ("auto", "string"), or as a list of
-                parts ("openai").
+            content_format: How the template gets "content": as a string ("string"), or as a list of parts
+                ("openai"), some of which may be {"type": "image"}. "auto" is the latter for a template that
+                knows such parts.
             add_generation_prompt: Whether to append what an answer starts with.
             continue_final_message: Whether the answer continues the last message instead of following it;
                 needs add_generation_prompt=False.
@@ -197,6 +201,9 @@ class Tokenizer:
         chat_template, tools = values.pop("chat_template", chat_template), values["tools"]
         formats = ("auto", "string", "openai")
         check(content_format in formats, "chat_template_content_format", content_format, f"one of {formats}")
+        if content_format == "auto":
+            source = chat_template if isinstance(chat_template, str) else self.chat_template_source
+            content_format = "openai" if source and _ABOUT_IMAGES.search(source) else "string"
         as_parts = content_format == "openai"
         plain = [_plain_message(i, message, as_parts=as_parts) for i, message in enumerate(messages)]
         check(bool(plain), "messages", plain, "at least one message")
@@ -323,6 +330,7 @@ def _plain_message(index: int, message: Any, *, as_parts: bool) -> dict[str, Any
     if isinstance(content, list):
         for part in content:
             ok = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            ok = ok or (as_parts and part == {"type": "image"})
             check(ok, f"{name}.content", part, '{"type": "text", "text": ...}')
         if not as_parts:
             content = "".join(part["text"] for part in content)

@@ -19,7 +19,7 @@ _SPACING = {**JSON_WRITING, "item_separator": ", ", "key_separator": ": "}
 
 REASONING, CONTENT, NAME, ARGUMENTS, CALL, TAG = "reasoning", "content", "name", "arguments", "call", "tag"
 # One of these stands before arguments, in all formats.
-BEFORE_ARGUMENTS = ('"arguments"', '"parameters"', "[TOOL_CALLS]", "｜>")
+BEFORE_ARGUMENTS = ('"arguments"', '"parameters"', "[TOOL_CALLS]", "｜>", "<|message|>")
 
 # White space, bounded: a model that writes nothing else must not make the search for a tag slow.
 _W = r"\s{0,16}"
@@ -56,6 +56,7 @@ class CallText:
         between: Between two calls.
         begin: Before all calls.
         end: Behind all calls.
+        behind_thoughts: Before `begin`, where the calls follow thoughts.
         needs: A control token without which a tokenizer's model does not write in this way; "" for none.
     """
 
@@ -64,6 +65,7 @@ class CallText:
     between: str
     begin: str = ""
     end: str = ""
+    behind_thoughts: str = ""
     needs: str = ""
 
 
@@ -76,14 +78,14 @@ class ToolFormat:
         texts: Ways to write them; the first that the tokenizer's control tokens allow is taken.
         tags: What a tokenizer may have as control tokens.
         whole: Pattern of a whole call that has the arguments first, with groups for them and for the name.
-        last: Pattern of a tag behind the last call.
+        dropped: Pattern of tags that belong to no call, and are no content.
     """
 
     calls: tuple[CallPattern, ...]
     texts: tuple[CallText, ...]
     tags: tuple[str, ...]
     whole: str | None = None
-    last: str | None = None
+    dropped: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +96,21 @@ class ReasoningFormat:
         begin: The tag before the thoughts.
         end: The tag behind them.
         always: Whether an output begins amid thoughts even where the prompt does not say so.
+        answer: The tag before an answer, if the thoughts' end is not followed by it at once.
+        tags: What a tokenizer may have as control tokens; none stands for begin and end.
+        opening: Pattern of what begins thoughts, if they may begin amid an output.
+        closing: Pattern of what ends them; None for `end`.
+        dropped: Pattern of tags that belong to no thoughts, and are no content.
     """
 
     begin: str
     end: str
     always: bool = False
+    answer: str = ""
+    tags: tuple[str, ...] = ()
+    opening: str | None = None
+    closing: str | None = None
+    dropped: str | None = None
 
     def is_thinking(self, prompt: str) -> bool:
         """Returns whether an output begins amid thoughts.
@@ -171,7 +183,37 @@ _DEEPSEEK = ToolFormat(
     tags=tuple(
         f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
     ),
-    last=rf"(?<=<｜tool▁call▁end｜>){_W}<｜tool▁calls▁end｜>{_W}",
+    dropped=rf"(?<=<｜tool▁call▁end｜>){_W}<｜tool▁calls▁end｜>{_W}",
+)
+
+# Harmony: an output is messages, each with a header that says whom it is for.
+_HARMONY_TAGS = tuple(
+    f"<|{name}|>" for name in ("start", "channel", "constrain", "message", "end", "call", "return")
+)
+_START = rf"{_W}<\|start\|>assistant{_W}"
+_MESSAGE = rf"(?:{_W}<\|constrain\|>\w{{1,32}}|\s{{1,16}}\w{{1,32}})?{_W}<\|message\|>{_W}"
+_HARMONY_END = rf"{_W}(?:<\|(?:end|call|return)\|>{_W}|(?=<\|(?:start|channel)\|>))"
+_HARMONY_HEADER = rf"(?:{_START})?{_W}<\|channel\|>(?:final|commentary){_MESSAGE}"
+_HARMONY_DROPPED = rf"(?:{_HARMONY_HEADER}|{_W}<\|(?:end|call|return)\|>{_W})"
+_HARMONY_CALL = "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+_HARMONY = ToolFormat(
+    calls=(
+        CallPattern(
+            rf"(?:{_START})?{_W}<\|channel\|>(?:commentary|analysis){_W}to=(?:functions\.)?",
+            _HARMONY_END,
+            r"[\w.-]{1,256}",
+            _MESSAGE,
+        ),
+        CallPattern(
+            rf"(?:\A{_W}|{_START})to=(?:functions\.)?",
+            _HARMONY_END,
+            r"[\w.-]{1,256}",
+            rf"{_W}<\|channel\|>(?:commentary|analysis){_MESSAGE}",
+        ),
+    ),
+    texts=(CallText(_HARMONY_CALL, "", "<|call|><|start|>assistant", behind_thoughts="<|start|>assistant"),),
+    tags=_HARMONY_TAGS,
+    dropped=_HARMONY_DROPPED,
 )
 
 TOOL_FORMATS = {
@@ -182,11 +224,21 @@ TOOL_FORMATS = {
     "mistral": _MISTRAL,
     "deepseek_r1": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
+    "openai": _HARMONY,
 }
 REASONING_FORMATS = {
     "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
     "qwen3": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "openai_gptoss": ReasoningFormat(
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        answer="<|channel|>final<|message|>",
+        tags=_HARMONY_TAGS,
+        opening=rf"(?:{_START})?{_W}<\|channel\|>analysis{_MESSAGE}",
+        closing=_HARMONY_END,
+        dropped=_HARMONY_DROPPED,
+    ),
 }
 
 
@@ -205,11 +257,15 @@ def response_template(tools: ToolFormat | None, reasoning: ReasoningFormat | Non
     fields: dict[str, dict[str, Any]] = {CONTENT: {}}
     if reasoning is not None:
         begin, end = re.escape(reasoning.begin), re.escape(reasoning.end)
-        opening = rf"\A{_W}{begin}{_W}"
+        opening = reasoning.opening or rf"\A{_W}{begin}{_W}"
         if is_thinking:  # some models write the tag nevertheless: what may become one is waited for
             starts = "|".join(re.escape(reasoning.begin[:i]) for i in range(1, len(reasoning.begin)))
-            opening = rf"\A{_W}+(?:{begin}{_W}|(?!{begin}|(?:{starts})\Z))"
-        fields[REASONING] = {"open_pattern": opening, "close_pattern": f"{_W}{end}{_W}"}
+            amid = rf"\A{_W}+(?:{begin}{_W}|(?!{begin}|(?:{starts})\Z))"
+            opening = f"{amid}|{reasoning.opening}" if reasoning.opening else amid
+        fields[REASONING] = {
+            "open_pattern": opening,
+            "close_pattern": reasoning.closing or f"{_W}{end}{_W}",
+        }
     for i, call in enumerate(tools.calls if tools else ()):
         fields[f"{NAME}{i}"] = {
             "open_pattern": f"{call.head}(?={call.name}{call.middle})",
@@ -226,8 +282,8 @@ def response_template(tools: ToolFormat | None, reasoning: ReasoningFormat | Non
     if tools and tools.whole:
         groups = {name: f"{{{name}}}" for name in (NAME, ARGUMENTS)}
         fields[CALL] = {"open_pattern": tools.whole, "transform": groups, **at_once}
-    if tools and tools.last:
-        fields[TAG] = {"open_pattern": tools.last, **at_once}
+    if dropped := (tools and tools.dropped) or (reasoning and reasoning.dropped):
+        fields[TAG] = {"open_pattern": dropped, **at_once}
     # Nothing of a prompt is parsed, so no anchor is looked for in it.
     return load_response_template({"start_anchor": "\0", "fields": fields})
 
@@ -250,7 +306,7 @@ def calls_grammar(
         behind_thoughts: Whether what it describes follows thoughts, often in a line of its own.
     """
     more = f" ({literal(text.between)} call)*" if parallel else ""
-    space = r"/\n{0,2}/" if behind_thoughts else ""
+    space = r"/\n{0,2}/ " + literal(text.behind_thoughts) if behind_thoughts else ""
     lines = [
         f"start: {space} {literal(text.begin)} call{more} {literal(text.end)}",
         f"call: {' | '.join(f'call{i}' for i in range(len(functions)))}",

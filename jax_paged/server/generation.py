@@ -10,6 +10,7 @@ from fastapi.responses import Response
 
 from jax_paged.checks import TooLongError, check
 from jax_paged.engine.errors import EngineAsleepError
+from jax_paged.engine.image_messages import Conversation, conversation
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.engine.tokenizer import Tokenizer
@@ -116,7 +117,8 @@ class GenerationRoutes(TextRoutes):
             check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
             reader = self._readers.reader_of(body)
-            texts = [body.messages, *filter(None, (reader and reader.tools, body.chat_template_kwargs))]
+            chat = conversation(body.messages, self._config)
+            texts = [chat.messages, *filter(None, (reader and reader.tools, body.chat_template_kwargs))]
             checked = await self._texts.read(
                 "messages",
                 texts,
@@ -124,9 +126,11 @@ class GenerationRoutes(TextRoutes):
                 tokenizer,
                 params,
                 body,
+                chat,
                 reader,
                 adapter,
                 with_form=has_form(params) or bool(reader and reader.forced),
+                has_images=bool(chat.images),
             )
         n, num_top, stream = body.num_outputs, body.top_logprobs or 0, bool(body.stream)
         choice = chat_deltas(num_top) if stream else chat_messages(num_top)
@@ -176,12 +180,13 @@ class GenerationRoutes(TextRoutes):
         tokenizer: Tokenizer,
         params: SamplingParams | BeamSearchParams,
         body: ChatRequest,
+        chat: Conversation,
         reader: ChatReader | None,
         adapter: LoRARequest | None,
     ) -> list[CheckedRequest]:
-        messages = messages_for(tokenizer, body.messages)
+        messages = messages_for(tokenizer, list(chat.messages))
         tools, variables = reader.tools if reader else None, body.chat_template_kwargs
-        prompt = tokenizer.encode_chat(messages, tools=tools, template_kwargs=variables)
+        prompt = chat.prompt(tokenizer.encode_chat(messages, tools=tools, template_kwargs=variables))
         with blaming_tools(reader):
             if reader is not None:
                 params = reader.params(params, tokenizer)

@@ -31,8 +31,10 @@ _HIGHEST = {
     "max_stop_characters": MAX_STOP_CHARACTERS,
 }
 
-ToolCallParser = Literal["hermes", "qwen3", "llama3", "llama3_json", "mistral", "deepseek_r1", "deepseek_v3"]
-ReasoningParser = Literal["deepseek_r1", "qwen3", "mistral"]
+ToolCallParser = Literal[
+    "hermes", "qwen3", "llama3", "llama3_json", "mistral", "deepseek_r1", "deepseek_v3", "openai"
+]
+ReasoningParser = Literal["deepseek_r1", "qwen3", "mistral", "openai_gptoss"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 

@@ -17,6 +17,8 @@ LONG_BODY = 256 * 1024
 _SECONDS_PER_BYTE = 3e-8
 # That wait for forms to compile. The other threads are for texts: a slow form holds none of them up.
 _NUM_FORM_THREADS = 4
+# That decode images, each of which may take a hundred megabytes meanwhile.
+_NUM_IMAGE_THREADS = 2
 # How long the lane rests after a text, in times of what the text took.
 _REST = 3
 
@@ -67,6 +69,7 @@ class TextReader:
         self._max_characters = tokenizer.max_characters(max_model_len) if tokenizer else None
         self._lane = lane
         self._forms = concurrent.futures.ThreadPoolExecutor(_NUM_FORM_THREADS, "forms")
+        self._images = concurrent.futures.ThreadPoolExecutor(_NUM_IMAGE_THREADS, "images")
 
     async def read[T](
         self,
@@ -75,6 +78,7 @@ class TextReader:
         function: Callable[..., T],
         *args: Any,
         with_form: bool = False,
+        has_images: bool = False,
     ) -> T:
         """Calls a function, in a thread if it may take long, unless a text is more than max_model_len tokens.
 
@@ -84,6 +88,7 @@ class TextReader:
             function: Tokenizes them.
             args: Of the function.
             with_form: Whether the function compiles the form of an output as well.
+            has_images: Whether it decodes images as well.
 
         Raises:
             ApiError: If a text is too long.
@@ -100,11 +105,12 @@ class TextReader:
         # Token ids have no characters, but a number.
         is_short = len(texts) == 1 and isinstance(texts[0], str | list)
         is_short = is_short and longest + len(texts[0]) <= _SHORT_TEXT
-        if is_short and not with_form:
+        if is_short and not with_form and not has_images:
             return _called(function, *args)
         is_long = sum(sizes) > _LONG_TEXT
         async with self._lane.turn() if is_long else contextlib.nullcontext():
-            threads, loop = self._forms if with_form else None, asyncio.get_running_loop()
+            threads = self._forms if with_form else self._images if has_images else None
+            loop = asyncio.get_running_loop()
             return await loop.run_in_executor(threads, _called, function, *args)
 
 

@@ -72,14 +72,15 @@ class ChatReader:
             return params
         tags = list(self.format.tags) if self.format else []
         if self.reasoning:
-            tags += [self.reasoning.begin, self.reasoning.end]
+            tags += self.reasoning.tags or (self.reasoning.begin, self.reasoning.end)
         ids = {tag: tokenizer.control_token_id(tag) for tag in tags}
         if any(token_id is not None for token_id in ids.values()):
             params = dataclasses.replace(params, skip_special_tokens=False)
         form = params.structured_outputs
         if self.forced:
             check(form is None, "tool_choice", "a forced call", "'none' or 'auto', as the output has a form")
-            form = StructuredOutputsParams(grammar=self._grammar(ids))
+            behind = self.reasoning.end if self.reasoning else None
+            form = StructuredOutputsParams(grammar=self._grammar(ids), starts_after=behind)
             params = dataclasses.replace(params, structured_outputs=form)
         return behind_thoughts(params, self.reasoning)
 
@@ -151,11 +152,11 @@ def blaming_tools(reader: ChatReader | None) -> Iterator[None]:
 
 
 def behind_thoughts(params: SamplingParams, reasoning: ReasoningFormat | None) -> SamplingParams:
-    """Returns parameters whose form of the output, if they have one, begins where a model's thoughts end."""
+    """Returns parameters whose form of the output, if they have one, begins where a model's answer does."""
     form = params.structured_outputs
     if form is None or form.starts_after is not None or reasoning is None:
         return params
-    form = dataclasses.replace(form, starts_after=reasoning.end)
+    form = dataclasses.replace(form, starts_after=reasoning.answer or reasoning.end)
     return dataclasses.replace(params, structured_outputs=form)
 
 

@@ -13,7 +13,9 @@ from jaxtyping import Array
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler_output import AdapterLoad
+from jax_paged.image_settings import ImageSettings, max_images
 from jax_paged.models.causal_lm import CausalLM
+from jax_paged.models.images import ImageSpec
 from jax_paged.models.lora import LoraLayout, lora_maps
 from jax_paged.models.sharding import DeviceGrid
 from jax_paged.models.weights import LoadedModel
@@ -30,22 +32,45 @@ class Additions(NamedTuple):
         lora: The arrays of adapters; None if there are none.
         embed_path: Where the table of token embeddings stands, if prompts may have vectors.
         embed_size: Numbers of such a vector; 0 if there are none.
+        image_spec: How prompts have images, which become such vectors; None if they have none.
     """
 
     lora: LoraLayout | None
     embed_path: str
     embed_size: int
+    image_spec: ImageSpec | None
 
     def settings(self, args: EngineArgs) -> dict[str, Any]:
         """Returns the fields of EngineConfig that they determine."""
-        maps = self.lora.maps if self.lora else ()
+        maps, images = self.lora.maps if self.lora else (), None
+        if self.image_spec is not None:
+            limits = max_images(args.limit_mm_per_prompt), int(args.encoder_cache_gb * 2**30)
+            images = ImageSettings(self.image_spec, *limits)
         return {
             "max_loras": args.max_loras if self.lora else 0,
             "max_lora_rank": args.max_lora_rank,
             "max_cpu_loras": args.max_cpu_loras or max(args.max_loras, DEFAULT_CPU_LORAS),
             "lora_maps": {m.name: (m.num_in, m.num_out) for m in maps},
-            "embed_size": self.embed_size,
+            "embed_size": self.embed_size if args.enable_prompt_embeds else 0,
+            "images": images,
         }
+
+
+def _check_images(args: EngineArgs, loaded: LoadedModel) -> None:
+    """Checks that an engine can serve a model that reads images.
+
+    Raises:
+        ValueError: If it was asked for what such a model can't have.
+    """
+    if loaded.model.image_spec is None:
+        return
+    what = f"with {loaded.architecture}, which reads images"
+    for name, only in (
+        ("enable_lora", False),
+        ("pipeline_parallel_size", 1),
+        ("distributed_executor_backend", "uni"),
+    ):
+        check(getattr(args, name) == only, name, getattr(args, name), f"{only!r} {what}")
 
 
 def plan_additions(args: EngineArgs, loaded: LoadedModel) -> Additions:
@@ -54,14 +79,16 @@ def plan_additions(args: EngineArgs, loaded: LoadedModel) -> Additions:
     Raises:
         ValueError: If the model can't have it.
     """
-    lora, path = None, loaded.model.embed_path if args.enable_prompt_embeds else ""
+    _check_images(args, loaded)
+    spec = loaded.model.image_spec
+    lora, path = None, loaded.model.embed_path if args.enable_prompt_embeds or spec else ""
     if args.enable_lora:
         ok = isinstance(loaded.model, CausalLM)
         check(ok, "enable_lora", True, f"False for {loaded.architecture}, which has an encoder")
         lora = LoraLayout(lora_maps(loaded.model), args.max_loras, args.max_lora_rank, loaded.dtype)
     ok = bool(path) or not args.enable_prompt_embeds
     check(ok, "enable_prompt_embeds", True, f"False for {loaded.architecture}")
-    return Additions(lora, path, loaded.config.hidden_size if path else 0)
+    return Additions(lora, path, loaded.config.hidden_size if path else 0, spec)
 
 
 @dataclasses.dataclass(frozen=True)

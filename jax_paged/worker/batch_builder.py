@@ -192,10 +192,13 @@ class BatchBuilder:
         embeds, first = np.zeros((len(has_embeds), self._embed_size), np.float32), 0
         seats = self._input_batch.seats_of(row.seq_id for row in output.scheduled).tolist()
         for row, seat in zip(output.scheduled, seats, strict=True):
-            given = self._input_batch.embeds.get(seat, embeds[:0])
-            part = given[row.start : row.start + row.num_tokens]
-            embeds[first : first + len(part)] = part
-            has_embeds[first : first + len(part)] = 1
+            for position, vectors in self._input_batch.embeds.get(seat, {}).items():
+                start = max(row.start, position)
+                stop = min(row.start + row.num_tokens, position + len(vectors))
+                if start < stop:
+                    rows = slice(first + start - row.start, first + stop - row.start)
+                    embeds[rows] = vectors[start - position : stop - position]
+                    has_embeds[rows] = 1
             first += row.num_tokens
         return embeds
 

@@ -143,7 +143,7 @@ class BlockMover:
         gathered = [run(SwapOutProgram(), pool, self._columns(c, SWAP_BLOCKS, 0, 0)[0]) for c in chunks]
         assert self._store is not None, "there are blocks in host memory"
         for chunk, blocks in zip(chunks, gathered, strict=True):
-            self._store(np.array([host for _, host in chunk], np.int32), *blocks)
+            self._store(np.array([host for _, host in chunk], np.int32), blocks)
 
     def swap_in(
         self, run: Callable[..., Any], pool: list[Array], pairs: tuple[tuple[int, int], ...]

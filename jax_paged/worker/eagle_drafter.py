@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import AttentionMetadata, paged_attention, write_kv
 from jax_paged.models.eagle import EagleHead
 from jax_paged.models.forward_context import ForwardContext
+from jax_paged.models.kv_place import Place
 from jax_paged.models.llama import LlamaForCausalLM
 from jax_paged.worker.drafting import LastRows, TracedModels, draw_drafts
 from jax_paged.worker.kv_cache import KVCacheLayout
@@ -67,7 +68,7 @@ class EagleDrafter:
     @property
     def group(self) -> int:
         """The cache group whose block tables it uses."""
-        return self.layout.places[0][1]
+        return self.layout.places[0].group
 
     def states(self, num_seats: int) -> list[tuple[tuple[int, ...], Any]]:
         """The feature of each sequence's last token, and the position of that."""
@@ -103,7 +104,7 @@ class EagleDrafter:
                 context_lens=jnp.where(is_live, places + i + 1, 0)[None],
                 query_start_loc=jnp.arange(first.shape[0] + 1),
                 is_decode=True,
-                places=((0, 0),),
+                places=(Place(0, 0),),
                 attend=None,
                 shared_blocks=None,
             )
@@ -159,7 +160,7 @@ class EagleDrafter:
         """Returns the context of a pass that writes to `pools`, a list of one."""
         spec = head.kv_cache_spec(self.window)
 
-        def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+        def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> Array:
             return paged_attention(0, spec, q, k, v, pools, metadata, **options)
 
         return head.context(metadata.positions, attend, metadata.grid)
@@ -214,5 +215,5 @@ def _finite(rows: Float[Array, "t e"]) -> Float[Array, "t e"]:
     return jnp.where(jnp.all(jnp.isfinite(rows), axis=1, keepdims=True), rows, 0)
 
 
-def _never(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+def _never(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
     raise AssertionError("keys and values need no attention")

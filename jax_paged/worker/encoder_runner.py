@@ -107,8 +107,8 @@ class EncoderRunner:
         check(args.tensor_parallel_size == 1, "tensor_parallel_size", args.tensor_parallel_size, allowed)
         num_stages = args.pipeline_parallel_size
         check(num_stages == 1, "pipeline_parallel_size", num_stages, allowed)
-        (grid,) = device_grids(args, first_device)
-        is_own, (loaded,) = loaded is None, load(args, loaded, (grid,))
+        (grid,) = device_grids(args, first_device, 1)
+        is_own, (loaded,) = loaded is None, load(args, loaded, (grid,), (0,))
         allowed = "False, as texts of another batch take another program"
         check(not args.batch_invariant, "batch_invariant", True, allowed)
         self._replicated = NamedSharding(grid.mesh, PartitionSpec())

@@ -292,6 +292,8 @@ class LocalExecutor:
         """Computes with other weights from the next step on; ValueError if they don't fit."""
         self._check_whole("to exchange weights")
         self.runner.served.replace(new, self.config.max_model_len, self._overrides)
+        if self.config.images is not None:
+            self.runner.image_encoder.clear()
         self._source = new if isinstance(new, str | Path) else None
 
     def check_weights(self) -> None:

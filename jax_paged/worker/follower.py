@@ -2,33 +2,33 @@
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import jax
 import numpy as np
 
 from jax_paged.worker.channel import Channel
 from jax_paged.worker.compilation import CompiledPrograms
-from jax_paged.worker.process_group import WEIGHTS
-from jax_paged.worker.programs import Program
+from jax_paged.worker.process_group import WEIGHTS, units
+from jax_paged.worker.programs import Program, SeatArrays
+from jax_paged.worker.stage_links import StageLinks
 
 
 class Follower:
-    """Runs what the leader announces, on the devices of this process. It is a ProcessGroup.
+    """Runs what the leader announces for an engine, on the devices of this process. It is a ProcessGroup.
 
     Args:
         channel: To the leader.
-        end: Is called when the leader is gone; by another thread.
+        engine: Which of the engines of a pipeline.
+        links: To the other stages, if each process has one.
     """
 
-    def __init__(self, channel: Channel, end: Callable[[], None]) -> None:
-        self._channel, self._end = channel, end
+    def __init__(self, channel: Channel, engine: int = 0, links: StageLinks | None = None) -> None:
+        self._channel, self.engine, self.links = channel, engine, links
         self._functions: dict[str, Callable[..., Any]] = {}
         self._weights: list[Any] = []
-        self._arrays: dict[int, Any] = {}  # by the leader's numbers
+        self._arrays: dict[int, Any] = {}  # and lists of them, by the leader's numbers
         self._next = 0
-        self._messages: queue.SimpleQueue[tuple[Any, list[np.ndarray]]] = queue.SimpleQueue()
 
     def least(self, value: int) -> int:
         """Returns the least that any process has passed."""
@@ -44,46 +44,72 @@ class Follower:
         """Whether a program may be run: the leader knows, who asks for it."""
         return True
 
-    def begin(self, compiled: CompiledPrograms, weights: list[Any], kept: Any) -> Callable[..., Any]:
+    def begin(
+        self, compiled: CompiledPrograms, run: Callable[..., Any], weights: list[Any], kept: Any
+    ) -> Callable[..., Any]:
         """Tells the leader that all is there, and what is compiled; see ProcessGroup."""
-        self._weights = weights
+        self._weights, self._run = weights, run
+        self._programs = {str(program): program for program in compiled.programs}
         self._keep(kept)
-        self._functions |= {str(program): self._on_leaves(compiled, program) for program in compiled.programs}
-        compiled.when_compiled(lambda program: self._channel.send({"compiled": str(program)}))
-        self._channel.send({"ready": True})
-        return compiled.run
-
-    def follow(self) -> NoReturn:
-        """Runs what the leader announces, for ever."""
-        threading.Thread(target=self._read, daemon=True).start()
-        while True:
-            (name, codes, dropped), arrays = self._messages.get()
-            given, leaves = iter(arrays), []
-            for code in codes:
-                if code == WEIGHTS:
-                    leaves += self._weights
-                else:
-                    leaves.append(next(given) if code is None else self._arrays[code])
-            self._keep(self._functions[name](*leaves))
-            for number in dropped:
-                del self._arrays[number]
-
-    def _keep(self, result: Any) -> None:
-        for leaf in jax.tree.leaves(result):
-            self._arrays[self._next] = leaf
-            self._next += 1
-
-    def _on_leaves(self, compiled: CompiledPrograms, program: Program) -> Callable[..., Any]:
-        def run(*leaves: Any) -> Any:
-            args, _ = jax.tree.unflatten(compiled[program].execute.in_tree, leaves)
-            return compiled.run(program, *args)
-
+        if self.engine == 0:
+            compiled.when_compiled(lambda program: self._channel.send({"compiled": str(program)}))
+            self._channel.send({"ready": True})
         return run
 
-    def _read(self) -> None:
+    def do(self, name: str, codes: list[Any], dropped: list[int], arrays: list[np.ndarray]) -> None:
+        """Runs what a message names."""
+        given = iter(arrays)
+        args = [self._arg(code, given) for code in codes]
+        function = self._functions.get(name)
+        self._keep(function(*args) if function else self._run(self._programs[name], *args))
+        for number in dropped:
+            del self._arrays[number]
+
+    def _arg(self, code: Any, given: Any) -> Any:
+        """Returns the argument that a code stands for; see Leader."""
+        match code:
+            case None:
+                return next(given)
+            case str():
+                assert code == WEIGHTS, "nothing else is called by a name"
+                return self._weights
+            case list():
+                return [self._arg(x, given) for x in code]
+            case {"seats": codes}:
+                return SeatArrays(*(self._arg(x, given) for x in codes))
+            case _:
+                return self._arrays[code]
+
+    def _keep(self, result: Any) -> None:
+        for unit in units(result):
+            self._arrays[self._next] = unit
+            self._next += 1
+
+
+def follow_leader(channel: Channel, groups: Sequence[Follower], end: Callable[[], None]) -> NoReturn:
+    """Runs what the leader announces, for ever.
+
+    Args:
+        channel: To the leader.
+        groups: One for each engine of a pipeline.
+        end: Is called when the leader is gone; by another thread.
+    """
+    announced: queue.SimpleQueue[tuple[Any, list[np.ndarray]]] = queue.SimpleQueue()
+
+    def read() -> None:
         # Beside the thread that runs: it may wait for a process that is lost, and the leader with it.
         try:
             while True:
-                self._messages.put(self._channel.receive())
+                message, arrays = channel.receive()
+                links = groups[0].links
+                if links is not None and isinstance(message, dict):
+                    links.arrive(message["engine"], arrays)
+                else:
+                    announced.put((message, arrays))
         except (OSError, ValueError):
-            self._end()
+            end()
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        (engine, name, codes, dropped), arrays = announced.get()
+        groups[engine].do(name, codes, dropped, arrays)

@@ -31,12 +31,12 @@ class HostBlocks:
             local = (*shape.shape[:_HEADS], end - self._first, *shape.shape[_HEADS + 1 :])
             self.arrays.append(np.empty(local, shape.dtype))
 
-    def store(self, places: Int[np.ndarray, " n"], *blocks: Array) -> None:
+    def store(self, places: Int[np.ndarray, " n"], blocks: list[Array]) -> None:
         """Waits for blocks and keeps them.
 
         Args:
             places: Where in host memory.
-            *blocks: Per array of the pool, as many blocks or more.
+            blocks: Per array of the pool, as many blocks or more.
         """
         for memory, array in zip(self.arrays, blocks, strict=True):
             for shard in array.addressable_shards:

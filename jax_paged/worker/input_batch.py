@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_paged.core.scheduler_output import MAX_END_TOKENS, NewSequence, ScheduledSequence, SchedulerOutput
+from jax_paged.core.sequence import StandIn
 from jax_paged.sampling_params import LogitsFunction, SamplingParams
 from jax_paged.worker.packed_batch import NUM_SAMPLING_COLUMNS, pack_sampling
 from jax_paged.worker.token_rules import KnownTokens, TokenRules
@@ -52,7 +53,9 @@ class InputBatch:
         hook_args: float32 [S, A], whether each hook is on, and its arguments.
         processor_args: float32 [S, P], whether each logits processor is on, and its arguments.
         adapter_slots: int32 [S], the slot of each sequence's adapter, 0 for none.
-        embeds: Of the sequences whose prompt begins with vectors, these: float32 [tokens, E].
+        embeds: Of the sequences whose prompts have vectors, by the position of the first of each run of
+            them, in order: float32 [tokens, E]. Those of stand-ins come when a step first needs them.
+        stand_ins: Of the sequences whose prompts have some, these.
         new_seats: Seats of sequences with logits processors that nothing was drawn for yet.
         pooling: Of the sequences whose prompt is pooled, SamplingParams.pooling and the prompt's length.
         prompts: Of the sequences whose prompt gets log-probabilities, the prompt and how many most likely
@@ -92,13 +95,14 @@ class InputBatch:
         self.hook_args = np.zeros((max_num_seqs, sum(1 + n for n in hooks.values())), np.float32)
         self.processor_args = np.zeros((max_num_seqs, sum(1 + n for n in processors.values())), np.float32)
         self.adapter_slots = np.zeros(max_num_seqs, np.int32)
-        self.embeds: dict[int, np.ndarray] = {}
+        self.embeds: dict[int, dict[int, np.ndarray]] = {}
+        self.stand_ins: dict[int, tuple[StandIn, ...]] = {}
         self.new_seats: set[int] = set()
         self.prompts: dict[int, tuple[list[int], int]] = {}
         self.pooling: dict[int, tuple[str, int]] = {}
         self._by_seat: tuple[dict[int, Any], ...] = (
             *(self.token_rules, self.known_tokens, self.functions),
-            *(self.prompts, self.forced_tokens, self.pooling, self.embeds),
+            *(self.prompts, self.forced_tokens, self.pooling, self.embeds, self.stand_ins),
         )
 
     @property
@@ -126,7 +130,26 @@ class InputBatch:
         if not self.embeds:
             return False
         found = ((row, self.embeds.get(self._seats[row.seq_id])) for row in output.scheduled)
-        return any(given is not None and row.start < len(given) for row, given in found)
+        return any(
+            given is not None
+            and row.start < (last := next(reversed(given))) + len(given[last])  # most rows are behind them
+            and any(i < row.start + row.num_tokens and row.start < i + len(x) for i, x in given.items())
+            for row, given in found
+        )
+
+    def missing_stand_ins(self, output: SchedulerOutput) -> list[tuple[int, StandIn]]:
+        """Returns what stands for tokens of a step and has no vectors yet, each with its seat."""
+        if not self.stand_ins:
+            return []
+        missing: list[tuple[int, StandIn]] = []
+        for row in output.scheduled:
+            seat = self._seats[row.seq_id]
+            own, known = self.stand_ins.get(seat, ()), self.embeds.get(seat, {})
+            if own and row.start < own[-1].stop:  # most rows are behind them
+                stop = row.start + row.num_tokens
+                needed = (s for s in own if s.start < stop and row.start < s.stop)
+                missing += [(seat, s) for s in needed if s.start not in known]
+        return missing
 
     def seats_of(self, seq_ids: Iterable[int]) -> np.ndarray:
         """Returns the seats of sequences, int64."""
@@ -229,7 +252,9 @@ class InputBatch:
         self.adapter_slots[seat] = new.adapter_slot
         if new.prompt_embeds is not None:
             given = np.frombuffer(new.prompt_embeds.data, "<f4")
-            self.embeds[seat] = given.reshape(new.prompt_embeds.num_tokens, -1)
+            self.embeds[seat] = {0: given.reshape(new.prompt_embeds.num_tokens, -1)}
+        if new.stand_ins:
+            self.stand_ins[seat] = new.stand_ins
         if params.forced_token_ids is not None:
             self.forced_tokens[seat] = len(new.prompt_token_ids), params.forced_token_ids
         if params.pooling is not None:

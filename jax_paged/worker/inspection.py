@@ -50,11 +50,15 @@ class InspectProgram(Program):
             specs, found = model.kv_cache_specs(), {}
             paged = model.paged_context(pool, metadata)
 
-            def attend(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+            def attend(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
                 out = paged.attend(layer, q, k, v, **options)
-                if layer in self.layers:
-                    array, group = layout.places[layer]
-                    keys = dequantize(rows_of(pool[array][metadata.block_tables[group, 0], 0]), q.dtype)
+                # A layer that attends to another's keys is not that layer.
+                if layer in self.layers and k is not None:
+                    array, group, view = layout.places[layer]
+                    pages = pool[array][metadata.block_tables[group, 0]]
+                    if view is not None:
+                        pages = view.pages(pages, layout.num_devices)[view.part :: view.num_parts]
+                    keys = dequantize(rows_of(pages[:, 0]), q.dtype)
                     last = metadata.context_lens[group, 0] - metadata.query_start_loc[1]
                     places = last + jnp.arange(self.num_tokens)
                     found[layer] = probabilities(specs[layer], q, keys, places, **options)
@@ -89,16 +93,17 @@ def probabilities(
     *,
     scale: float,
     soft_cap: float | None = None,
+    sinks: Array | None = None,
     distance_bias: Array | None = None,
 ) -> Float[Array, "h t n"]:
-    """Returns how much each token attends to each slot, plainly.
+    """Returns how much each token attends to each slot, plainly; with sinks, less than 1 in all.
 
     Args:
         spec: Of the layer.
         q: Queries.
         keys: Pages of keys, in order.
         places: int32 [T], the slot of each query's own token.
-        scale: As dense_attention takes it; so are the two that follow.
+        scale: As dense_attention takes it; so are the three that follow.
     """
     keys = jnp.repeat(
         keys.transpose(0, 2, 1, 3).reshape(-1, *keys.shape[1::2]), q.shape[1] // keys.shape[1], 1
@@ -111,7 +116,11 @@ def probabilities(
         scores += distance_bias[:, jnp.clip(distance, 0, distance_bias.shape[1] - 1)]
     window = window_of(spec)
     live = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    return jnp.where(live, jax.nn.softmax(jnp.where(live, scores, -jnp.inf)), 0)
+    scores = jnp.where(live, scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (*scores.shape[:2], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    return jnp.where(live, jax.nn.softmax(scores)[..., : len(keys)], 0)
 
 
 class Inspector:
@@ -133,10 +142,12 @@ class Inspector:
         """See Executor.read_kv."""
         layout = self._runner.context.layout
         check_int("layer", layer, 0, len(layout.places) - 1)
-        array, group = layout.places[layer]
+        array, group, view = layout.places[layer]
         table, n = block_tables[group], num_tokens[group]
         blocks = _padded(table, _power_of_two(len(table)))
         pages = np.asarray(self._gather(self._runner.arrays["kv_cache"][array], blocks))[: len(table)]
+        if view is not None:
+            pages = np.asarray(view.pages(pages, layout.num_devices))[view.part :: view.num_parts]
         kv = pages.transpose(1, 0, 3, 2, 4).reshape(pages.shape[1], -1, *pages.shape[2::2])
         is_held = np.repeat(np.array(table) != NULL_BLOCK, self._runner.config.block_size)[:n]
         return kv[0, :n][is_held], kv[-1, :n, :, : layout.value_dim][is_held]
@@ -145,7 +156,7 @@ class Inspector:
         """See Executor.inspect."""
         context, n = self._runner.context, len(query.token_ids)
         groups = context.layout.groups
-        own = [i for i, (_, group) in enumerate(context.layout.places) if not groups[group].is_cross]
+        own = [i for i, place in enumerate(context.layout.places) if not groups[place.group].is_cross]
         ok = context.attend is None or not query.layers
         check(ok, "layers", query.layers, "none with attention of your own, of which nothing is known")
         for layer in query.layers:

@@ -39,7 +39,7 @@ class KeptStates:
         output: SchedulerOutput,
         batch: InputBatch,
         states: list[Array],
-        place: Callable[..., list[Array]],
+        place: Callable[..., tuple[Array, ...]],
     ) -> list[Array]:
         """Returns the states with those of the sequences that come back in a step, in their new seats."""
         back = [new for new in output.new_sequences if new.former_id in self._by_id]
@@ -50,4 +50,4 @@ class KeptStates:
         for new, seat in zip(back, seats, strict=True):
             for leaf, row in zip(host, self._by_id.pop(new.former_id), strict=True):
                 leaf[seat] = row
-        return place(*host)
+        return list(place(*host))

@@ -117,7 +117,7 @@ def choose_backend(
         )
         _LOGGER.warning("attention runs in XLA: %s", why)
         return backend, f"auto; {why}"
-    verdict = check(suite_of(args, loaded))
+    verdict = check_all(suites_of(args, loaded))
     if verdict.outcome == "passed":
         _LOGGER.info("attention runs in the Pallas kernels: %s", verdict.reason)
         return "pallas", f"auto: {verdict.reason}"
@@ -139,10 +139,11 @@ def _command(args: EngineArgs) -> str:
     return f"jax-paged check-kernels {' '.join(options)}"
 
 
-def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None) -> Suite:
+def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None) -> list[Suite]:
     """Returns the shapes with which a device calls the kernels, whether or not the model is loaded yet.
 
-    They are found by running the model on shapes alone, with attention that takes notes.
+    They are found by running the model on shapes alone, with attention that takes notes. Layers that differ
+    in the heads of keys and values have a suite each.
 
     Raises:
         ValueError: If the model can't be divided among so many devices.
@@ -153,20 +154,29 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
         )
     else:
         model = loaded.model if isinstance(loaded, LoadedModel) else loaded
-    specs, found = model.kv_cache_specs(), dict[Any, Variant]()
+    specs, found = model.kv_cache_specs(), dict[tuple[int, int, int | None], dict[Any, Variant]]()
     flat, weights, splits = flatten(model)
     size = args.tensor_parallel_size
     grid = DeviceGrid(AbstractMesh((size,), (TENSOR,)), args.enable_expert_parallel)
     check_divided(model, grid)
-    (kv_heads,) = repeated(specs[0].num_kv_heads, 1)
 
     def attend(
-        layer: int, q: Array, k: Array, v: Array, *, scale: float, soft_cap: float | None = None, **bias: Any
+        layer: int,
+        q: Array,
+        k: Array | None,
+        v: Array | None,
+        *,
+        scale: float,
+        soft_cap: float | None = None,
+        **more: Any,
     ) -> Array:
-        asked = window_of(specs[layer]), soft_cap, bias.get("distance_bias") is not None
+        spec = specs[layer]
+        by_head = (more.get(name) is not None for name in ("distance_bias", "sinks"))
+        asked = window_of(spec), soft_cap, *by_head
+        variants = found.setdefault((spec.num_kv_heads, spec.head_dim, value_dim_of(spec)), {})
         # Layers that differ in their scale only run the same kernels.
-        found.setdefault(asked, Variant(q.shape[-2] // size, float(scale), *asked))
-        return q[..., : value_dim_of(specs[layer])]
+        variants.setdefault(asked, Variant(q.shape[-2] // size, float(scale), *asked))
+        return q[..., : value_dim_of(spec)]
 
     def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
         return attend(layer, q, q, q, scale=scale)
@@ -187,17 +197,29 @@ def suite_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None
         run, [jax.ShapeDtypeStruct(*x) for x in zip(shapes, (x.dtype for x in weights), strict=True)]
     )
     max_len = args.max_model_len or model.config.max_position_embeddings
-    return Suite(
-        variants=tuple(found.values()),
-        kv_heads=kv_heads.on(size),
-        head_dim=specs[0].head_dim,
-        page_size=args.block_size,
-        dtype=str(hidden.dtype),
-        max_len=min(max_len, self_check.LONGEST),
-        kv_cache_dtype=args.kv_cache_dtype,
-        experts=tuple(products),
-        value_dim=value_dim_of(specs[0]),
-    )
+    return [
+        Suite(
+            variants=tuple(variants.values()),
+            kv_heads=repeated(num_kv_heads, 1)[0].on(size),
+            head_dim=head_dim,
+            page_size=args.block_size,
+            dtype=str(hidden.dtype),
+            max_len=min(max_len, self_check.LONGEST),
+            kv_cache_dtype=args.kv_cache_dtype,
+            experts=tuple(products),
+            value_dim=value_dim,
+        )
+        for (num_kv_heads, head_dim, value_dim), variants in found.items()
+    ]
+
+
+def check_all(suites: list[Suite], **options: Any) -> Verdict:
+    """Returns the verdict of `check` on the first suite that does not pass, or else on the last."""
+    verdict = check(suites[0], **options)
+    for suite in suites[1:]:
+        if verdict.outcome == "passed":
+            verdict = check(suite, **options)
+    return verdict
 
 
 def check(

@@ -10,6 +10,15 @@ layers, every second one with a window, and two arrays:
     window           -       128       -       128
     group            0        1        0        1
     array            0        0        1        1
+
+Layers may differ in heads. The arrays are then those of the layers with most numbers per token, and where
+others have half or a third of them, two or three of one group share an array (View in models/kv_place.py).
+Layers 1, 3, 4 and 5 have a window here, and half as many numbers:
+
+    layer            0        1        2        3        4        5
+    group            0        1        0        1        1        1
+    array            0        0        1        0        1        1
+    half             -        0        -        1        0        1
 """
 
 import dataclasses
@@ -24,6 +33,7 @@ from jaxtyping import Array
 
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.models.attention import POOL_SPEC, CrossAttentionSpec, KVCacheSpec, value_dim_of, window_of
+from jax_paged.models.kv_place import Place, View
 from jax_paged.models.sharding import repeated
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, row_size, tiles_of
 
@@ -53,17 +63,17 @@ class KVCacheLayout:
 
     Args:
         groups: What the layers of each cache group need.
-        places: (array, group) of each layer, in the order of the model's kv_cache_specs().
+        places: Of each layer, in the order of the model's kv_cache_specs().
         num_pools: Arrays.
-        num_kv_heads: Of every layer; on all devices together, so that one may be there several times.
-        head_dim: Of every layer.
+        num_kv_heads: Of every array; on all devices together, so that one may be there several times.
+        head_dim: Of every array.
         dtype: Of the arrays.
         num_devices: How many share the heads.
         value_dim: Of every layer, as value_dim_of says it.
     """
 
     groups: tuple[CacheGroup, ...]
-    places: tuple[tuple[int, int], ...]
+    places: tuple[Place, ...]
     num_pools: int
     num_kv_heads: int
     head_dim: int
@@ -93,19 +103,27 @@ def stage_layout(layout: KVCacheLayout, layers: Sequence[int]) -> KVCacheLayout:
         layers: Those of one stage.
     """
     counts = [0] * len(layout.groups)
-    places = [(0, group) for _, group in layout.places]
+    places = [place._replace(array=0) for place in layout.places]
     for layer in layers:
-        group = places[layer][1]
-        places[layer] = counts[group], group
-        counts[group] += 1
-    return dataclasses.replace(layout, places=tuple(places), num_pools=max(counts))
+        place = places[layer]
+        places[layer] = _nth_place(counts[place.group], place)
+        counts[place.group] += 1
+    num_pools = 1 + max(places[layer].array for layer in layers)
+    return dataclasses.replace(layout, places=tuple(places), num_pools=num_pools)
+
+
+def _nth_place(n: int, place: Place) -> Place:
+    """Returns the place of the n-th layer of a cache group, given that of another."""
+    if (view := place.view) is None:
+        return place._replace(array=n)
+    return place._replace(array=n // view.num_parts, view=view._replace(part=n % view.num_parts))
 
 
 def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype, num_devices: int = 1) -> KVCacheLayout:
     """Splits the layers of a model into cache groups.
 
-    The kind with the fewest layers sets the size of a group, so that no array is used by few groups only;
-    where the kinds have nearly the same number of layers, the larger does.
+    The kind whose layers fill the fewest arrays sets the size of a group, so that no array is used by few
+    groups only; where the kinds fill nearly the same number of arrays, the larger does.
 
     Args:
         specs: One per layer.
@@ -113,29 +131,51 @@ def plan_layout(specs: list[KVCacheSpec], dtype: jnp.dtype, num_devices: int = 1
         num_devices: How many share the heads.
 
     Raises:
-        ValueError: If the layers differ in heads, or these can't be divided.
+        ValueError: If the heads can't be divided, or layers that differ can't share arrays.
     """
-    shapes = {(s.num_kv_heads, s.head_dim, value_dim_of(s)) for s in specs}
-    if len(shapes) != 1:
+    cached = {(s.num_kv_heads, s.head_dim, value_dim_of(s)) for s in specs}
+    value_dim = value_dim_of(specs[0])
+    if len(cached) > 1 and any(dim is not None for *_, dim in cached):
         raise ValueError(
-            f"the layers have (kv heads, head_dim, value_dim of latents) {sorted(shapes, key=str)}; allowed: "
-            "the same for all layers"
+            f"the layers have (kv heads, head_dim, value_dim of latents) {sorted(cached, key=str)}; allowed "
+            "where one caches latents: the same for all layers"
+        )
+
+    def heads_of(spec: KVCacheSpec) -> int:
+        (heads,) = repeated(spec.num_kv_heads, spec.head_dim)
+        return num_devices * heads.on(num_devices)
+
+    shapes = {(s.num_kv_heads, s.head_dim): (heads_of(s), s.head_dim) for s in specs}
+    num_kv_heads, head_dim = max(shapes.values(), key=math.prod)
+    if any((num_kv_heads * head_dim) % math.prod(shape) for shape in shapes.values()):
+        raise ValueError(
+            f"the layers have (kv heads, head_dim) {sorted(shapes)}, on {num_devices} devices; allowed: keys "
+            "of as many numbers in every layer as in the largest, or a whole fraction of them"
+        )
+    if len(shapes) > 1 and dtype in DTYPES.values():
+        names = {quantized: name for name, quantized in DTYPES.items()}
+        raise ValueError(
+            f"kv_cache_dtype is {names[dtype]!r}, and the layers have (kv heads, head_dim) {sorted(shapes)}; "
+            "allowed for layers that differ: 'auto'"
         )
     kinds: dict[KVCacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         kinds.setdefault(spec, []).append(layer)
-    counts = [len(layers) for layers in kinds.values()]
+    counts, views = list[int](), dict[KVCacheSpec, View | None]()
+    for spec, layers in kinds.items():
+        parts = num_kv_heads * head_dim // (heads_of(spec) * spec.head_dim)
+        views[spec] = None if spec.head_dim == head_dim and parts == 1 else View(spec.head_dim, parts, 0)
+        counts.append(-(-len(layers) // parts))
     size = max(counts) if max(counts) < 1.25 * min(counts) else min(counts)
     groups: list[CacheGroup] = []
-    places = [(0, 0)] * len(specs)
+    places = [Place(0, 0)] * len(specs)
     for spec, layers in kinds.items():
-        for first in range(0, len(layers), size):
-            for pool, layer in enumerate(layers[first : first + size]):
-                places[layer] = pool, len(groups)
+        view = views[spec]
+        num_layers = size * (1 if view is None else view.num_parts)
+        for first in range(0, len(layers), num_layers):
+            for n, layer in enumerate(layers[first : first + num_layers]):
+                places[layer] = _nth_place(n, Place(0, len(groups), view))
             groups.append(CacheGroup(window_of(spec), isinstance(spec, CrossAttentionSpec)))
-    num_kv_heads, head_dim, value_dim = shapes.pop()
-    (heads,) = repeated(num_kv_heads, head_dim)
-    num_kv_heads = num_devices * heads.on(num_devices)
     shape = num_kv_heads, head_dim, dtype, num_devices, value_dim
     return KVCacheLayout(tuple(groups), tuple(places), size, *shape)
 

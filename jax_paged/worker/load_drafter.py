@@ -8,6 +8,7 @@ from jaxtyping import Array
 from jax_paged.config import EngineArgs
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.eagle_checkpoint import load_head
+from jax_paged.models.kv_place import Place
 from jax_paged.models.sharding import DeviceGrid
 from jax_paged.models.weights import LoadedModel, load_model
 from jax_paged.worker.draft_model import DraftModel, check_draft, check_groups
@@ -42,7 +43,7 @@ def load_drafter(
         # An entry stands one place before its token: what has left the window of that may be gone.
         window = None if window is None else max(1, window - 1)
         own = plan_layout([head.kv_cache_spec(window)], layout.dtype, grid.num_devices)
-        own = dataclasses.replace(own, groups=layout.groups, places=((0, group),))
+        own = dataclasses.replace(own, groups=layout.groups, places=(Place(0, group),))
         paths = head.config.features_of(loaded.config.num_hidden_layers)
         flat, weights, splits = flatten(packed(head, in_place=True) if packs else head)
         weights = placed(weights, splits, grid, are_in_order=True)

@@ -15,12 +15,13 @@ from jax_paged.pallas_kernels.native import products
 _LOGGER = logging.getLogger(__name__)
 
 
-def device_grids(args: EngineArgs, first_device: int) -> tuple[DeviceGrid, ...]:
+def device_grids(args: EngineArgs, first_device: int, num_stages: int) -> tuple[DeviceGrid, ...]:
     """Returns the devices that the model of an engine is divided among, for each stage of it.
 
     Args:
-        args: Say how many.
+        args: Say how many a stage has.
         first_device: The first of them, among those that JAX sees.
+        num_stages: Stages of this process.
 
     Raises:
         ValueError: If there are not so many.
@@ -33,7 +34,7 @@ def device_grids(args: EngineArgs, first_device: int) -> tuple[DeviceGrid, ...]:
     if jax.default_backend() == "cpu":
         hint = " (a CPU is as many as XLA_FLAGS=--xla_force_host_platform_device_count=N says)"
     check(size <= len(devices), "tensor_parallel_size", size, allowed + hint)
-    num_stages, seen = args.pipeline_parallel_size, f"as JAX sees {jax.device_count()} devices"
+    seen = f"as JAX sees {jax.device_count()} devices"
     most = len(devices) // size
     allowed = f"at most {most}, {seen}, and each stage takes {size}{hint}"
     check(num_stages <= most, "pipeline_parallel_size", num_stages, allowed)

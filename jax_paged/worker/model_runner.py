@@ -27,10 +27,12 @@ from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.compilation import CompiledPrograms
 from jax_paged.worker.encoder import encode
 from jax_paged.worker.host_blocks import HostBlocks
+from jax_paged.worker.image_encoder import ImageEncoder
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.kept_states import KeptStates
 from jax_paged.worker.logits_processors import LogitsProcessor
 from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
+from jax_paged.worker.own_stage import OwnStage
 from jax_paged.worker.pooling import plan_pooling
 from jax_paged.worker.process_group import OneProcess, ProcessGroup
 from jax_paged.worker.programs import SeatArrays, TraceContext
@@ -59,6 +61,7 @@ class ModelRunner:
     Attributes:
         config: What the settings have come to.
         builder: Builds the inputs of steps.
+        image_encoder: What it has made of images must be forgotten when the weights are exchanged.
         served: The weights; they may be exchanged between steps.
 
     Raises:
@@ -101,7 +104,7 @@ class ModelRunner:
             vocab_size=self.config.vocab_size,
             checks_inputs=checks_inputs(),
             shares_prefixes=self._context.shares_prefixes,
-            embed_size=self.config.embed_size,
+            embed_size=self._context.embed_size,
         )
         # One more than can be swapped: block 0 stays unused.
         num_swapped = self.config.num_swap_blocks + 1
@@ -117,12 +120,17 @@ class ModelRunner:
         self._states_on_host: list[np.ndarray] = []
         self.allocate()
         self._kept_states = KeptStates()
+        images, is_invariant = self.config.images, self.config.batch_invariant
+        self.image_encoder = ImageEncoder(images.cache_bytes if images else 0, batch_invariant=is_invariant)
         self._pending: collections.deque[PendingStep] = collections.deque()
         # Last, as it leaves threads behind.
         self._compiled = model.compiled(self._mover.programs)
         self._has_mixed = any(not b.is_decode and not b.num_drafts for b in self._compiled.buckets)
         kept = self._kv_cache, self._seat_arrays, self._adapters.arrays
-        self._run = group.begin(self._compiled, self._weights, kept)
+        run = self._compiled.run
+        if group.links is not None:
+            run = OwnStage(group.engine, group.links, self._context, self._compiled).run
+        self._run = group.begin(self._compiled, run, self._weights, kept)
         model.num_users += 1
 
     @property
@@ -170,6 +178,7 @@ class ModelRunner:
         self._kv_cache = self._mover.move(self._run, self._kv_cache, output)
         held = self._weights, self._kv_cache
         self._kv_cache = encode(self._run, self._shared.encoders, output, self.config, *held)
+        self.image_encoder.encode(self._run, self._weights, output, batch)
         self._adapters.load(self._run, output.adapter_loads)
         counts = reset_token_counts(self._run, self._seat_arrays.token_counts, resets)
         self._seat_arrays = self._seat_arrays._replace(token_counts=counts, processor_states=states)
@@ -198,8 +207,8 @@ class ModelRunner:
         seats: SeatArrays[Any]
         self._kv_cache, seats = make(shapes)
         kept = _placed(*self._states_on_host, sharding=self._replicated) or seats.processor_states
-        self._seat_arrays = seats._replace(processor_states=kept)
-        self._empty_inputs: dict[int, list[Array]] = {}
+        self._seat_arrays = seats._replace(processor_states=list(kept))
+        self._empty_inputs: dict[int, tuple[Array, ...]] = {}
 
     def free(self) -> None:
         """Frees what `allocate` has taken, between two steps; no sequence goes on in its seat."""
@@ -265,7 +274,7 @@ class ModelRunner:
         has_embeds = batch.has_embeds(output)
         is_mixed = self._has_mixed and (wants_hidden or has_embeds or num_tokens > len(output.scheduled))
         if self.config.batch_invariant:  # one program serves all
-            has_embeds = self.config.embed_size > 0 and (is_mixed or not self._has_mixed)
+            has_embeds = self._context.embed_size > 0 and (is_mixed or not self._has_mixed)
         return self._compiled.smallest_ready(
             is_decode=not is_mixed,
             num_tokens=num_tokens,
@@ -278,7 +287,7 @@ class ModelRunner:
             has_embeds=has_embeds,
         )
 
-    def _empty(self, bucket: Bucket) -> list[Array]:
+    def _empty(self, bucket: Bucket) -> tuple[Array, ...]:
         if bucket.num_logits not in self._empty_inputs:
             inputs = empty_sampling_inputs(
                 bucket.num_logits, self.config.vocab_size, self._context.num_mask_words
@@ -287,6 +296,7 @@ class ModelRunner:
         return self._empty_inputs[bucket.num_logits]
 
 
-def _placed(*arrays: np.ndarray, sharding: NamedSharding) -> list[Array]:
+def _placed(*arrays: np.ndarray, sharding: NamedSharding) -> tuple[Array, ...]:
     """Returns arrays that every device has, also those of other processes, which do the same."""
-    return [jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index]) for x in arrays]
+    place = jax.make_array_from_callback
+    return tuple(place(x.shape, sharding, lambda index, x=x: x[index]) for x in arrays)

@@ -40,6 +40,7 @@ from jaxtyping import Array
 
 from jax_paged.core.scheduler_output import MAX_END_TOKENS
 from jax_paged.models.attention import Attend, AttentionMetadata, Backend
+from jax_paged.models.kv_place import Place
 from jax_paged.models.sharding import DeviceGrid
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.buckets import Bucket
@@ -166,7 +167,7 @@ def attention_metadata(
     block_tables: Array,
     bucket: Bucket,
     backend: Backend,
-    places: tuple[tuple[int, int], ...],
+    places: tuple[Place, ...],
     is_row_by_row: bool,
     attend: Attend | None,
     grid: DeviceGrid | None,

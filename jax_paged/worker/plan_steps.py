@@ -28,7 +28,7 @@ def plan_steps(config: EngineConfig, *, on_cpu: bool, packs: bool) -> list[Bucke
         # XLA multiplies a single row in bfloat16 several times slower than two.
         min_rows = 2 if on_cpu and config.dtype == "bfloat16" and not packs else 1
         buckets = plan_buckets(*limits, is_fine=on_cpu, min_rows=min_rows)
-    may_have = config.max_loras > 0, config.embed_size > 0
+    may_have = config.max_loras > 0, config.embed_size > 0 or config.images is not None
     buckets = [*buckets, *plan_verifying(config)]
     buckets = plan_variants(buckets, *may_have, is_invariant=is_invariant)
     return [*buckets, *plan_bursts(buckets, config.num_scheduler_steps)]

@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import jax
+
 from jax_paged.worker.compilation import CompiledPrograms
 from jax_paged.worker.programs import Program
+from jax_paged.worker.stage_links import StageLinks
 
 # In a message, in the place of an argument: the list of weights.
 WEIGHTS = "weights"
@@ -12,6 +15,16 @@ WEIGHTS = "weights"
 
 class ProcessGroup(Protocol):
     """What a runner asks of the processes that it is one of."""
+
+    @property
+    def engine(self) -> int:
+        """Which of the engines of a pipeline the runner is of; the first one makes what all share."""
+        ...
+
+    @property
+    def links(self) -> StageLinks | None:
+        """To the other stages of a pipeline; None if every process has all of them, or there is one."""
+        ...
 
     def least(self, value: int) -> int:
         """Returns the least that any process has passed."""
@@ -22,7 +35,7 @@ class ProcessGroup(Protocol):
 
         Args:
             name: The same in every process; no program is called so.
-            function: Takes arrays, and returns arrays in lists, or nothing.
+            function: Takes arrays and lists of them, and returns such, as `units` names them, or nothing.
         """
         ...
 
@@ -30,11 +43,14 @@ class ProcessGroup(Protocol):
         """Whether a program that is compiled here is so in every process."""
         ...
 
-    def begin(self, compiled: CompiledPrograms, weights: list[Any], kept: Any) -> Callable[..., Any]:
+    def begin(
+        self, compiled: CompiledPrograms, run: Callable[..., Any], weights: list[Any], kept: Any
+    ) -> Callable[..., Any]:
         """Waits for all processes, and returns what runs a program, on arguments, in each of them.
 
         Args:
             compiled: The programs.
+            run: Runs one in this process.
             weights: The list that programs are called with.
             kept: Arrays that are there from the start; programs take and return them.
         """
@@ -43,6 +59,9 @@ class ProcessGroup(Protocol):
 
 class OneProcess:
     """An engine whose devices are all in this process. It is a ProcessGroup."""
+
+    engine = 0
+    links: StageLinks | None = None
 
     def least(self, value: int) -> int:
         """Returns the least that any process has passed."""
@@ -56,6 +75,17 @@ class OneProcess:
         """Whether a program that is compiled here is so in every process."""
         return True
 
-    def begin(self, compiled: CompiledPrograms, weights: list[Any], kept: Any) -> Callable[..., Any]:
+    def begin(
+        self, compiled: CompiledPrograms, run: Callable[..., Any], weights: list[Any], kept: Any
+    ) -> Callable[..., Any]:
         """Returns what runs a program; see ProcessGroup."""
-        return compiled.run
+        return run
+
+
+def units(value: Any) -> list[Any]:
+    """Returns the arrays of a result, and the lists of arrays in it: what has a number in messages.
+
+    A list has one number, as the pools of the stages of a pipeline have more arrays or fewer.
+    """
+    found = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, list))
+    return [x for x in found if not isinstance(x, list) or x]

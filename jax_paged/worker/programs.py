@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import Attend, Backend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.hooks import Hook, at_paths
+from jax_paged.models.images import ImageSpec
 from jax_paged.models.lora import LoraLayout
 from jax_paged.models.pooling import PoolingSpec
 from jax_paged.models.sharding import TENSOR, DeviceGrid, whole_logits
@@ -78,8 +79,10 @@ class TraceContext:
         lora: The arrays of adapters; None if requests have none.
         embed_path: Where the table of token embeddings stands in the model, if prompts may have vectors.
         embed_size: Numbers of such a vector.
+        image_spec: How prompts have images; None if they have none.
         before_size: Numbers of the hidden states that a stage of a pipeline gets from the one before; 0 in a
             first stage.
+        is_last: Whether tokens are drawn here, and not in another stage that follows.
     """
 
     model: FlatModel[LanguageModel]
@@ -110,7 +113,9 @@ class TraceContext:
     lora: LoraLayout | None = None
     embed_path: str = ""
     embed_size: int = 0
+    image_spec: ImageSpec | None = None
     before_size: int = 0
+    is_last: bool = True
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -166,7 +171,7 @@ class TraceContext:
         """Returns the shapes of what the device keeps by seat."""
         num_groups, s = len(self.layout.groups), self.max_num_seqs
         return SeatArrays(
-            token_counts=self.shape((s, self.vocab_size), jnp.int32),
+            token_counts=self.shape((s if self.is_last else 0, self.vocab_size), jnp.int32),
             block_tables=self.shape((num_groups, s, self.max_blocks_per_seq), jnp.int32),
             last_tokens=self.shape((s,), jnp.int32),
             processor_states=[self.shape(x.shape, x.dtype) for x in state_shapes(self.processors, s)],

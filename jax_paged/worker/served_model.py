@@ -22,10 +22,12 @@ from jax_paged.worker.block_tables import WriteBlockTablesProgram
 from jax_paged.worker.buckets import plan_verifying
 from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
 from jax_paged.worker.encoder import plan_encoders
+from jax_paged.worker.image_encoder import NUM_TILES, EncodeImagesProgram
 from jax_paged.worker.kernel_check import choose_backend
 from jax_paged.worker.load_drafter import load_drafter
 from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
 from jax_paged.worker.mesh import choose_products, device_grids
+from jax_paged.worker.own_stage import lower_part
 from jax_paged.worker.plan_steps import plan_steps
 from jax_paged.worker.pooling import PoolProgram
 from jax_paged.worker.process_group import ProcessGroup
@@ -54,10 +56,11 @@ class ServedModel:
 
     Attributes:
         config: The settings of each engine.
-        grids: The devices of each stage; there is one, but in a pipeline.
-        stages: What the programs of each stage are traced for.
-        served: The weights of each stage.
-        weights: Those of all stages, one after the other.
+        grids: The devices of each stage; there is one, but in a pipeline. Where each stage has a process of
+            its own, all stand for the devices of this one, which has one of the stages.
+        stages: What the programs of each stage are traced for that this process has.
+        served: The weights of each of these stages.
+        weights: Those of all of them, one after the other.
         encoders: Programs that read what an encoder-decoder model answers.
         prompt_logprobs: The program that scores prompts.
         num_users: How many engines have not called `close`.
@@ -82,9 +85,13 @@ class ServedModel:
         # Before the weights take the GPU's memory.
         backend, backend_reason = choose_backend(args, loaded, attend)
         use_persistent_cache()
-        self.grids = device_grids(args, first_device)
+        links = group.links
+        own = range(num_stages) if links is None else [links.stage]
+        self.grids = device_grids(args, first_device, num_stages if links is None else 1)
+        if links is not None:
+            self.grids *= num_stages
         grid, is_own = self.grids[0], loaded is None
-        models = load(args, loaded, self.grids)
+        models = load(args, loaded, self.grids, own)
         last, model = models[-1], models[-1].model
         matmul_backend = choose_products(args, last.dtype)
         dtype = DTYPES.get(args.kv_cache_dtype, last.dtype)
@@ -98,13 +105,10 @@ class ServedModel:
         hook_params, params_def = jax.tree.flatten([hook.params for hook in hooks])
         draft, draft_weights = load_drafter(args, last, layout, grid, packs=packs)
         extra, how = [*hook_params, *draft_weights], {"is_own": is_own, "packs": packs}
-        self.served = [
-            ServedWeights(m.model, grid=g, extra=extra, **how)
-            for m, g in zip(models, self.grids, strict=True)
-        ]
+        self.served = [ServedWeights(models[i].model, grid=self.grids[i], extra=extra, **how) for i in own]
         # Of a single stage the same list, whose arrays may be exchanged.
         self.weights: list[Any] = self.served[0].arrays
-        if num_stages > 1:
+        if len(own) > 1:
             self.weights = [array for served in self.served for array in served.arrays]
         encodes = isinstance(model, EncoderDecoderLM)
         weight_bytes = sum(m.weight_bytes for m in models)
@@ -125,9 +129,10 @@ class ServedModel:
         )
 
         def context_of(stage: int, config: EngineConfig, num_blocks: int) -> TraceContext:
+            served = self.served[own.index(stage)]
             return TraceContext(
-                model=self.served[stage].model,
-                weights=self.served[stage].arrays,
+                model=served.model,
+                weights=served.arrays,
                 layout=layouts[stage],
                 num_blocks=num_blocks,
                 block_size=config.block_size,
@@ -152,6 +157,7 @@ class ServedModel:
                 pooling=facts.pooling,
                 draft=draft,
                 before_size=last.config.hidden_size if stage else 0,
+                is_last=stage == num_stages - 1,
                 **additions._asdict(),
             )
 
@@ -160,7 +166,7 @@ class ServedModel:
         def free_bytes(config: EngineConfig) -> int:
             # What the largest step needs is found out with a tiny pool; the last stage, which draws tokens,
             # has most to do. Each engine of a pipeline has a step under way.
-            context = context_of(num_stages - 1, config, 2)
+            context = context_of(own[-1], config, 2)
             needed = num_stages * step_bytes(context, config.num_scheduler_steps, plan_verifying(config))
             return group.least(kv_cache.free_kv_cache_bytes(memory, needed, args.gpu_memory_utilization))
 
@@ -174,7 +180,7 @@ class ServedModel:
             stateful=frozenset(p.name for p in processors if p.has_state),
             **additions.settings(args),
         )
-        self.stages = [context_of(i, self.config, self.config.num_blocks) for i in range(num_stages)]
+        self.stages = [context_of(i, self.config, self.config.num_blocks) for i in own]
         self.encoders = plan_encoders(self.config.max_model_len) if encodes else []
         self.prompt_logprobs = PromptLogprobsProgram(last.config.hidden_size)
         self.num_users = 0
@@ -203,8 +209,9 @@ class ServedModel:
                     self.prompt_logprobs,
                     *([PoolProgram(self._hidden_size)] if context.pooling else ()),
                     *([LoadAdapterProgram()] if config.max_loras else ()),
+                    *(map(EncodeImagesProgram, NUM_TILES) if config.images else ()),
                 ],
-                pipeline.lower if len(self.stages) > 1 else lambda program: program.lower(context),
+                pipeline.lower if len(self.stages) > 1 else lambda program: lower_part(program, context),
                 options,
                 math.inf if limit_s is None else limit_s,
                 self._group.is_ready,

@@ -87,7 +87,8 @@ class StagedProgram:
     def memory_analysis(self) -> Any:
         """Returns what the part needs that needs most beside its arguments."""
         found = [part.memory_analysis() for part in self.parts]
-        return None if None in found else max(found, key=lambda memory: memory.temp_size_in_bytes)
+        by_size = max(found, key=lambda memory: memory.temp_size_in_bytes, default=None)
+        return None if None in found else by_size
 
     def __call__(self, *args: Any) -> Any:
         return self.call(self.parts, *args)

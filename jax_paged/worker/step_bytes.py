@@ -7,7 +7,9 @@ import jax
 
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker.buckets import Bucket, plan_buckets
-from jax_paged.worker.programs import TraceContext
+from jax_paged.worker.image_encoder import NUM_TILES, EncodeImagesProgram
+from jax_paged.worker.own_stage import lower_part
+from jax_paged.worker.programs import Program, TraceContext
 from jax_paged.worker.step import StepProgram
 
 
@@ -29,14 +31,16 @@ def step_bytes(context: TraceContext, burst_size: int, verifying: list[Bucket]) 
     sampling_inputs = row_bytes * (sum(num_rows) + max(num_rows))
     kept = jax.tree.leaves(context.seat_arrays())
     seat_arrays = sum(math.prod(x.shape) * x.dtype.itemsize for x in kept)
-    step = max(_program_bytes(StepProgram(bucket), context) for bucket in largest.values())
+    programs: list[Program] = [StepProgram(bucket) for bucket in largest.values()]
+    programs += [EncodeImagesProgram(NUM_TILES[-1])] if context.image_spec else []
+    step = max(_program_bytes(program, context) for program in programs)
     burst_rows = burst_size * context.max_num_seqs if burst_size > 1 else 0
     return step + sampling_inputs + seat_arrays + 4 * burst_rows * (6 + 2 * context.max_logprobs)
 
 
-def _program_bytes(program: StepProgram, context: TraceContext) -> int:
-    """Returns the memory that a step needs beside its arguments."""
-    memory = program.lower(context).compile().memory_analysis()
+def _program_bytes(program: Program, context: TraceContext) -> int:
+    """Returns the memory that a program needs beside its arguments."""
+    memory = lower_part(program, context).compile().memory_analysis()
     assert memory is not None, "a GPU's compiler tells what a program needs"
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes

@@ -49,7 +49,10 @@ class FlatModel[M: nnx.Module]:
 
 
 def load(
-    args: EngineArgs, loaded: LoadedModel | LanguageModel | None, grids: Sequence[DeviceGrid]
+    args: EngineArgs,
+    loaded: LoadedModel | LanguageModel | None,
+    grids: Sequence[DeviceGrid],
+    own: Sequence[int],
 ) -> list[LoadedModel]:
     """Returns the stages of the model that an engine serves; what is loaded lies on the devices of grids.
 
@@ -58,6 +61,7 @@ def load(
         loaded: A model in memory in place of it, which is a single stage. What a module alone does not tell,
             such as end tokens, is read where the tokenizer lies, if that is a folder.
         grids: The devices of each stage.
+        own: The stages whose weights are read; the others have shapes in their places.
 
     Raises:
         ValueError: If it can't be loaded or divided, or is of another type than is asked for.
@@ -69,7 +73,7 @@ def load(
             check_divided(outline(*folder), grid)
         if num_stages > 1:
             check_stages(outline(*folder), num_stages)
-        return load_stages(*folder, grids)
+        return load_stages(*folder, grids, own)
     allowed = "1 with a model in memory, whose weights stay where they are"
     check(num_stages == 1, "pipeline_parallel_size", num_stages, allowed)
     if isinstance(loaded, LanguageModel):
@@ -162,7 +166,8 @@ def packed[M: nnx.Module](model: M, *, in_place: bool) -> M:
     alone = {module: None for module in modules if isinstance(module, Linear)}
     for module in modules:
         if isinstance(module, Module) and module.same_input:
-            maps = [getattr(module, name) for name in module.same_input]
+            made = (getattr(module, name) for name in module.same_input)
+            maps = [m for m in made if m is not None]
             Linear.pack(maps)
             for m in maps:
                 del alone[m]

@@ -15,15 +15,21 @@ from jax_paged.models.weights import load_model
 from jax_paged.outputs import RequestOutput, TokenLogprobDict
 
 FIXTURES = sorted((Path(__file__).parents[1] / "models" / "fixtures").iterdir())
-# One of each family is enough for every day; they differ in what the dense tests of tests/models show too.
+# Enough for every day: one of each family, and of the relatives of Llama those that differ most from it. What
+# the others differ in the dense tests of tests/models show too.
 EVERY_DAY = {
+    "cohere2",
     "deepseek_v2_yarn_groups",
     "gemma2",
     "gemma3_old_config",
+    "gemma4_hub_images",
+    "gemma4_moe_capped",
     "gpt2_variants",
+    "gpt_oss_mxfp4",
     "llama3_tied_biases_old_config",
     "mistral_window",
     "mixtral_window",
+    "olmo3",
     "opt_post_norm_projected",
     "phi3_window",
     "qwen2_window",

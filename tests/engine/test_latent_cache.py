@@ -23,7 +23,7 @@ from helpers.real_model import (
 
 from jax_paged import LLMEngine, SamplingParams
 from jax_paged.config import EngineArgs
-from jax_paged.models.attention import LatentAttentionSpec
+from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec, LatentAttentionSpec
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.weights import load_model
 from jax_paged.pallas_kernels import native
@@ -148,13 +148,24 @@ def test_shared_prefixes_are_attended_to_together(backend: str, monkeypatch: pyt
 def test_the_pallas_kernels_refuse_it() -> None:
     with pytest.raises(ValueError, match=r"of latents; allowed with backend 'pallas_interpret'.* 'native'"):
         engine_of(LITE, attention_backend="pallas_interpret").close()
-    suite = kernel_check.suite_of(EngineArgs(model=str(LITE)))
+    (suite,) = kernel_check.suites_of(EngineArgs(model=str(LITE)))
     assert (suite.kv_heads, suite.head_dim, suite.value_dim) == (1, RANK + ROTATED, RANK)
     verdict = kernel_check.check(suite)
     assert (verdict.outcome, verdict.reason) == ("unsupported", "the kernels take no latent cache")
 
 
-def test_layers_that_cache_other_things_share_no_pool() -> None:
-    specs = [LatentAttentionSpec(32, value_dim=24), LatentAttentionSpec(32, value_dim=16)]
-    with pytest.raises(ValueError, match=r"value_dim of latents\) \[\(1, 32, 16\), \(1, 32, 24\)\]"):
-        plan_layout(list(specs), jnp.dtype("float32"))
+@pytest.mark.parametrize(
+    ("other", "shown"),
+    [
+        (LatentAttentionSpec(32, value_dim=16), r"\(1, 32, 16\), \(1, 32, 24\)"),
+        (LatentAttentionSpec(16, value_dim=16), r"\(1, 16, 16\), \(1, 32, 24\)"),
+        (FullAttentionSpec(1, 32), r"\(1, 32, 24\), \(1, 32, None\)"),
+        (FullAttentionSpec(2, 32), r"\(1, 32, 24\), \(2, 32, None\)"),
+    ],
+    ids=str,
+)
+def test_layers_that_cache_other_things_share_no_pool(other: KVCacheSpec, shown: str) -> None:
+    latents = LatentAttentionSpec(32, value_dim=24)
+    for specs in ([latents, other], [other, latents]):
+        with pytest.raises(ValueError, match=rf"value_dim of latents\) \[{shown}\]; allowed"):
+            plan_layout(specs, jnp.dtype("float32"))

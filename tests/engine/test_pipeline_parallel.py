@@ -26,7 +26,8 @@ from jax_paged.worker import plan_steps
 from jax_paged.worker.logits_processors import ExtraArgs, LogitsProcessor
 from jax_paged.worker.sampler import SamplingBatch
 
-DECODERS = [name for name in NAMES if not name.startswith("t5")]
+WHOLE = ("gemma4_shared", "gemma4_hub_images")  # whose layers share keys and values
+DECODERS = [name for name in NAMES if not name.startswith("t5") and name not in WHOLE]
 LIMITS: dict[str, Any] = {
     "dtype": "float32",
     "attention_backend": "xla",
@@ -49,7 +50,8 @@ def few_shapes() -> Iterator[None]:
 
 def make_checkpoint(folder: Path, name: str, num_layers: int = 4) -> Path:
     """A model of a fixture's family with so many layers, whose logits lie well apart."""
-    config = {k: v for k, v in config_of(name).items() if k not in ("layer_types", "max_window_layers")}
+    per_layer = ("layer_types", "max_window_layers", "per_layer_config")
+    config = {k: v for k, v in config_of(name).items() if k not in per_layer} | {"global_head_dim": 16}
     layers = "n_layer" if "n_layer" in config else "num_hidden_layers"
     random_checkpoint(
         folder, config | {layers: num_layers, "initializer_range": 0.3, "init_std": 0.3}, "float32"
@@ -58,7 +60,8 @@ def make_checkpoint(folder: Path, name: str, num_layers: int = 4) -> Path:
 
 
 def vocab_size_of(folder: Path) -> int:
-    return json.loads((folder / "config.json").read_text())["vocab_size"]
+    config = json.loads((folder / "config.json").read_text())
+    return config.get("text_config", config)["vocab_size"]
 
 
 def arrays_of(engine: LLMEngine, name: str) -> list[jax.Array]:
@@ -403,8 +406,8 @@ def test_running_requests_are_not_looked_into(two: LLM) -> None:
             "enable_prompt_embeds is True; allowed: False with pipeline_parallel_size above 1",
         ),
         (
-            {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
-            "distributed_executor_backend is 'mp'; allowed: 'uni' with pipeline_parallel_size above 1",
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
+            "distributed_executor_backend is 'ray'; allowed: 'uni', 'mp' or 'external_launcher' with pipe",
         ),
         (
             {"pipeline_parallel_size": 2, "num_gpu_blocks_override": 3},
@@ -420,6 +423,14 @@ def test_what_can_t_be(
         monkeypatch.setattr("jax_paged.models.weights.read_weights", None)
     with pytest.raises(ValueError, match=message):
         LLM(str(checkpoint), **(LIMITS | settings))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_layers_that_share_keys_and_values_are_not_parted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jax_paged.models.weights.read_weights", None)
+    message = "pipeline_parallel_size is 2; allowed: 1, as Gemma4For.* must be whole: its last layers attend"
+    with pytest.raises(ValueError, match=message):
+        LLM(str(FIXTURES / name), skip_tokenizer_init=True, pipeline_parallel_size=2, max_model_len=64)
 
 
 def test_an_encoder_decoder_model_has_no_stages(monkeypatch: pytest.MonkeyPatch) -> None:

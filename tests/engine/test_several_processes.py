@@ -239,7 +239,7 @@ def break_while_running(folder: Path, rank: int, how: signal.Signals, limit_s: f
         for _ in range(5):
             engine.step()
         executor._limit_s = limit_s
-        processes: list[Any] = [worker._process for worker in executor._workers]  # pyright: ignore
+        processes: list[Any] = [worker._process for worker in executor._team.workers]  # pyright: ignore
         os.kill(processes[rank].pid, how)
         start = time.monotonic()
         with pytest.raises(EngineDeadError, match=r"worker \d has (ended|failed)|the workers hang"):

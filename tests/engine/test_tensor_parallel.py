@@ -20,7 +20,8 @@ from jax_paged.models.weights import load_model, random_checkpoint
 MODELS = Path(__file__).parents[1] / "models"
 FIXTURES, ADAPTERS = MODELS / "fixtures", MODELS / "adapters"
 NAMES = sorted(folder.name for folder in FIXTURES.iterdir())
-MOE = [name for name in NAMES if "mixtral" in name or "moe" in name or "deepseek" in name]
+KINDS = ("mixtral", "moe", "oss", "deepseek")
+MOE = [name for name in NAMES if any(kind in name for kind in KINDS)]
 
 
 def requests(vocab_size: int, *, has_encoder: bool = False) -> list[Request]:
@@ -53,13 +54,14 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def vocab_size_of(folder: Path) -> int:
-    return json.loads((folder / "config.json").read_text())["vocab_size"]
+    config = json.loads((folder / "config.json").read_text())
+    return config.get("text_config", config)["vocab_size"]
 
 
 def engine_of(folder: Path, size: int, **settings: Any) -> LLMEngine:
     """An engine whose pool is too small for all requests."""
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4, "max_model_len": 96}
-    memory = {"num_gpu_blocks_override": 48, "swap_space": 0.01, "preemption_mode": "swap"}
+    memory = {"num_gpu_blocks_override": 40, "swap_space": 0.01, "preemption_mode": "swap"}
     settings["skip_tokenizer_init"] = True
     return make_engine(folder, few_buckets=True, tensor_parallel_size=size, **(limits | memory | settings))
 

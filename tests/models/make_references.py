@@ -18,6 +18,7 @@ of float32 sums.
 """
 
 import json
+import re
 import shutil
 import sys
 import zlib
@@ -37,6 +38,8 @@ NUM_TOP = 5
 MIN_MARGIN = 1e-3
 MIN_ROUTER_MARGIN = 1e-4
 LAYER_SCALE = 2.0
+# By their codes.
+FP4_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 # A fixture, and what of its config.json is another for dynamic_rope.json.
 DYNAMIC_ROPE = ("mha_old_config", 64, {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
 DYNAMIC_ROPE_LENS = (65, 128, 200, 256)
@@ -87,6 +90,44 @@ DEEPSEEK = {
 }
 QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24}
+GPT_OSS = {
+    "intermediate_size": 16,
+    "head_dim": 8,
+    "sliding_window": 24,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 2.0,
+    "swiglu_alpha": 1.3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "image_size": 4,
+    "patch_size": 2,
+}
+GEMMA3_OF_IMAGES = BASE | GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}
+GEMMA4 = BASE | {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+}
+GEMMA4_SHARED: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 256,
+}
+GEMMA4_VISION = VISION | {"num_key_value_heads": 1, "head_dim": 8, "position_embedding_size": 4}
 GPT2 = COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 T5 = COMMON | {
     "d_model": 32,
@@ -107,6 +148,11 @@ OPT = COMMON | {
     "max_position_embeddings": 256,
     "init_std": COMMON["initializer_range"],
 }
+OLMO3_ROPE = {
+    "full_attention": YARN_ROPE | {"attention_factor": 1.2},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+}
+MINISTRAL3_ROPE = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 # The name of a fixture begins with that of its family, except for some Llamas.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mha_old_config": ("LlamaConfig", BASE | {"num_key_value_heads": 4}),
@@ -220,6 +266,75 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 8.0,
         },
     ),
+    "gemma3_images": (
+        "Gemma3Config",
+        {"text_config": GEMMA3_OF_IMAGES, "vision_config": VISION, "mm_tokens_per_image": 1},
+    ),
+    "gemma3_images_renamed": (
+        "Gemma3Config",
+        {
+            "text_config": GEMMA3_OF_IMAGES
+            | {
+                "layer_types": ["full_attention", "sliding_attention"],
+                "num_key_value_heads": 1,
+                "query_pre_attn_scalar": 12,
+            },
+            "vision_config": VISION,
+            "mm_tokens_per_image": 1,
+        },
+    ),
+    "gemma4_shared": ("Gemma4TextConfig", GEMMA4 | GEMMA4_SHARED),
+    # Layers without a window have half the numbers per token of the others.
+    "gemma4_moe_capped": (
+        "Gemma4TextConfig",
+        GEMMA4
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_key_value_heads": 4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "attention_bias": True,
+            "final_logit_softcapping": 20.0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 12,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 50000.0,
+                    "partial_rotary_factor": 0.75,
+                    "factor": 2.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+            },
+        },
+    ),
+    "gemma4_hub_images": (
+        "Gemma4Config",
+        {
+            "text_config": GEMMA4 | GEMMA4_SHARED | {"pad_token_id": 0},
+            "vision_config": GEMMA4_VISION,
+            "audio_config": None,
+        },
+    ),
+    # As many numbers per token in all layers, in other heads.
+    "gemma4_images": (
+        "Gemma4Config",
+        {
+            "text_config": GEMMA4
+            | {
+                "attention_k_eq_v": True,
+                "num_global_key_value_heads": 1,
+                "pad_token_id": 0,
+                "use_bidirectional_attention": "vision",
+                "hidden_activation": "gelu",
+            },
+            "vision_config": GEMMA4_VISION,
+            "audio_config": None,
+        },
+    ),
     "mixtral": ("MixtralConfig", BASE | {"num_local_experts": 4}),
     "mixtral_window": (
         "MixtralConfig",
@@ -267,6 +382,28 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9},
         },
     ),
+    "gpt_oss": ("GptOssConfig", BASE | GPT_OSS),
+    # Its experts are stored in four bits, as the hub's are.
+    "gpt_oss_mxfp4": (
+        "GptOssConfig",
+        BASE | GPT_OSS | {"intermediate_size": 64, "head_dim": 16, "vocab_size": 128},
+    ),
+    "gpt_oss_old_config": (
+        "GptOssConfig",
+        BASE
+        | GPT_OSS
+        | {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 1.0,
+            "rope_parameters": YARN_ROPE | {"truncate": False},
+        },
+    ),
     "t5_tied": ("T5Config", T5 | {"relative_attention_num_buckets": 12}),
     # As the hub's flan-t5 and t5-v1_1.
     "t5_gated_untied": (
@@ -307,6 +444,205 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "activation_function": "gelu_new",
         },
     ),
+    "apertus": ("ApertusConfig", BASE | {"rope_parameters": LLAMA3_ROPE}),
+    "apertus_bias": ("ApertusConfig", BASE | {"attention_bias": True}),
+    "arcee": ("ArceeConfig", BASE),
+    "arcee_biases_yarn": (
+        "ArceeConfig",
+        BASE | {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN_ROPE},
+    ),
+    "cohere_head_norms": ("CohereConfig", BASE | {"use_qk_norm": True, "logit_scale": 0.5}),
+    "cohere_own_head": (
+        "CohereConfig",
+        BASE | {"attention_bias": True, "layer_norm_eps": 1e-2, "tie_word_embeddings": False},
+    ),
+    "cohere2": (
+        "Cohere2Config",
+        BASE | {"sliding_window": 24, "sliding_window_pattern": 2, "logit_scale": 0.5},
+    ),
+    "cohere2_own_head": (
+        "Cohere2Config",
+        BASE
+        | {
+            "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 17,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ernie4_5": ("Ernie4_5Config", BASE | {"head_dim": 16}),
+    "ernie4_5_biases": (
+        "Ernie4_5Config",
+        BASE | {"head_dim": None, "use_bias": True, "tie_word_embeddings": False},
+    ),
+    "exaone4_window": (
+        "Exaone4Config",
+        BASE
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 24,
+            "rope_parameters": LLAMA3_ROPE,
+        },
+    ),
+    "exaone4_tied_full": (
+        "Exaone4Config",
+        BASE | {"layer_types": ["full_attention"] * 2, "sliding_window": None, "tie_word_embeddings": True},
+    ),
+    "glm": ("GlmConfig", BASE | {"head_dim": 16}),
+    "glm_tied": (
+        "GlmConfig",
+        BASE
+        | {
+            "head_dim": 8,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "glm4": ("Glm4Config", BASE | {"head_dim": 16}),
+    "glm4_tied": (
+        "Glm4Config",
+        BASE | {"head_dim": 8, "attention_bias": False, "tie_word_embeddings": True},
+    ),
+    "granite_tied": (
+        "GraniteConfig",
+        BASE
+        | {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite_biases": (
+        "GraniteConfig",
+        BASE | {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.5, "logits_scaling": 2},
+    ),
+    "helium": ("HeliumConfig", BASE | {"head_dim": 8}),
+    "helium_tied_biases": (
+        "HeliumConfig",
+        BASE | {"head_dim": 8, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "hunyuan_alpha": (
+        "HunYuanDenseV1Config",
+        BASE
+        | {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "hunyuan_bias": ("HunYuanDenseV1Config", BASE | {"head_dim": 8, "attention_bias": True}),
+    "ministral_tied": (
+        "MinistralConfig",
+        BASE
+        | {
+            "head_dim": 8,
+            "layer_types": ["full_attention"] * 2,
+            "sliding_window": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ministral_windows": (
+        "MinistralConfig",
+        BASE | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24},
+    ),
+    "ministral3": ("Ministral3Config", BASE | {"head_dim": 16, "rope_parameters": MINISTRAL3_ROPE}),
+    "ministral3_window": (
+        "Ministral3Config",
+        BASE
+        | {
+            "head_dim": 8,
+            "sliding_window": 24,
+            "tie_word_embeddings": True,
+            "rope_parameters": MINISTRAL3_ROPE | {"original_max_position_embeddings": 16},
+        },
+    ),
+    "nemotron": ("NemotronConfig", BASE | {"head_dim": 16}),
+    "nemotron_tied_biases": (
+        "NemotronConfig",
+        BASE
+        | {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "norm_eps": 1e-2,
+            "partial_rotary_factor": 0.25,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("Olmo2Config", BASE),
+    "olmo2_bias": (
+        "Olmo2Config",
+        BASE | {"num_key_value_heads": 4, "attention_bias": True},
+    ),
+    "olmo3": (
+        "Olmo3Config",
+        BASE
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 24,
+            "rope_parameters": OLMO3_ROPE,
+        },
+    ),
+    "olmo3_old_config": (
+        "Olmo3Config",
+        BASE
+        | {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 17,
+            "rope_parameters": OLMO3_ROPE,
+        },
+    ),
+    "phi": (
+        "PhiConfig",
+        BASE | {"num_hidden_layers": 3, "num_key_value_heads": 4, "partial_rotary_factor": 0.25},
+    ),
+    "phi_gelu": (
+        "PhiConfig",
+        BASE | {"layer_norm_eps": 1e-2, "hidden_act": "gelu"},
+    ),
+    "seed_oss": ("SeedOssConfig", BASE | {"head_dim": 16}),
+    "seed_oss_tied_biases": (
+        "SeedOssConfig",
+        BASE
+        | {
+            "attention_out_bias": True,
+            "attention_bias": False,
+            "head_dim": 8,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": ("SmolLM3Config", BASE | {"no_rope_layer_interval": 2}),
+    "smollm3_window": (
+        "SmolLM3Config",
+        BASE
+        | {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "no_rope_layers": [0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "stablelm": ("StableLmConfig", BASE | {"use_qkv_bias": True, "tie_word_embeddings": True}),
+    "stablelm_parallel_head_norms": (
+        "StableLmConfig",
+        BASE
+        | {
+            "layer_norm_eps": 1e-2,
+            "partial_rotary_factor": 0.75,
+            "qk_layernorm": True,
+            "use_parallel_residual": True,
+        },
+    ),
+    "starcoder2_window": ("Starcoder2Config", BASE | {"sliding_window": 24}),
+    "starcoder2_without_biases": (
+        "Starcoder2Config",
+        BASE | {"hidden_act": "relu2", "norm_epsilon": 1e-2, "tie_word_embeddings": False, "use_bias": False},
+    ),
 }
 
 
@@ -319,21 +655,69 @@ def make_model(name: str) -> Any:
     config_class, values = CONFIGS[name]
     config = getattr(transformers, config_class)(**values)
     config._attn_implementation = "eager"
+    config.eos_token_id = None  # GLM has one in place of None
     kind = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
     model = getattr(transformers, kind).from_config(config).to(torch.float32).eval()
     with torch.no_grad():
         if "untied" in name:
             model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.15)
+        for module in model.modules():
+            if "gemma4" in name and isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                # A prompt that begins with zeros would make all tokens equally likely.
+                module.weight[module.padding_idx].normal_(0, COMMON["initializer_range"])
         for key, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or "norm" in key:
                 # Norms start at 1, Gemma's and biases at 0.
                 parameter.normal_(parameter.mean().item(), 0.2)
+                if "gemma4" in name and "q_norm" in key:
+                    # Its scores have no other scale, and large ones amplify rounding.
+                    parameter.mul_(0.5)
             elif ".layers." in key or ".h." in key:
                 parameter.mul_(LAYER_SCALE)
             elif name.startswith("gemma") or "shared" in key:
                 # Gemma's norms undo the scale of its layers, and T5's are large enough.
                 parameter.mul_(0.3)
+        for key, buffer in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                buffer.normal_(1, 0.2)
     return model
+
+
+def make_mxfp4(model: Any) -> dict[str, torch.Tensor]:
+    """Rounds the kernels of a model's experts to MXFP4, and returns them as a checkpoint stores them.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0, 2023.
+    """
+    stored = {}
+    for key, parameter in model.named_parameters():
+        if re.fullmatch(r".*\.experts\.(gate_up|down)_proj", key):
+            groups = parameter.detach().transpose(1, 2).unflatten(2, (-1, 32))
+            exponents = groups.abs().amax(-1).log2().floor() - 2
+            scaled = groups / exponents.exp2()[..., None]
+            codes = (scaled[..., None] - torch.tensor(FP4_VALUES)).abs().argmin(-1)
+            stored[f"{key}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+            stored[f"{key}_scales"] = (exponents + 127).to(torch.uint8)
+            values = torch.tensor(FP4_VALUES)[codes] * exponents.exp2()[..., None]
+            with torch.no_grad():
+                parameter.copy_(values.flatten(2).transpose(1, 2))
+    return stored
+
+
+def save_mxfp4(model: Any, folder: Path, stored: dict[str, torch.Tensor]) -> None:
+    """Puts experts in four bits into a checkpoint, and checks that transformers decodes the same."""
+    file, config = folder / "model.safetensors", folder / "config.json"
+    tensors = {k: v for k, v in load_file(file).items() if f"{k}_blocks" not in stored}
+    save_file(tensors | stored, file, metadata={"format": "pt"})
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = {"modules_to_not_convert": kept, "quant_method": "mxfp4"}
+    values = json.loads(config.read_text()) | {"quantization_config": quantization}
+    config.write_text(json.dumps(values, indent=2) + "\n")
+    decode = transformers.Mxfp4Config(dequantize=True)
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=decode, dtype=torch.float32
+    )
+    own = dict(model.named_parameters())
+    assert all(torch.equal(p, own[k]) for k, p in again.named_parameters())
 
 
 @contextmanager
@@ -342,6 +726,7 @@ def router_margins(model: Any) -> Iterator[list[float]]:
     margins: list[float] = []
 
     def note(module: Any, _: Any, out: Any) -> None:
+        top_k = module.config.top_k_experts if hasattr(module, "config") else module.top_k
         scores = out[0].float()
         if getattr(module, "topk_method", "greedy") != "greedy":
             groups = scores.unflatten(-1, (module.num_group, -1))
@@ -349,7 +734,7 @@ def router_margins(model: Any) -> Iterator[list[float]]:
             margins.append((best[..., -2] - best[..., -1]).min().item())
             is_best = groups.amax(-1, keepdim=True) >= best[..., -2, None, None]
             scores = torch.where(is_best, groups, -1e9).flatten(-2)
-        best = scores.topk(module.top_k + 1).values
+        best = scores.topk(top_k + 1).values
         margins.append((best[..., -2] - best[..., -1]).min().item())
 
     hooks = [m.register_forward_hook(note) for m in model.modules() if type(m).__name__.endswith("Router")]
@@ -392,16 +777,34 @@ def make_old_config(file: Path) -> None:
     config = json.loads(file.read_text())
     rope = config.pop("rope_parameters")
     if "full_attention" in rope:
-        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        if config["model_type"].startswith("gemma3"):
+            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            config["sliding_window_pattern"] = 1 + config.pop("layer_types").index("full_attention")
         rope = rope["full_attention"]
-        config["sliding_window_pattern"] = 1 + config.pop("layer_types").index("full_attention")
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     config["torch_dtype"] = config.pop("dtype")
-    if config["head_dim"] * config["num_attention_heads"] == config["hidden_size"]:
+    if config.get("head_dim", 0) * config["num_attention_heads"] == config["hidden_size"]:
         del config["head_dim"]
     config["transformers_version"] = "4.45.0"
     file.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def make_hub_gemma4(folder: Path) -> None:
+    """Rewrites a checkpoint of Gemma 4 as those on the hub are: heads in another form, and more weights."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    text = config.get("text_config", config)
+    heads = next(iter(text.pop("per_layer_config").values()))
+    text["global_head_dim"] = heads["head_dim"]
+    text["num_global_key_value_heads"] = heads.get("num_key_value_heads")
+    file.write_text(json.dumps(config, indent=2) + "\n")
+    weights = load_file(folder / "model.safetensors")
+    start = "model.language_model." if "text_config" in config else "model."
+    for layer in range(text["num_hidden_layers"] - text["num_kv_shared_layers"], text["num_hidden_layers"]):
+        names = (f"{start}layers.{layer}.self_attn.{x}.weight" for x in ("k_proj", "v_proj", "k_norm"))
+        weights |= {name: torch.zeros(8) for name in names}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 @torch.no_grad()
@@ -429,17 +832,20 @@ def main() -> None:
             make_dynamic_rope()
             continue
         model = make_model(name)
+        experts = make_mxfp4(model) if "mxfp4" in name else {}
         cases = []
         for length in PROMPT_LENS:
             good = False
             while not good:
-                prompt = torch.randint(COMMON["vocab_size"], (length,)).tolist()
+                prompt = torch.randint(model.config.vocab_size, (length,)).tolist()
                 case, good = run(model, prompt)
             cases.append(case)
         folder = FIXTURES / name
         shutil.rmtree(folder, ignore_errors=True)
         model.save_pretrained(folder, max_shard_size="60KB" if "sharded" in name else "1MB")
         (folder / "generation_config.json").unlink(missing_ok=True)
+        if experts:
+            save_mxfp4(model, folder, experts)
         if "without_prefix" in name:
             file = folder / "model.safetensors"
             save_file({k.removeprefix("transformer."): v for k, v in load_file(file).items()}, file)
@@ -448,6 +854,13 @@ def main() -> None:
             config |= {"tie_word_embeddings": False}
             del config["scale_decoder_outputs"]
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if "gemma4_hub" in name:
+            make_hub_gemma4(folder)
+        if "renamed" in name:
+            file = folder / "model.safetensors"
+            old, new = "language_model.model.", "model.language_model."
+            weights = {k.replace(old, new): v for k, v in load_file(file).items()}
+            save_file(weights, file, {"format": "pt"})
         if "old_config" in name:
             make_old_config(folder / "config.json")
         rows = ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases)

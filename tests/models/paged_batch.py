@@ -5,6 +5,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jax_paged.models.attention import AttentionMetadata, CrossAttentionSpec, KVCacheSpec, num_parts
+from jax_paged.models.kv_place import Place
 
 BLOCK_SIZE = 16
 
@@ -35,7 +36,7 @@ def paged_batch(
         query_start_loc=jnp.asarray(np.cumsum([0, *lens]), jnp.int32),
         is_decode=False,
         backend="xla",
-        places=tuple((i, int(isinstance(s, CrossAttentionSpec))) for i, s in enumerate(specs)),
+        places=tuple(Place(i, int(isinstance(s, CrossAttentionSpec))) for i, s in enumerate(specs)),
     )
     shapes = [(1 + tables.size, num_parts(s), s.num_kv_heads, BLOCK_SIZE, s.head_dim) for s in specs]
     return metadata, [jnp.zeros(shape) for shape in shapes]

@@ -145,6 +145,6 @@ def test_architectures() -> None:
     for bad in (["MambaForCausalLM"], [], None, "LlamaForCausalLM"):
         with pytest.raises(
             ValueError,
-            match=r"architectures .* allowed: a list with one of Gemma2ForCausalLM, .*LlamaForCausalLM",
+            match=r"architectures .* allowed: a list with one of ApertusForCausalLM, .*LlamaForCausalLM",
         ):
             get_model_class(MINIMAL | {"architectures": bad})

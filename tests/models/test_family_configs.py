@@ -11,27 +11,59 @@ from jax_paged.models.registry import MODELS, get_model_class
 FIXTURES = Path(__file__).parent / "fixtures"
 # One fixture per family.
 NAMES = {
+    "ApertusForCausalLM": "apertus",
+    "ArceeForCausalLM": "arcee",
+    "Cohere2ForCausalLM": "cohere2",
+    "CohereForCausalLM": "cohere_head_norms",
     "DeepseekV2ForCausalLM": "deepseek_v2_yarn_groups",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Exaone4ForCausalLM": "exaone4_window",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_old_config",
+    "Glm4ForCausalLM": "glm4",
+    "GlmForCausalLM": "glm",
+    "Gemma3ForConditionalGeneration": "gemma3_images",
+    "Gemma4ForCausalLM": "gemma4_moe_capped",
+    "Gemma4ForConditionalGeneration": "gemma4_hub_images",
     "GPT2LMHeadModel": "gpt2_without_prefix",
+    "GptOssForCausalLM": "gpt_oss",
+    "GraniteForCausalLM": "granite_tied",
+    "HeliumForCausalLM": "helium",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_alpha",
     "LlamaForCausalLM": "gqa2_tied",
+    "Ministral3ForCausalLM": "ministral3",
+    "MinistralForCausalLM": "ministral_windows",
     "MistralForCausalLM": "mistral_window",
     "MixtralForCausalLM": "mixtral",
+    "NemotronForCausalLM": "nemotron",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
     "OPTForCausalLM": "opt",
     "Phi3ForCausalLM": "phi3_longrope",
+    "PhiForCausalLM": "phi",
     "Qwen2ForCausalLM": "qwen2_window",
     "Qwen3ForCausalLM": "qwen3_tied",
     "Qwen3MoeForCausalLM": "qwen3_moe_and_mlps",
+    "SeedOssForCausalLM": "seed_oss",
+    "SmolLM3ForCausalLM": "smollm3",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2_window",
     "T5ForConditionalGeneration": "t5_tied",
 }
+APERTUS_ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+APERTUS_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor": [2, 2, 2, 2]}
 
 
 def read(name: str, **changes: Any) -> Any:
     """Returns the config of a fixture with changes; a value that is ... is left out."""
-    values = json.loads((FIXTURES / name / "config.json").read_text()) | changes
-    values = {k: v for k, v in values.items() if v is not ...}
+    values = json.loads((FIXTURES / name / "config.json").read_text())
+    text = values.get("text_config", values)
+    for k, v in changes.items():
+        place = values if k in values else text
+        place[k] = v
+        if v is ...:
+            del place[k]
     return get_model_class(values)[1].config_class.from_hf(values)
 
 
@@ -129,6 +161,53 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
             {"rope_parameters": {"sliding_attention": 1}},
             "rope_parameters.sliding_attention is 1; allowed: an object or null",
         ),
+        ("gpt_oss", {"num_experts_per_tok": 5}, "allowed: at most num_local_experts, which is 4"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit is 0; allowed: a finite number above 0.0"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "awq"}},
+            "quantization_config is {'quant_method': 'awq'}; allowed: null or an object whose quant_method",
+        ),
+        (
+            "gemma3_images",
+            {"final_logit_softcapping": 8.0},
+            "final_logit_softcapping is 8.0; allowed: None",
+        ),
+        ("gemma3_images", {"text_config": None}, "text_config of config.json is None; allowed: an object"),
+        (
+            "gemma4_shared",
+            {"num_kv_shared_layers": 3},
+            "num_kv_shared_layers is 3; allowed: so few that each type of layers is among the first 5",
+        ),
+        ("gemma4_shared", {"num_kv_shared_layers": 8}, "num_kv_shared_layers is 8; allowed: so few"),
+        (
+            "gemma4_shared",
+            {"vocab_size_per_layer_input": 255},
+            "vocab_size_per_layer_input is 255; allowed: at least vocab_size, which is 256",
+        ),
+        (
+            "gemma4_shared",
+            {"per_layer_config": {"2": {"head_dim": 16}}},
+            "allowed: the same head_dim and num_key_value_heads for each of the layers 2, 4",
+        ),
+        ("gemma4_shared", {"per_layer_config": {"2": 1, "4": 1}}, "per_layer_config is {'2': 1, '4': 1}"),
+        (
+            "gemma4_hub_images",
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "num_global_key_value_heads is 3; allowed: a divisor of num_attention_heads, which is 4",
+        ),
+        ("gemma4_hub_images", {"use_bidirectional_attention": "all"}, "is 'all'; allowed: None or 'vision'"),
+        (
+            "gemma4_moe_capped",
+            {"top_k_experts": 7},
+            "top_k_experts is 7; allowed: at most num_experts, which is 6",
+        ),
+        ("gemma4_moe_capped", {"hidden_size_per_layer_input": 4}, "is 4; allowed: 0 with enable_moe_block"),
+        (
+            "gemma4_moe_capped",
+            {"rope_parameters": {"full_attention": {"rope_type": "ntk"}}},
+            "rope_parameters.full_attention.rope_type is 'ntk'",
+        ),
         ("gpt2_variants", {"add_cross_attention": True}, "add_cross_attention is True; allowed: False"),
         ("gpt2_variants", {"n_embd": 30}, "n_embd is 30; allowed: a multiple of n_head, which is 4"),
         ("gpt2_variants", {"n_positions": ...}, "n_positions is missing"),
@@ -141,6 +220,50 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         ("t5_tied", {"relative_attention_max_distance": 6}, "allowed: an integer of at least 7"),
         ("opt", {"hidden_size": 30}, "hidden_size is 30; allowed: a multiple of num_attention_heads"),
         ("opt", {"do_layer_norm_before": None, "enable_bias": 1}, "enable_bias is 1; allowed: False or True"),
+        ("apertus", {"hidden_act": "silu"}, "hidden_act is 'silu'; allowed: 'xielu'"),
+        ("cohere_own_head", {"use_qk_norm": 1}, "use_qk_norm is 1; allowed: False or True"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True; allowed: False"),
+        ("cohere2", {"sliding_window": None}, "sliding_window is missing"),
+        ("cohere2", {"layer_types": ..., "sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        ("ernie4_5", {"use_bias": "yes"}, "use_bias is 'yes'; allowed: False or True"),
+        (
+            "exaone4_window",
+            {"layer_types": ..., "sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern is 'LLLG'; allowed: an integer",
+        ),
+        (
+            "exaone4_window",
+            {"sliding_window": None},
+            "'full_attention']; allowed: a list of num_hidden_layers, which is 2, of 'full_attention'",
+        ),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.05}}, "partial_rotary_factor is 0.05"),
+        ("granite_tied", {"residual_multiplier": 0}, "residual_multiplier is 0; allowed: a finite number"),
+        ("hunyuan_alpha", {"use_qk_norm": False}, "use_qk_norm is False; allowed: True"),
+        ("hunyuan_alpha", {"head_dim": 2}, "head_dim is 2; allowed: more than 2"),
+        ("hunyuan_bias", {"rope_scaling": {"type": "dynamic"}}, "rope_scaling.factor is missing"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_parameters.llama_4_scaling_beta is missing",
+        ),
+        ("ministral_windows", {"sliding_window": None}, "sliding_window is missing"),
+        ("olmo3", {"rope_parameters": {"rope_theta": 1e4}}, "allowed: an object with full_attention and"),
+        ("olmo3", {"rope_scaling": {"rope_type": "su"}}, "rope_parameters.full_attention.rope_type is 'su'"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 0}}},
+            "rope_parameters.sliding_attention.factor is 0",
+        ),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm is True; allowed: False"),
+        ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings is True; allowed: False"),
+        ("seed_oss", {"attention_out_bias": 0}, "attention_out_bias is 0; allowed: False or True"),
+        ("smollm3", {"no_rope_layers": [1]}, "allowed: a list of at least num_hidden_layers, which is 2"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers is [1, 2]"),
+        ("smollm3", {"no_rope_layers": ..., "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+        ("smollm3_window", {"use_sliding_window": False}, "'full_attention']; allowed: a list of num_hid"),
+        ("stablelm", {"use_parallel_residual": "x"}, "use_parallel_residual is 'x'; allowed: False or True"),
+        ("stablelm", {"partial_rotary_factor": 3.0, "rope_parameters": None}, "factor is 3.0; allowed: one"),
+        ("starcoder2_window", {"sliding_window": -1}, "sliding_window is -1; allowed: an integer"),
     ],
 )
 def test_one_bad_value(name: str, changes: dict[str, Any], message: str) -> None:
@@ -165,16 +288,68 @@ def test_what_is_left_out_is_as_in_transformers() -> None:
     assert (eight.rope.frequencies[1], eight.window_rope.frequencies[1]) == pytest.approx(
         (50000.0**-0.125, 3000.0**-0.125), rel=1e-12
     )
+    twelve = read("gemma4_images", layer_types=..., per_layer_config=..., num_hidden_layers=11, head_dim=...)
+    assert twelve.windows == (24,) * 5 + (None,) + (24,) * 4 + (None,)
+    assert (twelve.head_dim, twelve.global_head_dim) == (256, 512)
+    assert read("gemma4_images", rope_parameters=None).rope.frequencies == (1.0, 1e6**-0.125, *[0.0] * 6)
     assert read("qwen3_moe_tied", num_hidden_layers=5, decoder_sparse_step=2).moe_layers == (1, 3)
     lite = read("deepseek_v2_lite", kv_lora_rank=..., qk_nope_head_dim=..., qk_rope_head_dim=...)
     assert (lite.kv_lora_rank, lite.head_dim, lite.qk_rope_head_dim, lite.scale) == (512, 192, 64, 192**-0.5)
     assert lite.moe_layers == (1,)
     assert read("deepseek_v2_lite", q_lora_rank=...).q_lora_rank == 1536
+    oss = read("gpt_oss", layer_types=..., num_hidden_layers=3, rope_parameters=..., head_dim=...)
+    assert (oss.windows, oss.head_dim, oss.max_position_embeddings) == ((24, None, 24), 64, 131072)
+    assert oss.rope.frequencies[1] == pytest.approx(150000.0 ** (-1 / 32))
+    assert (read("gpt_oss", swiglu_alpha=...).swiglu_alpha, oss.output_bias) == (1.702, True)
     assert read("gpt2_variants", n_inner=None).intermediate_size == 128
     assert read("opt", word_embed_proj_dim=...).word_embed_proj_dim == 32
     assert read("t5_tied", decoder_start_token_id=..., pad_token_id=5).decoder_start_token_id == 5
     assert [read(f"t5_{name}").scale_decoder_outputs for name in ("tied", "gated_untied")] == [True, False]
     assert read("opt", do_layer_norm_before=False).final_layer_norm is False
+
+
+def test_what_relatives_of_llama_leave_out_is_as_in_transformers() -> None:
+    def rotated(config: Any) -> list[int]:
+        return [len(config.rope_of(i).frequencies) for i in range(config.num_hidden_layers)]
+
+    no_types: dict[str, Any] = {"layer_types": ..., "num_hidden_layers": 4}
+    smollm3: dict[str, Any] = no_types | {"no_rope_layers": ..., "no_rope_layer_interval": ...}
+    assert rotated(read("smollm3", **smollm3)) == [4, 4, 4, 0]
+    assert rotated(read("smollm3", **smollm3 | {"no_rope_layer_interval": 2})) == [4, 0, 4, 0]
+    window = {"use_sliding_window": True, "sliding_window": 9}
+    assert read("smollm3", **smollm3, **window).windows == (None, None, None, 9)
+    cohere2 = read("cohere2", **no_types, sliding_window=...)
+    assert (cohere2.windows, rotated(cohere2)) == ((4096, 4096, 4096, None), [4, 4, 4, 0])
+    assert read("cohere2", **no_types, sliding_window_pattern=2).windows == (24, None) * 2
+    exaone4 = read("exaone4_window", **no_types, sliding_window_pattern=2)
+    assert (exaone4.windows, rotated(exaone4)) == ((24, None) * 2, [4, 0] * 2)
+    assert rotated(read("exaone4_tied_full")) == [4, 4]
+    olmo3 = read("olmo3", **no_types, rope_parameters=...)
+    assert olmo3.windows == (24, 24, 24, None)
+    assert olmo3.rope == olmo3.window_rope
+    assert olmo3.rope.frequencies[1] == pytest.approx(500000.0**-0.25, rel=1e-12)
+    assert read("ministral_windows", **no_types).windows == (24,) * 4
+    assert read("ministral_windows", sliding_window=...).windows == (4096, None)
+    ministral3 = read("ministral3", rope_parameters=...)
+    assert (ministral3.query_growth, ministral3.original_positions) == (0.1, 16384)
+    assert ministral3.max_position_embeddings == 2**18
+    sizes = {"head_dim": ..., "rope_parameters": ..., "rope_scaling": ...}
+    wide = {"num_attention_heads": 128, "hidden_size": 128, "num_key_value_heads": ...}
+    shapes = {"glm": (128, 2, 32), "glm4": (128, 2, 32), "seed_oss": (128, 8, 64), "ernie4_5": (128, 2, 64)}
+    for name, expected in shapes.items():
+        config = read(name, **sizes, **wide)
+        found = config.head_dim, config.num_key_value_heads, len(config.rope.frequencies)
+        assert found == expected, name
+    assert read("stablelm", **sizes, hidden_size=128).rope.frequencies[1] == pytest.approx(10000.0**-0.25)
+    assert read("apertus", **sizes).rope.frequencies == pytest.approx(
+        read("apertus", rope_scaling=APERTUS_ROPE, rope_theta=12000000.0).rope.frequencies, rel=1e-12
+    )
+    granite = read("granite_tied", **dict.fromkeys(("attention_multiplier", "logits_scaling"), ...))
+    assert (granite.attention_multiplier, granite.logits_scaling) == (1.0, 1.0)
+    tied = {"cohere_head_norms", "cohere2", "ernie4_5", "smollm3", "starcoder2_window"}
+    for name in NAMES.values():
+        if not name.startswith(("gemma", "gpt2", "t5", "opt")):
+            assert read(name, tie_word_embeddings=...).tie_word_embeddings == (name in tied), name
 
 
 def test_longrope_ends_where_its_frequencies_change() -> None:

@@ -65,7 +65,7 @@ def test_what_is_not_chosen_is_not_read() -> None:
     assert not np.isfinite(out[1]).any()
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe_tied"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe_tied", "gpt_oss"])
 def test_a_token_is_alone(name: str) -> None:
     layer = load_model(FIXTURES / name).model.layers[0].mlp
     assert isinstance(layer, MoeMLP)

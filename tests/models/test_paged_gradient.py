@@ -35,7 +35,7 @@ def tolerance_of(config: Any, num_tokens: int) -> float:
     return 2 * 10 * config.num_hidden_layers * n**0.5 * 2**-24
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_the_gradient_is_that_of_the_dense_call(name: str) -> None:
     config = json.loads((FIXTURES / name / "config.json").read_text())
     model = random_model(config, "float32").model

@@ -55,7 +55,11 @@ TYPES: dict[str, tuple[dict[str, Any], int]] = {
     # Longer only if asked for: the frequencies depend on the length of the text.
     "dynamic": ({"rope_type": "dynamic", "factor": 4.0}, 64),
 }
-FAMILIES = ("Gemma2", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
+FAMILIES = (
+    *("Apertus", "Arcee", "Cohere", "Cohere2", "Ernie4_5", "Exaone4", "Gemma2", "Glm", "Glm4", "Granite"),
+    *("Helium", "HunYuanDenseV1", "Llama", "Ministral", "Mistral", "Mixtral", "Nemotron", "Olmo2", "Phi"),
+    *("Qwen2", "Qwen3", "Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2"),
+)
 
 
 def read(family: str, max_model_len: int | None = None, **changes: Any) -> Any:
@@ -140,11 +144,22 @@ def test_families_with_another_rule() -> None:
     assert phi3(rope_parameters=longrope, original_max_position_embeddings=48) == 48
     assert phi3(rope_scaling=LONGROPE | {"type": "longrope"}, original_max_position_embeddings=48) == 48
     assert phi3(rope_parameters=None) == 64
+    alpha = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    for name, asked in (("rope_parameters", None), ("rope_scaling", 256)):
+        hunyuan = read("HunYuanDenseV1", asked, head_dim=16, **{name: alpha})
+        assert hunyuan.max_position_embeddings == 64
+        expected = (10000.0 * 1000.0 ** (16 / 14)) ** (-np.arange(8) / 8)
+        assert hunyuan.rope.frequencies == pytest.approx(expected, rel=1e-12)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    assert maximum("Ministral3", rope_parameters=yarn | {"llama_4_scaling_beta": 0.1}) == 128
+    assert maximum("Olmo3", rope_parameters={"full_attention": yarn}) == 128
+    assert maximum("Olmo3", rope_scaling=yarn) == 128
 
 
 def test_the_families_here_are_all_with_rotary_positions() -> None:
     others = {"GPT2LMHeadModel", "OPTForCausalLM", "T5ForConditionalGeneration"}
-    assert {f"{name}ForCausalLM" for name in (*FAMILIES, "Gemma3", "Phi3")} == MODELS.keys() - others
+    own_rule = ("Gemma3", "Ministral3", "Olmo3", "Phi3")
+    assert {f"{name}ForCausalLM" for name in (*FAMILIES, *own_rule)} == MODELS.keys() - others
 
 
 def test_fixtures() -> None:

@@ -13,7 +13,8 @@ from jax_paged.models.stages import even_parts, split_model
 from jax_paged.models.weights import outline, weights_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
-DECODERS = sorted(folder for folder in FIXTURES.iterdir() if not folder.name.startswith("t5"))
+WHOLE = ("gemma4_hub_images", "gemma4_shared", "t5")
+DECODERS = sorted(folder for folder in FIXTURES.iterdir() if not folder.name.startswith(WHOLE))
 
 
 @given(
@@ -57,5 +58,10 @@ def test_each_weight_is_on_one_stage_and_a_tied_table_on_two(folder: Path) -> No
 def test_what_has_no_stages() -> None:
     with pytest.raises(ValueError, match="1, as T5ForConditionalGeneration is no decoder alone"):
         split_model(outline(FIXTURES / "t5_tied", "auto", None), 2)
+    for name in WHOLE[:2]:
+        with pytest.raises(
+            ValueError, match=r"1, as Gemma4For.* must be whole: its last layers attend to the"
+        ):
+            split_model(outline(FIXTURES / name, "auto", None), 2)
     with pytest.raises(ValueError, match="at most 2, the layers of the model"):
         split_model(outline(FIXTURES / "gqa2_tied", "auto", None), 3)

@@ -14,6 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jax_paged.models import stored_tensors, weights
+from jax_paged.models.stored_tensors import StoredTensor
 from jax_paged.models.weights import load_model, random_checkpoint, random_model, save_model
 
 SHARDED = Path(__file__).parent / "fixtures" / "wide_heads_mlp_bias_sharded"
@@ -153,7 +154,7 @@ def test_all_wrong_weights_are_in_one_message(folder: Path, monkeypatch: pytest.
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32),
     }
     edit(folder, changes)
-    monkeypatch.delattr(weights, "read_tensor")
+    monkeypatch.delattr(StoredTensor, "read")
     with pytest.raises(ValueError) as error:
         load_model(folder)
     assert str(error.value).splitlines()[1:] == [
@@ -275,8 +276,8 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
 
 
 def test_weights_are_not_read_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, read_tensor = [], weights.read_tensor
-    monkeypatch.setattr(weights, "read_tensor", lambda stored: read.append(stored.key) or read_tensor(stored))
+    read, read_one = [], StoredTensor.read
+    monkeypatch.setattr(StoredTensor, "read", lambda stored: read.append(stored.key) or read_one(stored))
     loaded = load_model(folder)
     assert len(read) == len(set(read)) == len(jax.tree.leaves(nnx.state(loaded.model)))
 

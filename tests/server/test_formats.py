@@ -113,7 +113,47 @@ WELL += [
         calls=(J, H),
     ),
 ]
+THOUGHT = "<|channel|>analysis<|message|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+
+
+def harmony(name, arguments, kind=" <|constrain|>json"):
+    return f"<|channel|>commentary to=functions.{name}{kind}<|message|>{arguments}<|call|>"
+
+
+WELL += [
+    Written("openai", "openai_gptoss", f"{THOUGHT}so {{<|end|>{FINAL}Yes.<|return|>", "so {", "Yes."),
+    Written(None, "openai_gptoss", f"{THOUGHT}so<|end|>{FINAL}1 < 2 |> {{", "so", "1 < 2 |> {"),
+    Written(None, "openai_gptoss", f"so<|end|>{FINAL}Yes", "so", "Yes", is_thinking=True),
+    Written("openai", "openai_gptoss", f"{THOUGHT}a<|end|><|start|>assistant{harmony(*H)}", "a", "", (H,)),
+    Written("openai", None, f"{harmony(*F)}<|start|>assistant{harmony(*G, ' json')}", calls=(F, G)),
+    # Text before a call, thoughts after one, and the recipient before the channel.
+    Written(
+        "openai",
+        "openai_gptoss",
+        f"{THOUGHT}a<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant to=functions.save<|channel|>commentary <|constrain|>json<|message|>"
+        f"{J[1]}<|call|>"
+        f"<|start|>assistant{THOUGHT}b",
+        "ab",
+        "I look.",
+        (J,),
+    ),
+    Written(
+        "openai",
+        "openai_gptoss",
+        " to=get_more-2<|channel|>analysis<|message|>{}",
+        calls=(G,),
+    ),
+    Written("openai", None, "<|channel|>final <|constrain|>json<|message|>[1]<|return|>", content="[1]"),
+]
 BADLY = [
+    Written("openai", "openai_gptoss", "Plain <|chan", content="Plain <|chan"),
+    Written("openai", "openai_gptoss", f"{THOUGHT}so<|en", "so<|en"),
+    Written("openai", "openai_gptoss", f"{THOUGHT}so{FINAL}Yes", "so", "Yes"),
+    Written("openai", None, "<|channel|>commentary to=", content="<|channel|>commentary to="),
+    Written("openai", None, harmony("f", '{"a": '), calls=(("f", '{"a": <|call|>'),)),
+    Written("openai", None, harmony("f", "print(1)", " code"), calls=(("f", "print(1)"),)),
     # What is no call stays text, to the last character.
     Written("hermes", None, "<tool_call> no JSON </tool_call>", content="<tool_call> no JSON </tool_call>"),
     Written(
@@ -207,6 +247,8 @@ def test_an_output_that_is_cut_off_anywhere_is_still_taken_apart(written):
         ("deepseek_r1", "<｜Assistant｜><think>\n", True),
         ("deepseek_r1", "<｜Assistant｜></think>", False),
         ("mistral", "[/INST]", False),
+        ("openai_gptoss", "<|end|><|start|>assistant", False),
+        ("openai_gptoss", "<|start|>assistant<|channel|>analysis<|message|>", True),
     ],
 )
 def test_prompts_tell_whether_a_model_is_thinking(reasoning, prompt, is_thinking):
@@ -225,7 +267,7 @@ def test_arguments_come_while_they_are_written():
     assert end["function"] == {"arguments": "}"}
 
 
-@pytest.mark.parametrize("tools", ["hermes", "mistral", "deepseek_r1"])
+@pytest.mark.parametrize("tools", ["hermes", "mistral", "deepseek_r1", "openai"])
 def test_only_the_first_call_counts_where_calls_are_not_parallel(tools):
     written = next(w for w in WELL if w.tools == tools and len(w.calls) > 1)
     assert taken_apart(written, list(written.text), parallel=False)[2] == written.calls[:1]
@@ -254,7 +296,7 @@ def test_random_text_loses_nothing(tools):
         rng = random.Random(seed)
         text = "".join(rng.choices([*tags, "<think>", "</think>"], k=30))
         whole = OutputParser(without_thoughts, parallel=True).feed(text, is_last=True)
-        if "tool_calls" not in whole and "｜tool▁calls▁end" not in text:
+        if "tool_calls" not in whole and "｜tool▁calls▁end" not in text and tools != "openai":
             assert whole["content"] == text
         pieces = pieces_of(text, rng)
         assert taken_apart(Written(tools, "qwen3", text), pieces) == taken_apart(

@@ -43,6 +43,8 @@ CALLS = {
     f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{PARIS}\n```<｜tool▁call▁end｜>\n"
     f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{OSLO}\n```<｜tool▁call▁end｜>"
     "<｜tool▁calls▁end｜>",
+    "openai": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{PARIS}<|call|>"
+    f"<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{OSLO}",
 }
 
 

@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jax_paged.core.cache_group import CacheGroup
+from jax_paged.models.kv_place import Place
 from jax_paged.models.sharding import TENSOR
 from jax_paged.worker.block_mover import (
     FEW_COPIES,
@@ -29,7 +30,7 @@ from jax_paged.worker.weights import FlatModel
 
 LAYOUT = KVCacheLayout(
     (CacheGroup(),),
-    ((0, 0), (1, 0), (2, 0)),
+    (Place(0, 0), Place(1, 0), Place(2, 0)),
     num_pools=3,
     num_kv_heads=2,
     head_dim=8,

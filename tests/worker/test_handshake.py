@@ -16,7 +16,7 @@ from jax_paged.launch import Launch, launch_of_environment
 from jax_paged.worker import handshake
 from jax_paged.worker.channel import Channel
 from jax_paged.worker.follower import Follower
-from jax_paged.worker.leader import Leader
+from jax_paged.worker.leader import Followers, Leader
 from jax_paged.worker.task import Task
 
 
@@ -129,8 +129,8 @@ def test_those_that_do_not_come(tasks: list[Task]) -> None:
 
 def test_the_least_that_any_worker_has() -> None:
     pairs = [socket.socketpair() for _ in range(2)]
-    leader = Leader([Channel(ours) for ours, _ in pairs], lambda reason: None)
-    followers = [Follower(Channel(theirs), lambda: None) for _, theirs in pairs]
+    leader = Leader(Followers([Channel(ours) for ours, _ in pairs], lambda reason: None))
+    followers = [Follower(Channel(theirs)) for _, theirs in pairs]
     groups = zip([leader, *followers], (700, 900, 400), strict=True)
     assert both(*(lambda g=g, n=n: g.least(n) for g, n in groups)) == [400, 400, 400]
 

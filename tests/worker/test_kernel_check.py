@@ -23,10 +23,13 @@ from jax_paged.pallas_kernels.expert_check import Experts
 from jax_paged.pallas_kernels.self_check import Suite, Variant
 from jax_paged.server.cli import main
 from jax_paged.worker import kernel_check
-from jax_paged.worker.kernel_check import Verdict, check, choose_backend, suite_of
+from jax_paged.worker.kernel_check import Verdict, check, choose_backend, suites_of
 
 SUITE = Suite((Variant(2, 0.2),), kv_heads=1, head_dim=32, page_size=16, dtype="float32", max_len=96)
-TWO = (Variant(4, 0.2, window=40, soft_cap=5.0), Variant(4, 1.0, has_bias=True))
+TWO = (
+    Variant(4, 0.2, window=40, soft_cap=5.0, has_sinks=True),
+    Variant(4, 1.0, has_bias=True),
+)
 ALL = Suite(TWO, kv_heads=2, head_dim=32, page_size=16, dtype="bfloat16", max_len=200)
 STAND_IN = "helpers.kernel_stand_ins."
 ROWS = ({"case": "a", "what": "error", "value": 0.1, "limit": 1.0},)
@@ -56,7 +59,7 @@ def test_right_and_faster(tmp_path):
 
 @pytest.mark.slow
 def test_quantised_pools_are_checked_too(tmp_path):
-    suite = suite_of(EngineArgs(kv_cache_dtype="fp8_e4m3", max_model_len=100))
+    (suite,) = suites_of(EngineArgs(kv_cache_dtype="fp8_e4m3", max_model_len=100))
     assert suite.kv_cache_dtype == "fp8_e4m3"
     suite = dataclasses.replace(SUITE, kv_cache_dtype=suite.kv_cache_dtype)
     verdict = check(suite, tmp_path, candidate="xla", rival="xla")
@@ -158,12 +161,13 @@ def test_experts_without_a_kernel_are_not_checked(tmp_path):
     [
         ("mixtral", (Experts(2, 4, 32, 64), Experts(2, 4, 64, 32))),
         ("qwen3_moe_and_mlps", (Experts(3, 6, 32, 24), Experts(3, 6, 24, 32))),
+        ("gpt_oss_old_config", (Experts(3, 6, 32, 32), Experts(3, 6, 16, 32))),
         ("mistral_window", ()),
     ],
 )
 def test_experts_of_a_model(name, experts):
     model = Path(__file__).parents[1] / "models" / "fixtures" / name
-    assert suite_of(EngineArgs(str(model))).experts == experts
+    assert suites_of(EngineArgs(str(model)))[0].experts == experts
 
 
 def test_experts_that_the_kernels_refuse(tmp_path):
@@ -310,7 +314,7 @@ def test_the_command_that_is_named_checks_the_same(on_gpu, monkeypatch, caplog):
     options = "--model pagelet --dtype bfloat16 --block-size 32 --max-model-len 100 --kv-cache-dtype int8"
     assert f"`jax-paged check-kernels {options}`" in caplog.text
     parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
-    assert suite_of(EngineArgs.from_cli_args(parser.parse_args(options.split()))) == suite_of(args)
+    assert suites_of(EngineArgs.from_cli_args(parser.parse_args(options.split()))) == suites_of(args)
 
 
 def test_a_device_that_has_no_kernels_is_unsupported(monkeypatch):
@@ -375,13 +379,13 @@ def test_an_engine_outlives_kernels_that_hang(on_gpu, tmp_path, monkeypatch):
         state = Path(f"/proc/{pid}/stat")
         assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
     start = time.monotonic()
-    verdict = hanging(suite_of(EngineArgs(max_model_len=64)))
+    verdict = hanging(suites_of(EngineArgs(max_model_len=64))[0])
     assert time.monotonic() - start < 3, "a start hangs once"
     assert (verdict.outcome, cases_of(verdict)) == ("hung", ["write_kv", "copy_blocks"])
 
 
 def test_shapes_of_a_model_that_is_not_loaded():
-    suite = suite_of(EngineArgs(dtype="bfloat16", block_size=32, max_model_len=100))
+    (suite,) = suites_of(EngineArgs(dtype="bfloat16", block_size=32, max_model_len=100))
     (variant,) = suite.variants
     assert (suite.page_size, suite.dtype, suite.max_len) == (32, "bfloat16", 100)
     with LLM(max_num_seqs=1, max_num_batched_tokens=16, num_gpu_blocks_override=16, max_compile_s=0) as llm:

@@ -1,0 +1,76 @@
+"""Messages of a chat with images in them, in the forms of OpenAI's API and of vLLM."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax_paged.checks import check, check_int
+from jax_paged.config import EngineConfig
+from jax_paged.engine.image_reader import image_of_url
+from jax_paged.inputs import Prompt
+
+
+class Conversation(NamedTuple):
+    """A chat whose images are taken out.
+
+    Args:
+        messages: With {"type": "image"} in place of each of them.
+        images: In order; a string is a URL, whose image is not decoded yet.
+    """
+
+    messages: Sequence[dict[str, Any]]
+    images: list[Any]
+
+    def prompt(self, token_ids: list[int]) -> Prompt:
+        """Returns the prompt that the tokens of the messages and the images are; it may take a while.
+
+        Raises:
+            ValueError: If a URL holds no image.
+        """
+        if not self.images:
+            return token_ids
+        images = [image_of_url(image) if isinstance(image, str) else image for image in self.images]
+        return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": images}}
+
+
+def conversation(messages: Sequence[dict[str, Any]], config: EngineConfig) -> Conversation:
+    """Takes the images out of the messages of a chat; it takes no time.
+
+    Args:
+        messages: As users pass them; parts of their content may be {"type": "image_url", "image_url": {"url":
+            ...}}, {"type": "image", "image": ...} or {"type": "image_pil", "image_pil": ...}.
+        config: Says whether there may be images, and how many. Those of a model without are left in their
+            place, for the tokenizer to refuse them.
+
+    Raises:
+        ValueError: If there are too many, or if one has another form.
+    """
+    if config.images is None:
+        return Conversation(messages, [])
+    images: list[Any] = []
+    out = [_without_images(f"messages[{i}].content", m, images) for i, m in enumerate(messages)]
+    check_int("the number of images", len(images), 0, config.images.max_images)
+    return Conversation(out, images)
+
+
+def _without_images(name: str, message: Any, images: list[Any]) -> Any:
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("image_url", "image", "image_pil"):
+            images.append(_image(name, kind, part.get(kind)))
+            part = {"type": "image"}
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def _image(name: str, kind: str, given: Any) -> Any:
+    if kind == "image_url":
+        ok = isinstance(given, dict) and isinstance(given.get("url"), str)
+        check(ok, name, kind, '{"type": "image_url", "image_url": {"url": "data:image/...;base64,..."}}')
+        return given["url"]
+    ok, shown = given is not None and not isinstance(given, str), type(given).__name__
+    check(ok, f"{name}.{kind}", shown, "an image of Pillow's, or an array of uint8 [height, width, 3]")
+    return given

@@ -1,0 +1,200 @@
+"""Images as users pass them -> the tiles that a model reads, and the placeholders that stand for them.
+
+Images are cut by transformers' processor of the model, which needs Pillow and no torch. Placeholders are
+written here, as transformers does that in a class that wants a processor of videos too, which needs torch.
+"""
+
+import base64
+import binascii
+import functools
+import hashlib
+import io
+import itertools
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jax_paged.checks import check, check_int
+from jax_paged.core.sequence import StandIn
+from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.image_settings import ImageSettings
+from jax_paged.models.images import Tile
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Pixels that an image may have. A small file may claim billions: it is refused before it is decoded.
+MAX_PIXELS = 2**25
+# A decoder that nobody needs is one that nobody attacks.
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_START, _GLOBAL, _IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
+
+
+class ImageReader:
+    """Reads the images of prompts for an Idefics3 or a SmolVLM. Thread-safe.
+
+    Args:
+        settings: What the model reads, and the limits.
+        tokenizer: Of the model, in whose folder preprocessor_config.json lies, too; None if prompts come as
+            token ids only, which then have no images.
+    """
+
+    def __init__(self, settings: ImageSettings, tokenizer: Tokenizer | None) -> None:
+        self._settings, self._tokenizer = settings, tokenizer
+
+    def read(self, token_ids: list[int], data: Any) -> tuple[list[int], tuple[StandIn, ...]]:
+        """Returns a prompt with its images.
+
+        Args:
+            token_ids: With one placeholder for each image.
+            data: {"image": an image or a list of them}, each of Pillow's or uint8 [height, width, 3]; may be
+                empty.
+
+        Returns:
+            The tokens, with as many placeholders as the images have vectors; and what these stand for.
+
+        Raises:
+            ValueError: If there are too many images, or others than placeholders, or if one can't be read.
+        """
+        ok, allowed = isinstance(data, dict) and data.keys() <= {"image"}, '{"image": one or a list of them}'
+        check(ok, "multi_modal_data", data, allowed)
+        given = data.get("image")
+        images = [] if given is None else given if isinstance(given, list | tuple) else [given]
+        check_int("the number of images", len(images), 0, self._settings.max_images)
+        spec = self._settings.spec
+        num = token_ids.count(spec.token_id)
+        allowed = f"{num}, as the prompt has placeholders"
+        check(num == len(images), "the number of images", len(images), allowed)
+        if not images:
+            return token_ids, ()
+        if self._tokenizer is None:
+            raise ValueError("multi_modal_data is given; allowed: None, as the engine has no tokenizer")
+        out: list[int] = []
+        stand_ins: list[StandIn] = []
+        rest = iter(images)
+        for token_id in token_ids:
+            if token_id != spec.token_id:
+                out.append(token_id)
+                continue
+            tiles, text = self._tiles(as_image(next(rest)))
+            first = len(out)
+            out += self._tokenizer.encode(text, add_special_tokens=False)
+            stand_ins += self._stand_ins(tiles, out, first)
+        return out, tuple(stand_ins)
+
+    def _tiles(self, image: "Image") -> tuple[list[Tile], str]:
+        """Returns the parts of an image, and the text that stands for them."""
+        processor, size = self._processor, self._settings.spec.tile_size
+        how = {"do_rescale": False, "do_normalize": False, "return_row_col_info": True}
+        try:
+            cut = processor([image], **how)
+            pixels = np.asarray(cut["pixel_values"])[0]
+        except Exception as error:  # whatever sizes it can't cut
+            raise ValueError(f"an image of {image.size} pixels can't be read: {error}") from error
+        ok = pixels.dtype == np.uint8 and pixels.shape[1:] == (3, size, size)
+        shown = f"{pixels.dtype} {pixels.shape[1:]}"
+        check(ok, "what preprocessor_config.json makes of images", shown, f"uint8 (3, {size}, {size})")
+        factor = np.float32(processor.rescale_factor if processor.do_rescale else 1.0)
+        scale, offset = np.full(3, factor, np.float32), np.zeros(3, np.float32)
+        if processor.do_normalize:
+            std = np.asarray(processor.image_std, np.float32)
+            scale, offset = scale / std, -np.asarray(processor.image_mean, np.float32) / std
+        text = self._text(int(cut["rows"][0][0]), int(cut["cols"][0][0]))
+        return [Tile(np.ascontiguousarray(part), scale, offset) for part in pixels], text
+
+    def _text(self, num_rows: int, num_columns: int) -> str:
+        """Returns what stands for an image: its tiles, if it is cut into some, and the whole of it."""
+        tile = _IMAGE * self._settings.spec.num_tokens
+        rows = [
+            "".join(f"{_START}<row_{r}_col_{c}>{tile}" for c in range(1, num_columns + 1)) + "\n"
+            for r in range(1, num_rows + 1)
+        ]
+        whole = f"{_START}{_GLOBAL}{tile}{_START}"
+        return "".join(rows) + "\n" + whole if rows else whole
+
+    def _stand_ins(self, tiles: list[Tile], token_ids: list[int], first: int) -> list[StandIn]:
+        """Returns what the placeholders from a position on stand for: each run of them for a tile."""
+        spec, runs = self._settings.spec, []
+        for is_image, run in itertools.groupby(
+            range(first, len(token_ids)), lambda i: token_ids[i] == spec.token_id
+        ):
+            if is_image:
+                positions = list(run)
+                runs.append((positions[0], positions[-1] + 1))
+        ok = [stop - start for start, stop in runs] == [spec.num_tokens] * len(tiles)
+        assert self._tokenizer is not None, "it has made these tokens"
+        check(ok, "the tokenizer", self._tokenizer.name, f"one that has {_IMAGE} as token {spec.token_id}")
+        digests = (hashlib.sha256(tile.pixels.data).hexdigest() for tile in tiles)
+        rows = zip(runs, digests, tiles, strict=True)
+        return [StandIn(start, stop, digest, tile) for (start, stop), digest, tile in rows]
+
+    @functools.cached_property
+    def _processor(self) -> Any:
+        """transformers' processor of the model; the first use imports transformers (about a second)."""
+        _pillow()
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
+        from transformers import AutoImageProcessor
+
+        assert self._tokenizer is not None, "it has read the prompt"
+        folder = self._tokenizer.name
+        try:
+            return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
+        except Exception as error:
+            raise ValueError(f"the image processor of {folder!r} can't be loaded: {error}") from error
+
+
+def as_image(given: Any) -> "Image":
+    """Returns an image of Pillow's in RGB, on white where it is transparent.
+
+    Args:
+        given: Of Pillow's, or an array.
+
+    Raises:
+        ValueError: If it is neither, or too large, or can't be decoded.
+    """
+    pillow = _pillow()
+    if isinstance(given, np.ndarray):
+        ok = given.dtype == np.uint8 and given.ndim == 3 and given.shape[2] == 3 and given.size > 0
+        check(ok, "an image", f"{given.dtype} {given.shape}", "uint8 [height, width, 3], not empty")
+        given = pillow.fromarray(given)
+    if not isinstance(given, pillow.Image):
+        allowed = "an image of Pillow's, or an array of uint8 [height, width, 3]"
+        raise ValueError(f"an image is {type(given).__name__}; allowed: {allowed}")
+    num_pixels = given.width * given.height
+    check(0 < num_pixels <= MAX_PIXELS, "the number of pixels of an image", num_pixels, f"1 to {MAX_PIXELS}")
+    try:
+        if given.has_transparency_data:
+            image = given.convert("RGBA")
+            image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image)
+            return image.convert("RGB")
+        return given.convert("RGB")
+    except Exception as error:  # decoders raise what they like
+        raise ValueError(f"an image can't be decoded: {error}") from error
+
+
+def image_of_url(url: str) -> "Image":
+    """Returns the image in a data URL; its pixels are decoded when they are asked for.
+
+    Raises:
+        ValueError: If it is another URL, which nobody fetches, or holds no image.
+    """
+    pillow = _pillow()
+    head, _, encoded = url.partition(",")
+    ok = head.startswith("data:image/") and head.endswith(";base64")
+    check(ok, "image_url.url", url[:60], "data:image/...;base64,..., as no other URL is fetched")
+    try:
+        image = pillow.open(io.BytesIO(base64.b64decode(encoded, validate=True)), formats=_FORMATS)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"image_url.url is not base64: {error}") from error
+    except Exception as error:  # decoders raise what they like
+        raise ValueError(f"image_url.url holds no image of {', '.join(_FORMATS)}: {error}") from error
+    return image
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ValueError("images need Pillow: pip install 'jax-paged[images]'") from error
+    return Image

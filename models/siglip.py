@@ -1,0 +1,130 @@
+"""SigLIP's vision transformer, as models use it that read images.
+
+Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training, 2023; names and semantics of the weights as
+in Hugging Face's Idefics3VisionTransformer.
+"""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, Self
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jax_paged.models.forward_context import ForwardContext, Module
+from jax_paged.models.hf_format import ConfigReader
+from jax_paged.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear, normal, parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class SiglipConfig:
+    """Shape of a SigLIP; the names are those of config.json, the defaults those of transformers."""
+
+    hidden_size: int = 1152
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 16
+    image_size: int = 224
+    patch_size: int = 32
+    hidden_act: str = "gelu_pytorch_tanh"
+    layer_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> Self:
+        """Reads a vision_config; problems are noted in the reader."""
+        read.choice("num_channels", 3, (3,))
+        names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+        sizes = {name: read.integer(name, getattr(cls, name)) for name in names}
+        heads, hidden_size = sizes["num_attention_heads"], sizes["hidden_size"]
+        ok, allowed = hidden_size % heads == 0, f"a multiple of num_attention_heads, which is {heads}"
+        read.check(ok, "hidden_size", hidden_size, allowed, also_needs=("num_attention_heads",))
+        image_size = read.integer("image_size", cls.image_size)
+        patch_size = read.integer("patch_size", cls.patch_size)
+        ok, allowed = patch_size <= image_size, f"at most image_size, which is {image_size}"
+        read.check(ok, "patch_size", patch_size, allowed, also_needs=("image_size",))
+        return cls(
+            **sizes,
+            image_size=image_size,
+            patch_size=patch_size,
+            hidden_act=read.choice("hidden_act", cls.hidden_act, tuple(ACTIVATIONS)),
+            layer_norm_eps=read.number("layer_norm_eps", cls.layer_norm_eps),
+            initializer_range=read.number("initializer_range", cls.initializer_range, low_open=False),
+        )
+
+    @property
+    def num_patches_per_side(self) -> int:
+        """Whole patches; pixels beyond the last of them are not read."""
+        return self.image_size // self.patch_size
+
+    @property
+    def num_patches(self) -> int:
+        """Of an image."""
+        return self.num_patches_per_side**2
+
+
+class PatchEmbedding(Module):
+    """A linear map of every patch: a convolution whose stride is the size of its kernel."""
+
+    def __init__(self, config: SiglipConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.side, self.size = config.num_patches_per_side, config.patch_size
+        # [width, height, channels, out]: the reverse of the checkpoint's, as of all kernels.
+        shape = (self.size, self.size, 3, config.hidden_size)
+        self.kernel = parameter(
+            normal(rngs.params(), shape, dtype, config.initializer_range), (None,) * len(shape)
+        )
+        self.bias = parameter(jnp.zeros(config.hidden_size, dtype), (None,))
+
+    def forward(self, x: Float[Array, "b 3 h w"], context: ForwardContext) -> Float[Array, "b n e"]:
+        whole = self.side * self.size
+        patches = x[:, :, :whole, :whole].reshape(len(x), 3, self.side, self.size, self.side, self.size)
+        y = jnp.einsum("bcihjw,whce->bije", patches, self.kernel[...])
+        return y.reshape(len(x), self.side**2, -1) + self.bias[...]
+
+
+class SiglipLayer(Module):
+    """Attention of every patch to all of its image, then an MLP, each with a norm in front of it."""
+
+    same_input: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
+
+    def __init__(self, config: SiglipConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.config, self.layer = config, layer
+        e, i, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        make = functools.partial(Linear, bias=True, split=(None, None), std=std, dtype=dtype, rngs=rngs)
+        norm = functools.partial(LayerNorm, e, epsilon=config.layer_norm_eps, dtype=dtype)
+        self.layer_norm1 = norm()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (make(e, e) for _ in range(4))
+        self.layer_norm2 = norm()
+        self.fc1, self.fc2 = make(e, i), make(i, e)
+
+    def forward(self, x: Float[Array, "b n e"], context: ForwardContext) -> Float[Array, "b n e"]:
+        y = self.layer_norm1(x, context)
+        heads = (*y.shape[:-1], self.config.num_attention_heads, -1)
+        q, k, v = (m(y, context).reshape(heads) for m in (self.q_proj, self.k_proj, self.v_proj))
+        out = context.attend(self.layer, q, k, v, scale=q.shape[-1] ** -0.5)
+        x = x + self.out_proj(out.reshape(y.shape), context)
+        inner = ACTIVATIONS[self.config.hidden_act](self.fc1(self.layer_norm2(x, context), context))
+        return x + self.fc2(inner, context)
+
+
+class SiglipEncoder(Module):
+    """Images of one size in; a vector for every patch out.
+
+    Positions are 0, 1, ...: transformers computes them as fractions in float32, which comes to the same for
+    the sizes of published models, and for some others falls one short here and there.
+    """
+
+    def __init__(self, config: SiglipConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.patches = PatchEmbedding(config, dtype=dtype, rngs=rngs)
+        table: dict[str, Any] = {"std": config.initializer_range, "dtype": dtype, "rngs": rngs}
+        self.positions = Embedding(config.num_patches, config.hidden_size, is_divided=False, **table)
+        layers = range(config.num_hidden_layers)
+        self.layers = nnx.List([SiglipLayer(config, i, dtype=dtype, rngs=rngs) for i in layers])
+        self.norm = LayerNorm(config.hidden_size, epsilon=config.layer_norm_eps, dtype=dtype)
+
+    def forward(self, x: Float[Array, "b 3 h w"], context: ForwardContext) -> Float[Array, "b n e"]:
+        x = self.patches(x, context) + self.positions(context.positions, context)
+        for layer in self.layers:
+            x = layer(x, context)
+        return self.norm(x, context)

@@ -1,0 +1,323 @@
+"""Models that read images, beside transformers; what is shared between requests, and what is refused."""
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.pictures import drawn
+from helpers.real_model import TOLERANCE, drain, make_engine, make_executor, reset, set_prefix_caching
+from PIL import Image
+
+from jax_paged import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from jax_paged.core.prefix_cache import PrefixCache
+from jax_paged.engine import image_reader
+from jax_paged.engine.image_reader import ImageReader, as_image, image_of_url
+from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.image_settings import ImageSettings
+from jax_paged.models.hf_format import ConfigReader
+from jax_paged.models.idefics3 import Idefics3Config
+from jax_paged.models.images import ImageSpec
+from jax_paged.worker.image_encoder import ImageEncoder
+
+FIXTURES = Path(__file__).parents[1] / "models" / "image_fixtures"
+FOLDER = FIXTURES / "smolvlm_tied"
+SETTINGS: dict[str, Any] = {
+    "few_buckets": True,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 30,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=1)
+SHORT = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    settings = {name: value for name, value in SETTINGS.items() if name != "few_buckets"}
+    settings |= {
+        "dtype": "float32",
+        "matmul_backend": "xla",
+        "async_scheduling": False,
+        "num_scheduler_steps": 1,
+    }
+    with LLM(str(FOLDER), executor=make_executor(EngineArgs(str(FOLDER), **settings)), **settings) as llm:
+        yield llm
+
+
+@pytest.fixture
+def engine(llm: LLM) -> LLMEngine:
+    encoder_of(llm.llm_engine).clear()
+    return reset(llm.llm_engine)
+
+
+def encoder_of(engine: LLMEngine) -> ImageEncoder:
+    return engine.executor.runner.image_encoder  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def prompt(text: str, *pictures: Any) -> dict[str, Any]:
+    return {"prompt": text, "multi_modal_data": {"image": list(pictures)}}
+
+
+def run(engine: LLMEngine, prompts: list[Any], params: Any = GREEDY) -> list[RequestOutput]:
+    for i, each in enumerate(prompts):
+        engine.add_request(str(i), engine.check_request(each, params))
+    outputs = drain(engine)
+    return [outputs[str(i)] for i in range(len(prompts))]
+
+
+@pytest.fixture
+def num_encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tiles each call of the encoder was given."""
+    counts: list[int] = []
+    encoded = ImageEncoder._encoded
+
+    def count(self: ImageEncoder, run: Any, weights: Any, tiles: list[Any]) -> list[np.ndarray]:
+        counts.append(len(tiles))
+        return encoded(self, run, weights, tiles)
+
+    monkeypatch.setattr(ImageEncoder, "_encoded", count)
+    return counts
+
+
+@pytest.mark.parametrize(
+    "folder", [FOLDER, pytest.param(FIXTURES / "idefics3", marks=pytest.mark.slow)], ids=lambda f: f.name
+)
+def test_equals_transformers(folder: Path) -> None:
+    """In chunks, beside plain text, preempted, from the cache, and where no vector is kept for others."""
+    cases = json.loads((folder / "reference.json").read_text())["cases"]
+    prompts = [prompt(case["text"], *(drawn(*p) for p in case["pictures"])) for case in cases]
+    with make_engine(folder, **SETTINGS) as engine:
+        batched = run(engine, prompts)
+        engine.scheduler.max_num_batched_tokens = 24
+        encoder_of(engine).clear()
+        encoder_of(engine)._max_bytes = 0
+        chunked = run(engine, prompts[::-1])[::-1]
+    for outputs in (batched, chunked):
+        for output, case in zip(outputs, cases, strict=True):
+            (answer,) = output.outputs
+            assert output.prompt_token_ids == case["prompt_token_ids"]
+            assert list(answer.token_ids) == case["token_ids"]
+            rows = zip(answer.logprobs or [], answer.token_ids, case["logprobs"], strict=True)
+            assert all(abs(row[token].logprob - value) < TOLERANCE for row, token, value in rows)
+    if folder == FOLDER:  # the other one's prompts are so long that they hardly run together
+        assert sum(output.metrics.num_preemptions for output in batched + chunked) > 0
+        assert sum(output.num_cached_tokens for output in chunked) > 0
+
+
+@pytest.mark.parametrize("folder", [FOLDER, FIXTURES / "idefics3"], ids=lambda f: f.name)
+def test_placeholders_equal_transformers(folder: Path) -> None:
+    config = Idefics3Config.from_hf(json.loads((folder / "config.json").read_text()))
+    side = config.vision.num_patches_per_side // config.scale_factor
+    spec = ImageSpec(config.image_token_id, side**2, config.vision.image_size)
+    tokenizer = Tokenizer(str(folder))
+    reader = ImageReader(ImageSettings(spec, 8, 0), tokenizer)
+    for case in json.loads((folder / "reference.json").read_text())["cases"]:
+        pictures = [drawn(*p) for p in case["pictures"]]
+        token_ids, stand_ins = reader.read(tokenizer.encode(case["text"]), {"image": pictures})
+        assert token_ids == case["prompt_token_ids"]
+        covered = [i for s in stand_ins for i in range(s.start, s.stop)]
+        assert covered == [i for i, token in enumerate(token_ids) if token == spec.token_id]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{"tensor_parallel_size": 2}, {"matmul_backend": "auto"}, {"speculative_config": {"method": "ngram"}}],
+)
+def test_on_two_devices_packed_and_with_drafts(settings: dict[str, Any]) -> None:
+    cases = json.loads((FOLDER / "reference.json").read_text())["cases"]
+    prompts = [prompt(case["text"], *(drawn(*p) for p in case["pictures"])) for case in cases]
+    with make_engine(FOLDER, **SETTINGS, **settings) as engine:
+        outputs = run(engine, prompts)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [c["token_ids"] for c in cases]
+
+
+def cached_tokens(engine: LLMEngine) -> list[int]:
+    """Reads two images under one text, the first of them twice; returns what was cached of each prompt."""
+    text = "This text is longer than a block of the pool.<image>"
+    first, second = drawn(38, 38, 1), drawn(38, 38, 2)
+    prompts = [prompt(text, picture) for picture in (first, second, first)]
+    outputs = [run(engine, [each])[0] for each in prompts]
+    set_prefix_caching(engine, False)
+    alone = [run(engine, [each])[0] for each in prompts[:2]]
+    set_prefix_caching(engine, True)
+    assert alone[0].outputs[0].token_ids != alone[1].outputs[0].token_ids, "the image changes nothing"
+    for output, expected in zip(outputs, (alone[0], alone[1], alone[0]), strict=True):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    return [output.num_cached_tokens for output in outputs]
+
+
+def test_only_equal_images_share_blocks(engine: LLMEngine) -> None:
+    # 32 of 45 characters fill blocks, and 96 of 106 tokens.
+    assert cached_tokens(engine) == [0, 32, 96]
+
+
+def test_a_cache_that_compares_placeholders_alone_is_noticed(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrefixCache, "_salt", lambda self, seq, i, salt: salt)
+    with pytest.raises(AssertionError):
+        cached_tokens(engine)
+
+
+def test_an_image_is_encoded_once(engine: LLMEngine, num_encoded: list[int]) -> None:
+    set_prefix_caching(engine, False)
+    picture = drawn(60, 50, 3)
+    three = SamplingParams(n=3, temperature=1, seed=1, max_tokens=6)
+    several = run(engine, [prompt("a<image>", picture), prompt("<image>b", picture)], three)
+    assert all(len(output.outputs) == 3 for output in several)
+    beams = BeamSearchParams(beam_width=3, max_tokens=6)
+    (found,) = run(engine, [prompt("a<image>", picture)], beams)
+    run(engine, [prompt("<image><image>", picture, picture)])
+    assert sum(num_encoded) == 5  # four tiles, and the whole
+    assert len(found.outputs) == 3
+    # An image whose keys and values are cached is not encoded at all.
+    set_prefix_caching(engine, True)
+    text = "<image>" + "and a text that fills blocks behind it"
+    run(engine, [prompt(text, picture)])
+    encoder_of(engine).clear()
+    run(engine, [prompt(text, picture)])
+    assert sum(num_encoded) == 5
+
+
+def test_the_vectors_used_last_are_kept(engine: LLMEngine, num_encoded: list[int]) -> None:
+    encoder, pictures = encoder_of(engine), [drawn(20, 20, seed) for seed in range(3)]
+    set_prefix_caching(engine, False)
+    run(engine, [prompt("<image>", pictures[0])], SHORT)
+    kept, encoder._max_bytes = encoder._max_bytes, 2 * encoder._num_bytes
+    try:
+        for i in (1, 0, 2, 0, 1):
+            run(engine, [prompt("<image>", pictures[i])], SHORT)
+    finally:
+        encoder._max_bytes = kept
+    # A small picture is enlarged, and all have as many tiles: 0 was used after 1 when 2 came.
+    assert sum(num > 0 for num in num_encoded) == 4
+    assert encoder._num_bytes == sum(x.nbytes for x in encoder._kept.values())
+
+
+def test_new_weights_encode_anew(engine: LLMEngine, num_encoded: list[int]) -> None:
+    each = [prompt("<image>", drawn(20, 20, 1))]
+    before = run(engine, each)
+    engine.update_weights(FOLDER)
+    assert run(engine, each)[0].outputs[0].token_ids == before[0].outputs[0].token_ids
+    assert len(num_encoded) == 2
+
+
+def url_of(picture: np.ndarray | Image.Image, kind: str = "PNG") -> str:
+    image = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
+    out = io.BytesIO()
+    image.save(out, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+def test_chat(llm: LLM, engine: LLMEngine) -> None:
+    picture = drawn(40, 40, 5)
+    words = {"type": "text", "text": "What is <image>?"}
+    forms = (
+        {"type": "image_url", "image_url": {"url": url_of(picture), "detail": "auto"}},
+        {"type": "image_pil", "image_pil": Image.fromarray(picture)},
+        {"type": "image", "image": picture},
+    )
+    plain = [{"role": "user", "content": "Hi"}]
+    chats = [[{"role": "user", "content": [form, words]}] for form in forms]
+    *outputs, hello = llm.chat([*chats, plain], SHORT, use_tqdm=False)
+    assert [o.prompt_token_ids for o in outputs] == [outputs[0].prompt_token_ids] * 3
+    assert [o.outputs[0].token_ids for o in outputs] == [outputs[0].outputs[0].token_ids] * 3
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    text = tokenizer.decode(outputs[0].prompt_token_ids, skip_special_tokens=False)
+    assert text.startswith("<|im_start|>User:<fake_token_around_image><row_1_col_1>" + "<image>" * 9)
+    # What a user types is text, and no place of an image.
+    assert text.endswith("What is <image>?<end_of_utterance>\nAssistant:")
+    assert outputs[0].prompt_token_ids.count(260) == 45
+    shown = tokenizer.decode(hello.prompt_token_ids, skip_special_tokens=False)
+    assert shown == "<|im_start|>User: Hi<end_of_utterance>\nAssistant:"
+    form = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
+    with pytest.raises(ValueError, match="no other URL is fetched"):
+        llm.chat([{"role": "user", "content": [form]}], use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "params", "message"),
+    [
+        (prompt("<image>"), GREEDY, "the number of images is 0; allowed: 1"),
+        ({"prompt": "<image>"}, GREEDY, "the number of images is 0; allowed: 1"),
+        (prompt("a", drawn(9, 9, 1)), GREEDY, "the number of images is 1; allowed: 0"),
+        (prompt("<image>" * 9, *[drawn(9, 9, 1)] * 9), GREEDY, "the number of images is 9"),
+        (prompt("<image>", "a.png"), GREEDY, "an image is str; allowed"),
+        (prompt("<image>", drawn(9, 9, 1) / 255), GREEDY, "float64"),
+        (prompt("<image>", drawn(9, 9, 1)[:0]), GREEDY, "not empty"),
+        ({"prompt": "<image>", "multi_modal_data": {"video": [1]}}, GREEDY, "multi_modal_data is"),
+        ({"prompt": "<image>", "multi_modal_data": [1]}, GREEDY, "multi_modal_data is"),
+        (
+            prompt("<image>", drawn(9, 9, 1)),
+            SamplingParams(truncate_prompt_tokens=5),
+            "truncate_prompt_tokens",
+        ),
+        ({"prompt_embeds": np.ones((3, 32), np.float32)}, GREEDY, "without enable_prompt_embeds"),
+    ],
+)
+def test_bad_prompts(engine: LLMEngine, given: Any, params: SamplingParams, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.check_request(given, params)
+
+
+def test_bad_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = url_of(drawn(64, 64, 1))
+    head, data = whole.split(",")
+    cut = base64.b64encode(base64.b64decode(data)[:-400]).decode()
+    for url, message in (
+        ("file:///etc/passwd", "no other URL is fetched"),
+        ("https://example.com/a.png", "no other URL is fetched"),
+        (f"data:text/plain;base64,{data}", "no other URL is fetched"),
+        (f"{head},!", "is not base64"),
+        (f"{head},{base64.b64encode(b'hello').decode()}", "holds no image of PNG"),
+        (url_of(drawn(9, 9, 1), "TIFF"), "holds no image of PNG"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            image_of_url(url)
+    with pytest.raises(ValueError, match="an image can't be decoded"):
+        as_image(image_of_url(f"{head},{cut}"))
+    monkeypatch.setattr(image_reader, "MAX_PIXELS", 64 * 64 - 1)
+    with pytest.raises(ValueError, match="the number of pixels of an image is 4096; allowed: 1 to 4095"):
+        as_image(image_of_url(whole))
+
+
+def test_transparent_pixels_are_white() -> None:
+    image = Image.new("RGBA", (2, 1), (10, 20, 30, 255))
+    image.putpixel((1, 0), (10, 20, 30, 0))
+    assert np.asarray(as_image(image_of_url(url_of(image)))).tolist() == [[[10, 20, 30], [255, 255, 255]]]
+    assert np.asarray(as_image(Image.new("L", (1, 1), 7))).tolist() == [[[7, 7, 7]]]
+
+
+def test_what_can_not_be_had(engine: LLMEngine) -> None:
+    for name, value in (("enable_lora", True), ("limit_mm_per_prompt", 3), ("encoder_cache_gb", -1)):
+        with pytest.raises(ValueError, match=name):
+            make_engine(FOLDER, **SETTINGS, **{name: value})
+    picture = prompt("a text that is longer than a block <image>", drawn(9, 9, 1))
+    with pytest.raises(ValueError, match="multi_modal_data is given; allowed for pinned prefixes"):
+        engine.pin_prefix(picture)
+    engine.add_request("a", engine.check_request(picture, GREEDY))
+    engine.step()
+    with pytest.raises(ValueError, match="the running requests with images"):
+        engine.state()
+
+
+def test_wrong_configs() -> None:
+    config = json.loads((FOLDER / "config.json").read_text())
+    assert Idefics3Config.from_hf(config).vision.num_patches == 81
+    for change, message in (
+        ({"scale_factor": 2}, "scale_factor is 2; allowed: a divisor of 9"),
+        ({"image_token_id": 10**6}, "image_token_id is 1000000"),
+        ({"text_config": config["text_config"] | {"model_type": "mistral"}}, "text_config.model_type"),
+        ({"vision_config": config["vision_config"] | {"num_channels": 1}}, "vision_config.num_channels"),
+        ({"vision_config": config["vision_config"] | {"patch_size": 39}}, "vision_config.patch_size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Idefics3Config.from_hf(config | change)
+    assert ConfigReader({}, max_model_len=5).nested("a", {}).max_model_len == 5

@@ -1,0 +1,117 @@
+"""Stages of several processes, with programs and messages in the places of processes."""
+
+import queue
+import socket
+import threading
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.channel import Channel
+from jax_paged.worker.leader import Followers, Leader
+from jax_paged.worker.own_stage import OwnStage
+from jax_paged.worker.programs import SeatArrays
+from jax_paged.worker.stage_links import RemoteArray, StageLinks
+from jax_paged.worker.step import StepProgram
+
+STEP = StepProgram(Bucket(num_tokens=2, num_seqs=2, is_decode=True))
+
+
+class Context:
+    """What OwnStage reads of a first stage's."""
+
+    before_size, is_last, pooling = 0, False, None
+
+
+class Programs:
+    """Programs that return what they were given as last tokens, as hidden states."""
+
+    programs: tuple[Any, ...] = ()
+
+    def run(self, program: Any, weights: Any, pool: Any, tables: Any, packed: Any, given: Any) -> Any:
+        return jnp.asarray(given) + 1, [jnp.asarray(x) for x in pool], jnp.asarray(tables)
+
+
+class Engine:
+    """The runner of an engine in the first process, as far as it runs steps."""
+
+    def __init__(self, followers: Followers, engine: int) -> None:
+        group, compiled, context = Leader(followers, engine), Programs(), Context()
+        own = OwnStage(engine, followers.links, context, compiled)  # pyright: ignore[reportArgumentType]
+        counts, tables, tokens = (jnp.zeros(2, jnp.int32) for _ in range(3))
+        self.weights, self.pool = [jnp.zeros(1)], [jnp.zeros(1), jnp.zeros(1)]
+        self.seats: SeatArrays[Any] = SeatArrays(counts, tables, tokens, [], [])
+        begin: Any = group.begin
+        followers.wait = lambda: None
+        self.run = begin(compiled, own.run, self.weights, (self.pool, self.seats))
+
+    def step(self) -> RemoteArray:
+        packed = np.arange(3, dtype=np.int32)
+        results, _, _, self.pool, self.seats, _ = self.run(STEP, self.weights, self.pool, self.seats, packed)
+        return results
+
+
+@pytest.fixture
+def ends() -> Any:
+    ours, theirs = socket.socketpair()
+    channel, stage = Channel(ours), Channel(theirs)
+    stage.set_limits(receiving_s=60)
+    links = StageLinks(0, 2, channel.send, lambda error: pytest.fail(str(error)))
+    yield Followers([channel], lambda reason: None, links), stage
+    stage.close()
+    channel.close()
+
+
+def test_an_engine_waits_for_its_own_step_and_for_no_other(ends: Any) -> None:
+    followers, stage = ends
+    engines = [Engine(followers, i) for i in range(2)]
+    first = engines[0].step()
+    (engine, name, codes, _), arrays = stage.receive()
+    assert (engine, name) == (0, "decode 2")
+    # Pool, token counts, block tables and last tokens; the buffer travels along.
+    assert codes == ["weights", 0, {"seats": [1, 2, 3, [], []]}, None]
+    np.testing.assert_array_equal(arrays[0], [0, 1, 2])
+    assert stage.receive()[0] == {"stage": 1, "engine": 0}
+    done: queue.SimpleQueue[RemoteArray] = queue.SimpleQueue()
+    threading.Thread(target=lambda: done.put(engines[0].step()), daemon=True).start()
+    engines[1].step()
+    assert stage.receive()[0][0] == 1, "that of the other engine is announced while the first is under way"
+    header, (hidden,) = stage.receive()
+    assert header == {"stage": 1, "engine": 1}
+    np.testing.assert_array_equal(hidden, [1, 1])
+    assert done.empty()
+    tokens, results = np.array([7, 8], np.int32), np.arange(8, dtype=np.int32).reshape(4, 2)
+    followers._hand_on({"stage": 0, "engine": 0}, [tokens, results, results])
+    np.testing.assert_array_equal(np.asarray(first), results)
+    done.get(timeout=60)
+    (engine, _, codes, _), _ = stage.receive()
+    # Results, details and hidden states of the first step have numbers too.
+    assert (engine, codes[1:3]) == (0, [7, {"seats": [8, 9, 10, [], []]}])
+    _, (hidden,) = stage.receive()
+    np.testing.assert_array_equal(hidden, [8, 9], "the last tokens of its first step")
+
+
+def test_arrays_that_come_before_they_are_asked_for() -> None:
+    links = StageLinks(1, 2, lambda *_: None, lambda _: None)
+    later = links.take(0)
+    links.arrive(1, [np.array([1])])
+    links.arrive(0, [np.array([2])])
+    links.arrive(0, [np.array([3])])
+    assert [int(x.result(60)[0][0]) for x in (later, links.take(0), links.take(1))] == [2, 3, 1]
+
+
+def test_what_fails_while_it_is_computed_is_told() -> None:
+    failed: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+
+    class Broken:
+        def copy_to_host_async(self) -> None: ...
+
+        def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+            raise RuntimeError("out of memory")
+
+    array: Any = Broken()
+    StageLinks(0, 2, lambda *_: None, failed.put).give(0, [array])
+    assert str(failed.get(timeout=60)) == "out of memory"
