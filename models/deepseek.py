@@ -31,7 +31,7 @@ from jax_paged.models.hf_format import ConfigReader, WeightTable
 from jax_paged.models.layers import Linear, RMSNorm, normal, parameter
 from jax_paged.models.llama import WEIGHT_TABLE, LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 from jax_paged.models.moe import Experts, MoeConfig, RoutedTokens, Router
-from jax_paged.models.rope import Rope, read_rope, rope_values, yarn_score_factor
+from jax_paged.models.rope import Rope, rope_values, yarn_score_factor
 from jax_paged.models.sharding import even
 
 # Of the norms of latents, whatever rms_norm_eps is.
@@ -65,6 +65,7 @@ class DeepseekV2Config(MoeConfig):
     topk_group: int
     routed_scaling_factor: float
 
+    is_interleaved: ClassVar[bool] = True
     defaults: ClassVar[dict[str, Any]] = {
         "q_lora_rank": 1536,
         "kv_lora_rank": 512,
@@ -115,7 +116,7 @@ class DeepseekV2Config(MoeConfig):
         read.check(size % 2 == 0, "qk_rope_head_dim", size, "an even integer")
         # The others have no factor of the scores.
         rope.choice("rope_type", rope.get("type", "default"), ("default", "yarn"))
-        return read_rope(rope, size, max_position_embeddings)
+        return super().read_rope(read, size, max_position_embeddings)
 
     @classmethod
     def read_router(cls, read: ConfigReader) -> dict[str, Any]:
@@ -137,14 +138,6 @@ class DeepseekV2Config(MoeConfig):
             needs = ("n_routed_experts", "num_experts_per_tok", "n_group")
             read.check(least <= best <= most, "topk_group", best, allowed, also_needs=needs)
         return {"n_group": groups, "topk_group": best}
-
-
-def neighbours_apart(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-    """Returns numbers in another order: pairs (2i, 2i + 1), which DeepSeek rotates, become (i, i + d/2).
-
-    Scores stay the same if that is done to queries and keys.
-    """
-    return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
 
 
 class LatentMaps(nnx.Module):
@@ -213,11 +206,10 @@ class LatentAttention(Module):
         c, rotate = self.config, context.rotations[self.rope]
         q = self.queries(x, context).reshape(*x.shape[:-1], -1, c.head_dim)
         plain, rotated = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
-        q = jnp.concatenate([self.kv_b_proj.queries(plain), rotate(neighbours_apart(rotated))], axis=-1)
+        q = jnp.concatenate([self.kv_b_proj.queries(plain), rotate(rotated)], axis=-1)
         latent, rotated = jnp.split(self.kv_a_proj_with_mqa(x, context), [c.kv_lora_rank], axis=-1)
         latent = self.kv_a_layernorm(latent, context)
-        rotated = rotate(neighbours_apart(rotated[..., None, :]))
-        cached = jnp.concatenate([latent[..., None, :], rotated], axis=-1)
+        cached = jnp.concatenate([latent[..., None, :], rotate(rotated[..., None, :])], axis=-1)
         out = self.kv_b_proj.values(context.attend(self.layer, q, cached, cached, scale=c.scale))
         return self.o_proj(out.reshape(*x.shape[:-1], -1), context)
 
