@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .PHONY: setup serve test test-slow test-browser test-server test-ray lint format bench bench-peers bench-server paper gpu-check \
-	kernels-compile devices-compile kernels-emulate native-sanitize clean
+	kernels-compile devices-compile devices-check kernels-emulate native-sanitize clean
 
 setup: $(READY)
 
@@ -112,6 +112,18 @@ kernels-compile: $(KERNELS_READY)
 devices-compile: $(KERNELS_READY)
 	$(KERNELS_PYTHON) benchmarks/devices_compile.py
 
+# The part of jax[cuda13] that compiles, without the libraries that run: 200 MB, in a folder of its own.
+COMPILER := .cuda-compiler
+devices-check: setup $(COMPILER)/.ready
+	PYTHONPATH=$(CURDIR)/$(COMPILER) $(BIN)/python benchmarks/devices_compile.py --size 4
+
+$(COMPILER)/.ready: constraints.txt
+	rm -rf $(COMPILER)
+	version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)') && \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(COMPILER) \
+		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version 'nvidia-cuda-nvcc==13.*' 'nvidia-nvvm==13.*'
+	@touch $@
+
 # The tests for GPUs, in the emulator of PTX (tests/ptx_emulator): long; not timed as a whole. SCHEDULES=3 runs every
 # kernel three times, each time in another order, and compares the bits.
 SCHEDULES ?= 1
@@ -144,4 +156,4 @@ $(KERNELS_VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(KERNELS_VENV) $(SERVER_VENV) $(PEERS) build *.egg-info .pytest_cache
+	rm -rf $(VENV) $(KERNELS_VENV) $(SERVER_VENV) $(COMPILER) $(PEERS) build *.egg-info .pytest_cache

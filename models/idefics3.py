@@ -24,7 +24,7 @@ _TEXT, _VISION = "model.text_model.", "model.vision_model."
 _LAYER = rf"{_VISION}encoder.layers.\1."
 WEIGHT_TABLE = WeightTable(
     rows=(
-        (r"vision\.patches\.kernel", f"{_VISION}embeddings.patch_embedding.weight", True),
+        (r"vision\.patches\.kernel", f"{_VISION}embeddings.patch_embedding.weight", False),
         (r"vision\.patches\.bias", f"{_VISION}embeddings.patch_embedding.bias", False),
         (r"vision\.positions\.embedding", f"{_VISION}embeddings.position_embedding.weight", False),
         (r"vision\.layers\.(\d+)\.(\w+_proj)\.kernel", rf"{_LAYER}self_attn.\2.weight", True),

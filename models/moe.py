@@ -183,8 +183,7 @@ class Router(Linear):
     """A linear map from a token to the float32 logits of the experts."""
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t g"]:
-        logits = self.logits(x)
-        return logits if self.bias is None else logits + self.bias[...]
+        return self.logits(x)
 
 
 class MoeMLP(Module):

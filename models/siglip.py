@@ -69,8 +69,8 @@ class PatchEmbedding(Module):
 
     def __init__(self, config: SiglipConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.side, self.size = config.num_patches_per_side, config.patch_size
-        # [width, height, channels, out]: the reverse of the checkpoint's, as of all kernels.
-        shape = (self.size, self.size, 3, config.hidden_size)
+        # [out, channels, height, width], as in the checkpoint.
+        shape = (config.hidden_size, 3, self.size, self.size)
         self.kernel = parameter(
             normal(rngs.params(), shape, dtype, config.initializer_range), (None,) * len(shape)
         )
@@ -79,7 +79,7 @@ class PatchEmbedding(Module):
     def forward(self, x: Float[Array, "b 3 h w"], context: ForwardContext) -> Float[Array, "b n e"]:
         whole = self.side * self.size
         patches = x[:, :, :whole, :whole].reshape(len(x), 3, self.side, self.size, self.side, self.size)
-        y = jnp.einsum("bcihjw,whce->bije", patches, self.kernel[...])
+        y = jnp.einsum("bcihjw,echw->bije", patches, self.kernel[...])
         return y.reshape(len(x), self.side**2, -1) + self.bias[...]
 
 

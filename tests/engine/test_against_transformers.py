@@ -40,6 +40,8 @@ EVERY_DAY = {
 MAX_LEN = 128
 # All prompts with their outputs are 80 blocks of each group of layers.
 NUM_BLOCKS = 26
+# Its layers are more groups, so that nothing would stay cached in so few.
+NUM_BLOCKS_OF = {"gemma4_images": 32}
 NUM_TOP = 5
 # The same float32 sums, but for those of the attention.
 DENSE_TOLERANCE = 1e-5
@@ -71,7 +73,8 @@ def test_equals_transformers(folder: Path) -> None:
     prompts = [case["prompt_token_ids"] for case in cases]
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=NUM_TOP)
     with_prompts = SamplingParams(temperature=0, max_tokens=24, logprobs=NUM_TOP, prompt_logprobs=NUM_TOP)
-    with make_engine(folder, max_model_len=MAX_LEN, num_gpu_blocks_override=NUM_BLOCKS, **SETTINGS) as engine:
+    num_blocks = NUM_BLOCKS_OF.get(folder.name, NUM_BLOCKS)
+    with make_engine(folder, max_model_len=MAX_LEN, num_gpu_blocks_override=num_blocks, **SETTINGS) as engine:
         batched = run(engine, [Request(prompt, with_prompts) for prompt in prompts])
         engine.scheduler.max_num_batched_tokens = 24
         # The last ones first: theirs are the blocks that are cached still.
@@ -140,7 +143,9 @@ def _check_prompt_logprobs(
         assert entry is not None
         row = reference[position - 1]
         assert next(iter(entry)) == prompt[position]
-        assert all(abs(x.logprob - row[token_id]) < DENSE_TOLERANCE for token_id, x in entry.items())
+        # Rounding grows with the numbers: OPT's are up to 23.
+        tolerance = DENSE_TOLERANCE * max(1.0, float(np.abs(row).max()) / 16)
+        assert all(abs(x.logprob - row[token_id]) < tolerance for token_id, x in entry.items())
         chosen = row[prompt[position]]
         rank = entry[prompt[position]].rank
         assert rank is not None

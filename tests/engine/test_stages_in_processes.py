@@ -128,7 +128,7 @@ def test_several_devices_in_each_process(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @slow
-@pytest.mark.parametrize("kind", ["MEAN", "LAST", "ALL"])
+@pytest.mark.parametrize("kind", ["MEAN", "LAST", "CLS"])
 def test_pooling(checkpoint: Path, kind: str) -> None:
     found = []
     for stages, backend in ((1, "uni"), (2, "mp")):
