@@ -10,7 +10,7 @@ A padded batch of T token rows holds B sequences one after the other (here T = 8
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax_paged.models.sharding import TENSOR, DeviceGrid
 from jax_paged.pallas_kernels import ops
 
 Backend = ops.Implementation
-# How devices share the arrays of the pool, [P, 2, K, S, D], and token rows with heads, [T, H, D].
+# How devices share the arrays of the pool, [P, N, K, S, D], and token rows with heads, [T, H, D].
 POOL_SPEC, HEADS_SPEC = PartitionSpec(None, None, TENSOR), PartitionSpec(None, TENSOR)
 
 
@@ -45,7 +45,8 @@ class Attend(Protocol):
     ) -> Float[Array, "t h d"]:
         """Returns the attention of every token row; the arguments are those of ops.ragged_attention.
 
-        Of the pages of a quantised cache, quantization.rows_of and dequantize make numbers.
+        Of the pages of a quantised cache, quantization.rows_of and dequantize make numbers. Of a layer with a
+        LatentAttentionSpec there is one argument more, its value_dim.
 
         This step's keys and values are in the pool already. A row of padding may get anything finite. Where
         a model is divided among devices, each of them attends with its own heads.
@@ -186,13 +187,41 @@ class StateSpec:
     arrays: tuple[StateArray, ...]
 
 
-AttentionSpec = FullAttentionSpec | SlidingWindowSpec | CrossAttentionSpec
+@dataclasses.dataclass(frozen=True)
+class LatentAttentionSpec:
+    """A layer of multi-head latent attention: it caches one vector per token, which all heads attend to.
+
+    The vector is the key, and its first numbers are the value. Where devices share the heads, each has it.
+
+    Args:
+        head_dim: Numbers of the vector.
+        value_dim: How many of them are the value.
+
+    Source: DeepSeek-AI, DeepSeek-V2, 2024.
+    """
+
+    head_dim: int
+    value_dim: int
+    num_kv_heads: ClassVar[int] = 1
+
+
+AttentionSpec = FullAttentionSpec | SlidingWindowSpec | CrossAttentionSpec | LatentAttentionSpec
 KVCacheSpec = AttentionSpec | StateSpec
 
 
 def window_of(spec: KVCacheSpec) -> int | None:
     """Returns the window of a layer in tokens; None if its tokens attend to all before them."""
     return spec.window if isinstance(spec, SlidingWindowSpec) else None
+
+
+def value_dim_of(spec: KVCacheSpec) -> int | None:
+    """Returns how many numbers of a key are its value; None if values are cached beside the keys."""
+    return spec.value_dim if isinstance(spec, LatentAttentionSpec) else None
+
+
+def num_parts(spec: KVCacheSpec) -> int:
+    """Returns the parts of a layer's pool: 2 for keys and values, 1 for latents."""
+    return 2 if value_dim_of(spec) is None else 1
 
 
 def dense_attention(
@@ -293,8 +322,8 @@ def paged_attention(
         spec: The layer's entry there.
         q: Queries.
         k: Keys; None if the layer has written this step's already.
-        v: Values; None with k.
-        kv_cache: The pools, [P, 2, K, S, D] each; the layer's entry is replaced by the pool written to.
+        v: Values; None with k; the keys again for a LatentAttentionSpec.
+        kv_cache: The pools, [P, N, K, S, D] each; the layer's entry is replaced by the pool written to.
         metadata: Where the token rows stand.
         scale: Factor of the scores.
         soft_cap: As dense_attention takes it; so are the two that follow.
@@ -305,6 +334,7 @@ def paged_attention(
         The attention of every token row, 0 in padding.
     """
     pool, group, view = metadata.places[layer]
+    value_dim = value_dim_of(spec)
 
     def attend(
         kv_pages: Array,
@@ -320,18 +350,21 @@ def paged_attention(
             kv_pages, block_tables = view.pages(kv_pages), view.blocks(block_tables)
             slots = view.slots(slots, shape[0], shape[3])
             metadata = dataclasses.replace(metadata, block_tables=block_tables)
-        if k is not None and v is not None:
+        if k is not None:
             # Around a kernel that writes in place, XLA copies an array that has other shapes elsewhere.
             writer = "xla" if any(place.view for place in metadata.places) else backend
-            kv_pages = ops.write_kv(kv_pages, k, v, slots, backend=writer)
+            values = v if value_dim is None else None
+            kv_pages = ops.write_kv(kv_pages, k, values, slots, backend=writer)
         written = kv_pages.reshape(shape)
         options: dict[str, Any] = {"scale": scale, "window": window_of(spec), "soft_cap": soft_cap, **by_head}
+        if value_dim is not None:
+            options["value_dim"] = value_dim
         if metadata.attend is not None:
             tables, lens = metadata.block_tables[group], metadata.context_lens[group]
             out = metadata.attend(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
             return written, out
         options["backend"] = backend
-        if isinstance(spec, FullAttentionSpec):
+        if isinstance(spec, FullAttentionSpec | LatentAttentionSpec):
             options["shared_blocks"] = metadata.shared_blocks
         if metadata.is_decode or metadata.is_row_by_row:
             tables, lens = metadata.of_token_rows(group, is_causal=True)
@@ -340,7 +373,8 @@ def paged_attention(
         return written, ops.ragged_attention(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
 
     if metadata.grid is not None:
-        specs = POOL_SPEC, HEADS_SPEC, HEADS_SPEC, HEADS_SPEC, PartitionSpec(TENSOR), PartitionSpec()
+        keys = HEADS_SPEC if value_dim is None else PartitionSpec()
+        specs = POOL_SPEC, HEADS_SPEC, keys, keys, PartitionSpec(TENSOR), PartitionSpec()
         attend = metadata.grid.on_each(attend, specs, (POOL_SPEC, HEADS_SPEC))
     given = {"sinks": sinks, "distance_bias": distance_bias}
     by_head = {name: x for name, x in given.items() if x is not None}

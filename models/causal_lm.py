@@ -18,6 +18,7 @@ from jax_paged.models.attention import (
     cross_attention,
     dense_attention,
     paged_attention,
+    value_dim_of,
     window_of,
 )
 from jax_paged.models.forward_context import Elsewhere, ForwardContext, Module
@@ -102,7 +103,7 @@ class LanguageModel(nnx.Module):
 
         Args:
             tokens: int32 [T], token ids.
-            kv_cache: The pools, [P, 2, K, S, D] each.
+            kv_cache: The pools, [P, N, K, S, D] each.
             metadata: Where the token rows stand, and which pool belongs to which layer.
             hooks: As ForwardContext has them; so are changes.
             changes: See hooks.
@@ -202,7 +203,8 @@ class CausalLM(LanguageModel):
         def attend(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
             if k is not None and v is not None:
                 given[layer] = k, v
-            return dense_attention(q, *given[layer], window=window_of(specs[layer]), **options)
+            out = dense_attention(q, *given[layer], window=window_of(specs[layer]), **options)
+            return out[..., : value_dim_of(specs[layer])]
 
         recur = functools.partial(recur_dense, specs, tokens.shape)
         return ForwardContext(self, dense_positions(tokens), attend, recur=recur)

@@ -39,7 +39,8 @@ class Attend(Protocol):
 
     `layer` is an index into the model's kv_cache_specs(); the window comes from the spec. With None for k and
     v, queries attend to the keys and values that an earlier call gave for that layer. The options are those
-    of dense_attention.
+    of dense_attention. Of a LatentAttentionSpec, k and v are the same vectors, of one head, and what is
+    returned has the first value_dim numbers of a head.
     """
 
     def __call__(

@@ -135,7 +135,7 @@ class GptOssMLP(MoeMLP):
 class GptOssDecoderLayer(MoeDecoderLayer):
     """A Llama's layer with the modules above."""
 
-    attention_class: ClassVar[type[LlamaAttention]] = GptOssAttention
+    attention_class: ClassVar[Callable[..., Module]] = GptOssAttention
 
     @classmethod
     def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:

@@ -41,9 +41,10 @@ class MoeConfig(LlamaConfig):
     norm_topk_prob: bool
 
     @staticmethod
-    def read_experts(read: ConfigReader) -> dict[str, int]:
-        """Returns the fields num_experts and num_experts_per_tok."""
-        name = "num_experts" if read.get("num_local_experts", None) is None else "num_local_experts"
+    def read_experts(read: ConfigReader, name: str | None = None) -> dict[str, int]:
+        """Returns the fields num_experts, which may have another name, and num_experts_per_tok."""
+        if name is None:
+            name = "num_experts" if read.get("num_local_experts", None) is None else "num_local_experts"
         num, chosen = read.integer(name), read.integer("num_experts_per_tok")
         allowed = f"at most {name}, which is {num}"
         read.check(chosen <= num, "num_experts_per_tok", chosen, allowed, also_needs=(name,))

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
-from jax_paged.models.attention import AttentionMetadata, Backend, StateSpec
+from jax_paged.models.attention import AttentionMetadata, Backend, StateSpec, num_parts
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.kv_place import Place
 
@@ -77,7 +77,6 @@ def paged_inputs(
         if isinstance(spec, StateSpec):
             kv_cache += [jnp.zeros((len(lens), *a.shape), a.dtype or dtype) for a in spec.arrays]
         else:
-            kv_cache.append(
-                jnp.zeros((1 + tables.size, 2, spec.num_kv_heads, block_size, spec.head_dim), dtype)
-            )
+            shape = (1 + tables.size, num_parts(spec), spec.num_kv_heads, block_size, spec.head_dim)
+            kv_cache.append(jnp.zeros(shape, dtype))
     return PagedInputs(jnp.asarray(np.concatenate(token_lists), jnp.int32), kv_cache, metadata)

@@ -15,6 +15,7 @@ MODELS: dict[str, str] = {
     "ArceeForCausalLM": "arcee",
     "Cohere2ForCausalLM": "cohere",
     "CohereForCausalLM": "cohere",
+    "DeepseekV2ForCausalLM": "deepseek",
     "Ernie4_5ForCausalLM": "ernie",
     "Exaone4ForCausalLM": "exaone",
     "Gemma2ForCausalLM": "gemma",

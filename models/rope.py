@@ -223,6 +223,20 @@ def _llama3(read: ConfigReader, base: tuple[float, ...]) -> Rope:
     return Rope(tuple(map(stretch, base)))
 
 
+def yarn_score_factor(read: ConfigReader) -> float:
+    """Returns the factor of attention scores that DeepSeek's YaRN has; 1 without YaRN.
+
+    Source: DeepSeek-AI, DeepSeek-V2, 2024, its published code.
+
+    Args:
+        read: As rope_values returns it; notes what is wrong.
+    """
+    scale = read.number("mscale_all_dim", 0.0, low_open=False)
+    if _rope_type(read) != "yarn" or scale == 0:
+        return 1.0
+    return (0.1 * scale * math.log(read.number("factor", low=1.0, low_open=False)) + 1.0) ** 2
+
+
 def _yarn(read: ConfigReader, base: tuple[float, ...], theta: float, factor: float) -> Rope:
     """Keeps the pairs that turn often, stretches those that turn seldom, and blends the two in between.
 

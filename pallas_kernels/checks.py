@@ -33,10 +33,10 @@ def check_int32(**arrays: Array) -> None:
 
 def check_pool(kv_pages: Array) -> None:
     """Raises ValueError unless an array can be a layer's pool."""
-    if kv_pages.ndim != 5 or kv_pages.shape[1] != 2 or 0 in kv_pages.shape:
+    if kv_pages.ndim != 5 or kv_pages.shape[1] not in (1, 2) or 0 in kv_pages.shape:
         raise ValueError(
-            f"kv_pages has shape {kv_pages.shape}; allowed: [pages, 2, kv_heads, page_size, head_dim], "
-            "none of them 0"
+            f"kv_pages has shape {kv_pages.shape}; allowed: [pages, 2, kv_heads, page_size, head_dim], or 1 "
+            "in place of 2 for latents, none of them 0"
         )
     if str(kv_pages.dtype) not in _DTYPES:
         raise ValueError(f"kv_pages has dtype {kv_pages.dtype}; allowed: {', '.join(_DTYPES)}")
@@ -45,6 +45,34 @@ def check_pool(kv_pages: Array) -> None:
 def head_dim_of(kv_pages: Array) -> int:
     """Returns how many numbers a key has in a pool."""
     return kv_pages.shape[4] - row_size(0, kv_pages.dtype)
+
+
+def check_values(kv_pages: Array, k: Array, v: Array | None) -> None:
+    """Raises ValueError unless values are given where the pool holds any, in the shape of the keys."""
+    if (v is None) != (kv_pages.shape[1] == 1):
+        given = None if v is None else f"an array {v.shape}"
+        raise ValueError(
+            f"v is {given}; allowed with kv_pages {kv_pages.shape}: {'None' if v is not None else 'values'}"
+        )
+    if v is not None:
+        check_shape("v", v.shape, k.shape)
+
+
+def check_value_dim(kv_pages: Array, value_dim: int | None) -> None:
+    """Raises ValueError unless value_dim says which numbers of a latent pool are the values."""
+    head_dim, is_latent = head_dim_of(kv_pages), kv_pages.shape[1] == 1
+    if (value_dim is not None) != is_latent or (value_dim is not None and not 1 <= value_dim <= head_dim):
+        allowed = f"an integer in [1, {head_dim}]" if is_latent else "None"
+        raise ValueError(f"value_dim is {value_dim}; allowed with kv_pages {kv_pages.shape}: {allowed}")
+
+
+def check_not_latent(backend: str, kv_pages: Array) -> None:
+    """Raises ValueError for a latent pool, which not every backend takes."""
+    if kv_pages.shape[1] == 1:
+        raise ValueError(
+            f"kv_pages has shape {kv_pages.shape}, of latents; allowed with backend {backend!r}: [pages, 2, "
+            "...]; backends 'xla' and 'native' take it"
+        )
 
 
 def check_attention(q: Array, kv_pages: Array, block_tables: Array, context_lens: Array) -> None:

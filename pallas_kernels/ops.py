@@ -11,7 +11,9 @@ The pool of a layer is [P, 2, K, S, D]: P pages of S tokens, keys (0) and values
     | V head 1 [S,D]|  | V head 1 [S,D]|  | V head 1 [S,D]|
     +---------------+  +---------------+  +---------------+
 
-A quantised pool, of int8 or uint8 (fp8_e4m3), has tiles [S, D + 1] of bytes: see quantization.py.
+A quantised pool, of int8 or uint8 (fp8_e4m3), has tiles [S, D + 1] of bytes: see quantization.py. A latent
+pool, [P, 1, K, S, D], holds keys alone: a token's value is the first numbers of its key (multi-head latent
+attention, where all query heads share one kv head).
 """
 
 from typing import Any, Literal, get_args
@@ -79,19 +81,19 @@ def _choose(backend: str, array: Array) -> Implementation:
 
 
 def write_kv(
-    kv_pages: Float[Array, "p 2 k s d"],
+    kv_pages: Float[Array, "p n k s d"],
     k: Float[Array, "t k d"],
-    v: Float[Array, "t k d"],
+    v: Float[Array, "t k d"] | None,
     slot_mapping: Int[Array, " t"],
     *,
     backend: Backend = "auto",
-) -> Float[Array, "p 2 k s d"]:
+) -> Float[Array, "p n k s d"]:
     """Writes the key and the value of each token into its slot, in place if the pool is donated.
 
     Args:
         kv_pages: The pool.
         k: Keys, converted to the pool's dtype, or quantised.
-        v: Values, as the keys.
+        v: Values, as the keys; None for a latent pool.
         slot_mapping: int32 [T], the slot of each token; slots of P * S or more are not written.
         backend: The implementation, as for resolve_backend.
 
@@ -100,13 +102,15 @@ def write_kv(
     """
     checks.check_pool(kv_pages)
     checks.check_shape("k", k.shape, (slot_mapping.shape[0], kv_pages.shape[2], checks.head_dim_of(kv_pages)))
-    checks.check_shape("v", v.shape, k.shape)
+    checks.check_values(kv_pages, k, v)
     checks.check_int32(slot_mapping=slot_mapping)
     checks.check_slots(kv_pages, slot_mapping)
     implementation = _choose(backend, k)
-    k, v = quantize(k, kv_pages.dtype), quantize(v, kv_pages.dtype)
+    k = quantize(k, kv_pages.dtype)
+    v = None if v is None else quantize(v, kv_pages.dtype)
     if implementation in _COMPLETE:
         return _COMPLETE[implementation].write_kv(kv_pages, k, v, slot_mapping)
+    checks.check_not_latent(backend, kv_pages)
     from jax_paged.pallas_kernels import write_kv as write_kernel
 
     interpret = implementation == "pallas_interpret"
@@ -114,20 +118,20 @@ def write_kv(
 
 
 def copy_blocks(
-    kv_pages: Float[Array, "p 2 k s d"],
-    src: Int[Array, " n"],
-    dst: Int[Array, " n"],
+    kv_pages: Float[Array, "p n k s d"],
+    src: Int[Array, " c"],
+    dst: Int[Array, " c"],
     *,
     backend: Backend = "auto",
-) -> Float[Array, "p 2 k s d"]:
+) -> Float[Array, "p n k s d"]:
     """Copies whole pages; all are read before any is written.
 
     With the Pallas backends no page may be in both src and dst.
 
     Args:
         kv_pages: The pool.
-        src: int32 [N], pages to read.
-        dst: int32 [N], pages to write, all different; a pair with a page of P or more is skipped.
+        src: int32 [C], pages to read.
+        dst: int32 [C], pages to write, all different; a pair with a page of P or more is skipped.
         backend: The implementation, as for resolve_backend.
 
     Returns:
@@ -140,6 +144,7 @@ def copy_blocks(
     checks.check_copies(kv_pages, src, dst, may_overlap=implementation in _COMPLETE)
     if implementation in _COMPLETE:
         return _COMPLETE[implementation].copy_blocks(kv_pages, src, dst)
+    checks.check_not_latent(backend, kv_pages)
     from jax_paged.pallas_kernels import copy_blocks as copy_kernel
 
     return copy_kernel.copy_blocks(kv_pages, src, dst, interpret=implementation == "pallas_interpret")
@@ -147,7 +152,7 @@ def copy_blocks(
 
 def paged_decode(
     q: Float[Array, "b h d"],
-    kv_pages: Float[Array, "p 2 k s d"],
+    kv_pages: Float[Array, "p n k s d"],
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
     *,
@@ -157,8 +162,9 @@ def paged_decode(
     sinks: Float[Array, " h"] | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
     shared_blocks: Int[Array, " b"] | None = None,
+    value_dim: int | None = None,
     backend: Backend = "auto",
-) -> Float[Array, "b h d"]:
+) -> Float[Array, "b h v"]:
     """Attends with one query per sequence, the last token of its context, over the pages of its table.
 
     Args:
@@ -177,22 +183,26 @@ def paged_decode(
             Sequences with the same number, and the same page there, have all these pages in common, and
             attend to them together; each has at least one token behind them. It changes what is read how
             often, and no result but by rounding. Not with a window.
+        value_dim: Of a latent pool, how many numbers of a key are its value, from the first on; None for a
+            pool of keys and values. Not with the Pallas backends.
         backend: The implementation, as for resolve_backend.
 
     Returns:
-        Attention in the dtype of q.
+        Attention in the dtype of q; V is value_dim, or D if that is None.
 
     Source: Kwon et al., Efficient Memory Management for LLM Serving with PagedAttention, SOSP 2023.
     """
     checks.check_attention(q, kv_pages, block_tables, context_lens)
     checks.check_options(q, scale, window, soft_cap, sinks, distance_bias)
+    checks.check_value_dim(kv_pages, value_dim)
     checks.check_shared(shared_blocks, context_lens, window)
     checks.check_shape("block_tables", block_tables.shape[:1], q.shape[:1])
     checks.check_pages(kv_pages, block_tables, context_lens, window=window)
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     if (implementation := _choose(backend, q)) in _COMPLETE:
-        options |= {"distance_bias": distance_bias, "shared_blocks": shared_blocks}
+        options |= {"distance_bias": distance_bias, "shared_blocks": shared_blocks, "value_dim": value_dim}
         return _COMPLETE[implementation].paged_decode(q, kv_pages, block_tables, context_lens, **options)
+    checks.check_not_latent(backend, kv_pages)
     options["interpret"] = implementation == "pallas_interpret"
     if shared_blocks is not None:
         from jax_paged.pallas_kernels import cascade
@@ -209,7 +219,7 @@ def paged_decode(
 
 def ragged_attention(
     q: Float[Array, "t h d"],
-    kv_pages: Float[Array, "p 2 k s d"],
+    kv_pages: Float[Array, "p n k s d"],
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
     query_start_loc: Int[Array, " b1"],
@@ -220,8 +230,9 @@ def ragged_attention(
     sinks: Float[Array, " h"] | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
     shared_blocks: Int[Array, " b"] | None = None,
+    value_dim: int | None = None,
     backend: Backend = "auto",
-) -> Float[Array, "t h d"]:
+) -> Float[Array, "t h v"]:
     """Attends causally with any number of queries per sequence, the last positions of its context.
 
     Args:
@@ -240,13 +251,15 @@ def ragged_attention(
             distance_bias[head, min(i - j, n - 1)]. Not with a soft cap.
         shared_blocks: As paged_decode takes it; of sequences with several queries it is not looked at. Not
             with the Pallas backends.
+        value_dim: As paged_decode takes it.
         backend: The implementation, as for resolve_backend.
 
     Returns:
-        Attention in the dtype of q; exactly 0 in rows from query_start_loc[B] on.
+        Attention in the dtype of q, as paged_decode returns it; exactly 0 in rows from query_start_loc[B] on.
     """
     checks.check_attention(q, kv_pages, block_tables, context_lens)
     checks.check_options(q, scale, window, soft_cap, sinks, distance_bias)
+    checks.check_value_dim(kv_pages, value_dim)
     checks.check_shared(shared_blocks, context_lens, window)
     checks.check_shape("query_start_loc", query_start_loc.shape, (block_tables.shape[0] + 1,))
     checks.check_int32(query_start_loc=query_start_loc)
@@ -255,9 +268,10 @@ def ragged_attention(
     options: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks": sinks}
     options["distance_bias"] = distance_bias
     if (implementation := _choose(backend, q)) in _COMPLETE:
-        options["shared_blocks"] = shared_blocks
+        options |= {"shared_blocks": shared_blocks, "value_dim": value_dim}
         attend = _COMPLETE[implementation].ragged_attention
         return attend(q, kv_pages, block_tables, context_lens, query_start_loc, **options)
+    checks.check_not_latent(backend, kv_pages)
     checks.check_none(backend, shared_blocks=shared_blocks)
     from jax_paged.pallas_kernels import ragged_prefill
 

@@ -12,15 +12,15 @@ from jaxtyping import Array, Float, Int
 from jax_paged.pallas_kernels.quantization import dequantize, is_quantized, rows_of
 
 
-def write_kv(kv_pages: Array, k: Array, v: Array, slot_mapping: Array) -> Array:
+def write_kv(kv_pages: Array, k: Array, v: Array | None, slot_mapping: Array) -> Array:
     """Writes k[t] and v[t] to slot slot_mapping[t]."""
-    num_pages, _, kv_heads, page_size, row_size = kv_pages.shape
+    num_pages, parts, kv_heads, page_size, row_size = kv_pages.shape
     page, offset = slot_mapping // page_size, slot_mapping % page_size
     size = row_size - is_quantized(kv_pages)
     numbers = offset[:, None] * size + jnp.arange(size)
     place = jnp.concatenate([numbers, page_size * size + offset[:, None]], axis=1)[:, :row_size]
-    tiles = kv_pages.reshape(num_pages, 2, kv_heads, page_size * row_size)
-    for which, rows in enumerate((k, v)):
+    tiles = kv_pages.reshape(num_pages, parts, kv_heads, page_size * row_size)
+    for which, rows in enumerate((k,) if v is None else (k, v)):
         rows = rows.astype(kv_pages.dtype).swapaxes(1, 2)
         tiles = tiles.at[page[:, None], which, :, place].set(rows, mode="drop")
     return tiles.reshape(kv_pages.shape)
@@ -55,7 +55,7 @@ def paged_decode(
 
 def ragged_attention(
     q: Float[Array, "t h d"],
-    kv_pages: Float[Array, "p 2 k s d"],
+    kv_pages: Float[Array, "p n k s d"],
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
     query_start_loc: Int[Array, " b1"],
@@ -66,7 +66,8 @@ def ragged_attention(
     sinks: Float[Array, " h"] | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
     shared_blocks: Int[Array, " b"] | None = None,
-) -> Float[Array, "t h d"]:
+    value_dim: int | None = None,
+) -> Float[Array, "t h v"]:
     """Attends with each query over the context of its sequence, causally.
 
     Who reads the shared blocks of sequences with whom changes no result: here each does by itself.
@@ -82,10 +83,11 @@ def ragged_attention(
         live &= token > position - window
 
     tokens = dequantize(rows_of(kv_pages[block_tables]), jnp.dtype("float32"))
-    tokens = tokens.transpose(0, 1, 4, 2, 3, 5)  # [B, M, S, 2, K, D]
+    tokens = tokens.transpose(0, 1, 4, 2, 3, 5)  # [B, M, S, parts, K, D]
     tokens = tokens.reshape(len(block_tables), len(token), *tokens.shape[3:])[seq]
     tokens = jnp.where(live[:, :, None, None, None], tokens, 0)  # what a dead slot holds may be NaN
-    keys, values = jnp.repeat(tokens, q.shape[1] // kv_pages.shape[2], axis=3).transpose(2, 0, 1, 3, 4)
+    parts = jnp.repeat(tokens, q.shape[1] // kv_pages.shape[2], axis=3).transpose(2, 0, 1, 3, 4)
+    keys, values = parts[0], parts[-1][..., :value_dim]
     scores = jnp.einsum("thd,tnhd->thn", q.astype(jnp.float32), keys) * scale
     if soft_cap is not None:
         scores = jnp.tanh(scores / soft_cap) * soft_cap

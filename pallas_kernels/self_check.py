@@ -83,6 +83,7 @@ class Suite:
         max_len: Tokens of the longest sequence; LONGEST stands for all longer ones.
         kv_cache_dtype: What the pool holds: "auto" for the dtype above, or a name of quantization.DTYPES.
         experts: The products of layers with experts.
+        value_dim: Of a latent cache, as ops.paged_decode takes it: then there is nothing to check.
     """
 
     variants: tuple[Variant, ...]
@@ -93,6 +94,7 @@ class Suite:
     max_len: int
     kv_cache_dtype: str = "auto"
     experts: tuple[Experts, ...] = ()
+    value_dim: int | None = None
 
     @classmethod
     def of_values(cls, values: dict[str, Any]) -> "Suite":

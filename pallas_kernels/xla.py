@@ -42,14 +42,14 @@ CHUNK_BYTES = 2 * 2**20
 
 
 def write_kv(
-    kv_pages: Float[Array, "p 2 k s d"],
+    kv_pages: Float[Array, "p n k s d"],
     k: Float[Array, "t k d"],
-    v: Float[Array, "t k d"],
+    v: Float[Array, "t k d"] | None,
     slot_mapping: Int[Array, " t"],
-) -> Float[Array, "p 2 k s d"]:
+) -> Float[Array, "p n k s d"]:
     """See ops.write_kv."""
     num_pages, _, _, page_size, _ = kv_pages.shape
-    kv = jnp.stack([k, v], axis=1).astype(kv_pages.dtype)
+    kv = jnp.stack([k] if v is None else [k, v], axis=1).astype(kv_pages.dtype)
     if kv.shape[0] == 1:
         # XLA turns a scatter of one row into an update that it computes twice, each on a copy of the pool. A
         # second row, which is dropped, keeps it a scatter.
@@ -70,8 +70,8 @@ def write_kv(
 
 
 def copy_blocks(
-    kv_pages: Float[Array, "p 2 k s d"], src: Int[Array, " n"], dst: Int[Array, " n"]
-) -> Float[Array, "p 2 k s d"]:
+    kv_pages: Float[Array, "p n k s d"], src: Int[Array, " c"], dst: Int[Array, " c"]
+) -> Float[Array, "p n k s d"]:
     """See ops.copy_blocks."""
     num_pages = kv_pages.shape[0]
     dst = jnp.where(src < num_pages, dst, num_pages)
@@ -100,19 +100,19 @@ class Sums(NamedTuple):
     """The softmax of each row before it is divided by its denominator, in powers of two.
 
     Args:
-        values: float32 [N, K, R, D], the weighted sums of the values.
+        values: float32 [N, K, R, V], the weighted sums of the values.
         exponents: float32 [N, K, R], whole numbers that all scores so far were reduced by.
         totals: float32 [N, K, R], the sums of the weights.
     """
 
-    values: Float[Array, "n k r d"]
+    values: Float[Array, "n k r v"]
     exponents: Float[Array, "n k r"]
     totals: Float[Array, "n k r"]
 
 
 def paged_decode(
     q: Float[Array, "b h d"],
-    kv_pages: Float[Array, "p 2 k s d"],
+    kv_pages: Float[Array, "p n k s d"],
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
     *,
@@ -120,7 +120,7 @@ def paged_decode(
     sinks: Float[Array, " h"] | None = None,
     shared_blocks: Int[Array, " b"] | None = None,
     **options: Any,
-) -> Float[Array, "b h d"]:
+) -> Float[Array, "b h v"]:
     """See ops.paged_decode: every sequence is a tile of one row; the options go to _attend."""
     num_seqs, _, head_dim = q.shape
     queries = q.reshape(num_seqs, kv_pages.shape[2], -1, head_dim)
@@ -140,12 +140,12 @@ def paged_decode(
             lambda own: own,
             sums,
         )
-    return _finished(sums, sinks).reshape(q.shape).astype(q.dtype)
+    return _finished(sums, sinks).reshape(*q.shape[:2], -1).astype(q.dtype)
 
 
 def ragged_attention(
     q: Float[Array, "t h d"],
-    kv_pages: Float[Array, "p 2 k s d"],
+    kv_pages: Float[Array, "p n k s d"],
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
     query_start_loc: Int[Array, " b1"],
@@ -154,7 +154,7 @@ def ragged_attention(
     sinks: Float[Array, " h"] | None = None,
     shared_blocks: Int[Array, " b"] | None = None,
     **options: Any,
-) -> Float[Array, "t h d"]:
+) -> Float[Array, "t h v"]:
     """See ops.ragged_attention: sequences with one query go through paged_decode, the others in tiles."""
     (num_tokens, num_heads, head_dim), (num_seqs, _) = q.shape, block_tables.shape
     kv_heads, rows = kv_pages.shape[2], min(PREFILL_TILE_ROWS, num_tokens)
@@ -185,8 +185,8 @@ def ragged_attention(
     positions = jnp.tile(positions, (1, num_heads // kv_heads))
     tiles = Tiles(queries, positions, seen, seq, _before_window(positions, window))
     out = _finished(_attend(tiles, kv_pages, block_tables, num_tiles, window=window, **options), sinks)
-    out = out.reshape(num_tiles, kv_heads, -1, rows, head_dim).transpose(0, 3, 1, 2, 4)
-    out = out.reshape(num_tiles * rows, num_heads, head_dim).astype(q.dtype)
+    out = out.reshape(num_tiles, kv_heads, -1, rows, out.shape[-1]).transpose(0, 3, 1, 2, 4)
+    out = out.reshape(num_tiles * rows, num_heads, -1).astype(q.dtype)
 
     # Back from tiles to token rows.
     token = jnp.arange(num_tokens)
@@ -205,7 +205,7 @@ def _before_window(positions: Int[Array, "n r"], window: int | None) -> Int[Arra
 
 def _attend_together(
     q: Float[Array, "b h d"],
-    kv_pages: Float[Array, "p 2 k s d"],
+    kv_pages: Float[Array, "p n k s d"],
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
     prefixes: SharedTiles,
@@ -241,7 +241,7 @@ def _spread(ends: Int[Array, " b"], counts: Int[Array, " b"], size: int) -> tupl
 
 def _attend(
     tiles: Tiles,
-    kv_pages: Float[Array, "p 2 k s d"],
+    kv_pages: Float[Array, "p n k s d"],
     block_tables: Int[Array, "b m"],
     chunk_items: int,
     *,
@@ -249,9 +249,10 @@ def _attend(
     window: int | None = None,
     soft_cap: float | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
+    value_dim: int | None = None,
 ) -> Sums:
     """Attends with every tile over its context, a chunk of items at a time."""
-    num_pages, _, kv_heads, page_size, row_size = kv_pages.shape
+    num_pages, parts, kv_heads, page_size, row_size = kv_pages.shape
     num_tiles, _, rows, head_dim = tiles.queries.shape
     dtype = jnp.promote_types(tiles.queries.dtype, kv_pages.dtype)
     if is_quantized(kv_pages) and dtype == jnp.float16:
@@ -263,7 +264,7 @@ def _attend(
     size = min(chunk_items, max_num_items, max(1, CHUNK_BYTES // item_bytes))
     tables = jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % pages)))
     # A row of this view is the [S, D] tile of one page, one of keys and values, one head.
-    page_tiles = kv_pages.reshape(num_pages * 2 * kv_heads, page_size * row_size)
+    page_tiles = kv_pages.reshape(num_pages * parts * kv_heads, page_size * row_size)
     first_token = jnp.zeros_like(tiles.context_lens) if tiles.first is None else tiles.first
     item_counts = -(-tiles.context_lens // tokens)
     item_counts = jnp.maximum(item_counts - first_token // tokens, 0)
@@ -289,7 +290,7 @@ def _attend(
         return lax.optimization_barrier(values.reshape(-1))
 
     def load(page: Array, which: int) -> Array:
-        row = of_page_tiles((page[:, None] * 2 + which) * kv_heads + jnp.arange(kv_heads)[:, None])
+        row = of_page_tiles((page[:, None] * parts + which) * kv_heads + jnp.arange(kv_heads)[:, None])
         loaded = page_tiles.at[row].get(mode="promise_in_bounds")
         if not is_quantized(kv_pages):
             return loaded.astype(dtype)
@@ -320,8 +321,11 @@ def _attend(
         if window is not None:
             live &= token > position[:, None, :, None] - window
 
-        keys = as_tokens(load(page, 0))
-        scores = jnp.einsum("nkrd,nktd->nkrt", queries, keys, preferred_element_type=jnp.float32) * scale
+        loaded = load(page, 0)
+        scores = (
+            jnp.einsum("nkrd,nktd->nkrt", queries, as_tokens(loaded), preferred_element_type=jnp.float32)
+            * scale
+        )
         if soft_cap is not None:
             scores = jnp.tanh(scores / soft_cap) * soft_cap
         if bias is not None:
@@ -340,7 +344,8 @@ def _attend(
         is_there = slot < of_page_tiles(high[:, None, None] - page_start)[:, None]
         if tiles.first is not None:
             is_there &= slot >= of_page_tiles(low[:, None, None] - page_start)[:, None]
-        values = as_tokens(jnp.where(is_there, load(page, 1), 0))
+        loaded = loaded if parts == 1 else load(page, 1)
+        values = as_tokens(jnp.where(is_there, loaded, 0))[..., :value_dim]
         weighted = jnp.einsum(
             "nkrt,nktd->nkrd", probs.astype(dtype), values, preferred_element_type=jnp.float32
         )
@@ -353,7 +358,7 @@ def _attend(
         total = (total * decay).at[segment].add(probs.sum(-1) * factor, mode="drop")
         return Sums(acc, new_exponent, total)
 
-    zero = jnp.zeros(tiles.queries.shape)
+    zero = jnp.zeros(tiles.queries[..., :value_dim].shape)
     nothing = Sums(zero, jnp.full(zero.shape[:-1], MASKED_EXPONENT), zero[..., 0])
     return lax.fori_loop(0, -(-item_ends[-1] // size), attend_chunk, nothing)
 
@@ -372,7 +377,7 @@ def _joined(sums: Sums, others: Sums) -> Sums:
     return Sums(values, exponents, sums.totals * factors[0] + others.totals * factors[1])
 
 
-def _finished(sums: Sums, sinks: Float[Array, " h"] | None) -> Float[Array, "n k r d"]:
+def _finished(sums: Sums, sinks: Float[Array, " h"] | None) -> Float[Array, "n k r v"]:
     """Divides by the denominators, which a sink joins; 0 in rows that have seen nothing."""
     values, exponents, totals = sums
     if sinks is not None:

@@ -151,9 +151,9 @@ class Inspector:
         pages = np.asarray(self._gather(self._runner.arrays["kv_cache"][array], blocks))[: len(table)]
         if view is not None:
             pages = np.asarray(view.pages(pages, layout.num_devices))[view.part :: view.num_parts]
-        kv = pages.transpose(1, 0, 3, 2, 4).reshape(2, -1, *pages.shape[2::2])
+        kv = pages.transpose(1, 0, 3, 2, 4).reshape(pages.shape[1], -1, *pages.shape[2::2])
         is_held = np.repeat(np.array(table) != NULL_BLOCK, self._runner.config.block_size)[:n]
-        return kv[0, :n][is_held], kv[1, :n][is_held]
+        return kv[0, :n][is_held], kv[-1, :n, :, : layout.value_dim][is_held]
 
     def inspect(self, query: InspectionInput) -> tuple[np.ndarray, dict[int, np.ndarray]]:
         """See Executor.inspect."""

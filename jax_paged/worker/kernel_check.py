@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh
 from jaxtyping import Array
 
 from jax_paged.config import EngineArgs, cache_dir
-from jax_paged.models.attention import Attend, StateSpec, window_of
+from jax_paged.models.attention import Attend, StateSpec, value_dim_of, window_of
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.forward_context import ForwardContext
@@ -156,7 +156,7 @@ def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = Non
         )
     else:
         model = loaded.model if isinstance(loaded, LoadedModel) else loaded
-    specs, found = model.kv_cache_specs(), dict[tuple[int, int], dict[Any, Variant]]()
+    specs, found = model.kv_cache_specs(), dict[tuple[int, int, int | None], dict[Any, Variant]]()
     flat, weights, splits = flatten(model)
     size = args.tensor_parallel_size
     grid = DeviceGrid(AbstractMesh((size,), (TENSOR,)), args.enable_expert_parallel)
@@ -176,10 +176,10 @@ def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = Non
         assert not isinstance(spec, StateSpec), "the layer attends"
         by_head = (more.get(name) is not None for name in ("distance_bias", "sinks"))
         asked = window_of(spec), soft_cap, *by_head
-        variants = found.setdefault((spec.num_kv_heads, spec.head_dim), {})
+        variants = found.setdefault((spec.num_kv_heads, spec.head_dim, value_dim_of(spec)), {})
         # Layers that differ in their scale only run the same kernels.
         variants.setdefault(asked, Variant(q.shape[-2] // size, float(scale), *asked))
-        return q
+        return q[..., : value_dim_of(spec)]
 
     def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
         return attend(layer, q, q, q, scale=scale)
@@ -211,8 +211,9 @@ def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = Non
             max_len=min(max_len, self_check.LONGEST),
             kv_cache_dtype=args.kv_cache_dtype,
             experts=tuple(products),
+            value_dim=value_dim,
         )
-        for (num_kv_heads, head_dim), variants in found.items()
+        for (num_kv_heads, head_dim, value_dim), variants in found.items()
     ]
 
 
@@ -244,6 +245,8 @@ def check(
         limit_s: Seconds after which the check is killed.
         is_anew: Whether it runs even if there is a verdict.
     """
+    if suite.value_dim is not None:
+        return Verdict("unsupported", "the kernels take no latent cache", 0.0)
     task = {"candidate": candidate, "rival": rival, "suite": dataclasses.asdict(suite)}
     key = json.loads(json.dumps(task | _machine()))  # as it is read again
     folder = folder or Path(cache_dir("kernel-checks"))

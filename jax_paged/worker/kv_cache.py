@@ -2,8 +2,9 @@
 
 Layers that cache the same are split into cache groups of one size; the i-th layers of all groups share the
 i-th array, [blocks, 2, kv_heads, block_size, head_dim]; of a quantised cache, each row has a scale behind it
-(pallas_kernels/quantization.py). A block belongs to one group at a time, so all groups take theirs from one
-pool. Four layers, every second one with a window, and two arrays:
+(pallas_kernels/quantization.py), and where layers cache latents there is a 1 in place of the 2
+(pallas_kernels/ops.py). A block belongs to one group at a time, so all groups take theirs from one pool. Four
+layers, every second one with a window, and two arrays:
 
     layer            0        1        2        3
     window           -       128       -       128
@@ -40,6 +41,7 @@ from jax_paged.models.attention import (
     KVCacheSpec,
     StateArray,
     StateSpec,
+    value_dim_of,
     window_of,
 )
 from jax_paged.models.kv_place import NO_GROUP, Place, View
@@ -79,6 +81,7 @@ class KVCacheLayout:
         head_dim: Of each of them.
         dtype: Of the arrays.
         num_devices: How many share the heads.
+        value_dim: Of every layer that attends, as value_dim_of says it.
         states: Of the arrays of states, which lie behind those of blocks.
     """
 
@@ -89,6 +92,7 @@ class KVCacheLayout:
     head_dim: int
     dtype: jnp.dtype
     num_devices: int = 1
+    value_dim: int | None = None
     states: tuple[StateArray, ...] = ()
 
     @property
@@ -104,7 +108,8 @@ class KVCacheLayout:
 
     def pool_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Returns the shape of each array."""
-        return num_blocks, 2, self.num_kv_heads, block_size, row_size(self.head_dim, self.dtype)
+        parts = 2 if self.value_dim is None else 1
+        return num_blocks, parts, self.num_kv_heads, block_size, row_size(self.head_dim, self.dtype)
 
     def block_bytes(self, block_size: int) -> int:
         """Returns the bytes that one block takes in all arrays together, on each device."""
@@ -158,8 +163,7 @@ def plan_layout(
         state_dtype: Of the states that have the model's type; None if that is dtype.
 
     Raises:
-        ValueError: If no layer attends, the heads can't be divided, or layers that differ in them can't
-            share arrays.
+        ValueError: If no layer attends, the heads can't be divided, or layers that differ can't share arrays.
     """
 
     def heads_of(spec: AttentionSpec) -> int:
@@ -172,6 +176,13 @@ def plan_layout(
             kinds.setdefault(spec, []).append(layer)
     if not kinds:
         raise ValueError(f"the layers have {specs}; allowed: some that attend")
+    cached = {(s.num_kv_heads, s.head_dim, value_dim_of(s)) for s in kinds}
+    value_dim = value_dim_of(next(iter(kinds)))
+    if len(cached) > 1 and any(dim is not None for *_, dim in cached):
+        raise ValueError(
+            f"the layers have (kv heads, head_dim, value_dim of latents) {sorted(cached, key=str)}; allowed "
+            "where one caches latents: the same for all layers"
+        )
     shapes = {(s.num_kv_heads, s.head_dim): (heads_of(s), s.head_dim) for s in kinds}
     num_kv_heads, head_dim = max(shapes.values(), key=math.prod)
     if any((num_kv_heads * head_dim) % math.prod(shape) for shape in shapes.values()):
@@ -205,7 +216,7 @@ def plan_layout(
         if isinstance(spec, StateSpec):
             places[layer] = Place(size + len(states), NO_GROUP)
             states += [StateArray(a.shape, a.dtype or str(state_dtype or dtype)) for a in spec.arrays]
-    shape = num_kv_heads, head_dim, dtype, num_devices
+    shape = num_kv_heads, head_dim, dtype, num_devices, value_dim
     return KVCacheLayout(tuple(groups), tuple(places), size, *shape, tuple(states))
 
 

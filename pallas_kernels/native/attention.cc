@@ -55,8 +55,8 @@ const Kernels& choose_kernels(int64_t max_width) {
 
 namespace {
 
-// The pool as bytes: 2 * kv_heads tiles per page, keys before values; a quantised one's have a scale per row behind
-// all rows.
+// The pool as bytes: kv_heads tiles of keys per page, and as many of values behind them, unless values are a part of the
+// keys; a quantised one's have a scale per row behind all rows.
 struct Pool {
   char* data;
   int64_t pages, tiles, page_size, row_bytes, scale_bytes;
@@ -64,7 +64,7 @@ struct Pool {
   explicit Pool(ffi::AnyBuffer buffer)
       : data(static_cast<char*>(buffer.untyped_data())),
         pages(buffer.dimensions()[0]),
-        tiles(2 * buffer.dimensions()[2]),
+        tiles(buffer.dimensions()[1] * buffer.dimensions()[2]),
         page_size(buffer.dimensions()[3]),
         row_bytes(buffer.dimensions()[4] * int64_t(ffi::ByteWidth(buffer.element_type()))),
         scale_bytes(ffi::ByteWidth(buffer.element_type()) == 1) {}
@@ -76,7 +76,7 @@ ffi::Error WriteKv(ffi::ThreadPool threads, ffi::AnyBuffer kv_pages, ffi::AnyBuf
                    Indices slot_mapping, ffi::Result<ffi::AnyBuffer> out) {
   if (kv_pages.untyped_data() != out->untyped_data()) return ffi::Error::Internal("XLA copied the pool");
   const Pool pool(kv_pages);
-  const int64_t tokens = slot_mapping.dimensions()[0], kv_heads = pool.tiles / 2;
+  const int64_t tokens = slot_mapping.dimensions()[0], kv_heads = kv_pages.dimensions()[2];
   const int32_t* slots = slot_mapping.typed_data();
   if (std::any_of(slots, slots + tokens, [](int32_t slot) { return slot < 0; })) {
     return ffi::Error::InvalidArgument("slot_mapping has a negative slot");
@@ -154,7 +154,8 @@ ffi::Error Attend(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer kv_p
   a.tables = block_tables.typed_data(), a.lens = context_lens.typed_data();
   a.starts = query_start_loc.element_count() ? query_start_loc.typed_data() : nullptr;
   a.rows = rows[0], a.heads = rows[1], a.head_dim = rows[2];
-  a.pages = pool[0], a.kv_heads = pool[2], a.page_size = pool[3];
+  a.pages = pool[0], a.parts = pool[1], a.kv_heads = pool[2], a.page_size = pool[3];
+  a.value_dim = out->dimensions()[2];
   a.seqs = tables[0], a.columns = tables[1];
   a.scale = scale, a.soft_cap = soft_cap, a.window = window;
   a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;

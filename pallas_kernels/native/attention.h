@@ -44,12 +44,14 @@ struct Attention {
   DType dtype;          // of q and out
   PoolType pool_type;
   const void* q;        // [rows, heads, head_dim]
-  const void* pool;     // [pages, 2, kv_heads, page_size, elements of a row]
+  const void* pool;     // [pages, parts, kv_heads, page_size, elements of a row]
   const int32_t* tables;  // [sequences, columns]
   const int32_t* lens;  // [sequences]
   const int32_t* starts;  // [sequences + 1], or null where every sequence has one row
-  void* out;            // as q
+  void* out;            // [rows, heads, value_dim]
   int64_t rows, seqs, heads, kv_heads, pages, page_size, head_dim, columns;
+  int64_t parts;        // 2: keys and values; 1: keys, whose first value_dim numbers are the values
+  int64_t value_dim;
   float scale;
   float soft_cap;       // 0 for none
   int64_t window;       // INT64_MAX / 2 for none
@@ -59,8 +61,9 @@ struct Attention {
   const int32_t* shared;  // [sequences] or null: leading pages that a decode may share
 
   int64_t group() const { return heads / kv_heads; }
-  // Floats per row of keys, values and sums in the kernels: head_dim, padded to vectors.
+  // Floats per row of keys and values in the kernels, and of sums: head_dim and value_dim, padded to vectors.
   int64_t row() const { return (head_dim + LINE - 1) / LINE * LINE; }
+  int64_t value_row() const { return (value_dim + LINE - 1) / LINE * LINE; }
 };
 
 // What waits for several items, see plan.h.
@@ -91,7 +94,7 @@ struct Item {
 // Floats of the unfinished softmax of one kv head: for each lane (a query row and query head) the largest score,
 // the sum of the exponentials, and the sum of the weighted values.
 inline int64_t partial_floats(const Attention& a, const Item& item) {
-  return item.lanes(a) * (a.row() + 2);
+  return item.lanes(a) * (a.value_row() + 2);
 }
 
 // The same code, compiled for instructions of different processors.

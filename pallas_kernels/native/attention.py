@@ -16,30 +16,33 @@ MAX_WIDTH = 256
 
 
 def write_kv(
-    kv_pages: Float[Array, "p 2 k s d"],
+    kv_pages: Float[Array, "p n k s d"],
     k: Float[Array, "t k d"],
-    v: Float[Array, "t k d"],
+    v: Float[Array, "t k d"] | None,
     slot_mapping: Int[Array, " t"],
-) -> Float[Array, "p 2 k s d"]:
+) -> Float[Array, "p n k s d"]:
     """See ops.write_kv."""
-    k, v = k.astype(kv_pages.dtype), v.astype(kv_pages.dtype)
-    return _call("jax_paged_write_kv", kv_pages, k, v, slot_mapping, input_output_aliases={0: 0})
+    k = k.astype(kv_pages.dtype)
+    v = k if v is None else v.astype(kv_pages.dtype)  # of a latent pool it is not read
+    args = kv_pages, k, v, slot_mapping
+    return _call("jax_paged_write_kv", kv_pages.shape, *args, input_output_aliases={0: 0})
 
 
 def copy_blocks(
-    kv_pages: Float[Array, "p 2 k s d"], src: Int[Array, " n"], dst: Int[Array, " n"]
-) -> Float[Array, "p 2 k s d"]:
+    kv_pages: Float[Array, "p n k s d"], src: Int[Array, " c"], dst: Int[Array, " c"]
+) -> Float[Array, "p n k s d"]:
     """See ops.copy_blocks."""
-    return _call("jax_paged_copy_blocks", kv_pages, src, dst, input_output_aliases={0: 0})
+    args = kv_pages, src, dst
+    return _call("jax_paged_copy_blocks", kv_pages.shape, *args, input_output_aliases={0: 0})
 
 
 def paged_decode(
     q: Float[Array, "b h d"],
-    kv_pages: Float[Array, "p 2 k s d"],
+    kv_pages: Float[Array, "p n k s d"],
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
     **options: Any,
-) -> Float[Array, "b h d"]:
+) -> Float[Array, "b h v"]:
     """See ops.paged_decode; the options are those of ragged_attention."""
     no_starts = jnp.zeros(0, jnp.int32)
     return ragged_attention(q, kv_pages, block_tables, context_lens, no_starts, **options)
@@ -47,7 +50,7 @@ def paged_decode(
 
 def ragged_attention(
     q: Float[Array, "t h d"],
-    kv_pages: Float[Array, "p 2 k s d"],
+    kv_pages: Float[Array, "p n k s d"],
     block_tables: Int[Array, "b m"],
     context_lens: Int[Array, " b"],
     query_start_loc: Int[Array | np.ndarray, " b1"],
@@ -58,8 +61,9 @@ def ragged_attention(
     sinks: Float[Array, " h"] | None = None,
     distance_bias: Float[Array, "h n"] | None = None,
     shared_blocks: Int[Array, " b"] | None = None,
+    value_dim: int | None = None,
     max_width: int = MAX_WIDTH,
-) -> Float[Array, "t h d"]:
+) -> Float[Array, "t h v"]:
     """See ops.ragged_attention.
 
     Args:
@@ -76,6 +80,7 @@ def ragged_attention(
     arrays = (q, kv_pages, block_tables, context_lens, query_start_loc)
     return _call(
         "jax_paged_attend",
+        (*q.shape[:2], q.shape[2] if value_dim is None else value_dim),
         *arrays,
         sinks,
         bias,
@@ -89,12 +94,12 @@ def ragged_attention(
 
 def _call(
     symbol: str,
-    result: Array,
+    shape: tuple[int, ...],
     *args: Array | np.ndarray,
     input_output_aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> Array:
-    """Calls a handler whose result is like its first argument."""
-    shape = jax.ShapeDtypeStruct(result.shape, result.dtype)
-    call = jax.ffi.ffi_call(native.target(symbol), shape, input_output_aliases=input_output_aliases)
-    return call(result, *args, **attributes)
+    """Calls a handler whose result has this shape, and the type of its first argument."""
+    result = jax.ShapeDtypeStruct(shape, args[0].dtype)
+    call = jax.ffi.ffi_call(native.target(symbol), result, input_output_aliases=input_output_aliases)
+    return call(*args, **attributes)

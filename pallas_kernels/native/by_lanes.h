@@ -119,7 +119,7 @@ static void soften_lanes(const Attention& a, int64_t first, int64_t n, const Lan
   bool is_new = false;
   for (int i = 0; i < WIDTH; i++) is_new |= now[i] != old[i];
   if (!is_new) return;
-  for (int64_t d = 0; d < a.row(); d++) store(sums + d * lanes, load(sums + d * lanes) * factor);
+  for (int64_t d = 0; d < a.value_row(); d++) store(sums + d * lanes, load(sums + d * lanes) * factor);
 }
 
 // The same for all lanes of a tile, and the tokens [first, end).
@@ -144,12 +144,12 @@ static void to_rows(int64_t row, int64_t lanes, const float* sums, float* rows) 
   }
 }
 
-// Scratch: queries and sums [row, lanes], scores [BLOCK, lanes], what Lanes has [4, lanes], and the keys or values of a
-// block [BLOCK, row].
+// Scratch: queries [row, lanes], sums [value_row, lanes], scores [BLOCK, lanes], what Lanes has [4, lanes], and the keys
+// or values of a block [BLOCK, row].
 template <class E, class P>
 static void attend_by_lanes(const Attention& a, const Item& item, float* scratch) {
-  const int64_t row = a.row(), used = item.lanes(a), lanes = lanes_of(a, item);
-  float *queries = scratch, *sums = queries + row * lanes, *scores = sums + row * lanes,
+  const int64_t row = a.row(), value_row = a.value_row(), used = item.lanes(a), lanes = lanes_of(a, item);
+  float *queries = scratch, *sums = queries + row * lanes, *scores = sums + value_row * lanes,
         *state_at = scores + BLOCK * lanes, *tokens = state_at + 4 * lanes;
   const Lanes state(state_at, lanes);
   for (int64_t head = item.head; head < item.head + item.num_heads; head++) {
@@ -163,10 +163,10 @@ static void attend_by_lanes(const Attention& a, const Item& item, float* scratch
         transpose(query);
         for (int i = 0; i < WIDTH; i++) {
           store(queries + (d + i) * lanes + lane, query[i]);
-          store(sums + (d + i) * lanes + lane, Vec{});
         }
       }
     }
+    for (int64_t i = 0; i < value_row * lanes; i += WIDTH) store(sums + i, Vec{});
     for (int64_t first = item.begin, end; first < item.end; first = end) {
       end = lesser(first / BLOCK * BLOCK + BLOCK, item.end);
       const int64_t n = end - first;
@@ -174,10 +174,10 @@ static void attend_by_lanes(const Attention& a, const Item& item, float* scratch
       // Up to 3 tokens more than there are, whose scores nobody reads.
       multiply_all<false>(padded(n, 4), tokens, row, 1, queries, lanes, row, scores);
       soften_all(a, item, first, end, state, lanes, scores, sums);
-      unpack<P>(a, item, head, 1, first, end, tokens);
-      multiply_all<true>(row, tokens, 1, row, scores, lanes, n, sums);
+      if (a.parts == 2) unpack<P>(a, item, head, 1, first, end, tokens);
+      multiply_all<true>(value_row, tokens, 1, row, scores, lanes, n, sums);
     }
-    to_rows(row, lanes, sums, queries);
+    to_rows(value_row, lanes, sums, queries);
     write_out<E>(a, item, head, used, queries, state.largest, state.total);
   }
 }

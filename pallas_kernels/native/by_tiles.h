@@ -10,7 +10,7 @@ constexpr int64_t COLUMNS = 4;
 
 INLINE bool is_by_tiles(const Attention& a, const Item& item) {
   // A tile of keys must lie in one page.
-  return !is_by_rows(a, item) && a.head_dim % PAIRS == 0 && a.page_size % TILE == 0;
+  return !is_by_rows(a, item) && a.head_dim % PAIRS == 0 && a.value_dim == a.head_dim && a.page_size % TILE == 0;
 }
 
 // While it lives, this thread's tiles have 16 rows of 64 bytes.

@@ -20,7 +20,8 @@ constexpr int WIDE = WIDTH == 8 ? 2 : 4;
 INLINE int64_t padded(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 INLINE int64_t lanes_of(const Attention& a, const Item& item) { return padded(item.lanes(a), LINE); }
 INLINE bool is_by_rows(const Attention& a, const Item& item) {
-  return item.rows == 1 && !item.members && a.group() < MANY_HEADS && a.head_dim % WIDTH == 0;
+  return item.rows == 1 && !item.members && a.group() < MANY_HEADS && a.head_dim % WIDTH == 0 &&
+         a.value_dim == a.head_dim;
 }
 
 // A tile is laid out in two ways: by rows, where the lanes of a vector are elements of a head, for a single row of a
@@ -41,7 +42,7 @@ constexpr bool IS_QUANTIZED = sizeof(E) == 1;
 template <class E>
 INLINE const E* page_tile(const Attention& a, const Item& item, int64_t head, int which, int64_t token) {
   const int64_t page = a.tables[item.seq * a.columns + token / a.page_size];
-  const int64_t tile = (page * 2 + which) * a.kv_heads + head;
+  const int64_t tile = (page * a.parts + (a.parts == 2 ? which : 0)) * a.kv_heads + head;
   return static_cast<const E*>(a.pool) + tile * a.page_size * (a.head_dim + IS_QUANTIZED<E>);
 }
 
@@ -86,8 +87,8 @@ INLINE void finish(const Attention& a, const Item& item, int64_t head, int64_t l
     total = total * factor + exp(broadcast(sink - largest))[0];
   }
   factor /= total == 0 ? 1 : total;
-  E* out = static_cast<E*>(a.out) + ((item.first_row + lane / group) * a.heads + query_head) * a.head_dim;
-  for (int64_t d = 0; d < a.head_dim; d += WIDTH) store(out + d, load(sums + d) * factor, a.head_dim - d);
+  E* out = static_cast<E*>(a.out) + ((item.first_row + lane / group) * a.heads + query_head) * a.value_dim;
+  for (int64_t d = 0; d < a.value_dim; d += WIDTH) store(out + d, load(sums + d) * factor, a.value_dim - d);
 }
 
 // Where the parts of an unfinished softmax are: see partial_floats.
@@ -100,7 +101,7 @@ struct Partial {
                    const float* total_from) const {
     __builtin_memcpy(largest, largest_from, lanes * sizeof(float));
     __builtin_memcpy(total, total_from, lanes * sizeof(float));
-    __builtin_memcpy(sums, sums_from, lanes * a.row() * sizeof(float));
+    __builtin_memcpy(sums, sums_from, lanes * a.value_row() * sizeof(float));
   }
 };
 
@@ -108,7 +109,7 @@ struct Partial {
 template <class E>
 static void write_out(const Attention& a, const Item& item, int64_t head, int64_t lanes, const float* sums,
                       const float* largest, const float* total) {
-  const int64_t row = a.row(), group = a.group();
+  const int64_t row = a.value_row(), group = a.group();
   if (item.members) {
     for (int64_t i = 0; i < lanes; i += group) {
       const Partial to(group, item.members[i / group].partial);
@@ -127,15 +128,15 @@ static void join(const Attention& a, const Item& item, float* partials, int64_t 
   for (int64_t i = 0; i < item.num_heads; i++) {
     const Partial first(item.lanes(a), partials + i * partial_floats(a, item));
     for (int64_t lane = 0; lane < item.lanes(a); lane++) {
-      float* sums = first.sums + lane * a.row();
+      float* sums = first.sums + lane * a.value_row();
       for (int64_t split = 1; split < splits; split++) {
         const Partial next(item.lanes(a), partials + split * stride + i * partial_floats(a, item));
         const float old = first.largest[lane], other = next.largest[lane], now = other > old ? other : old;
         const float factor = exp(broadcast(old - now))[0], other_factor = exp(broadcast(other - now))[0];
         first.largest[lane] = now;
         first.total[lane] = first.total[lane] * factor + next.total[lane] * other_factor;
-        for (int64_t d = 0; d < a.row(); d += WIDTH) {
-          store(sums + d, load(sums + d) * factor + load(next.sums + lane * a.row() + d) * other_factor);
+        for (int64_t d = 0; d < a.value_row(); d += WIDTH) {
+          store(sums + d, load(sums + d) * factor + load(next.sums + lane * a.value_row() + d) * other_factor);
         }
       }
       finish<E>(a, item, item.head + i, lane, sums, first.largest[lane], first.total[lane]);

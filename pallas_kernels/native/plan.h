@@ -202,7 +202,7 @@ class Plan {
           for (int64_t m = first; m < first + rows; m++) {
             const int64_t b = prefix.seqs[m], position = a_.lens[b] - 1;
             Group* const group = prefix.groups[m * ranges + head / heads];
-            float* const partial = group->partials.get() + i * group->stride + head % heads * a_.group() * (a_.row() + 2);
+            float* const partial = group->partials.get() + i * group->stride + head % heads * a_.group() * (a_.value_row() + 2);
             members_.back().push_back({row_of(b), position, partial, group});
             lowest = std::min(lowest, position);
           }
@@ -214,7 +214,7 @@ class Plan {
   }
 
   void clear(int64_t row, int64_t rows) {
-    const int64_t bytes = a_.heads * a_.head_dim * (a_.dtype == DType::kFloat32 ? 4 : 2);
+    const int64_t bytes = a_.heads * a_.value_dim * (a_.dtype == DType::kFloat32 ? 4 : 2);
     std::memset(static_cast<char*>(a_.out) + row * bytes, 0, rows * bytes);
   }
 

@@ -21,7 +21,8 @@ MODELS = Path(__file__).parents[1] / "models"
 FIXTURES, ADAPTERS = MODELS / "fixtures", MODELS / "adapters"
 # Not those whose states are not divided.
 NAMES = sorted(f.name for f in FIXTURES.iterdir() if not f.name.startswith(("lfm2", "qwen3_5")))
-MOE = [name for name in NAMES if "mixtral" in name or "moe" in name or "oss" in name]
+KINDS = ("mixtral", "moe", "oss", "deepseek")
+MOE = [name for name in NAMES if any(kind in name for kind in KINDS)]
 
 
 def requests(vocab_size: int, *, has_encoder: bool = False) -> list[Request]:
@@ -113,7 +114,9 @@ def test_experts(by_expert: bool) -> None:
 @pytest.mark.parametrize("name", MOE)
 def test_experts_whole_on_a_device(name: str) -> None:
     config = json.loads((FIXTURES / name / "config.json").read_text())
-    num_experts = config.get("num_experts", config.get("num_local_experts"))
+    num_experts = next(
+        config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if k in config
+    )
     sizes = tuple(size for size in (2, 4) if num_experts % size == 0)
     check(FIXTURES / name, sizes, enable_expert_parallel=True)
 

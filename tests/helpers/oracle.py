@@ -10,11 +10,11 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 5e-3}
 
 
 def gather(kv_pages: np.ndarray, table: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the keys and values [length, K, D] of one sequence in float64."""
+    """Returns the keys and values [length, K, D] of one sequence in float64; of latents the keys twice."""
     page_size = kv_pages.shape[3]
     slots = [(table[t // page_size], t % page_size) for t in range(length)]
     tokens = np.stack([kv_pages[page, :, :, offset] for page, offset in slots]).astype(np.float64)
-    return tokens[:, 0], tokens[:, 1]
+    return tokens[:, 0], tokens[:, -1]
 
 
 def ragged_attention(
@@ -29,10 +29,11 @@ def ragged_attention(
     soft_cap=None,
     sinks=None,
     distance_bias=None,
+    value_dim=None,
 ):
     """Attention of every query row; 0 in rows that no sequence has."""
     q, kv_pages = np.asarray(q, np.float64), np.asarray(kv_pages).astype(np.float64)
-    out = np.zeros(q.shape)
+    out = np.zeros(q[:, :, :value_dim].shape)
     group = q.shape[1] // kv_pages.shape[2]
     for b, length in enumerate(np.asarray(context_lens)):
         first, last = query_start_loc[b], query_start_loc[b + 1]
@@ -60,7 +61,7 @@ def ragged_attention(
         total = probs.sum(-1, keepdims=True)
         if sinks is not None:
             total = total + np.exp(np.asarray(sinks, np.float64)[:, None, None] - largest)
-        out[first:last] = np.einsum("hqt,thd->qhd", probs / total, values)
+        out[first:last] = np.einsum("hqt,thd->qhd", probs / total, values[:, :, :value_dim])
     return out
 
 
@@ -74,23 +75,24 @@ def paged_decode(q, kv_pages, block_tables, context_lens, **options):
 OUT_OF_POOL = 10**6
 
 
-def make_case(lens, *, heads, kv_heads, head_dim, page_size, dtype, query_lens=None, seed=0):
+def make_case(lens, *, heads, kv_heads, head_dim, page_size, dtype, query_lens=None, seed=0, parts=2):
     """Makes a pool whose dead slots are all NaN, block tables over permuted pages, and queries.
 
-    Past a context its table holds the null page, live pages of the batch, and ids outside of the pool.
+    With parts=1 it is a pool of latents. Past a context its table holds the null page, live pages of the
+    batch, and ids outside of the pool.
     """
     rng = np.random.default_rng(seed)
     columns = max(1, -(-max(lens) // page_size) + 2)
     needed = sum(-(-n // page_size) for n in lens)
     num_pages = needed + 5
-    pool = np.full((num_pages, 2, kv_heads, page_size, head_dim), np.nan, np.float32)
+    pool = np.full((num_pages, parts, kv_heads, page_size, head_dim), np.nan, np.float32)
     pages = iter(1 + rng.permutation(num_pages - 1))
     tables = np.zeros((len(lens), columns), np.int32)
     for b, n in enumerate(lens):
         for column in range(-(-n // page_size)):
             page = tables[b, column] = next(pages)
             used = min(page_size, n - column * page_size)
-            pool[page, :, :, :used] = rng.normal(size=(2, kv_heads, used, head_dim))
+            pool[page, :, :, :used] = rng.normal(size=(parts, kv_heads, used, head_dim))
     live_pages = tables[tables > 0]
     for b, n in enumerate(lens):
         dead = tables[b, -(-n // page_size) :]

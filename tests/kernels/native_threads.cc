@@ -26,6 +26,7 @@ struct Batch {
     a.dtype = DType::kFloat32;
     a.kv_heads = draw(1, 3), a.heads = a.kv_heads * (1 << draw(0, 4));
     a.page_size = 1 << draw(0, 5), a.head_dim = 8 * draw(1, 10);
+    a.parts = draw(1, 2), a.value_dim = a.parts == 2 ? a.head_dim : draw(1, a.head_dim);
     a.seqs = draw(1, 9), a.columns = (draw(1, 3) == 3 ? 2500 : 150) / a.page_size + 1;
     a.scale = 0.2f, a.soft_cap = draw(0, 3) ? 0 : 5, a.window = draw(0, 1) ? INT64_MAX / 2 : draw(1, 2000);
     a.pages = 1;
@@ -40,7 +41,7 @@ struct Batch {
     share_pages();
     std::normal_distribution<float> normal;
     for (int64_t i = a.rows * a.heads * a.head_dim; i > 0; i--) q.push_back(normal(rng));
-    for (int64_t i = a.pages * 2 * a.kv_heads * a.page_size * a.head_dim; i > 0; i--) pool.push_back(normal(rng));
+    for (int64_t i = a.pages * a.parts * a.kv_heads * a.page_size * a.head_dim; i > 0; i--) pool.push_back(normal(rng));
     for (int64_t i = 0; i < a.heads; i++) sinks.push_back(normal(rng));
     a.q = q.data(), a.pool = pool.data(), a.sinks = sinks.data();
     a.tables = tables.data(), a.lens = lens.data(), a.starts = starts.data();
@@ -64,7 +65,7 @@ struct Batch {
   int64_t shares = 0;
 
   std::vector<float> attend(const Kernels& kernels, int64_t threads, std::vector<std::thread>& started) {
-    std::vector<float> out(q.size(), NAN);
+    std::vector<float> out(a.rows * a.heads * a.value_dim, NAN);
     Attention attention = a;
     attention.out = out.data();
     Plan plan(attention, kernels, threads);

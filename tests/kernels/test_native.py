@@ -48,6 +48,8 @@ def random_case(seed):
     if rng.random() < 0.3:
         sinks = rng.normal(size=kv_heads * group) * 5
         options["sinks"] = np.where(rng.random(len(sinks)) < 0.3, -np.inf, sinks).astype(np.float32)
+    if rng.random() < 0.25:
+        shape["parts"], options["value_dim"] = 1, int(rng.integers(1, head_dim + 1))
     return lens, queries, shape, options, int(rng.choice(WIDTHS))
 
 

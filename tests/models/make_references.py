@@ -77,6 +77,17 @@ BASE: dict[str, Any] = COMMON | {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
 }
+DEEPSEEK = {
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": None,
+}
 QWEN3_MOE = {"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24}
 LFM2: dict[str, Any] = {
@@ -365,6 +376,28 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "use_sliding_window": True,
             "sliding_window": 33,
+        },
+    ),
+    # As the hub's DeepSeek-V2-Lite.
+    "deepseek_v2_lite": (
+        "DeepseekV2Config",
+        BASE | DEEPSEEK | {"q_lora_rank": None, "n_routed_experts": 6, "n_shared_experts": 2},
+    ),
+    "deepseek_v2_yarn_groups": (
+        "DeepseekV2Config",
+        BASE
+        | DEEPSEEK
+        | {
+            "q_lora_rank": 20,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "n_routed_experts": 12,
+            "n_shared_experts": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9},
         },
     ),
     "gpt_oss": ("GptOssConfig", BASE | GPT_OSS),
@@ -749,7 +782,14 @@ def router_margins(model: Any) -> Iterator[list[float]]:
 
     def note(module: Any, _: Any, out: Any) -> None:
         top_k = module.config.top_k_experts if hasattr(module, "config") else module.top_k
-        best = out[0].float().topk(top_k + 1).values
+        scores = out[0].float()
+        if getattr(module, "topk_method", "greedy") != "greedy":
+            groups = scores.unflatten(-1, (module.num_group, -1))
+            best = groups.amax(-1).topk(module.topk_group + 1).values
+            margins.append((best[..., -2] - best[..., -1]).min().item())
+            is_best = groups.amax(-1, keepdim=True) >= best[..., -2, None, None]
+            scores = torch.where(is_best, groups, -1e9).flatten(-2)
+        best = scores.topk(top_k + 1).values
         margins.append((best[..., -2] - best[..., -1]).min().item())
 
     hooks = [m.register_forward_hook(note) for m in model.modules() if type(m).__name__.endswith("Router")]

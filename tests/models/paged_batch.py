@@ -4,7 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jax_paged.models.attention import AttentionMetadata, CrossAttentionSpec, KVCacheSpec, StateSpec
+from jax_paged.models.attention import (
+    AttentionMetadata,
+    CrossAttentionSpec,
+    KVCacheSpec,
+    StateSpec,
+    num_parts,
+)
 from jax_paged.models.kv_place import Place
 
 BLOCK_SIZE = 16
@@ -48,5 +54,6 @@ def paged_batch(
         if isinstance(spec, StateSpec):
             arrays += [jnp.full((1 + len(lens), *array.shape), jnp.nan) for array in spec.arrays]
         else:
-            arrays.append(jnp.zeros((1 + tables.size, 2, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)))
+            shape = (1 + tables.size, num_parts(spec), spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
+            arrays.append(jnp.zeros(shape))
     return metadata, arrays

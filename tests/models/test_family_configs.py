@@ -15,6 +15,7 @@ NAMES = {
     "ArceeForCausalLM": "arcee",
     "Cohere2ForCausalLM": "cohere2",
     "CohereForCausalLM": "cohere_head_norms",
+    "DeepseekV2ForCausalLM": "deepseek_v2_yarn_groups",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Exaone4ForCausalLM": "exaone4_window",
     "Gemma2ForCausalLM": "gemma2",
@@ -134,6 +135,14 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         ("qwen3_5", {"linear_num_value_heads": 3}, "a multiple of linear_num_key_heads, which is 2"),
         ("qwen3_5", {"rope_parameters": {"partial_rotary_factor": 0.05}}, "partial_rotary_factor is 0.05"),
         ("qwen3_5_nested", {"text_config": 3}, "text_config of config.json is 3; allowed: an object"),
+        ("deepseek_v2_lite", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'; allowed: 'greedy'"),
+        ("deepseek_v2_lite", {"norm_topk_prob": True}, "norm_topk_prob is True; allowed: False"),
+        ("deepseek_v2_lite", {"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7; allowed: an even integer"),
+        ("deepseek_v2_lite", {"rope_parameters": {"rope_type": "linear"}}, "allowed: 'default' or 'yarn'"),
+        ("deepseek_v2_lite", {"n_shared_experts": 0}, "n_shared_experts is 0; allowed: an integer of at"),
+        ("deepseek_v2_yarn_groups", {"n_group": 5}, "allowed: a divisor of n_routed_experts, which is 12"),
+        ("deepseek_v2_yarn_groups", {"topk_group": 5}, "topk_group is 5; allowed: 1 to n_group, which is 4"),
+        ("deepseek_v2_yarn_groups", {"num_experts_per_tok": 7}, "topk_group is 2; allowed: 3 to n_group"),
         ("qwen3_moe_tied", {"mlp_only_layers": 3}, "mlp_only_layers is 3; allowed: a list of layers"),
         ("qwen3_moe_tied", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         (
@@ -294,6 +303,10 @@ def test_what_is_left_out_is_as_in_transformers() -> None:
     assert (twelve.head_dim, twelve.global_head_dim) == (256, 512)
     assert read("gemma4_images", rope_parameters=None).rope.frequencies == (1.0, 1e6**-0.125, *[0.0] * 6)
     assert read("qwen3_moe_tied", num_hidden_layers=5, decoder_sparse_step=2).moe_layers == (1, 3)
+    lite = read("deepseek_v2_lite", kv_lora_rank=..., qk_nope_head_dim=..., qk_rope_head_dim=...)
+    assert (lite.kv_lora_rank, lite.head_dim, lite.qk_rope_head_dim, lite.scale) == (512, 192, 64, 192**-0.5)
+    assert lite.moe_layers == (1,)
+    assert read("deepseek_v2_lite", q_lora_rank=...).q_lora_rank == 1536
     oss = read("gpt_oss", layer_types=..., num_hidden_layers=3, rope_parameters=..., head_dim=...)
     assert (oss.windows, oss.head_dim, oss.max_position_embeddings) == ((24, None, 24), 64, 131072)
     assert oss.rope.frequencies[1] == pytest.approx(150000.0 ** (-1 / 32))

@@ -35,6 +35,7 @@ def fixture_configs() -> list[Any]:
         "arcee_biases_yarn",
         "cohere2_own_head",
         "cohere_head_norms",
+        "deepseek_v2_yarn_groups",
         "ernie4_5_biases",
         "exaone4_window",
         "gemma2_variants",
