@@ -90,7 +90,7 @@ def check(folder: Path, sizes: tuple[int, ...], **settings: Any) -> None:
             assert a[1] is None or abs(a[1] - (b[1] or 0)) < 1e-3
 
 
-QUICK = [("gqa4_llama3", 4), ("t5_tied", 2)]
+QUICK = [("gqa4_llama3", 4), pytest.param("t5_tied", 2, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("name", "size"), QUICK)
@@ -136,9 +136,10 @@ def test_recomputed_in_bursts_with_two_steps_in_flight_and_a_cache_of_bytes() ->
     check(FIXTURES / "mistral_window", (2,), **few, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [*(pytest.param(n, marks=pytest.mark.slow) for n in ("gqa2_tied", "gqa4_llama3")), "gpt2_variants"],
+    ["gqa2_tied", "gqa4_llama3", "gpt2_variants"],
 )
 def test_a_vocabulary_of_an_odd_size(tmp_path: Path, name: str) -> None:
     random_checkpoint(tmp_path, config_of(name) | {"vocab_size": 263, "initializer_range": 0.3}, "float32")
