@@ -12,7 +12,7 @@ from jax_paged.cli_args import add_options, values_of
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.core.speculation import Speculation
 from jax_paged.ignored_arguments import IGNORED, ignores
-from jax_paged.image_settings import ImageSettings, max_images
+from jax_paged.image_settings import ImageSettings, note_image_problems
 from jax_paged.models.pooling import PoolingSpec
 from jax_paged.parallel_sizes import note_problems
 from jax_paged.pooling_params import PoolerConfig
@@ -121,10 +121,10 @@ class EngineArgs:
             their own; those without any are what they are without this.
         max_loras: Adapters that run together: what a step may hold of different ones.
         max_lora_rank: The largest rank of an adapter; all take as much memory on the device.
-        max_cpu_loras: Adapters kept in host memory, at least max_loras; None keeps 16, or max_loras if that
-            is more. What requests use is kept anyway.
+        max_cpu_loras: Adapters kept in host memory beside those in use; None for 16 or max_loras, if more.
         enable_prompt_embeds: Whether prompts may be vectors in place of tokens, and adapters soft prompts.
         limit_mm_per_prompt: How many images a prompt may have, as {"image": 8}, which None stands for.
+        allowed_media_domains: A host that images may be fetched from, if a chat has a URL; none by default.
         encoder_cache_gb: GiB of host memory for vectors of images, beside those that running requests read.
         attention_backend: Which kernels attend: "native" (CPU, in C++), "pallas" (GPU), "pallas_interpret"
             (their CPU interpreter), "xla", or "auto": "native" on a CPU if it was built; "pallas" on a GPU if
@@ -180,6 +180,7 @@ class EngineArgs:
     max_cpu_loras: int | None = None
     enable_prompt_embeds: bool = False
     limit_mm_per_prompt: dict[str, int] | None = None
+    allowed_media_domains: tuple[str, ...] = ()
     encoder_cache_gb: float = 1.0
     attention_backend: AttentionBackend = "auto"
     matmul_backend: MatmulBackend = "auto"
@@ -233,8 +234,7 @@ class EngineArgs:
             if getattr(self, name) is not None:
                 note(check_int, name, getattr(self, name), low)
         note(check_int, "max_logprobs", self.max_logprobs, -1)
-        note(max_images, self.limit_mm_per_prompt)
-        note(check_number, "encoder_cache_gb", self.encoder_cache_gb, 0, math.inf)
+        note_image_problems(self, note)
         note(check_int, "num_scheduler_steps", self.num_scheduler_steps, 1)
         note(check_int, "max_loras", self.max_loras, 1)
         note_problems(self, note)

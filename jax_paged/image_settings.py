@@ -1,10 +1,15 @@
 """How an engine reads images: how many of them a prompt may have, and what is kept of them."""
 
 import dataclasses
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from jax_paged.checks import check, check_int
+from jax_paged.checks import check, check_int, check_number
 from jax_paged.models.images import ImageSpec
+
+if TYPE_CHECKING:
+    from jax_paged.config import EngineArgs
 
 MAX_IMAGES = 8
 
@@ -17,11 +22,32 @@ class ImageSettings:
         spec: How they stand in prompts.
         max_images: How many a prompt may have.
         cache_bytes: Host memory for what the encoder has made of the latest ones.
+        domains: Hosts that images are fetched from.
     """
 
     spec: ImageSpec
     max_images: int
     cache_bytes: int
+    domains: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, args: "EngineArgs", spec: ImageSpec) -> "ImageSettings":
+        """Returns what the arguments say, which note_image_problems has found no problem with."""
+        limit, cache_bytes = max_images(args.limit_mm_per_prompt), int(args.encoder_cache_gb * 2**30)
+        domains = tuple(domain.lower() for domain in args.allowed_media_domains)
+        return cls(spec, limit, cache_bytes, domains)
+
+
+def note_image_problems(args: "EngineArgs", note: Callable[..., Any]) -> None:
+    """Notes what is wrong with the arguments that have to do with images."""
+    note(max_images, args.limit_mm_per_prompt)
+    note(check_number, "encoder_cache_gb", args.encoder_cache_gb, 0, math.inf)
+    given = args.allowed_media_domains
+    ok = isinstance(given, list | tuple) and all(
+        isinstance(domain, str) and domain and not set(domain) & set("/@ ") for domain in given
+    )
+    allowed = "a list of hosts without a scheme or a path, like ['images.example.org']"
+    note(check, ok, "allowed_media_domains", given, allowed)
 
 
 def max_images(limit: Any) -> int:

@@ -15,20 +15,24 @@ class Conversation(NamedTuple):
     Args:
         messages: With {"type": "image"} in place of each of them.
         images: In order; a string is a URL, whose image is not decoded yet.
+        domains: Hosts that images are fetched from.
     """
 
     messages: Sequence[dict[str, Any]]
     images: list[Any]
+    domains: tuple[str, ...] = ()
 
     def prompt(self, token_ids: list[int]) -> Prompt:
         """Returns the prompt that the tokens of the messages and the images are; it may take a while.
 
         Raises:
-            ValueError: If a URL holds no image.
+            ValueError: If a URL holds no image, or is not to be fetched, or can't be.
         """
         if not self.images:
             return token_ids
-        images = [image_of_url(image) if isinstance(image, str) else image for image in self.images]
+        images = [
+            image_of_url(image, self.domains) if isinstance(image, str) else image for image in self.images
+        ]
         return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": images}}
 
 
@@ -49,7 +53,7 @@ def conversation(messages: Sequence[dict[str, Any]], config: EngineConfig) -> Co
     images: list[Any] = []
     out = [_without_images(f"messages[{i}].content", m, images) for i, m in enumerate(messages)]
     check_int("the number of images", len(images), 0, config.images.max_images)
-    return Conversation(out, images)
+    return Conversation(out, images, config.images.domains)
 
 
 def _without_images(name: str, message: Any, images: list[Any]) -> Any:

@@ -11,12 +11,14 @@ import hashlib
 import io
 import itertools
 import os
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jax_paged.checks import check, check_int
 from jax_paged.core.sequence import StandIn
+from jax_paged.engine.image_fetch import fetched
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.image_settings import ImageSettings
 from jax_paged.models.images import Tile
@@ -173,23 +175,27 @@ def as_image(given: Any) -> "Image":
         raise ValueError(f"an image can't be decoded: {error}") from error
 
 
-def image_of_url(url: str) -> "Image":
-    """Returns the image in a data URL; its pixels are decoded when they are asked for.
+def image_of_url(url: str, domains: Collection[str] = ()) -> "Image":
+    """Returns the image in a data URL, or at a URL; its pixels are decoded when they are asked for.
+
+    Args:
+        url: With its data, or http: or https:.
+        domains: Hosts that images are fetched from.
 
     Raises:
-        ValueError: If it is another URL, which nobody fetches, or holds no image.
+        ValueError: If it is a URL that is not to be fetched, or can't be, or holds no image.
     """
     pillow = _pillow()
     head, _, encoded = url.partition(",")
-    ok = head.startswith("data:image/") and head.endswith(";base64")
-    check(ok, "image_url.url", url[:60], "data:image/...;base64,..., as no other URL is fetched")
+    is_data = head.startswith("data:image/") and head.endswith(";base64")
     try:
-        image = pillow.open(io.BytesIO(base64.b64decode(encoded, validate=True)), formats=_FORMATS)
-    except (binascii.Error, ValueError) as error:
+        held = base64.b64decode(encoded, validate=True) if is_data else fetched(url, domains)
+    except binascii.Error as error:
         raise ValueError(f"image_url.url is not base64: {error}") from error
+    try:
+        return pillow.open(io.BytesIO(held), formats=_FORMATS)
     except Exception as error:  # decoders raise what they like
         raise ValueError(f"image_url.url holds no image of {', '.join(_FORMATS)}: {error}") from error
-    return image
 
 
 def _pillow() -> Any:

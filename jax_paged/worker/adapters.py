@@ -13,7 +13,7 @@ from jaxtyping import Array
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler_output import AdapterLoad
-from jax_paged.image_settings import ImageSettings, max_images
+from jax_paged.image_settings import ImageSettings
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.images import ImageSpec
 from jax_paged.models.lora import LoraLayout, lora_maps
@@ -44,8 +44,7 @@ class Additions(NamedTuple):
         """Returns the fields of EngineConfig that they determine."""
         maps, images = self.lora.maps if self.lora else (), None
         if self.image_spec is not None:
-            limits = max_images(args.limit_mm_per_prompt), int(args.encoder_cache_gb * 2**30)
-            images = ImageSettings(self.image_spec, *limits)
+            images = ImageSettings.of(args, self.image_spec)
         return {
             "max_loras": args.max_loras if self.lora else 0,
             "max_lora_rank": args.max_lora_rank,

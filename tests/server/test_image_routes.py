@@ -115,9 +115,9 @@ def test_images_are_decoded_beside_the_event_loop(
     threads: list[str] = []
     decode = image_messages.image_of_url
 
-    def note(url: str) -> Any:
+    def note(url: str, domains: tuple[str, ...]) -> Any:
         threads.append(threading.current_thread().name)
-        return decode(url)
+        return decode(url, domains)
 
     monkeypatch.setattr(image_messages, "image_of_url", note)
     assert client.post("/v1/chat/completions", json=_body(url_of(3))).status_code == 200

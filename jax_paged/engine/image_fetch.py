@@ -1,0 +1,68 @@
+"""Images at URLs, from hosts that whoever runs the engine has allowed, and from no other."""
+
+import http.client
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Collection
+from typing import Any
+from urllib.parse import urlsplit
+
+from jax_paged.checks import check
+
+MAX_BYTES = 2**25
+TIMEOUT_S = 10.0
+_PART_BYTES = 2**16
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows to allowed hosts only: one of them may send anywhere, such as into the server's network."""
+
+    def __init__(self, domains: Collection[str]) -> None:
+        self._domains = domains
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        _check_url(newurl, self._domains)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def fetched(url: str, domains: Collection[str]) -> bytes:
+    """Returns what is at a URL, if all of it comes within TIMEOUT_S of the first part.
+
+    Args:
+        url: http: or https:.
+        domains: Hosts, in lower case, that it may name.
+
+    Raises:
+        ValueError: If it names another, or nothing can be had there, or more than MAX_BYTES.
+    """
+    _check_url(url, domains)
+    # Without the proxies that the environment may name.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Redirects(domains))
+    request = urllib.request.Request(url, headers={"User-Agent": "jax-paged"})
+    parts, size = [], 0
+    try:
+        with opener.open(request, timeout=TIMEOUT_S) as response:
+            stop = time.monotonic() + TIMEOUT_S
+            while part := response.read1(_PART_BYTES):
+                parts.append(part)
+                size += len(part)
+                check(size <= MAX_BYTES, "the number of bytes of an image", size, f"at most {MAX_BYTES}")
+                if time.monotonic() > stop:
+                    raise TimeoutError(f"it was not there after {TIMEOUT_S:g} s")
+    except (OSError, http.client.HTTPException) as error:
+        raise ValueError(f"image_url.url {url[:200]!r} can't be fetched: {error}") from error
+    return b"".join(parts)
+
+
+def _check_url(url: str, domains: Collection[str]) -> None:
+    try:
+        parts = urlsplit(url)
+        ok = parts.scheme in ("http", "https") and parts.hostname in domains and parts.username is None
+    except ValueError:  # no URL at all
+        ok = False
+    allowed = f"data:image/...;base64,..., or http(s) to one of allowed_media_domains, which are {domains}"
+    none = "data:image/...;base64,..., as no other URL is fetched without allowed_media_domains"
+    check(ok, "image_url.url", url[:60], allowed if domains else none)
