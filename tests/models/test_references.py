@@ -146,11 +146,13 @@ def test_gradient_and_bfloat16(architecture: str) -> None:
     for path, leaf in nnx.to_flat_state(gradient):
         size = float(jnp.abs(leaf[...]).max())
         assert np.isfinite(size), path
-        # A norm follows the scale of the last layer.
-        assert size > 1e-6 or path[-2:] == (len(exact.layers) - 1, "layer_scalar"), path
+        # A norm follows the scale of the last layer, and what chooses experts only has no gradient.
+        no_effect = path[-2:] == (len(exact.layers) - 1, "layer_scalar"), path[-1] == "e_score_correction_bias"
+        assert size > 1e-6 or any(no_effect), path
 
     rounded = load_model(folder, "bfloat16")
-    assert {x.dtype for x in jax.tree.leaves(nnx.state(rounded.model))} == {jnp.dtype("bfloat16")}
+    kept = {p[-1]: x.dtype for p, x in nnx.to_flat_state(nnx.state(rounded.model)) if x.dtype != "bfloat16"}
+    assert kept == ({"e_score_correction_bias": "float32"} if architecture.startswith("DeepseekV3") else {})
     # bfloat16 rounds by 2^-9; over two layers the errors stay within a few per cent of a log-probability.
     assert float(nnx.jit(logprob)(rounded.model)) == pytest.approx(float(value), rel=0.05)
 
