@@ -1,4 +1,4 @@
-"""The attention of a layer, and what it needs to know of a batch and of the cache.
+"""What a layer caches, what its attention needs to know of a batch, and attention without a cache.
 
 A padded batch of T token rows holds B sequences one after the other (here T = 8, B = 4, one sequence unused):
 
@@ -10,7 +10,7 @@ A padded batch of T token rows holds B sequences one after the other (here T = 8
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -299,124 +299,3 @@ def bidirectional_attention(
         distance = jnp.arange(n)[:, None] - jnp.arange(n)
         bias = distance_bias[None, :, distance + n - 1]
     return jax.nn.dot_product_attention(q, k, v, bias, scale=scale, key_value_seq_lengths=lens)
-
-
-def paged_attention(
-    layer: int,
-    spec: AttentionSpec,
-    q: Float[Array, "t h d"],
-    k: Float[Array, "t k d"] | None,
-    v: Float[Array, "t k d"] | None,
-    kv_cache: list[Array],
-    metadata: AttentionMetadata,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " h"] | None = None,
-    distance_bias: Float[Array, "h n"] | None = None,
-) -> Float[Array, "t h d"]:
-    """Writes this step's keys and values to their slots, then attends over the block tables.
-
-    Args:
-        layer: Index into the model's kv_cache_specs().
-        spec: The layer's entry there.
-        q: Queries.
-        k: Keys; None if the layer has written this step's already.
-        v: Values; None with k; the keys again for a LatentAttentionSpec.
-        kv_cache: The pools, [P, N, K, S, D] each; the layer's entry is replaced by the pool written to.
-        metadata: Where the token rows stand.
-        scale: Factor of the scores.
-        soft_cap: As dense_attention takes it; so are the two that follow.
-        sinks: See soft_cap.
-        distance_bias: See soft_cap.
-
-    Returns:
-        The attention of every token row, 0 in padding.
-    """
-    pool, group, view = metadata.places[layer]
-    value_dim = value_dim_of(spec)
-
-    def attend(
-        kv_pages: Array,
-        q: Array,
-        k: Array | None,
-        v: Array | None,
-        by_head: dict[str, Array],
-        metadata: AttentionMetadata,
-    ) -> tuple[Array, Array]:
-        backend, shape = metadata.backend, kv_pages.shape
-        slots, block_tables = metadata.slot_mapping[group], metadata.block_tables
-        if view is not None:
-            kv_pages, block_tables = view.pages(kv_pages), view.blocks(block_tables)
-            slots = view.slots(slots, shape[0], shape[3])
-            metadata = dataclasses.replace(metadata, block_tables=block_tables)
-        if k is not None:
-            # Around a kernel that writes in place, XLA copies an array that has other shapes elsewhere.
-            writer = "xla" if any(place.view for place in metadata.places) else backend
-            values = v if value_dim is None else None
-            kv_pages = ops.write_kv(kv_pages, k, values, slots, backend=writer)
-        written = kv_pages.reshape(shape)
-        options: dict[str, Any] = {"scale": scale, "window": window_of(spec), "soft_cap": soft_cap, **by_head}
-        if value_dim is not None:
-            options["value_dim"] = value_dim
-        if metadata.attend is not None:
-            tables, lens = metadata.block_tables[group], metadata.context_lens[group]
-            out = metadata.attend(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
-            return written, out
-        options["backend"] = backend
-        if isinstance(spec, FullAttentionSpec | LatentAttentionSpec):
-            options["shared_blocks"] = metadata.shared_blocks
-        if metadata.is_decode or metadata.is_row_by_row:
-            tables, lens = metadata.of_token_rows(group, is_causal=True)
-            return written, ops.paged_decode(q, kv_pages, tables, lens, **options)
-        tables, lens = metadata.block_tables[group], metadata.context_lens[group]
-        return written, ops.ragged_attention(q, kv_pages, tables, lens, metadata.query_start_loc, **options)
-
-    if metadata.grid is not None:
-        keys = HEADS_SPEC if value_dim is None else PartitionSpec()
-        specs = POOL_SPEC, HEADS_SPEC, keys, keys, PartitionSpec(TENSOR), PartitionSpec()
-        attend = metadata.grid.on_each(attend, specs, (POOL_SPEC, HEADS_SPEC))
-    given = {"sinks": sinks, "distance_bias": distance_bias}
-    by_head = {name: x for name, x in given.items() if x is not None}
-    kv_cache[pool], out = attend(kv_cache[pool], q, k, v, by_head, metadata)
-    return out
-
-
-def write_kv(
-    kv_pages: Float[Array, "p 2 k s d"],
-    k: Float[Array, "t k d"],
-    v: Float[Array, "t k d"],
-    slots: Int[Array, " t"],
-    *,
-    backend: Backend,
-    grid: DeviceGrid | None,
-) -> Float[Array, "p 2 k s d"]:
-    """Writes keys and values to their slots; ops.write_kv for a pool that devices may share."""
-    write = functools.partial(ops.write_kv, backend=backend)
-    if grid is not None:
-        write = grid.on_each(write, (POOL_SPEC, HEADS_SPEC, HEADS_SPEC, PartitionSpec()), POOL_SPEC)
-    return write(kv_pages, k, v, slots)
-
-
-def cross_attention(
-    layer: int, q: Float[Array, "t h d"], kv_cache: list[Array], metadata: AttentionMetadata, *, scale: float
-) -> Float[Array, "t h d"]:
-    """Attends to all of the encoder's keys and values of each token row's sequence, which are in the pool.
-
-    Args:
-        layer: Index into the model's kv_cache_specs(), where a CrossAttentionSpec is.
-        q: Queries.
-        kv_cache: The pools; not modified.
-        metadata: Where the token rows stand.
-        scale: Factor of the scores.
-
-    Returns:
-        The attention of every token row, 0 in padding.
-    """
-    pool, group, _ = metadata.places[layer]
-    tables, lens = metadata.of_token_rows(group, is_causal=False)
-    decode = functools.partial(ops.paged_decode, scale=scale, backend=metadata.backend)
-    if metadata.grid is not None:
-        specs = HEADS_SPEC, POOL_SPEC, PartitionSpec(), PartitionSpec()
-        decode = metadata.grid.on_each(decode, specs, HEADS_SPEC)
-    return decode(q, kv_cache[pool], tables, lens)

@@ -15,9 +15,7 @@ from jax_paged.models.attention import (
     AttentionMetadata,
     KVCacheSpec,
     StateSpec,
-    cross_attention,
     dense_attention,
-    paged_attention,
     value_dim_of,
     window_of,
 )
@@ -25,6 +23,7 @@ from jax_paged.models.forward_context import Elsewhere, ForwardContext, Module
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.images import ImageSpec
 from jax_paged.models.layers import Embedding, Linear
+from jax_paged.models.paged_attention import cross_attention, paged_attention
 from jax_paged.models.recurrence import Rule, recur_dense, recur_paged
 from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
 

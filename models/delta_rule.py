@@ -60,6 +60,7 @@ def tiles_of(rows: TokenRows) -> Tiles:
     return Tiles(row, start, jnp.where(is_token, rows.first[own][:, None] + place, 0), is_token)
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class GatedDeltaRule:
     """Advances states [B, 1, H, K, V], in float32; see the Rule of recurrence.py."""

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_paged.models.attention import AttentionMetadata, KVCacheSpec, StateSpec
+from jax_paged.models.attention import HEADS_SPEC, POOL_SPEC, AttentionMetadata, KVCacheSpec, StateSpec
 
 
 @functools.partial(
@@ -46,7 +47,11 @@ class TokenRows:
 
 
 class Rule(Protocol):
-    """What becomes of a state with every token, and what the tokens get of it."""
+    """What becomes of a state with every token, and what the tokens get of it.
+
+    A rule is a pytree. Where devices share a model, each advances its part of a state, of inputs and of the
+    rule's own arrays: these are divided along their second dimension, channels or heads.
+    """
 
     def __call__(
         self, rows: TokenRows, state: Float[Array, "b ..."], *inputs: Float[Array, "t ..."]
@@ -67,18 +72,26 @@ def recur_paged(
         kv_cache: The arrays of the pool.
         metadata: Where the tokens stand.
     """
-    assert metadata.state_slots is not None, "a layer keeps a state"
-    (slots, kept_slots, num_kept), first = metadata.state_slots, metadata.query_start_loc
-    tokens = jnp.arange(metadata.positions.shape[0])
-    row = tokens if metadata.is_decode else jnp.sum(tokens[:, None] >= first[1:], axis=1)
-    rows = TokenRows(row, tokens - first[row], first, num_kept, metadata.is_decode)
-    states = kv_cache[place]
-    is_new = metadata.positions.at[first[:-1]].get(mode="clip") == 0
-    state = states.at[slots].get(mode="fill", fill_value=0)
-    state = jnp.where(is_new.reshape(-1, *[1] * (state.ndim - 1)), 0, state)
-    out, state, kept = rule(rows, state, *inputs)
-    states = states.at[slots].set(state.astype(states.dtype), mode="drop")
-    kv_cache[place] = states.at[kept_slots].set(kept.astype(states.dtype), mode="drop")
+
+    def recur(
+        rule: Rule, states: Array, inputs: tuple[Array, ...], metadata: AttentionMetadata
+    ) -> tuple[Array, Array]:
+        assert metadata.state_slots is not None, "a layer keeps a state"
+        (slots, kept_slots, num_kept), first = metadata.state_slots, metadata.query_start_loc
+        tokens = jnp.arange(metadata.positions.shape[0])
+        row = tokens if metadata.is_decode else jnp.sum(tokens[:, None] >= first[1:], axis=1)
+        rows = TokenRows(row, tokens - first[row], first, num_kept, metadata.is_decode)
+        is_new = metadata.positions.at[first[:-1]].get(mode="clip") == 0
+        state = states.at[slots].get(mode="fill", fill_value=0)
+        state = jnp.where(is_new.reshape(-1, *[1] * (state.ndim - 1)), 0, state)
+        out, state, kept = rule(rows, state, *inputs)
+        states = states.at[slots].set(state.astype(states.dtype), mode="drop")
+        return states.at[kept_slots].set(kept.astype(states.dtype), mode="drop"), out
+
+    if metadata.grid is not None:
+        specs = HEADS_SPEC, POOL_SPEC, HEADS_SPEC, PartitionSpec()
+        recur = metadata.grid.on_each(recur, specs, (POOL_SPEC, HEADS_SPEC))
+    kv_cache[place], out = recur(rule, kv_cache[place], inputs, metadata)
     return out
 
 
@@ -109,6 +122,7 @@ def recur_dense(
     return out.reshape(*shape, *out.shape[1:])
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["kernel"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Convolution:
     """A causal convolution of every channel over time; the state holds the inputs before a row.

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_paged.models.attention import AttentionMetadata, paged_attention, write_kv
+from jax_paged.models.attention import AttentionMetadata
 from jax_paged.models.eagle import EagleHead
 from jax_paged.models.forward_context import ForwardContext
 from jax_paged.models.kv_place import Place
 from jax_paged.models.llama import LlamaForCausalLM
+from jax_paged.models.paged_attention import paged_attention, write_kv
 from jax_paged.worker.drafting import LastRows, TracedModels, draw_drafts
 from jax_paged.worker.kv_cache import KVCacheLayout
 from jax_paged.worker.sampler import SamplingBatch

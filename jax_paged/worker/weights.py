@@ -14,7 +14,6 @@ from jaxtyping import Array
 
 from jax_paged.checks import check, check_choice
 from jax_paged.config import EngineArgs
-from jax_paged.models.attention import StateSpec
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import read_json, resolve_model_dir
 from jax_paged.models.exchange import NewWeights, with_weights
@@ -125,11 +124,7 @@ def check_divided(model: LanguageModel, grid: DeviceGrid) -> None:
 
     Raises:
         ValueError: If a weight can't be divided; the message lists what is allowed for each kind of weight.
-            Or if layers keep states, which are not.
     """
-    is_whole = grid.num_devices > 1 and any(isinstance(s, StateSpec) for s in model.kv_cache_specs())
-    allowed = "1, as layers of the model keep a state of each sequence, which is not divided"
-    check(not is_whole, "tensor_parallel_size", grid.num_devices, allowed)
     problems: dict[str, str] = {}
     for path, param in nnx.to_flat_state(nnx.state(model)):
         try:

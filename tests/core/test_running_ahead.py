@@ -145,7 +145,7 @@ class RunningAhead(Simulation):
                 assert cache.is_cross or is_right, "a block more or less than needed"
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_random_requests_in_a_tiny_pool(depth: int) -> None:
     runs = [RunningAhead(seed, depth).run() for seed in range(40)]
     runs += [
@@ -173,7 +173,7 @@ def test_random_requests_in_bursts(depth: int) -> None:
     assert {name: total(runs, name) for name, n in least.items() if total(runs, name) < n} == {}
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_random_requests_whose_steps_are_edited(depth: int) -> None:
     """Every output is that of a request that is alone, whatever was dropped on the way; no block is lost."""
     runs = [RunningAhead(seed, depth, edits=0.4).run() for seed in range(10)]
@@ -185,7 +185,9 @@ def test_random_requests_whose_steps_are_edited(depth: int) -> None:
     assert {name: total(runs, name) for name, n in least.items() if total(runs, name) < n} == {}
 
 
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (FULL, CROSS)])
+@pytest.mark.parametrize(
+    "groups", [pytest.param((FULL,), marks=pytest.mark.slow), (FULL, WINDOW), (FULL, CROSS)]
+)
 def test_with_room_for_all_every_step_runs_ahead(groups: tuple[Any, ...]) -> None:
     kinds = ("one", "samples")
     settings = {"groups": groups, "num_blocks": 2000, "kinds": kinds, "early_ends": 0.0, "policy": "fcfs"}

@@ -37,7 +37,7 @@ EVERY_DAY = {
     "qwen2_window",
     "qwen3_bias_window",
     "qwen3_moe_and_mlps",
-    "qwen3_5",
+    "qwen3_5_two_layers",
     "t5_gated_untied",
 }
 MAX_LEN = 128

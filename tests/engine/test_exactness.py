@@ -107,7 +107,7 @@ def test_block_size_32(checkpoint: Path, expected: list[list[int]]) -> None:
     assert [o.num_cached_tokens for o in warm] == [(len(r.prompt) - 1) // 32 * 32 for r in REQUESTS]
 
 
-@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+@pytest.mark.parametrize("enable_prefix_caching", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_small_pool_and_block_size_4(
     shared_engine: LLMEngine, expected: list[list[int]], enable_prefix_caching: bool
 ) -> None:

@@ -117,7 +117,7 @@ slow = pytest.mark.slow
     ("name", "sizes", "mode"),
     [
         ("gqa4_llama3", [(4, 1)], "swap"),
-        ("gemma2", [(2, 2)], "recompute"),
+        pytest.param("gemma2", [(2, 2)], "recompute", marks=slow),
         pytest.param("gqa2_tied", [(2, 1), (4, 1), (2, 2)], "recompute", marks=slow),
         pytest.param("gpt2_variants", [(2, 1), (4, 1), (2, 2)], "swap", marks=slow),
         pytest.param("gemma2", [(2, 1), (4, 1)], "swap", marks=slow),

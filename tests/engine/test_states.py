@@ -251,7 +251,6 @@ def test_what_states_rule_out(engine: LLMEngine, cases: Any) -> None:
     [
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
         {"batch_invariant": True},
-        {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
     ],
     ids=str,

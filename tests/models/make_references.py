@@ -496,6 +496,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5": ("Qwen3_5TextConfig", BASE | QWEN3_5),
+    "qwen3_5_two_layers": (
+        "Qwen3_5TextConfig",
+        BASE
+        | QWEN3_5
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
     # As the hub has it: within a model that sees.
     "qwen3_5_nested": (
         "Qwen3_5TextConfig",
@@ -509,6 +523,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_conv_kernel_dim": 3,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
             "tie_word_embeddings": False,
+        },
+    ),
+    "qwen3_5_nested_tied": (
+        "Qwen3_5TextConfig",
+        BASE
+        | QWEN3_5
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 8,
+            "num_key_value_heads": 1,
         },
     ),
     "opt": ("OPTConfig", OPT),

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import threading
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,15 +73,27 @@ def lower(program):
     return jax.jit(lambda x: x + 1).lower(jnp.zeros(program.bucket.num_tokens))
 
 
+@dataclasses.dataclass(frozen=True)
+class LateLowered:
+    """What is compiled once a gate is open. Tracing must not wait: only one thread at a time traces."""
+
+    lowered: Any
+    gate: threading.Event
+    started: threading.Event
+
+    def compile(self, **options):
+        self.started.set()
+        self.gate.wait(60)
+        return self.lowered.compile(**options)
+
+
+def lower_small_ones_late(gate, started):
+    return lambda p: lower(p) if p.bucket.num_tokens >= 4 else LateLowered(lower(p), gate, started)
+
+
 def test_the_next_larger_bucket_serves_until_the_right_one_is_there():
     gate = threading.Event()
-
-    def lower_small_ones_late(program):
-        if program.bucket.num_tokens < 4:
-            gate.wait(60)
-        return lower(program)
-
-    compiled = CompiledPrograms(BUCKETS, [], lower_small_ones_late)
+    compiled = CompiledPrograms(BUCKETS, [], lower_small_ones_late(gate, threading.Event()))
     assert compiled.smallest_ready(is_decode=True, num_tokens=1, num_seqs=1, num_logits=1) == BUCKETS[2]
     assert "to be compiled" in compiled.plan()
     gate.set()
@@ -176,14 +189,8 @@ def test_one_program_at_a_time_is_traced():
 
 def test_stop_leaves_the_rest_uncompiled():
     started, gate = threading.Event(), threading.Event()
-
-    def slow(program):
-        if program.bucket.num_tokens < 4:
-            started.set()
-            gate.wait(60)
-        return lower(program)
-
-    compiled = CompiledPrograms([Bucket(True, n, n) for n in (1, 2, 3, 4)] + BUCKETS[3:], [], slow)
+    buckets = [Bucket(True, n, n) for n in (1, 2, 3, 4)] + BUCKETS[3:]
+    compiled = CompiledPrograms(buckets, [], lower_small_ones_late(gate, started))
     assert started.wait(60)
     stopper = threading.Thread(target=compiled.stop)
     stopper.start()

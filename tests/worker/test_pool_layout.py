@@ -13,8 +13,8 @@ from jax_paged.models.attention import (
     FullAttentionSpec,
     KVCacheSpec,
     SlidingWindowSpec,
-    paged_attention,
 )
+from jax_paged.models.paged_attention import paged_attention
 from jax_paged.pallas_kernels import native
 from jax_paged.worker.kv_cache import plan_layout, stage_layout
 
