@@ -58,7 +58,7 @@ class DeepseekV3Config(DeepseekV2Config):
 
 
 class CorrectedRouter(Router):
-    """A router with a number for each expert that counts when experts are chosen, and not in their weights."""
+    """A router with a number for each expert that counts in its choice, and not in its weight."""
 
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
         super().__init__(in_features, out_features, **options)

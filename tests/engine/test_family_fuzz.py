@@ -1,8 +1,9 @@
 """Every family under random requests, settings and pressure: each request gets what it gets alone.
 
-A draw is a seed: it says how the engine is made, and some runs of its scheduler, each over requests of its own that
-come at different steps, share prefixes and are sometimes aborted. Alone, a request runs in the same engine
-with room for everything, nothing cached, and one step at a time; a dense call has its log-probabilities.
+A seed says how an engine is made, and some runs of its scheduler, each over requests of its own that come at
+different steps, share prefixes and are sometimes aborted. Alone, a request runs in the same engine with room
+for everything, nothing cached, and one step at a time. A dense call finds the same log-probabilities then,
+and the same tokens; requests with a token that rounding could change are left out.
 """
 
 import dataclasses
@@ -11,6 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.real_model import (
@@ -21,7 +24,6 @@ from helpers.real_model import (
     assert_no_block_lost,
     log_softmax,
     make_engine,
-    margin,
     reschedule,
     run_alone,
     steps_of,
@@ -38,6 +40,9 @@ MAX_LEN, MAX_PROMPT, MAX_OUTPUT, MAX_SAMPLES = 80, 48, 24, 3
 VOCAB_SIZE = 128  # all of them have that many tokens
 NUM_REQUESTS = 16
 MAX_STEPS = 3000
+# Logits may be off by 2e-5, and sums of probabilities by half of that over the temperature.
+MIN_TEMPERATURE = 0.8
+DRAW_TOLERANCE = 2e-5 / MIN_TEMPERATURE / 2
 
 
 def draw_engine(rng: np.random.Generator, name: str) -> dict[str, Any]:
@@ -70,7 +75,10 @@ def draw_requests(rng: np.random.Generator) -> list[Request]:
         params: dict[str, Any] = {"temperature": 0.0, "logprobs": 0}
         params["max_tokens"] = int(rng.integers(1, MAX_OUTPUT + 1))
         if rng.random() < 0.5:
-            params |= {"temperature": float(rng.uniform(0.5, 1.5)), "seed": int(rng.integers(2**62))}
+            params |= {
+                "temperature": float(rng.uniform(MIN_TEMPERATURE, 1.5)),
+                "seed": int(rng.integers(2**62)),
+            }
             params["presence_penalty"] = float(rng.choice([0.0, 0.5]))
             params["n"] = int(rng.choice([1, 2, MAX_SAMPLES]))
             del prompt[MAX_PROMPT // params["n"] :]
@@ -112,7 +120,7 @@ class Fuzz:
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def alone(self, requests: list[Request]) -> tuple[list[Request], list[RequestOutput]]:
-        """Returns what requests get alone, but of those whose greedy tokens rounding could change."""
+        """Returns what requests get alone, but of those with tokens that rounding could change."""
         config, loop = self.engine.config, self.engine._loop
         plain = {"burst_size": 1, "speculation": None, "enable_prefix_caching": False}
         reschedule(self.engine, max_num_batched_tokens=config.max_num_batched_tokens, **plain)
@@ -125,20 +133,20 @@ class Fuzz:
         logits = iter(self.dense.logits(texts))
         clear = []
         for i, (request, output) in enumerate(zip(requests, outputs, strict=True)):
-            rows = [next(logits)[len(request.prompt) - 1 : -1] for _ in output.outputs]
-            for x, row in zip(output.outputs, rows, strict=True):
-                expected = log_softmax(row)[range(len(row)), list(x.token_ids)]
+            leads = []
+            for x in output.outputs:
+                rows, tokens = next(logits)[len(request.prompt) - 1 : -1], list(x.token_ids)
+                expected = log_softmax(rows)[range(len(rows)), tokens]
                 np.testing.assert_allclose(logprobs_of(x), expected, atol=TOLERANCE)
-            is_greedy = not request.params.temperature
-            if not is_greedy or margin(rows[0]) > TOLERANCE:
+                leads.append(lead(rows, request, x.index, tokens))
+            tolerance = DRAW_TOLERANCE if request.params.temperature else TOLERANCE
+            assert min(leads) > -tolerance, (request, leads)
+            if min(leads) > tolerance:
                 clear.append(i)
-                assert not is_greedy or rows[0].argmax(-1).tolist() == list(output.outputs[0].token_ids)
         self.counts["close"] += len(requests) - len(clear)
         return [requests[i] for i in clear], [outputs[i] for i in clear]
 
-    def together(
-        self, rng: np.random.Generator, requests: list[Request], alone: list[RequestOutput]
-    ) -> None:
+    def together(self, rng: np.random.Generator, requests: list[Request], alone: list[RequestOutput]) -> None:
         """Runs requests that come and leave at any step; compares them with what each got alone."""
         engine, queues = self.engine, self.engine.scheduler.queues
         arrivals = np.sort(rng.integers(0, 2 * len(requests), len(requests)))
@@ -148,7 +156,7 @@ class Fuzz:
                 add(engine, [requests[come]], prefix=f"{come} ")  # ids "0 0", "1 0", ...
                 come += 1
             unfinished = [*queues.running, *queues.waiting, *queues.swapped]
-            if unfinished and rng.random() < 0.01:
+            if unfinished and rng.random() < 0.015:
                 request_id = unfinished[rng.integers(len(unfinished))]
                 state = engine.abort_request(request_id)
                 assert state is not None
@@ -157,14 +165,16 @@ class Fuzz:
             if come == len(requests) and not engine.has_unfinished_requests():
                 break
         else:
-            raise AssertionError(f"{len(finished)} of {len(requests)} requests have ended in {MAX_STEPS} steps")
+            raise AssertionError(
+                f"{len(finished)} of {len(requests)} requests have ended in {MAX_STEPS} steps"
+            )
         assert_no_block_lost(engine)
         assert finished.keys() | aborted.keys() == set(range(len(requests)))
         for i, output in (finished | aborted).items():
             for x, single in zip(output.outputs, alone[i].outputs, strict=i not in aborted):
                 num = len(x.token_ids)
                 assert list(x.token_ids) == list(single.token_ids)[: None if i in finished else num], (
-                    f"output {x.index} of request {i}, {requests[i]}: {x.finish_reason} {x.stop_reason}, aborted: {i in aborted}"
+                    f"output {x.index} of request {i}, {requests[i]}: {x.finish_reason}, {x.stop_reason}"
                 )
                 np.testing.assert_allclose(logprobs_of(x), logprobs_of(single)[:num], atol=TOLERANCE)
                 assert i in aborted or x.finish_reason == single.finish_reason
@@ -190,6 +200,32 @@ class Fuzz:
                 group, _ = steps.named[row.seq_id]
                 num_prompt = len(group.sequences[0].prompt_token_ids)
                 self.counts["chunks"] += row.start + row.num_tokens < num_prompt
+
+
+def lead(logits: np.ndarray, request: Request, index: int, tokens: list[int]) -> float:
+    """Returns by how much tokens stand before others in their draws, at the least; negative if others do.
+
+    Of a greedy output it is a difference of logits, else one of the sums of probabilities that a draw lies
+    between. These are those of the sampler, in float64.
+    """
+    params, each = request.params, np.arange(len(tokens))
+    if not params.temperature:
+        chosen = logits[each, tokens]
+        others = logits.copy()
+        others[each, tokens] = -np.inf
+        return float((chosen - others.max(-1)).min())
+    is_seen = np.zeros(logits.shape, bool)
+    for i, token in enumerate(tokens[:-1]):
+        is_seen[i + 1 :, token] = True
+    adjusted = logits.astype(np.float64) - params.presence_penalty * is_seen
+    p = np.exp(log_softmax(adjusted / params.temperature))
+    above = p.cumsum(-1)[each, tokens]
+    words = np.array([params.seed_of(index)], np.uint64).view(np.uint32)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(
+        jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32"), len(request.prompt) + each
+    )
+    drawn = (np.asarray(jax.vmap(lambda key: jax.random.bits(key, dtype=jnp.uint32))(keys)) >> 2) / 2**30
+    return float(np.minimum(drawn - (above - p[each, tokens]), above - drawn).min())
 
 
 def logprobs_of(output: CompletionOutput) -> list[float]:
@@ -229,4 +265,4 @@ def test_as_alone(folder: Path, seed: int, num_runs: int, monkeypatch: pytest.Mo
     print(f"{folder.name}: {dict(counts)}; {settings}")
     assert counts["preempted"] > 0
     assert has_encoder or min(counts["cached"], counts["chunks"]) > 0
-    assert counts["close"] < num_runs * NUM_REQUESTS / 8
+    assert counts["close"] < num_runs * NUM_REQUESTS / 4

@@ -424,8 +424,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | DEEPSEEK
         | {
             "q_lora_rank": 20,
-            "n_routed_experts": 9,
-            "n_group": 3,
+            "n_routed_experts": 12,
+            "n_group": 4,
             "topk_group": 2,
             "tie_word_embeddings": True,
             "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},

@@ -144,7 +144,7 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         ("deepseek_v3_flat", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; allowed: 'sigmoid'"),
         ("deepseek_v3_flat", {"topk_method": "greedy"}, "topk_method is 'greedy'; allowed: 'noaux_tc'"),
         ("deepseek_v3_flat", {"rope_interleave": 1}, "rope_interleave is 1; allowed: False or True"),
-        ("deepseek_v3_groups", {"n_group": 9, "topk_group": 9}, "n_group is 9; allowed: at most half of"),
+        ("deepseek_v3_groups", {"n_group": 12, "topk_group": 12}, "n_group is 12; allowed: at most half of"),
         ("deepseek_v2_yarn_groups", {"n_group": 5}, "allowed: a divisor of n_routed_experts, which is 12"),
         ("deepseek_v2_yarn_groups", {"topk_group": 5}, "topk_group is 5; allowed: 1 to n_group, which is 4"),
         ("deepseek_v2_yarn_groups", {"num_experts_per_tok": 7}, "topk_group is 2; allowed: 3 to n_group"),
