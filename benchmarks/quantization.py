@@ -3,9 +3,10 @@
     python benchmarks/quantization.py [--out FILE] [--texts N]
     python benchmarks/quantization.py --products
 
-Texts, answers and what is said of them are those of kv_cache_dtype.py. The kernels of four bits are rounded
-to the nearest, with a scale and a zero for every group of rows and each column, and written as a
-compressed-tensors checkpoint; quantisers that look at activations, as AWQ and GPTQ do, are made to lose less.
+Texts, answers and what is said of them are those of kv_cache_dtype.py. Checkpoints are the built-in model whose
+linear maps are rounded to the nearest: to fp8 with a scale per matrix or block, and to four bits with a scale
+and a zero for every group of rows and each column, as compressed-tensors packs them. Quantisers that look at
+activations, as AWQ and GPTQ do, are made to lose less.
 
 `--products` times one product of a few rows on this machine: kernels of floats, packed by oneDNN or not,
 beside small ones. It says how a decode step on a CPU fares.
@@ -17,21 +18,25 @@ import platform
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from kv_cache_dtype import MAX_ANSWER, measure, questions, texts
 from safetensors.numpy import load_file, save_file
+from serving.engines import commit_of
+from serving.report import processor
 from transformers import AutoTokenizer
 
 from jax_paged.models.pagelet.evaluate import FOLDER
 from jax_paged.models.small_kernels import Parts, dense, multiply, quantize
 from jax_paged.pallas_kernels.native import products
 
-GROUPS = (32, 128)
+ROOT = Path(__file__).parents[1]
 SHAPE, ROWS = (2048, 8192), (1, 8, 64)
 
 
@@ -41,24 +46,33 @@ def packed(numbers: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.bitwise_or.reduce(words, axis=-1)).view(np.int32)
 
 
-def write_int4(folder: Path, group_size: int) -> None:
-    """Writes the built-in model with linear maps of four bits."""
-    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "data", "__pycache__"))
-    tensors = dict(load_file(FOLDER / "model.safetensors"))
-    for key in [key for key in tensors if key.endswith("_proj.weight")]:
-        weight, stem = tensors.pop(key).astype(np.float32), key.removesuffix("weight")
-        groups = weight.reshape(len(weight), -1, group_size)
-        low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
-        scales = ((high - low) / 15).astype(np.float32)
-        zeros = np.round(-low / scales)
-        numbers = np.clip(np.round(groups / scales[..., None]) + zeros[..., None], 0, 15)
-        tensors |= {
-            f"{stem}weight_packed": packed(numbers.reshape(weight.shape)),
-            f"{stem}weight_scale": scales,
-            f"{stem}weight_zero_point": np.ascontiguousarray(packed(zeros.T.copy()).T),
-            f"{stem}weight_shape": np.array(weight.shape, np.int64),
-        }
-    save_file(tensors, folder / "model.safetensors")
+def int4(weight: np.ndarray, group_size: int) -> dict[str, np.ndarray]:
+    """Returns a matrix [out, in] as compressed-tensors packs it, with a zero for each group."""
+    groups = weight.reshape(len(weight), -1, group_size)
+    low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
+    scales = ((high - low) / 15).astype(np.float32)
+    zeros = np.round(-low / scales)
+    numbers = np.clip(np.round(groups / scales[..., None]) + zeros[..., None], 0, 15)
+    return {
+        "weight_packed": packed(numbers.reshape(weight.shape)),
+        "weight_scale": scales,
+        "weight_zero_point": np.ascontiguousarray(packed(zeros.T).T),
+        "weight_shape": np.array(weight.shape, np.int64),
+    }
+
+
+def fp8(weight: np.ndarray, block: int | None) -> dict[str, np.ndarray]:
+    """Returns a matrix [out, in] with a scale for each square block, or one for all of it."""
+    rows, columns = weight.shape if block is None else (block, block)
+    blocks = weight.reshape(len(weight) // rows, rows, -1, columns)
+    scales = np.abs(blocks).max((1, 3), keepdims=True) / 448
+    values = (blocks / scales).astype(ml_dtypes.float8_e4m3fn).reshape(weight.shape)
+    name, shape = ("weight_scale", ()) if block is None else ("weight_scale_inv", scales.shape[::2])
+    return {"weight": values, name: scales.astype(np.float32).reshape(shape)}
+
+
+def int4_config(group_size: int) -> dict[str, Any]:
+    """Returns the quantization_config of checkpoints that `int4` writes."""
     weights = {
         "num_bits": 4,
         "type": "int",
@@ -66,13 +80,37 @@ def write_int4(folder: Path, group_size: int) -> None:
         "group_size": group_size,
         "symmetric": False,
     }
-    config = json.loads((FOLDER / "config.json").read_text())
-    config["quantization_config"] = {
+    return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }
+
+
+# By name: the quantization_config, and what writes a matrix.
+CHECKPOINTS: dict[str, tuple[dict[str, Any], Callable[[np.ndarray], dict[str, np.ndarray]]]] = {
+    "fp8 checkpoint, a scale per matrix": ({"quant_method": "fp8"}, lambda x: fp8(x, None)),
+    "fp8 checkpoint, blocks of 128 x 128": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        lambda x: fp8(x, 128),
+    ),
+    "int4 checkpoint, groups of 128": (int4_config(128), lambda x: int4(x, 128)),
+    "int4 checkpoint, groups of 32": (int4_config(32), lambda x: int4(x, 32)),
+}
+
+
+def write(name: str, folder: Path) -> str:
+    """Writes the built-in model with linear maps in another format; returns the folder."""
+    quantization, make = CHECKPOINTS[name]
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.py", "data", "__pycache__"))
+    tensors = dict(load_file(FOLDER / "model.safetensors"))
+    for key in [key for key in tensors if key.endswith("_proj.weight")]:
+        stem = key.removesuffix("weight")
+        tensors |= {stem + end: x for end, x in make(tensors.pop(key).astype(np.float32)).items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((FOLDER / "config.json").read_text()) | {"quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
 def table(num_texts: int) -> str:
@@ -80,27 +118,30 @@ def table(num_texts: int) -> str:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     long, short = texts(tokenizer)[:num_texts], questions(tokenizer)
     lines = [
-        f"{len(long)} texts of {sum(map(len, long))} tokens; {len(short)} answers of up to {MAX_ANSWER} "
-        f"tokens; float32 activations; {platform.machine()}, jax {jax.__version__}.",
+        f"Commit {commit_of(ROOT)}, {time.strftime('%Y-%m-%d')}, jax {jax.__version__}, {processor()}. "
+        f"{len(long)} texts of {sum(map(len, long))} tokens; {len(short)} answers of up to {MAX_ANSWER} tokens.",
         "",
-        "| weights | MiB | perplexity | change | same best token | same answer |",
-        "|---|---|---|---|---|---|",
+        "| weights | activations | MiB | perplexity | change | same best token | same answer |",
+        "|---|---|---|---|---|---|---|",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        kinds: dict[str, dict[str, Any]] = {"float32": {}, "int8": {"quantization": "int8"}}
-        kinds["fp8"] = {"quantization": "fp8"}
-        for size in GROUPS:
-            write_int4(Path(folder) / f"int4-{size}", size)
-            kinds[f"int4, groups of {size}"] = {"model": f"{folder}/int4-{size}"}
+        kinds: dict[str, dict[str, Any]] = {
+            "float32": {},
+            "bfloat16": {"dtype": "bfloat16"},
+            "int8, on the fly": {"quantization": "int8"},
+            "fp8, on the fly": {"quantization": "fp8"},
+        }
+        for i, name in enumerate(CHECKPOINTS):
+            kinds[name] = {"model": write(name, Path(folder) / str(i))}
         own: dict[str, Any] = {}
         for kind, settings in kinds.items():
-            run = measure(long, short, dtype="float32", **settings)
+            run = measure(long, short, **({"dtype": "float32"} | settings))
             own = own or run
             change = run["perplexity"] / own["perplexity"] - 1
             same = (run["best"] == own["best"]).mean()
             answers = sum(a == b for a, b in zip(run["answers"], own["answers"], strict=True))
             lines.append(
-                f"| {kind} | {run['weight_bytes'] / 2**20:.1f} | {run['perplexity']:.4f} | {change:+.3%} | "
+                f"| {kind} | {settings.get('dtype', 'float32')} | {run['weight_bytes'] / 2**20:.1f} | {run['perplexity']:.4f} | {change:+.3%} | "
                 f"{same:.2%} | {answers} of {len(short)} |"
             )
             print(lines[-1], flush=True)

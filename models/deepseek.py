@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jax_paged.models.attention import KVCacheSpec, LatentAttentionSpec
 from jax_paged.models.forward_context import ForwardContext, Module
@@ -33,6 +33,7 @@ from jax_paged.models.llama import WEIGHT_TABLE, LlamaConfig, LlamaDecoderLayer,
 from jax_paged.models.moe import Experts, MoeConfig, RoutedTokens, Router
 from jax_paged.models.rope import Rope, rope_values, yarn_score_factor
 from jax_paged.models.sharding import even
+from jax_paged.models.small_kernels import SmallKernel
 
 # Of the norms of latents, whatever rms_norm_eps is.
 LATENT_NORM_EPS = 1e-6
@@ -146,24 +147,27 @@ class LatentMaps(nnx.Module):
     It is no Module of the context, as neither map is applied to a latent: see the top of the file.
     """
 
+    kernel_names: ClassVar[tuple[str, ...]] = ("kernel",)
+
     def __init__(self, config: DeepseekV2Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.sizes = config.qk_nope_head_dim, config.v_head_dim
         heads, size = config.num_attention_heads, sum(self.sizes)
         value = normal(rngs.params(), (config.kv_lora_rank, heads * size), dtype, config.initializer_range)
-        self.kernel = parameter(value, (None, even(heads, size)))
+        self.kernel: nnx.Param | SmallKernel = parameter(value, (None, even(heads, size)))
 
-    def per_head(self) -> Float[Array, "r h d"]:
+    def per_head(self, dtype: jnp.dtype) -> Float[Array, "r h d"]:
         """Returns the kernel by heads: what makes keys, and behind it what makes values."""
-        kernel = self.kernel[...]
+        kernel = self.kernel
+        kernel = kernel.dense(dtype) if isinstance(kernel, SmallKernel) else kernel[...]
         return kernel.reshape(len(kernel), -1, sum(self.sizes))
 
     def queries(self, q: Float[Array, "*t h n"]) -> Float[Array, "*t h r"]:
         """Returns queries for latents, of those for keys."""
-        return jnp.einsum("...hn,rhn->...hr", q, self.per_head()[..., : self.sizes[0]])
+        return jnp.einsum("...hn,rhn->...hr", q, self.per_head(q.dtype)[..., : self.sizes[0]])
 
     def values(self, latents: Float[Array, "*t h r"]) -> Float[Array, "*t h v"]:
         """Returns sums of values, of the same sums of latents."""
-        return jnp.einsum("...hr,rhv->...hv", latents, self.per_head()[..., self.sizes[0] :])
+        return jnp.einsum("...hr,rhv->...hv", latents, self.per_head(latents.dtype)[..., self.sizes[0] :])
 
 
 class LatentAttention(Module):
@@ -240,32 +244,47 @@ def latent_attention(
 class DeepseekMoE(Module):
     """Experts of which each token goes through a few, and shared ones, which all tokens go through."""
 
+    router_class: ClassVar[type[Router]] = Router
+
     def __init__(self, config: DeepseekV2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.config = config
         options: Any = {"std": config.initializer_range, "dtype": dtype, "rngs": rngs}
-        self.gate = Router(config.hidden_size, config.num_experts, bias=False, split=(None, None), **options)
+        sizes = config.hidden_size, config.num_experts
+        self.gate = self.router_class(*sizes, bias=False, split=(None, None), **options)
         self.experts = Experts(config, dtype=dtype, rngs=rngs)
         shared = dataclasses.replace(config, intermediate_size=config.shared_intermediate_size)
         self.shared_experts = LlamaMLP(shared, layer, dtype=dtype, rngs=rngs)
 
     def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        weights, chosen = self.choose(self.gate(x, context))
+        weights = weights * self.config.routed_scaling_factor
+        return self.experts(RoutedTokens(x, chosen, weights), context) + self.shared_experts(x, context)
+
+    def choose(self, logits: Float[Array, "*t g"]) -> tuple[Float[Array, "*t k"], Int[Array, "*t k"]]:
+        """Returns the weights of the experts of each token, and which they are."""
         c = self.config
-        scores = jax.nn.softmax(self.gate(x, context))
-        weights, chosen = jax.lax.top_k(
-            of_best_groups(scores, c.n_group, c.topk_group), c.num_experts_per_tok
-        )
-        routed = self.experts(RoutedTokens(x, chosen, weights * c.routed_scaling_factor), context)
-        return routed + self.shared_experts(x, context)
+        scores = of_best_groups(jax.nn.softmax(logits), c.n_group, c.topk_group, num_ranked=1)
+        weights, chosen = jax.lax.top_k(scores, c.num_experts_per_tok)
+        return weights, chosen
 
 
-def of_best_groups(scores: Float[Array, "*t g"], num_groups: int, num_best: int) -> Float[Array, "*t g"]:
-    """Returns the scores of the groups whose best experts are the best; -1 for experts of the others."""
+def of_best_groups(
+    scores: Float[Array, "*t g"], num_groups: int, num_best: int, *, num_ranked: int
+) -> Float[Array, "*t g"]:
+    """Returns the scores of the groups that are the best; -inf for experts of the others.
+
+    Args:
+        scores: Of all experts.
+        num_groups: That they are divided into.
+        num_best: Groups that remain.
+        num_ranked: Experts of a group that it is ranked by: its best ones, whose scores are added.
+    """
     if num_groups == 1:
         return scores
     groups = scores.reshape(*scores.shape[:-1], num_groups, -1)
-    _, best = jax.lax.top_k(jnp.max(groups, axis=-1), num_best)
+    _, best = jax.lax.top_k(jnp.sum(jax.lax.top_k(groups, num_ranked)[0], axis=-1), num_best)
     is_best = jnp.any(best[..., None] == jnp.arange(num_groups), axis=-2)
-    return jnp.where(is_best[..., None], groups, -1).reshape(scores.shape)
+    return jnp.where(is_best[..., None], groups, -jnp.inf).reshape(scores.shape)
 
 
 class DeepseekDecoderLayer(LlamaDecoderLayer):

@@ -37,6 +37,10 @@ def parameter(value: Array, split: Split) -> nnx.Param:
     return nnx.Param(value, split=split)
 
 
+class Float32Param(nnx.Param[Array]):
+    """A weight that stays float32 in a model of another type."""
+
+
 @functools.partial(jax.jit, static_argnames=("shape", "dtype", "std"))
 def normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, std: float) -> Array:
     """Draws an initial weight of standard deviation `std`.

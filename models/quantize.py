@@ -35,14 +35,13 @@ class KernelPlace(NamedTuple):
 
 
 def kernel_places(model: nnx.Module) -> list[KernelPlace]:
-    """Returns the kernels of all linear maps and experts."""
+    """Returns the kernels of all linear maps, experts and maps of latents."""
     return list(_kernel_places(model))
 
 
 def _kernel_places(model: nnx.Module) -> Iterator[KernelPlace]:
     for parts, module in nnx.iter_modules(model):
-        names = ("kernel",) if isinstance(module, Linear) else ()
-        names = module.kernel_names if isinstance(module, Experts) else names
+        names = ("kernel",) if isinstance(module, Linear) else getattr(module, "kernel_names", ())
         for name in names:
             yield KernelPlace((*parts, name), module, name)
 

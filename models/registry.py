@@ -16,6 +16,7 @@ MODELS: dict[str, str] = {
     "Cohere2ForCausalLM": "cohere",
     "CohereForCausalLM": "cohere",
     "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "Ernie4_5ForCausalLM": "ernie",
     "Exaone4ForCausalLM": "exaone",
     "Gemma2ForCausalLM": "gemma",

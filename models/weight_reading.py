@@ -115,7 +115,7 @@ def _load(
     """Returns the variables of a weight, and their paths."""
     kernel = weight.param
     if not isinstance(kernel, SmallKernel):
-        return [(weight.path, kernel.replace(_load_weight(weight, stored, dtype, grid)))]
+        return [(weight.path, kernel.replace(_load_weight(weight, stored, grid)))]
     found = kernel.placed(_read_parts(weight, kernel.form, stored, dtype), grid)
     return [((*weight.path, name), getattr(kernel, name).replace(part)) for name, part in found.items()]
 
@@ -143,9 +143,8 @@ def _read_parts(weight: Weight, form: SmallForm, stored: dict[str, StoredTensor]
     return found
 
 
-def _load_weight(
-    weight: Weight, stored: dict[str, StoredTensor], dtype: jnp.dtype, grid: DeviceGrid | None
-) -> Array:
+def _load_weight(weight: Weight, stored: dict[str, StoredTensor], grid: DeviceGrid | None) -> Array:
+    dtype = weight.param.dtype
     if grid is not None and grid.num_devices > 1:
         return _load_divided(weight, stored, dtype, grid)
     device = None if grid is None else grid.devices[0]

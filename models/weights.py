@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -16,6 +15,7 @@ from safetensors.numpy import save_file
 
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import end_token_ids, read_generation_config, read_json, sampling_defaults
+from jax_paged.models.layers import Float32Param
 from jax_paged.models.mxfp4 import with_decoded
 from jax_paged.models.quantization_config import quantization_of
 from jax_paged.models.quantize import KernelPlace, kind_to_make, outline_kind, outline_small
@@ -236,7 +236,8 @@ def loaded_from(model: LanguageModel, folder: Path | None) -> LoadedModel:
     Raises:
         ValueError: If its weights are of several types.
     """
-    dtypes = {str(x.dtype) for x in jax.tree.leaves(nnx.state(model, nnx.Param))}
+    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    dtypes = {str(param.dtype) for _, param in params if not isinstance(param, Float32Param)}
     if dtypes not in ({"float32"}, {"bfloat16"}):
         raise ValueError(f"the model's weights are {' and '.join(sorted(dtypes))}; allowed: all of one type")
     generation_config = {} if folder is None else read_generation_config(folder)

@@ -20,6 +20,7 @@ FIXTURES = sorted((Path(__file__).parents[1] / "models" / "fixtures").iterdir())
 EVERY_DAY = {
     "cohere2",
     "deepseek_v2_yarn_groups",
+    "deepseek_v3_groups",
     "gemma2",
     "gemma3_old_config",
     "gemma4_hub_images",

@@ -196,7 +196,7 @@ def write_quantized(name: str, base: Path, folder: Path, floats: Path | None = N
     tensors, meant = dict(load_file(base / "model.safetensors")), {}
     found = dict(tensors)
     for key, value in tensors.items():
-        if key.endswith("_proj.weight"):
+        if key.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             del found[key]
             written, dense = write(value.astype(np.float32).T)
             found |= {key.removesuffix("weight") + end: x for end, x in written.items()}

@@ -400,6 +400,37 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9},
         },
     ),
+    # As the hub's Moonlight and Kimi K2: one group.
+    "deepseek_v3_flat": (
+        "DeepseekV3Config",
+        BASE
+        | DEEPSEEK
+        | {
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "n_routed_experts": 6,
+            "n_shared_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    # As the hub's DeepSeek-V3.
+    "deepseek_v3_groups": (
+        "DeepseekV3Config",
+        BASE
+        | DEEPSEEK
+        | {
+            "q_lora_rank": 20,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
     "gpt_oss": ("GptOssConfig", BASE | GPT_OSS),
     # Its experts are stored in four bits, as the hub's are.
     "gpt_oss_mxfp4": (
@@ -761,6 +792,8 @@ def make_model(name: str) -> Any:
         for key, buffer in model.named_buffers():
             if key.endswith("layer_scalar"):
                 buffer.normal_(1, 0.2)
+            elif key.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
     return model
 
 
@@ -808,12 +841,15 @@ def router_margins(model: Any) -> Iterator[list[float]]:
 
     def note(module: Any, _: Any, out: Any) -> None:
         top_k = module.config.top_k_experts if hasattr(module, "config") else module.top_k
-        scores = out[0].float()
-        if getattr(module, "topk_method", "greedy") != "greedy":
+        scores, num_ranked = out[0].float(), 1
+        if hasattr(module, "e_score_correction_bias"):
+            scores, num_ranked = scores.sigmoid() + module.e_score_correction_bias, 2
+        if getattr(module, "topk_method", "greedy") != "greedy" or (num_ranked > 1 and module.num_group > 1):
             groups = scores.unflatten(-1, (module.num_group, -1))
-            best = groups.amax(-1).topk(module.topk_group + 1).values
+            ranks = groups.topk(num_ranked).values.sum(-1)
+            best = ranks.topk(module.topk_group + 1).values
             margins.append((best[..., -2] - best[..., -1]).min().item())
-            is_best = groups.amax(-1, keepdim=True) >= best[..., -2, None, None]
+            is_best = ranks[..., None] >= best[..., -2, None, None]
             scores = torch.where(is_best, groups, -1e9).flatten(-2)
         best = scores.topk(top_k + 1).values
         margins.append((best[..., -2] - best[..., -1]).min().item())

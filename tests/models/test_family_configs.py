@@ -16,6 +16,7 @@ NAMES = {
     "Cohere2ForCausalLM": "cohere2",
     "CohereForCausalLM": "cohere_head_norms",
     "DeepseekV2ForCausalLM": "deepseek_v2_yarn_groups",
+    "DeepseekV3ForCausalLM": "deepseek_v3_groups",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Exaone4ForCausalLM": "exaone4_window",
     "Gemma2ForCausalLM": "gemma2",
@@ -140,6 +141,10 @@ def test_all_problems_are_in_one_message(architecture: str) -> None:
         ("deepseek_v2_lite", {"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7; allowed: an even integer"),
         ("deepseek_v2_lite", {"rope_parameters": {"rope_type": "linear"}}, "allowed: 'default' or 'yarn'"),
         ("deepseek_v2_lite", {"n_shared_experts": 0}, "n_shared_experts is 0; allowed: an integer of at"),
+        ("deepseek_v3_flat", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; allowed: 'sigmoid'"),
+        ("deepseek_v3_flat", {"topk_method": "greedy"}, "topk_method is 'greedy'; allowed: 'noaux_tc'"),
+        ("deepseek_v3_flat", {"rope_interleave": 1}, "rope_interleave is 1; allowed: False or True"),
+        ("deepseek_v3_groups", {"n_group": 12, "topk_group": 12}, "n_group is 12; allowed: at most half of"),
         ("deepseek_v2_yarn_groups", {"n_group": 5}, "allowed: a divisor of n_routed_experts, which is 12"),
         ("deepseek_v2_yarn_groups", {"topk_group": 5}, "topk_group is 5; allowed: 1 to n_group, which is 4"),
         ("deepseek_v2_yarn_groups", {"num_experts_per_tok": 7}, "topk_group is 2; allowed: 3 to n_group"),
@@ -307,6 +312,11 @@ def test_what_is_left_out_is_as_in_transformers() -> None:
     assert (lite.kv_lora_rank, lite.head_dim, lite.qk_rope_head_dim, lite.scale) == (512, 192, 64, 192**-0.5)
     assert lite.moe_layers == (1,)
     assert read("deepseek_v2_lite", q_lora_rank=...).q_lora_rank == 1536
+    v3 = read("deepseek_v3_groups", n_shared_experts=..., routed_scaling_factor=..., norm_topk_prob=...)
+    assert (v3.shared_intermediate_size, v3.routed_scaling_factor, v3.norm_topk_prob) == (8, 2.5, True)
+    plain = read("deepseek_v3_flat", n_group=..., topk_group=..., n_routed_experts=..., rope_interleave=...)
+    assert (plain.n_group, plain.topk_group, plain.num_experts) == (8, 4, 256)
+    assert plain.rope.is_interleaved
     oss = read("gpt_oss", layer_types=..., num_hidden_layers=3, rope_parameters=..., head_dim=...)
     assert (oss.windows, oss.head_dim, oss.max_position_embeddings) == ((24, None, 24), 64, 131072)
     assert oss.rope.frequencies[1] == pytest.approx(150000.0 ** (-1 / 32))

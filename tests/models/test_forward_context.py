@@ -36,6 +36,7 @@ def fixture_configs() -> list[Any]:
         "cohere2_own_head",
         "cohere_head_norms",
         "deepseek_v2_yarn_groups",
+        "deepseek_v3_groups",
         "ernie4_5_biases",
         "exaone4_window",
         "gemma2_variants",

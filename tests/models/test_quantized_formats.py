@@ -138,6 +138,23 @@ def test_experts_are_read_and_multiply(name: str, experts: Path, tmp_path: Path)
     np.testing.assert_allclose(small(tokens()), floats(tokens()), atol=1e-4, rtol=1e-5)
 
 
+def test_maps_of_latents_are_read_and_multiply(tmp_path: Path) -> None:
+    """As the published DeepSeek-V3: fp8 by blocks, and a layer behind the last that is not read."""
+    meant = write_quantized("fp8_block", FIXTURES / "deepseek_v3_groups", tmp_path / "q", tmp_path / "floats")
+    tensors = {key: tensor.read() for key, tensor in read_headers(tmp_path / "q").items()}
+    tensors |= {
+        f"model.layers.61.{end}": np.ones(2, np.float32) for end in ("enorm.weight", "eh_proj.weight")
+    }
+    save_file(tensors, tmp_path / "q" / "model.safetensors")
+    small, floats = (load_model(tmp_path / f, "float32").model for f in ("q", "floats"))
+    ours = kernels(small)
+    assert sum(isinstance(kernel, SmallKernel) for kernel in ours.values()) == 2 * 5 + 3 * 3
+    path = "layers.1.self_attn.kv_b_proj"
+    expected = meant[f"model.{path}.weight"].T
+    np.testing.assert_array_equal(ours[f"{path}.kernel"].dense("float32"), expected)
+    np.testing.assert_allclose(small(tokens()), floats(tokens()), atol=1e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("gpt_oss", "int8"), ("gemma4_moe_capped", "fp8")])
 def test_experts_in_one_tensor_are_made_small(name: str, kind: Any) -> None:
     """Those of gpt-oss, which have biases, and those of Gemma 4, which are stored transposed."""

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.registry import MODELS
-from jax_paged.models.weights import load_model, save_model
+from jax_paged.models.weights import load_model, loaded_from, save_model
 from jax_paged.pallas_kernels.native import products
 from jax_paged.worker.weights import packed
 
@@ -146,11 +146,17 @@ def test_gradient_and_bfloat16(architecture: str) -> None:
     for path, leaf in nnx.to_flat_state(gradient):
         size = float(jnp.abs(leaf[...]).max())
         assert np.isfinite(size), path
-        # A norm follows the scale of the last layer.
-        assert size > 1e-6 or path[-2:] == (len(exact.layers) - 1, "layer_scalar"), path
+        # A norm follows the scale of the last layer, and what chooses experts only has no gradient.
+        no_effect = (
+            path[-2:] == (len(exact.layers) - 1, "layer_scalar"),
+            path[-1] == "e_score_correction_bias",
+        )
+        assert size > 1e-6 or any(no_effect), path
 
     rounded = load_model(folder, "bfloat16")
-    assert {x.dtype for x in jax.tree.leaves(nnx.state(rounded.model))} == {jnp.dtype("bfloat16")}
+    kept = {p[-1]: x.dtype for p, x in nnx.to_flat_state(nnx.state(rounded.model)) if x.dtype != "bfloat16"}
+    assert kept == ({"e_score_correction_bias": "float32"} if architecture.startswith("DeepseekV3") else {})
+    assert loaded_from(rounded.model, None).dtype == jnp.dtype("bfloat16")
     # bfloat16 rounds by 2^-9; over two layers the errors stay within a few per cent of a log-probability.
     assert float(nnx.jit(logprob)(rounded.model)) == pytest.approx(float(value), rel=0.05)
 

@@ -158,7 +158,7 @@ def test_families_with_another_rule() -> None:
 
 
 def test_the_families_here_are_all_with_rotary_positions() -> None:
-    own_rule = ("DeepseekV2", "Gemma3", "Gemma4", "GptOss", "Ministral3", "Olmo3", "Phi3")
+    own_rule = ("DeepseekV2", "DeepseekV3", "Gemma3", "Gemma4", "GptOss", "Ministral3", "Olmo3", "Phi3")
     # Those for images have the positions of their text models.
     names = {name.removesuffix("ForCausalLM") for name in MODELS if name.endswith("ForCausalLM")}
     assert {*FAMILIES, *own_rule} == names - {"OPT"}
