@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jax_paged.checks import check, check_int
-from jax_paged.models.images import ImageSpec
+from jax_paged.models.images import ImageSpec, PatchSpec
 
 MAX_IMAGES = 8
 
@@ -19,7 +19,7 @@ class ImageSettings:
         cache_bytes: Host memory for what the encoder has made of the latest ones.
     """
 
-    spec: ImageSpec
+    spec: ImageSpec | PatchSpec
     max_images: int
     cache_bytes: int
 
