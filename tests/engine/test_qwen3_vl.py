@@ -29,6 +29,7 @@ FOLDERS = [FOLDER, FIXTURES / "qwen3_vl"]
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 SETTINGS: dict[str, Any] = {
     "few_buckets": True,
+    "max_model_len": 128,
     "max_num_batched_tokens": 64,
     "max_num_seqs": 8,
     "num_gpu_blocks_override": 20,
@@ -76,7 +77,7 @@ def assert_right(outputs: list[RequestOutput], cases: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize(
-    "folder", [FOLDER, pytest.param(FOLDERS[1], marks=pytest.mark.slow)], ids=lambda f: f.name
+    "folder", [FOLDERS[1], pytest.param(FOLDER, marks=pytest.mark.slow)], ids=lambda f: f.name
 )
 def test_equals_transformers(folder: Path) -> None:
     """In chunks, beside plain text, preempted, from the cache, and where no vector is kept for others."""
@@ -320,7 +321,9 @@ def test_vectors_of_a_text_and_new_weights(engine: LLMEngine) -> None:
     [
         {"enable_lora": True},
         {"pipeline_parallel_size": 2},
-        {"distributed_executor_backend": "mp", "tensor_parallel_size": 2},
+        pytest.param(
+            {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda settings: next(iter(settings)),
 )

@@ -41,7 +41,6 @@ TEMPLATE = (
 )
 TEXT = {
     "hidden_size": 24,
-    "num_hidden_layers": 3,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 512,
@@ -54,6 +53,7 @@ VISION = {"hidden_size": 8, "intermediate_size": 12, "depth": 3, "patch_size": 4
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], bool]] = {
     "qwen3_vl": (
         {
+            "num_hidden_layers": 2,
             "head_dim": 16,
             "intermediate_size": 24,
             "tie_word_embeddings": False,
@@ -66,6 +66,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], bool]] =
     # Its sections differ, and its largest images take a larger program.
     "qwen3_vl_tied": (
         {
+            "num_hidden_layers": 3,
             "head_dim": 24,
             "intermediate_size": 16,
             "tie_word_embeddings": True,
