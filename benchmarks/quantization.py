@@ -3,10 +3,10 @@
     python benchmarks/quantization.py [--out FILE] [--texts N]
     python benchmarks/quantization.py --products
 
-Texts, answers and what is said of them are those of kv_cache_dtype.py. Checkpoints are the built-in model whose
-linear maps are rounded to the nearest: to fp8 with a scale per matrix or block, and to four bits with a scale
-and a zero for every group of rows and each column, as compressed-tensors packs them. Quantisers that look at
-activations, as AWQ and GPTQ do, are made to lose less.
+Texts, answers and what is said of them are those of kv_cache_dtype.py. Checkpoints are the built-in model
+whose linear maps are rounded to the nearest: to fp8 with a scale per matrix or block, and to four bits with
+a scale and a zero for every group of rows and each column, as compressed-tensors packs them. Quantisers that
+look at activations, as AWQ and GPTQ do, are made to lose less.
 
 `--products` times one product of a few rows on this machine: kernels of floats, packed by oneDNN or not,
 beside small ones. It says how a decode step on a CPU fares.
@@ -119,7 +119,8 @@ def table(num_texts: int) -> str:
     long, short = texts(tokenizer)[:num_texts], questions(tokenizer)
     lines = [
         f"Commit {commit_of(ROOT)}, {time.strftime('%Y-%m-%d')}, jax {jax.__version__}, {processor()}. "
-        f"{len(long)} texts of {sum(map(len, long))} tokens; {len(short)} answers of up to {MAX_ANSWER} tokens.",
+        f"{len(long)} texts of {sum(map(len, long))} tokens; "
+        f"{len(short)} answers of up to {MAX_ANSWER} tokens.",
         "",
         "| weights | activations | MiB | perplexity | change | same best token | same answer |",
         "|---|---|---|---|---|---|---|",
@@ -140,8 +141,9 @@ def table(num_texts: int) -> str:
             change = run["perplexity"] / own["perplexity"] - 1
             same = (run["best"] == own["best"]).mean()
             answers = sum(a == b for a, b in zip(run["answers"], own["answers"], strict=True))
+            dtype, mebibytes = settings.get("dtype", "float32"), run["weight_bytes"] / 2**20
             lines.append(
-                f"| {kind} | {settings.get('dtype', 'float32')} | {run['weight_bytes'] / 2**20:.1f} | {run['perplexity']:.4f} | {change:+.3%} | "
+                f"| {kind} | {dtype} | {mebibytes:.1f} | {run['perplexity']:.4f} | {change:+.3%} | "
                 f"{same:.2%} | {answers} of {len(short)} |"
             )
             print(lines[-1], flush=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jax_paged.checks import check, check_int, check_number
-from jax_paged.models.images import ImageSpec
+from jax_paged.models.images import ImageSpec, PatchSpec
 
 if TYPE_CHECKING:
     from jax_paged.config import EngineArgs
@@ -25,13 +25,13 @@ class ImageSettings:
         domains: Hosts that images are fetched from.
     """
 
-    spec: ImageSpec
+    spec: ImageSpec | PatchSpec
     max_images: int
     cache_bytes: int
     domains: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, args: "EngineArgs", spec: ImageSpec) -> "ImageSettings":
+    def of(cls, args: "EngineArgs", spec: ImageSpec | PatchSpec) -> "ImageSettings":
         """Returns what the arguments say, which note_image_problems has found no problem with."""
         limit, cache_bytes = max_images(args.limit_mm_per_prompt), int(args.encoder_cache_gb * 2**30)
         domains = tuple(domain.lower() for domain in args.allowed_media_domains)

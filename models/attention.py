@@ -64,6 +64,7 @@ class Attend(Protocol):
         "query_start_loc",
         "shared_blocks",
         "state_slots",
+        "mrope_positions",
     ],
     meta_fields=["is_decode", "backend", "places", "is_row_by_row", "attend", "grid"],
 )
@@ -94,6 +95,7 @@ class AttentionMetadata:
         state_slots: int32 [3, B], the slot of each sequence's states, that of the checkpoint that the step
             keeps of them, and how many of its tokens come before that; slots that don't exist are not written
             to. None if no layer keeps a state.
+        mrope_positions: int32 [3, T], as ForwardContext has them.
     """
 
     positions: Int[Array, " t"]
@@ -109,6 +111,7 @@ class AttentionMetadata:
     grid: DeviceGrid | None = None
     shared_blocks: Int[Array, " b"] | None = None
     state_slots: Int[Array, "3 b"] | None = None
+    mrope_positions: Int[Array, "3 t"] | None = None
 
     def of_token_rows(self, group: int, *, is_causal: bool) -> tuple[Int[Array, "t m"], Int[Array, " t"]]:
         """Returns the block table of each token row, and how many tokens it attends to; 0 in padding."""

@@ -21,7 +21,7 @@ from jax_paged.models.attention import (
 )
 from jax_paged.models.forward_context import Elsewhere, ForwardContext, Module
 from jax_paged.models.hf_format import WeightTable
-from jax_paged.models.images import ImageSpec
+from jax_paged.models.images import ImageSpec, PatchSpec
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.models.paged_attention import cross_attention, paged_attention
 from jax_paged.models.recurrence import Rule, recur_dense, recur_paged
@@ -74,7 +74,7 @@ class LanguageModel(nnx.Module):
         """What makes logits of hidden states: the table of token embeddings where the two are tied."""
 
     @property
-    def image_spec(self) -> ImageSpec | None:
+    def image_spec(self) -> ImageSpec | PatchSpec | None:
         """How images stand in its prompts; None if it reads text alone. Else it has `encode_images`."""
         return None
 
@@ -134,7 +134,8 @@ class LanguageModel(nnx.Module):
 
         multiply = functools.partial(grouped_matmul, backend=metadata.backend)
         how = attend, cross_attend, multiply
-        return ForwardContext(self, metadata.positions, *how, grid=metadata.grid, recur=recur)
+        more = {"grid": metadata.grid, "mrope_positions": metadata.mrope_positions}
+        return ForwardContext(self, metadata.positions, *how, recur=recur, **more)
 
 
 class CausalLM(LanguageModel):

@@ -89,6 +89,8 @@ class ForwardContext:
         cross_attend: How tokens attend to the encoder's output.
         recur: How the states that layers keep are advanced, see recurrence.py.
         grouped_matmul: What multiplies the rows of experts; by default what can be differentiated.
+        mrope_positions: int32 [3, ...], of each token its rotary positions along three axes; None if they are
+            those of `positions`.
         rotations: By how much the tokens are rotated, for each rope of the model.
         grid: The devices that the model is divided among; None for one.
         hooks: What happens to the output of some modules, by their paths; see hooks.py.
@@ -101,6 +103,7 @@ class ForwardContext:
     attend: Attend
     cross_attend: CrossAttend = no_cross_attention
     grouped_matmul: GroupedMatmul = grouped_loop.grouped_matmul
+    mrope_positions: Int[Array, "3 *t"] | None = None
     rotations: Mapping[Rope, Rotation] = types.MappingProxyType({})
     grid: DeviceGrid | None = None
     recur: Recur = no_states

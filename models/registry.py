@@ -78,6 +78,7 @@ POOLING_MODELS: dict[str, str] = {
 # Those that read images beside text.
 IMAGE_MODELS: dict[str, str] = {
     "Idefics3ForConditionalGeneration": "idefics3",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "SmolVLMForConditionalGeneration": "idefics3",
 }
 _ALL = MODELS | POOLING_MODELS | IMAGE_MODELS

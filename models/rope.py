@@ -62,7 +62,11 @@ class Rope:
 
     def at(self, positions: Int[Array, "..."]) -> Rotation:
         """Returns the rotation of tokens at these positions."""
-        angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(self.frequencies, jnp.float32)
+        return self.of_pairs(positions[..., None, None])
+
+    def of_pairs(self, positions: Int[Array, "... 1 p"]) -> Rotation:
+        """Returns the rotation of tokens each of whose pairs may have a position of its own."""
+        angles = positions.astype(jnp.float32) * jnp.asarray(self.frequencies, jnp.float32)
         cos, sin = jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
         # XLA would compute them anew in every layer and for every head.
         cos, sin = lax.optimization_barrier((cos, sin))

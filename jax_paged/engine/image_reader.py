@@ -1,4 +1,4 @@
-"""Images as users pass them -> the tiles that a model reads, and the placeholders that stand for them.
+"""Images as users pass them -> the tiles or patches that a model reads, and placeholders that stand for them.
 
 Images are cut by transformers' processor of the model, which needs Pillow and no torch. Placeholders are
 written here, as transformers does that in a class that wants a processor of videos too, which needs torch.
@@ -21,7 +21,7 @@ from jax_paged.core.sequence import StandIn
 from jax_paged.engine.image_fetch import fetched
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.image_settings import ImageSettings
-from jax_paged.models.images import Tile
+from jax_paged.models.images import MAX_PATCHES, ImageSpec, Patches, PatchSpec, Tile
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,7 +34,7 @@ _START, _GLOBAL, _IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
 
 
 class ImageReader:
-    """Reads the images of prompts for an Idefics3 or a SmolVLM. Thread-safe.
+    """Reads the images of prompts, as tiles (Idefics3, SmolVLM) or patches (Qwen3-VL). Thread-safe.
 
     Args:
         settings: What the model reads, and the limits.
@@ -79,45 +79,72 @@ class ImageReader:
             if token_id != spec.token_id:
                 out.append(token_id)
                 continue
-            tiles, text = self._tiles(as_image(next(rest)))
-            first = len(out)
+            image, first = as_image(next(rest)), len(out)
+            if isinstance(spec, PatchSpec):
+                patches = self._patches(image, spec)
+                out += [token_id] * (patches.grid[0] * patches.grid[1])
+                # Equal bytes may be patches of images that have other rows and columns.
+                digest = hashlib.sha256(f"{patches.grid}".encode() + patches.pixels.data).hexdigest()
+                stand_ins.append(StandIn(first, len(out), digest, patches))
+                continue
+            tiles, text = self._tiles(image, spec)
             out += self._tokenizer.encode(text, add_special_tokens=False)
-            stand_ins += self._stand_ins(tiles, out, first)
+            stand_ins += self._stand_ins(tiles, out, first, spec)
         return out, tuple(stand_ins)
 
-    def _tiles(self, image: "Image") -> tuple[list[Tile], str]:
-        """Returns the parts of an image, and the text that stands for them."""
-        processor, size = self._processor, self._settings.spec.tile_size
-        how = {"do_rescale": False, "do_normalize": False, "return_row_col_info": True}
+    def _patches(self, image: "Image", spec: PatchSpec) -> Patches:
+        """Returns an image of a size that preprocessor_config.json allows, as patches."""
+        processor = self._processor
+        for name in ("patch_size", "merge_size"):
+            value, size = getattr(processor, name, None), getattr(spec, name)
+            check(value == size, f"{name} of preprocessor_config.json", value, f"{size}, as in config.json")
         try:
-            cut = processor([image], **how)
-            pixels = np.asarray(cut["pixel_values"])[0]
+            num_patches = processor.get_number_of_image_patches(image.height, image.width)
+        except Exception as error:  # such as one that is far longer than it is wide
+            raise ValueError(f"an image of {image.size} pixels can't be read: {error}") from error
+        name = "the number of patches of an image"
+        check(num_patches <= MAX_PATCHES, name, num_patches, f"up to {MAX_PATCHES}")
+        # A still image is all frames of its patches.
+        pixels, cut = self._cut(image, temporal_patch_size=1)
+        _, *grid = cut["image_grid_thw"][0].tolist()
+        assert pixels.shape == (grid[0] * grid[1], 3 * spec.patch_size**2), "patches fill rows and columns"
+        num_rows, num_columns = (num // spec.merge_size for num in grid)
+        return Patches(pixels.astype(np.uint8), *self._scaling(), (num_rows, num_columns))
+
+    def _cut(self, image: "Image", **how: Any) -> tuple[np.ndarray, Any]:
+        """Returns what the processor makes of an image: its pixels from 0 to 255, and all that it returns."""
+        try:
+            cut = self._processor([image], do_rescale=False, do_normalize=False, **how)
+            return np.asarray(cut["pixel_values"]), cut
         except Exception as error:  # whatever sizes it can't cut
             raise ValueError(f"an image of {image.size} pixels can't be read: {error}") from error
-        ok = pixels.dtype == np.uint8 and pixels.shape[1:] == (3, size, size)
-        shown = f"{pixels.dtype} {pixels.shape[1:]}"
-        check(ok, "what preprocessor_config.json makes of images", shown, f"uint8 (3, {size}, {size})")
+
+    def _scaling(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the scale and the offset of each channel."""
+        processor = self._processor
         factor = np.float32(processor.rescale_factor if processor.do_rescale else 1.0)
         scale, offset = np.full(3, factor, np.float32), np.zeros(3, np.float32)
         if processor.do_normalize:
             std = np.asarray(processor.image_std, np.float32)
             scale, offset = scale / std, -np.asarray(processor.image_mean, np.float32) / std
-        text = self._text(int(cut["rows"][0][0]), int(cut["cols"][0][0]))
-        return [Tile(np.ascontiguousarray(part), scale, offset) for part in pixels], text
+        return scale, offset
 
-    def _text(self, num_rows: int, num_columns: int) -> str:
-        """Returns what stands for an image: its tiles, if it is cut into some, and the whole of it."""
-        tile = _IMAGE * self._settings.spec.num_tokens
-        rows = [
-            "".join(f"{_START}<row_{r}_col_{c}>{tile}" for c in range(1, num_columns + 1)) + "\n"
-            for r in range(1, num_rows + 1)
-        ]
-        whole = f"{_START}{_GLOBAL}{tile}{_START}"
-        return "".join(rows) + "\n" + whole if rows else whole
+    def _tiles(self, image: "Image", spec: ImageSpec) -> tuple[list[Tile], str]:
+        """Returns the parts of an image, and the text that stands for them."""
+        size = spec.tile_size
+        (pixels,), cut = self._cut(image, return_row_col_info=True)
+        ok = pixels.dtype == np.uint8 and pixels.shape[1:] == (3, size, size)
+        shown = f"{pixels.dtype} {pixels.shape[1:]}"
+        check(ok, "what preprocessor_config.json makes of images", shown, f"uint8 (3, {size}, {size})")
+        text = _text(int(cut["rows"][0][0]), int(cut["cols"][0][0]), spec.num_tokens)
+        scaling = self._scaling()
+        return [Tile(np.ascontiguousarray(part), *scaling) for part in pixels], text
 
-    def _stand_ins(self, tiles: list[Tile], token_ids: list[int], first: int) -> list[StandIn]:
+    def _stand_ins(
+        self, tiles: list[Tile], token_ids: list[int], first: int, spec: ImageSpec
+    ) -> list[StandIn]:
         """Returns what the placeholders from a position on stand for: each run of them for a tile."""
-        spec, runs = self._settings.spec, []
+        runs = []
         for is_image, run in itertools.groupby(
             range(first, len(token_ids)), lambda i: token_ids[i] == spec.token_id
         ):
@@ -144,6 +171,17 @@ class ImageReader:
             return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
         except Exception as error:
             raise ValueError(f"the image processor of {folder!r} can't be loaded: {error}") from error
+
+
+def _text(num_rows: int, num_columns: int, num_tokens: int) -> str:
+    """Returns what stands for an image: its tiles, if it is cut into some, and the whole of it."""
+    tile = _IMAGE * num_tokens
+    rows = [
+        "".join(f"{_START}<row_{r}_col_{c}>{tile}" for c in range(1, num_columns + 1)) + "\n"
+        for r in range(1, num_rows + 1)
+    ]
+    whole = f"{_START}{_GLOBAL}{tile}{_START}"
+    return "".join(rows) + "\n" + whole if rows else whole
 
 
 def as_image(given: Any) -> "Image":

@@ -14,9 +14,11 @@ from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler_output import AdapterLoad
 from jax_paged.image_settings import ImageSettings
-from jax_paged.models.causal_lm import CausalLM
-from jax_paged.models.images import ImageSpec
+from jax_paged.models.causal_lm import CausalLM, LanguageModel
+from jax_paged.models.checkpoint import read_json, resolve_model_dir
+from jax_paged.models.images import ImageSpec, PatchSpec
 from jax_paged.models.lora import LoraLayout, lora_maps
+from jax_paged.models.registry import IMAGE_MODELS, get_architecture
 from jax_paged.models.sharding import DeviceGrid
 from jax_paged.models.weights import LoadedModel
 from jax_paged.worker.programs import Program, TraceContext
@@ -38,7 +40,7 @@ class Additions(NamedTuple):
     lora: LoraLayout | None
     embed_path: str
     embed_size: int
-    image_spec: ImageSpec | None
+    image_spec: ImageSpec | PatchSpec | None
 
     def settings(self, args: EngineArgs) -> dict[str, Any]:
         """Returns the fields of EngineConfig that they determine."""
@@ -55,21 +57,30 @@ class Additions(NamedTuple):
         }
 
 
-def _check_images(args: EngineArgs, loaded: LoadedModel) -> None:
-    """Checks that an engine can serve a model that reads images.
+def check_images(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> None:
+    """Checks what an engine is asked for that a model can't have which reads images; reads no weights.
+
+    Args:
+        args: Name the model.
+        loaded: A model in memory in place of it.
 
     Raises:
-        ValueError: If it was asked for what such a model can't have.
+        ValueError: If it is.
     """
-    if loaded.model.image_spec is None:
+    if loaded is None:
+        config = read_json(resolve_model_dir(args.model) / "config.json") | (args.hf_overrides or {})
+        name = get_architecture(config)
+    else:
+        name = type(loaded.model if isinstance(loaded, LoadedModel) else loaded).__name__
+    if name not in IMAGE_MODELS:
         return
-    what = f"with {loaded.architecture}, which reads images"
-    for name, only in (
+    what = f"with {name}, which reads images"
+    for setting, only in (
         ("enable_lora", False),
         ("pipeline_parallel_size", 1),
         ("distributed_executor_backend", "uni"),
     ):
-        check(getattr(args, name) == only, name, getattr(args, name), f"{only!r} {what}")
+        check(getattr(args, setting) == only, setting, getattr(args, setting), f"{only!r} {what}")
 
 
 def plan_additions(args: EngineArgs, loaded: LoadedModel) -> Additions:
@@ -78,7 +89,6 @@ def plan_additions(args: EngineArgs, loaded: LoadedModel) -> Additions:
     Raises:
         ValueError: If the model can't have it.
     """
-    _check_images(args, loaded)
     spec = loaded.model.image_spec
     lora, path = None, loaded.model.embed_path if args.enable_prompt_embeds or spec else ""
     if args.enable_lora:

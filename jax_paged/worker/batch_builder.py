@@ -59,8 +59,9 @@ class BatchBuilder:
         vocab_size: Ids from here on pad biases.
         checks_inputs: Whether to assert all that the kernels take for granted.
         shares_prefixes: Whether rows may attend to leading blocks together.
-        embed_size: Numbers of a vector in place of a token, E.
+        embed_size: Numbers of a vector in place of a token, E, with what is added to the outputs of layers.
         num_state_slots: Slots for states; 0 if no layer keeps any.
+        has_mrope: Whether tokens of images have rotary positions of their own.
     """
 
     def __init__(
@@ -75,13 +76,14 @@ class BatchBuilder:
         shares_prefixes: bool = False,
         embed_size: int = 0,
         num_state_slots: int = 0,
+        has_mrope: bool = False,
     ) -> None:
         self._input_batch = input_batch
         self._block_size, self._num_blocks = block_size, num_blocks
         self._groups = groups
         self._vocab_size = vocab_size
         self._checks_inputs = checks_inputs
-        self._embed_size, self._num_state_slots = embed_size, num_state_slots
+        self._embed_size, self._num_state_slots, self._has_mrope = embed_size, num_state_slots, has_mrope
         # Groups without a window share alike: what is cached or forked is so in all of them.
         full = [g for g, group in enumerate(groups) if group.window is None and not group.is_cross]
         self._shared_groups = full if shares_prefixes else []
@@ -136,6 +138,8 @@ class BatchBuilder:
             view["state_slots"][0, :n] = state_slots
             view["state_slots"][1, :n] = np.where(slots > 0, slots, self._num_state_slots)
             view["state_slots"][2, :n] = num_before
+        if self._has_mrope:
+            self._fill_mrope(view["mrope_positions"][:, :total], token_seats, positions)
         num_shared = self._share_prefixes(view["shared_blocks"][:n], seats, start, num_tokens)
         if self._checks_inputs:
             self._check(view, output)
@@ -181,7 +185,7 @@ class BatchBuilder:
     def _layout(self, bucket: Bucket) -> tuple[dict[str, Field], int]:
         batch = self._input_batch
         columns = batch.hook_args.shape[1], batch.processor_args.shape[1]
-        return layout(bucket, len(self._groups), *columns, self._num_state_slots > 0)
+        return layout(bucket, len(self._groups), *columns, self._num_state_slots > 0, self._has_mrope)
 
     def _fill_slots(
         self,
@@ -205,6 +209,13 @@ class BatchBuilder:
                 view["slot_mapping"][g, :total] = blocks * size + places % size
                 view["context_lens"][g, :n] = stops - batch.num_dropped[seats]
 
+    def _fill_mrope(self, filled: np.ndarray, token_seats: np.ndarray, positions: np.ndarray) -> None:
+        batch = self._input_batch
+        filled[:] = positions + batch.mrope_offsets[token_seats]
+        for seat, known in batch.mrope.items():
+            rows = np.flatnonzero((token_seats == seat) & (positions < known.shape[1]))
+            filled[:, rows] = known[:, positions[rows]]
+
     def _embeds(self, has_embeds: np.ndarray, output: SchedulerOutput) -> np.ndarray:
         """Returns the vectors of a step; notes which token rows have one."""
         embeds, first = np.zeros((len(has_embeds), self._embed_size), np.float32), 0
@@ -215,7 +226,7 @@ class BatchBuilder:
                 stop = min(row.start + row.num_tokens, position + len(vectors))
                 if start < stop:
                     rows = slice(first + start - row.start, first + stop - row.start)
-                    embeds[rows] = vectors[start - position : stop - position]
+                    embeds[rows, : vectors.shape[1]] = vectors[start - position : stop - position]
                     has_embeds[rows] = 1
             first += row.num_tokens
         return embeds

@@ -11,12 +11,14 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.models.images import Tile
+from jax_paged.models.images import MAX_PATCHES, ImageSpec, Patches, PatchSpec, Tile
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.programs import Program, TraceContext
 
 # Tiles that are encoded together.
 NUM_TILES = (1, 4)
+# The least that the patches of an image are padded to; larger sizes double.
+MIN_PATCHES = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class EncodeImagesProgram(Program):
 
     def trace(self, context: TraceContext) -> jax.stages.Traced:
         spec, n = context.image_spec, self.num_tiles
-        assert spec is not None, "only a model that reads images has it"
+        assert isinstance(spec, ImageSpec), "only a model that cuts images into tiles has it"
 
         def encode(
             weights: list[Array], tiles: UInt8[Array, "b 3 s s"], scale: Array, offset: Array
@@ -42,6 +44,55 @@ class EncodeImagesProgram(Program):
         tiles = context.shape((n, 3, spec.tile_size, spec.tile_size), jnp.uint8)
         jitted = jax.jit(encode, out_shardings=context.replicated)
         return jitted.trace(context.weights, tiles, channels, channels)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodePatchesProgram(Program):
+    """Encodes an image of up to so many patches, as encode_images does; returns float32 [tokens, numbers]."""
+
+    num_patches: int
+
+    def __str__(self) -> str:
+        return f"image of {self.num_patches}"
+
+    def trace(self, context: TraceContext) -> jax.stages.Traced:
+        spec = context.image_spec
+        assert isinstance(spec, PatchSpec), "only a model that cuts images into patches has it"
+
+        def encode(weights: list[Array], *image: Array) -> Float[Array, "m v"]:
+            model: Any = context.merge(weights)
+            return model.encode_images(*image).astype(jnp.float32)
+
+        patches = context.shape((self.num_patches, 3 * spec.patch_size**2), jnp.uint8)
+        channels, grid = context.shape((3,), jnp.float32), context.shape((2,), jnp.int32)
+        jitted = jax.jit(encode, out_shardings=context.replicated)
+        return jitted.trace(context.weights, patches, channels, channels, grid)
+
+
+def plan_images(spec: ImageSpec | PatchSpec, max_model_len: int) -> list[Program]:
+    """Returns the programs that encode images, the largest last.
+
+    Args:
+        spec: How prompts have images.
+        max_model_len: Maximum tokens of a prompt.
+    """
+    if isinstance(spec, ImageSpec):
+        return [EncodeImagesProgram(n) for n in NUM_TILES]
+    most = _padded(min(MAX_PATCHES, max_model_len * spec.merge_size**2))
+    return [EncodePatchesProgram(MIN_PATCHES << i) for i in range((most // MIN_PATCHES).bit_length())]
+
+
+def _of_patches(run: Callable[..., Any], weights: list[Array], image: Patches) -> Float[np.ndarray, "n e"]:
+    n, (num_rows, num_columns) = len(image.pixels), image.grid
+    pixels = np.pad(image.pixels, ((0, _padded(n) - n), (0, 0)))
+    args = pixels, image.scale, image.offset, np.array(image.grid, np.int32)
+    out = np.asarray(run(EncodePatchesProgram(len(pixels)), weights, *args))
+    return out[: num_rows * num_columns].copy()
+
+
+def _padded(num_patches: int) -> int:
+    """Returns how many patches a program has for so many."""
+    return max(MIN_PATCHES, 1 << (num_patches - 1).bit_length())
 
 
 class ImageEncoder:
@@ -89,9 +140,9 @@ class ImageEncoder:
         self._num_bytes = 0
 
     def _encoded(
-        self, run: Callable[..., Any], weights: list[Array], tiles: list[Tile]
+        self, run: Callable[..., Any], weights: list[Array], tiles: list[Tile] | list[Patches]
     ) -> list[Float[np.ndarray, "n e"]]:
-        vectors: list[np.ndarray] = []
+        vectors = [_of_patches(run, weights, image) for image in tiles if isinstance(image, Patches)]
         while len(vectors) < len(tiles):
             part = tiles[len(vectors) :][: self._sizes[-1]]
             size = next(n for n in self._sizes if n >= len(part))

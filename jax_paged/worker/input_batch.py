@@ -12,7 +12,9 @@ import numpy as np
 
 from jax_paged.core.scheduler_output import MAX_END_TOKENS, NewSequence, ScheduledSequence, SchedulerOutput
 from jax_paged.core.sequence import StandIn
+from jax_paged.models.images import Patches
 from jax_paged.sampling_params import LogitsFunction, SamplingParams
+from jax_paged.worker.mrope import mrope_positions
 from jax_paged.worker.packed_batch import NUM_SAMPLING_COLUMNS, pack_sampling
 from jax_paged.worker.token_rules import KnownTokens, TokenRules
 
@@ -56,6 +58,8 @@ class InputBatch:
         embeds: Of the sequences whose prompts have vectors, by the position of the first of each run of
             them, in order: float32 [tokens, E]. Those of stand-ins come when a step first needs them.
         stand_ins: Of the sequences whose prompts have some, these.
+        mrope: Of those of a model with M-RoPE, the rotary positions up to the end of the last image.
+        mrope_offsets: int32 [S], how far the rotary positions behind that stand from those in the text.
         new_seats: Seats of sequences with logits processors that nothing was drawn for yet.
         pooling: Of the sequences whose prompt is pooled, SamplingParams.pooling and the prompt's length.
         prompts: Of the sequences whose prompt gets log-probabilities, the prompt and how many most likely
@@ -97,12 +101,14 @@ class InputBatch:
         self.adapter_slots = np.zeros(max_num_seqs, np.int32)
         self.embeds: dict[int, dict[int, np.ndarray]] = {}
         self.stand_ins: dict[int, tuple[StandIn, ...]] = {}
+        self.mrope: dict[int, np.ndarray] = {}
+        self.mrope_offsets = np.zeros(max_num_seqs, np.int32)
         self.new_seats: set[int] = set()
         self.prompts: dict[int, tuple[list[int], int]] = {}
         self.pooling: dict[int, tuple[str, int]] = {}
         self._by_seat: tuple[dict[int, Any], ...] = (
             *(self.token_rules, self.known_tokens, self.functions),
-            *(self.prompts, self.forced_tokens, self.pooling, self.embeds, self.stand_ins),
+            *(self.prompts, self.forced_tokens, self.pooling, self.embeds, self.stand_ins, self.mrope),
         )
 
     @property
@@ -213,7 +219,7 @@ class InputBatch:
             self.block_tables[g, seat, :n] = 0
         self.num_table_blocks[:, seat] = 0
         self.count_seats[seat] = self.num_seats
-        self.adapter_slots[seat] = 0
+        self.adapter_slots[seat] = self.mrope_offsets[seat] = 0
         for seats in self._by_seat:
             seats.pop(seat, None)
         self._free.append(seat)
@@ -255,6 +261,8 @@ class InputBatch:
             self.embeds[seat] = {0: given.reshape(new.prompt_embeds.num_tokens, -1)}
         if new.stand_ins:
             self.stand_ins[seat] = new.stand_ins
+        if new.stand_ins and isinstance(new.stand_ins[0].data, Patches):
+            self.mrope[seat], self.mrope_offsets[seat] = mrope_positions(new.stand_ins)
         if params.forced_token_ids is not None:
             self.forced_tokens[seat] = len(new.prompt_token_ids), params.forced_token_ids
         if params.pooling is not None:

@@ -104,8 +104,9 @@ class ModelRunner:
             vocab_size=self.config.vocab_size,
             checks_inputs=checks_inputs(),
             shares_prefixes=self._context.shares_prefixes,
-            embed_size=self._context.embed_size,
+            embed_size=self._context.embeds_size,
             num_state_slots=self.config.state_slots[0],
+            has_mrope=self._context.has_mrope,
         )
         # One more than can be swapped: block 0 stays unused.
         num_swapped = self.config.num_swap_blocks + 1

@@ -14,6 +14,7 @@ but T in steps with drafts), G cache groups, C changes of block tables:
     of adapters:         adapter_slots [B]
     of embeddings:       has_embeds [T]
     of states:           state_slots [3, B]
+    of M-RoPE:           mrope_positions [3, T]
 
 The block tables themselves lie on the device, by seat (block_tables.py); a row that is not used has a seat
 that does not exist. A token that the host does not know yet is NO_TOKEN, always the last of its row.
@@ -28,7 +29,8 @@ its E = MAX_END_TOKENS end tokens, which are padded with -1. num_drafts says of 
 many drafts it stands: the token rows up to its own, and their rows of logits, are those in front of it.
 adapter_slots holds the slot of each row's
 adapter, 0 for none, and has_embeds which token rows have a vector of their own; only steps that need these
-fields have them. state_slots is that of AttentionMetadata, and empty if no layer keeps a state.
+fields have them. state_slots is that of AttentionMetadata, and empty if no layer keeps a state; so is
+mrope_positions, which only models have whose image tokens stand in rows and columns.
 """
 
 import math
@@ -86,6 +88,7 @@ def layout(
     num_hook_columns: int = 0,
     num_processor_columns: int = 0,
     has_states: bool = False,
+    has_mrope: bool = False,
 ) -> tuple[dict[str, Field], int]:
     """Returns the fields of a bucket's buffer, and the buffer's length."""
     t, b, g = bucket.num_tokens, bucket.num_seqs, num_groups
@@ -117,6 +120,8 @@ def layout(
         shapes["adapter_slots"] = (b,)
     if bucket.has_embeds:
         shapes["has_embeds"] = (t,)
+    if has_mrope:
+        shapes["mrope_positions"] = (3, t)
     fields, start = {}, 0
     for name, shape in shapes.items():
         fields[name] = Field(start, shape)
@@ -139,9 +144,10 @@ def unpack(
     num_hook_columns: int = 0,
     num_processor_columns: int = 0,
     has_states: bool = False,
+    has_mrope: bool = False,
 ) -> dict[str, Array]:
     """Returns the fields of a bucket's buffer, on the device; `sampling` stays packed."""
-    fields, _ = layout(bucket, num_groups, num_hook_columns, num_processor_columns, has_states)
+    fields, _ = layout(bucket, num_groups, num_hook_columns, num_processor_columns, has_states, has_mrope)
     return {
         name: lax.slice_in_dim(packed, start, start + math.prod(shape)).reshape(shape)
         for name, (start, shape) in fields.items()

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jax_paged.models.attention import Attend, Backend
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.hooks import Hook, at_paths
-from jax_paged.models.images import ImageSpec
+from jax_paged.models.images import ImageSpec, PatchSpec
 from jax_paged.models.lora import LoraLayout
 from jax_paged.models.pooling import PoolingSpec
 from jax_paged.models.sharding import TENSOR, DeviceGrid, whole_logits
@@ -114,10 +114,25 @@ class TraceContext:
     lora: LoraLayout | None = None
     embed_path: str = ""
     embed_size: int = 0
-    image_spec: ImageSpec | None = None
+    image_spec: ImageSpec | PatchSpec | None = None
     before_size: int = 0
     num_state_slots: int = 0
     is_last: bool = True
+
+    @property
+    def added_paths(self) -> tuple[str, ...]:
+        """The modules to whose outputs further parts of a token's vector are added."""
+        return self.image_spec.added_paths if self.image_spec else ()
+
+    @property
+    def embeds_size(self) -> int:
+        """Numbers of a token's vector with these parts."""
+        return self.embed_size * (1 + len(self.added_paths))
+
+    @property
+    def has_mrope(self) -> bool:
+        """Whether tokens may have other rotary positions than those in their text."""
+        return isinstance(self.image_spec, PatchSpec)
 
     @property
     def max_blocks_per_seq(self) -> int:

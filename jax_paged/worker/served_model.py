@@ -18,12 +18,12 @@ from jax_paged.models.quantize import kind_to_make
 from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.quantization import DTYPES
 from jax_paged.worker import kv_cache
-from jax_paged.worker.adapters import LoadAdapterProgram, plan_additions
+from jax_paged.worker.adapters import LoadAdapterProgram, check_images, plan_additions
 from jax_paged.worker.block_tables import WriteBlockTablesProgram
 from jax_paged.worker.buckets import plan_verifying
 from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
 from jax_paged.worker.encoder import plan_encoders
-from jax_paged.worker.image_encoder import NUM_TILES, EncodeImagesProgram
+from jax_paged.worker.image_encoder import plan_images
 from jax_paged.worker.kernel_check import choose_backend
 from jax_paged.worker.load_drafter import load_drafter
 from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
@@ -82,6 +82,7 @@ class ServedModel:
         group: ProcessGroup,
     ) -> None:
         num_stages = args.pipeline_parallel_size
+        check_images(args, loaded)
         check(num_stages == 1 or not hooks, "hooks", hooks, "() with pipeline_parallel_size above 1")
         # Before the weights take the GPU's memory.
         backend, backend_reason = choose_backend(args, loaded, attend)
@@ -216,7 +217,7 @@ class ServedModel:
                     self.prompt_logprobs,
                     *([PoolProgram(self._hidden_size)] if context.pooling else ()),
                     *([LoadAdapterProgram()] if config.max_loras else ()),
-                    *(map(EncodeImagesProgram, NUM_TILES) if config.images else ()),
+                    *(plan_images(config.images.spec, config.max_model_len) if config.images else ()),
                 ],
                 pipeline.lower if len(self.stages) > 1 else lambda program: lower_part(program, context),
                 options,

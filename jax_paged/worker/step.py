@@ -38,11 +38,8 @@ def metadata_of(
     """Returns what models read of a step, of the fields of its buffer and the block tables of its rows."""
     how = context.backend, context.layout.places, context.batch_invariant, context.attend, context.grid
     metadata = attention_metadata(fields, tables, bucket, *how, context.shares_prefixes)
-    return (
-        dataclasses.replace(metadata, state_slots=fields["state_slots"])
-        if context.layout.states
-        else metadata
-    )
+    names = [*["state_slots"] * bool(context.layout.states), *["mrope_positions"] * context.has_mrope]
+    return dataclasses.replace(metadata, **{name: fields[name] for name in names})
 
 
 def drafts_before(
@@ -162,7 +159,8 @@ class TracedStep:
             last = LastRows(seats, fields["logits_rows"])
         token_counts = add_tokens(token_counts, count_seats, drawn.token_ids)
         if context.draft is not None:
-            traced = TracedModels(self.weights, model, metadata, fields["seats"])
+            drafting = dataclasses.replace(metadata, mrope_positions=None)  # it reads a text
+            traced = TracedModels(self.weights, model, drafting, fields["seats"])
             outputs = [read[path] for path in context.draft.paths]
             has_drafted = self.bucket.num_drafts > 0
             kv_cache, draft_states = context.draft.follow(
@@ -183,7 +181,8 @@ class TracedStep:
         batch = self.sampling_batch(fields, tokens, token_counts)
         how = {"max_logprobs": 1, "own": context.sampler}
         model = context.merge(self.weights)
-        traced = TracedModels(self.weights, model, self.metadata(fields), fields["seats"])
+        metadata = dataclasses.replace(self.metadata(fields), mrope_positions=None)
+        traced = TracedModels(self.weights, model, metadata, fields["seats"])
         return context.draft.draft(traced, tokens, kv_cache, draft_states, batch, how)
 
     def metadata(self, fields: dict[str, Array]) -> AttentionMetadata:
@@ -214,8 +213,11 @@ class TracedStep:
             # As in steps with adapters, so that a row of the model alone is the same in both, to the bit.
             changes |= unchanged(self.context.lora)
         if self.embeds is not None:
-            embeds, is_own = self.embeds, self.fields["has_embeds"][:, None] != 0
+            is_own, num_parts = self.fields["has_embeds"][:, None] != 0, 1 + len(self.context.added_paths)
+            embeds, *added = jnp.split(self.embeds, num_parts, axis=1)
             changes[self.context.embed_path] = lambda x, y: jnp.where(is_own, embeds.astype(y.dtype), y)
+            for path, part in zip(self.context.added_paths, added, strict=True):  # zeros where there is none
+                changes[path] = lambda x, y, part=part: y + part.astype(y.dtype)
         return changes
 
     def _by_token(self, rows: Array) -> Array:
@@ -244,7 +246,7 @@ class TracedStep:
             results says whether a row was not done), the last token of each row, what hooks have captured
             ([K, B, ...]), pool, token counts, states of logits processors and those of what drafts.
         """
-        fields, k = self.fields, self.bucket.num_steps
+        fields, k, has_mrope = self.fields, self.bucket.num_steps, self.context.has_mrope
         groups, num_seats = self.context.layout.groups, len(token_counts)
         is_cross = jnp.array([group.is_cross for group in groups])[:, None]
         size, no_slot = self.context.block_size, kv_cache[0].shape[0] * self.context.block_size
@@ -274,6 +276,7 @@ class TracedStep:
                 sample_positions=fields["sample_positions"] + i,
                 count_seats=jnp.where(is_live, fields["count_seats"], num_seats),
                 forced_tokens=lax.dynamic_slice_in_dim(fields["forced_tokens"], i, 1, axis=1),
+                **({"mrope_positions": fields["mrope_positions"] + i} if has_mrope else {}),
             )
             new_results, new_details = packed_results(drawn)
             new_results = jnp.concatenate([new_results, is_live.astype(jnp.int32)[None]])
@@ -296,10 +299,10 @@ class TracedStep:
         return results, details, tokens, captured, kv_cache, token_counts, states, draft_states
 
 
-def columns_of(context: TraceContext) -> tuple[int, int, bool]:
-    """Returns how many columns a step's buffer has for hooks and logits processors; whether it has states."""
-    has_states = len(context.layout.states) > 0
-    return num_columns(context.hooks), logits_processors.num_columns(context.processors), has_states
+def columns_of(context: TraceContext) -> tuple[int, int, bool, bool]:
+    """Returns how many columns a step's buffer has for hooks and processors; if it has states, and M-RoPE."""
+    columns = num_columns(context.hooks), logits_processors.num_columns(context.processors)
+    return *columns, len(context.layout.states) > 0, context.has_mrope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,7 +385,7 @@ class StepProgram(Program):
         ]
         more: list[Any] = [context.lora_arrays()] if bucket.has_adapters else []
         if bucket.has_embeds:
-            more.append(context.shape((bucket.num_tokens, context.embed_size), jnp.float32))
+            more.append(context.shape((bucket.num_tokens, context.embeds_size), jnp.float32))
         if context.before_size:
             more.append(context.shape((bucket.num_tokens, context.before_size), context.dtype))
         replicated = context.replicated

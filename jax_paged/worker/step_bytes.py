@@ -7,7 +7,7 @@ import jax
 
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker.buckets import Bucket, plan_buckets
-from jax_paged.worker.image_encoder import NUM_TILES, EncodeImagesProgram
+from jax_paged.worker.image_encoder import plan_images
 from jax_paged.worker.own_stage import lower_part
 from jax_paged.worker.programs import Program, TraceContext
 from jax_paged.worker.step import StepProgram
@@ -32,7 +32,8 @@ def step_bytes(context: TraceContext, burst_size: int, verifying: list[Bucket]) 
     kept = jax.tree.leaves(context.seat_arrays())
     seat_arrays = sum(math.prod(x.shape) * x.dtype.itemsize for x in kept)
     programs: list[Program] = [StepProgram(bucket) for bucket in largest.values()]
-    programs += [EncodeImagesProgram(NUM_TILES[-1])] if context.image_spec else []
+    spec = context.image_spec
+    programs += plan_images(spec, context.max_model_len)[-1:] if spec else []
     step = max(_program_bytes(program, context) for program in programs)
     burst_rows = burst_size * context.max_num_seqs if burst_size > 1 else 0
     return step + sampling_inputs + seat_arrays + 4 * burst_rows * (6 + 2 * context.max_logprobs)
