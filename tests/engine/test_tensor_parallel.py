@@ -59,9 +59,10 @@ def vocab_size_of(folder: Path) -> int:
 
 
 def engine_of(folder: Path, size: int, **settings: Any) -> LLMEngine:
-    """An engine whose pool is too small for all requests."""
+    """An engine whose pool is too small for all requests, and holds any of them alone."""
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4, "max_model_len": 96}
-    memory = {"num_gpu_blocks_override": 40, "swap_space": 0.01, "preemption_mode": "swap"}
+    num_blocks = 80 if folder.name.startswith("gemma4") else 40  # its layers are four groups
+    memory = {"num_gpu_blocks_override": num_blocks, "swap_space": 0.01, "preemption_mode": "swap"}
     settings["skip_tokenizer_init"] = True
     return make_engine(folder, few_buckets=True, tensor_parallel_size=size, **(limits | memory | settings))
 
