@@ -92,6 +92,9 @@ def test_a_host_that_never_ends(address: str, monkeypatch: pytest.MonkeyPatch) -
         "ftp://127.0.0.1/a.png",
         "file:///etc/passwd",
         "http://[/a.png",
+        "http://127.0.0.1:a.example.org:80/a.png",
+        "http://127.0.0.1:%40example.org:80/a.png",
+        "http://127.0.0.1:99999/a.png",
         "a.png",
     ],
 )
