@@ -316,6 +316,25 @@ def test_vectors_of_a_text_and_new_weights(engine: LLMEngine) -> None:
     assert outputs[-1].outputs[0].token_ids == before[0].outputs[0].token_ids
 
 
+@pytest.mark.slow
+def test_a_state_with_weights_forgets_the_vectors_of_others(engine: LLMEngine) -> None:
+    each = [prompt(f"a{IMAGE}", drawn(20, 20, 1))]
+    (before,) = run(engine, each)
+    state = reset(engine).state(weights=True)
+    runner: Any = engine.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
+    weights, kept = runner.arrays["weights"], list(runner.arrays["weights"])
+    runner.image_encoder.clear()
+    try:
+        weights[:] = [1.5 * weight for weight in weights]
+        run(engine, each)
+        engine.load_state(state)
+        (after,) = run(engine, each)
+    finally:
+        weights[:] = kept
+    found, right = (output.outputs[0].cumulative_logprob or 0.0 for output in (after, before))
+    assert abs(found - right) < 24 * TOLERANCE
+
+
 @pytest.mark.parametrize(
     "settings",
     [
