@@ -105,7 +105,7 @@ def test_other_hosts(url: str) -> None:
         image_of_url(url)
 
 
-@pytest.mark.parametrize("given", ["a.org", [""], ["http://a.org"], ["a.org/b"], [3]])
+@pytest.mark.parametrize("given", ["a.org", [""], ["http://a.org"], ["a.org/b"], ["a.org:80"], [3]])
 def test_bad_domains(given: object, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="allowed_media_domains"):
         EngineArgs(model=str(tmp_path), allowed_media_domains=given)  # pyright: ignore[reportArgumentType]
