@@ -111,6 +111,19 @@ def test_a_bomb_is_not_decoded(client: httpx.Client, side: int) -> None:
     assert "pixels" in answer.json()["error"]["message"]
 
 
+def test_a_jpeg_of_many_scans_is_not_decoded(client: httpx.Client) -> None:
+    """Each of them is a few bytes, and a pass over all pixels."""
+    out = io.BytesIO()
+    Image.fromarray(drawn(50, 40, 1)).save(out, "JPEG", progressive=True)
+    file = out.getvalue()
+    first = file.rindex(b"\xff\xda")
+    for num, status in ((1, 200), (200, 400)):
+        many = file[:first] + file[first:-2] * num + file[-2:]
+        answer = ask(client, f"data:image/jpeg;base64,{base64.b64encode(many).decode()}")
+        assert answer.status_code == status, answer.text
+    assert "the number of scans of a JPEG is 2" in answer.json()["error"]["message"]
+
+
 def test_images_are_decoded_beside_the_event_loop(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
