@@ -44,9 +44,10 @@ def note_image_problems(args: "EngineArgs", note: Callable[..., Any]) -> None:
     note(check_number, "encoder_cache_gb", args.encoder_cache_gb, 0, math.inf)
     given = args.allowed_media_domains
     ok = isinstance(given, list | tuple) and all(
-        isinstance(domain, str) and domain and not set(domain) & set("/@ ") for domain in given
+        isinstance(domain, str) and domain and not set(domain) & set("/@ ") and domain.count(":") != 1
+        for domain in given
     )
-    allowed = "a list of hosts without a scheme or a path, like ['images.example.org']"
+    allowed = "a list of hosts without a scheme, a port or a path, like ['images.example.org']"
     note(check, ok, "allowed_media_domains", given, allowed)
 
 

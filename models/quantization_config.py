@@ -40,7 +40,8 @@ def _gptq(read: ConfigReader) -> WeightFormat:
 
 def _fp8(read: ConfigReader) -> WeightFormat:
     read.choice("fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
-    read.choice("scale_fmt", "float", ("float",))
+    # DeepSeek-V3.1 has powers of two ("ue8m0") as floats; where they are bytes, the headers say so.
+    read.choice("scale_fmt", "float", ("float", "ue8m0"))
     read.choice("expert_dtype", "fp8", ("fp8",))
     return CompressedFormat(_block(read, "weight_block_size"))
 
@@ -49,6 +50,8 @@ def _compressed(read: ConfigReader) -> WeightFormat:
     formats = "float-quantized", "int-quantized", "naive-quantized", "pack-quantized"
     read.choice("format", None, formats)
     read.choice("kv_cache_scheme", None, (None,))
+    rotations = read.get("transform_config", {})
+    read.check(rotations == {}, "transform_config", rotations, "{} or null")
     sparsity = read.get("sparsity_config", {})
     ok = sparsity == {} or (isinstance(sparsity, dict) and sparsity.get("format") == "dense")
     read.check(ok, "sparsity_config", sparsity, "{} or null")

@@ -60,7 +60,9 @@ def fetched(url: str, domains: Collection[str]) -> bytes:
 def _check_url(url: str, domains: Collection[str]) -> None:
     try:
         parts = urlsplit(url)
+        # A port that is no number is refused here: http.client takes "a.org:b.org" for the name of a host.
         ok = parts.scheme in ("http", "https") and parts.hostname in domains and parts.username is None
+        ok = ok and parts.port != 0
     except ValueError:  # no URL at all
         ok = False
     allowed = f"data:image/...;base64,..., or http(s) to one of allowed_media_domains, which are {domains}"

@@ -1,7 +1,7 @@
 """Messages of a chat with images in them, in the forms of OpenAI's API and of vLLM."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from jax_paged.checks import check, check_int
 from jax_paged.config import EngineConfig
@@ -21,6 +21,20 @@ class Conversation(NamedTuple):
     messages: Sequence[dict[str, Any]]
     images: list[Any]
     domains: tuple[str, ...] = ()
+
+    @property
+    def waits(self) -> bool:
+        """Whether an image is not here yet, but at another host."""
+        return any(map(_is_elsewhere, self.images))
+
+    def fetched(self) -> Self:
+        """Returns it with all images here; that takes as long as other hosts do.
+
+        Raises:
+            ValueError: As `prompt`.
+        """
+        images = [image_of_url(x, self.domains) if _is_elsewhere(x) else x for x in self.images]
+        return self._replace(images=images)
 
     def prompt(self, token_ids: list[int]) -> Prompt:
         """Returns the prompt that the tokens of the messages and the images are; it may take a while.
@@ -54,6 +68,10 @@ def conversation(messages: Sequence[dict[str, Any]], config: EngineConfig) -> Co
     out = [_without_images(f"messages[{i}].content", m, images) for i, m in enumerate(messages)]
     check_int("the number of images", len(images), 0, config.images.max_images)
     return Conversation(out, images, config.images.domains)
+
+
+def _is_elsewhere(image: Any) -> bool:
+    return isinstance(image, str) and not image.startswith("data:")
 
 
 def _without_images(name: str, message: Any, images: list[Any]) -> Any:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # Pixels that an image may have. A small file may claim billions: it is refused before it is decoded.
 MAX_PIXELS = 2**25
+# Scans that a JPEG may have. Encoders write about ten; each may be a few bytes, and a pass over all pixels.
+MAX_SCANS = 100
 # A decoder that nobody needs is one that nobody attacks.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _START, _GLOBAL, _IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
@@ -230,6 +232,8 @@ def image_of_url(url: str, domains: Collection[str] = ()) -> "Image":
         held = base64.b64decode(encoded, validate=True) if is_data else fetched(url, domains)
     except binascii.Error as error:
         raise ValueError(f"image_url.url is not base64: {error}") from error
+    num_scans = held.count(b"\xff\xda") if held.startswith(b"\xff\xd8") else 0
+    check(num_scans <= MAX_SCANS, "the number of scans of a JPEG", num_scans, f"up to {MAX_SCANS}")
     try:
         return pillow.open(io.BytesIO(held), formats=_FORMATS)
     except Exception as error:  # decoders raise what they like

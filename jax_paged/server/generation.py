@@ -118,6 +118,8 @@ class GenerationRoutes(TextRoutes):
             params = body.sampling_params(self._config.sampling_defaults)
             reader = self._readers.reader_of(body)
             chat = conversation(body.messages, self._config)
+            if chat.waits:
+                chat = await self._texts.fetch(chat.fetched)
             texts = [chat.messages, *filter(None, (reader and reader.tools, body.chat_template_kwargs))]
             checked = await self._texts.read(
                 "messages",

@@ -19,6 +19,8 @@ _SECONDS_PER_BYTE = 3e-8
 _NUM_FORM_THREADS = 4
 # That decode images, each of which may take a hundred megabytes meanwhile.
 _NUM_IMAGE_THREADS = 2
+# That wait for other hosts, which may be slow: they hold neither a lane nor a thread that decodes.
+_NUM_FETCHES = 8
 # How long the lane rests after a text, in times of what the text took.
 _REST = 3
 
@@ -70,6 +72,11 @@ class TextReader:
         self._lane = lane
         self._forms = concurrent.futures.ThreadPoolExecutor(_NUM_FORM_THREADS, "forms")
         self._images = concurrent.futures.ThreadPoolExecutor(_NUM_IMAGE_THREADS, "images")
+        self._fetches = concurrent.futures.ThreadPoolExecutor(_NUM_FETCHES, "fetches")
+
+    async def fetch[T](self, function: Callable[[], T]) -> T:
+        """Calls a function that waits for other hosts; nothing here waits with it."""
+        return await asyncio.get_running_loop().run_in_executor(self._fetches, _called, function)
 
     async def read[T](
         self,

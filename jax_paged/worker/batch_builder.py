@@ -212,9 +212,10 @@ class BatchBuilder:
     def _fill_mrope(self, filled: np.ndarray, token_seats: np.ndarray, positions: np.ndarray) -> None:
         batch = self._input_batch
         filled[:] = positions + batch.mrope_offsets[token_seats]
-        for seat, known in batch.mrope.items():
-            rows = np.flatnonzero((token_seats == seat) & (positions < known.shape[1]))
-            filled[:, rows] = known[:, positions[rows]]
+        is_known = positions < batch.mrope_stops[token_seats]  # none in steps that decode
+        for seat in np.unique(token_seats[is_known]).tolist():
+            rows = np.flatnonzero(is_known & (token_seats == seat))
+            filled[:, rows] = batch.mrope[seat][:, positions[rows]]
 
     def _embeds(self, has_embeds: np.ndarray, output: SchedulerOutput) -> np.ndarray:
         """Returns the vectors of a step; notes which token rows have one."""

@@ -251,6 +251,7 @@ class LocalExecutor:
         memory_state.write_blocks(ours["kv_cache"], self.runner.host_blocks, blocks, host_blocks, arrays)
         if with_weights:
             memory_state.write_weights(ours["weights"], arrays)
+            self._forget_images()
             self._source = None
 
     def fingerprint(self) -> tuple[str, str]:
@@ -292,8 +293,7 @@ class LocalExecutor:
         """Computes with other weights from the next step on; ValueError if they don't fit."""
         self._check_whole("to exchange weights")
         self.runner.served.replace(new, self.config.max_model_len, self._overrides)
-        if self.config.images is not None:
-            self.runner.image_encoder.clear()
+        self._forget_images()
         self._source = new if isinstance(new, str | Path) else None
 
     def check_weights(self) -> None:
@@ -330,6 +330,11 @@ class LocalExecutor:
     def close(self) -> None:
         """Frees the pool, and the weights unless others use them or the caller brought the model."""
         self.runner.close()
+
+    def _forget_images(self) -> None:
+        """Drops what other weights have made of images."""
+        if self.config.images is not None:
+            self.runner.image_encoder.clear()
 
     def _check_whole(self, what: str) -> None:
         """Checks that there is one stage, which has all weights and the whole of each block."""

@@ -59,7 +59,8 @@ class InputBatch:
             them, in order: float32 [tokens, E]. Those of stand-ins come when a step first needs them.
         stand_ins: Of the sequences whose prompts have some, these.
         mrope: Of those of a model with M-RoPE, the rotary positions up to the end of the last image.
-        mrope_offsets: int32 [S], how far the rotary positions behind that stand from those in the text.
+        mrope_stops: int32 [S], how many these are; 0 of other sequences.
+        mrope_offsets: int32 [S], how far the rotary positions behind them stand from those in the text.
         new_seats: Seats of sequences with logits processors that nothing was drawn for yet.
         pooling: Of the sequences whose prompt is pooled, SamplingParams.pooling and the prompt's length.
         prompts: Of the sequences whose prompt gets log-probabilities, the prompt and how many most likely
@@ -102,7 +103,7 @@ class InputBatch:
         self.embeds: dict[int, dict[int, np.ndarray]] = {}
         self.stand_ins: dict[int, tuple[StandIn, ...]] = {}
         self.mrope: dict[int, np.ndarray] = {}
-        self.mrope_offsets = np.zeros(max_num_seqs, np.int32)
+        self.mrope_stops, self.mrope_offsets = np.zeros((2, max_num_seqs), np.int32)
         self.new_seats: set[int] = set()
         self.prompts: dict[int, tuple[list[int], int]] = {}
         self.pooling: dict[int, tuple[str, int]] = {}
@@ -219,7 +220,7 @@ class InputBatch:
             self.block_tables[g, seat, :n] = 0
         self.num_table_blocks[:, seat] = 0
         self.count_seats[seat] = self.num_seats
-        self.adapter_slots[seat] = self.mrope_offsets[seat] = 0
+        self.adapter_slots[seat] = self.mrope_stops[seat] = self.mrope_offsets[seat] = 0
         for seats in self._by_seat:
             seats.pop(seat, None)
         self._free.append(seat)
@@ -263,6 +264,7 @@ class InputBatch:
             self.stand_ins[seat] = new.stand_ins
         if new.stand_ins and isinstance(new.stand_ins[0].data, Patches):
             self.mrope[seat], self.mrope_offsets[seat] = mrope_positions(new.stand_ins)
+            self.mrope_stops[seat] = self.mrope[seat].shape[1]
         if params.forced_token_ids is not None:
             self.forced_tokens[seat] = len(new.prompt_token_ids), params.forced_token_ids
         if params.pooling is not None:

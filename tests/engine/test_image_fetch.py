@@ -92,6 +92,9 @@ def test_a_host_that_never_ends(address: str, monkeypatch: pytest.MonkeyPatch) -
         "ftp://127.0.0.1/a.png",
         "file:///etc/passwd",
         "http://[/a.png",
+        "http://127.0.0.1:a.example.org:80/a.png",
+        "http://127.0.0.1:%40example.org:80/a.png",
+        "http://127.0.0.1:99999/a.png",
         "a.png",
     ],
 )
@@ -102,7 +105,7 @@ def test_other_hosts(url: str) -> None:
         image_of_url(url)
 
 
-@pytest.mark.parametrize("given", ["a.org", [""], ["http://a.org"], ["a.org/b"], [3]])
+@pytest.mark.parametrize("given", ["a.org", [""], ["http://a.org"], ["a.org/b"], ["a.org:80"], [3]])
 def test_bad_domains(given: object, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="allowed_media_domains"):
         EngineArgs(model=str(tmp_path), allowed_media_domains=given)  # pyright: ignore[reportArgumentType]

@@ -217,7 +217,10 @@ def cached_tokens(engine: LLMEngine) -> list[int]:
     prompts = [prompt(text, picture) for picture in (*pictures, pictures[0])]
     outputs = [run(engine, [each])[0] for each in prompts]
     set_prefix_caching(engine, False)
-    alone = [run(engine, [each])[0] for each in prompts[:3]]
+    alone: list[RequestOutput] = []
+    for each in prompts[:3]:
+        engine.executor.runner.image_encoder.clear()  # pyright: ignore[reportAttributeAccessIssue]
+        alone += run(engine, [each])
     set_prefix_caching(engine, True)
     logprobs = [output.outputs[0].cumulative_logprob or 0.0 for output in alone]
     assert min(abs(a - b) for i, a in enumerate(logprobs) for b in logprobs[:i]) > 1e-3, "nothing changes"
@@ -314,6 +317,25 @@ def test_vectors_of_a_text_and_new_weights(engine: LLMEngine) -> None:
         outputs = run(other, [*given, *each])
     assert [list(o.outputs[0].token_ids) for o in outputs[:-1]] == [case["token_ids"] for case in cases]
     assert outputs[-1].outputs[0].token_ids == before[0].outputs[0].token_ids
+
+
+@pytest.mark.slow
+def test_a_state_with_weights_forgets_the_vectors_of_others(engine: LLMEngine) -> None:
+    each = [prompt(f"a{IMAGE}", drawn(20, 20, 1))]
+    (before,) = run(engine, each)
+    state = reset(engine).state(weights=True)
+    runner: Any = engine.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
+    weights, kept = runner.arrays["weights"], list(runner.arrays["weights"])
+    runner.image_encoder.clear()
+    try:
+        weights[:] = [1.5 * weight for weight in weights]
+        run(engine, each)
+        engine.load_state(state)
+        (after,) = run(engine, each)
+    finally:
+        weights[:] = kept
+    found, right = (output.outputs[0].cumulative_logprob or 0.0 for output in (after, before))
+    assert abs(found - right) < 24 * TOLERANCE
 
 
 @pytest.mark.parametrize(

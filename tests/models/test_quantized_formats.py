@@ -265,16 +265,30 @@ def edited(folder: Path, out: Path, config: dict[str, Any] | None = None, **tens
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; allowed: 'gptq' or"),
         (GPTQ | {"dynamic": {"-:q_proj": {}}}, "dynamic is .* allowed: {} or null"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'; allowed: 'e4m3'"),
-        ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'; allowed: 'float'"),
+        ({"quant_method": "fp8", "scale_fmt": "e5m2"}, "scale_fmt is 'e5m2'; allowed: 'float' or 'ue8m0'"),
         (scheme(4, "float", "tensor_group"), "group_0.weights.type is 'float'; allowed: 'int'"),
         (scheme(8, "int", "channel") | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
         (scheme(8, "int", "channel") | {"format": "marlin-24"}, "format is 'marlin-24'; allowed"),
         (scheme(8, "int", "channel") | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config is"),
+        (scheme(8, "int", "channel") | {"transform_config": {"config_groups": {}}}, "transform_config is"),
     ],
 )
 def test_other_formats_are_refused(config: dict[str, Any], message: str, made: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         load_model(edited(made, tmp_path / "bad", config))
+
+
+def test_scales_of_powers_of_two_are_read_if_they_are_floats(made: Path, tmp_path: Path) -> None:
+    """DeepSeek-V3.1 has such floats; other checkpoints have their exponents, which are bytes."""
+    write_quantized("fp8_block", made, tmp_path / "q")
+    config = FORMATS["fp8_block"][0] | {"scale_fmt": "ue8m0"}
+    same = load_model(edited(tmp_path / "q", tmp_path / "floats", config), "float32").model
+    np.testing.assert_array_equal(same(tokens()), load_model(tmp_path / "q", "float32").model(tokens()))
+    key = "model.layers.0.self_attn.q_proj.weight_scale_inv"
+    exponents = np.full(read_headers(tmp_path / "q")[key].shape, 120, np.uint8)
+    bad = edited(tmp_path / "q", tmp_path / "bytes", config, weight_scale_inv=exponents)
+    with pytest.raises(ValueError, match="weight_scale_inv is of type U8; allowed: F32"):
+        load_model(bad, "float32")
 
 
 def test_tensors_that_do_not_fit_are_all_listed(made: Path, tmp_path: Path) -> None:

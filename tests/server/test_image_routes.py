@@ -6,6 +6,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from PIL import Image
 
 from jax_paged import AsyncLLMEngine, EngineArgs
 from jax_paged.engine import image_messages
+from jax_paged.server import text_reader
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.options import ServerOptions
 
@@ -109,6 +111,19 @@ def test_a_bomb_is_not_decoded(client: httpx.Client, side: int) -> None:
     assert "pixels" in answer.json()["error"]["message"]
 
 
+def test_a_jpeg_of_many_scans_is_not_decoded(client: httpx.Client) -> None:
+    """Each of them is a few bytes, and a pass over all pixels."""
+    out = io.BytesIO()
+    Image.fromarray(drawn(50, 40, 1)).save(out, "JPEG", progressive=True)
+    file = out.getvalue()
+    first = file.rindex(b"\xff\xda")
+    for num, status in ((1, 200), (200, 400)):
+        many = file[:first] + file[first:-2] * num + file[-2:]
+        answer = ask(client, f"data:image/jpeg;base64,{base64.b64encode(many).decode()}")
+        assert answer.status_code == status, answer.text
+    assert "the number of scans of a JPEG is 2" in answer.json()["error"]["message"]
+
+
 def test_images_are_decoded_beside_the_event_loop(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,3 +137,30 @@ def test_images_are_decoded_beside_the_event_loop(
     monkeypatch.setattr(image_messages, "image_of_url", note)
     assert client.post("/v1/chat/completions", json=_body(url_of(3))).status_code == 200
     assert [name.startswith("images") for name in threads] == [True]
+
+
+def test_images_are_fetched_where_nobody_waits_for_them(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host may take seconds: neither long texts, whose lane is held up, nor images that are here wait."""
+    has_asked, may_answer = threading.Event(), threading.Event()
+    decode = image_messages.image_of_url
+
+    def answer_late(url: str, domains: tuple[str, ...]) -> Any:
+        if url.startswith("data:"):
+            return decode(url, domains)
+        has_asked.set()
+        assert may_answer.wait(60)
+        return decode(url_of(3), domains)
+
+    monkeypatch.setattr(image_messages, "image_of_url", answer_late)
+    monkeypatch.setattr(text_reader, "_LONG_TEXT", 10)
+    with ThreadPoolExecutor() as pool:
+        slow = [pool.submit(ask, client, "http://a.example.org/a.png") for _ in range(3)]
+        assert has_asked.wait(60)
+        try:
+            assert ask(client, url_of(1)).status_code == 200
+            assert not any(answer.done() for answer in slow)
+        finally:
+            may_answer.set()
+        assert [answer.result().status_code for answer in slow] == [200] * 3
