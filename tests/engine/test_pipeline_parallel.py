@@ -70,7 +70,7 @@ def arrays_of(engine: LLMEngine, name: str) -> list[jax.Array]:
 
 
 def blocks_of(name: str, num_blocks: int) -> int:
-    """Blocks that hold any request: the layers of Gemma 4 are several groups, which have blocks of their own."""
+    """Blocks that hold any request: the layers of Gemma 4 are several groups, each with blocks of its own."""
     return 2 * num_blocks if name.startswith("gemma4") else num_blocks
 
 
