@@ -284,8 +284,9 @@ class _RunningRequest:
                 ended.set_exception(error)
 
         stream.on_ready = writer.on_resume = write
+        # Not at once: what comes after the last part must not overtake it, and it would if `ended` did not wait.
+        ended.get_loop().call_soon(write)
         try:
-            write()
             await ended
         finally:
             stream.on_ready = writer.on_resume = None

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import threading
+import time
 
+from jax_paged.engine.request_stream import RequestStream
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.http_protocol import BODY_WRITER
 
@@ -69,3 +72,23 @@ def test_a_client_that_stops_reading_gets_the_rest_at_once(served):
         assert [choice["finish_reason"] for choice in choices][-1] == "length"
         # Where nobody stops, parts still join on a busy machine.
         assert len(writer.parts) == 1 if num_parts == 0 else writer.parts
+
+
+def test_the_end_does_not_overtake_a_last_part_that_came_early(served, steps, monkeypatch):
+    body = {**BODY, "max_tokens": 2}
+    expected = served.complete(**body)["choices"][0]["text"]
+    take, taken, steps.num_samples = RequestStream.take, threading.Event(), 0
+    steps.before = lambda: steps.num_samples == 0 or taken.wait(30)
+
+    def take_while_the_rest_comes(stream):
+        if not (part := take(stream)).finished:  # the event loop stands still until the engine has the rest
+            taken.set()
+            served.wait_until(lambda: not served.engine.has_unfinished_requests(), "the request has ended")
+            time.sleep(0.3)
+        return part
+
+    monkeypatch.setattr(RequestStream, "take", take_while_the_rest_comes)
+    chunks = served.stream("/completions", **body)
+    assert len(chunks) == 2 and taken.is_set()
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+    assert served.complete(**body)["choices"][0]["text"] == expected, "the connection goes on"
