@@ -57,13 +57,12 @@ class EngineArgs:
         kv_cache_dtype: What keys and values are kept as: "auto" is the dtype of the activations; "int8" and
             "fp8_e4m3" take a byte per number, and one more per token and kv head for a scale, so that the
             pool holds nearly twice the blocks of bfloat16 (not with the Pallas backends).
-        num_gpu_blocks_override: Blocks of the pool, including the null block; takes precedence over the two
-            settings above.
+        num_gpu_blocks_override: Blocks of the pool, the null block included, whatever was set above.
         swap_space: GiB of host memory for swapped-out blocks, allocated as needed. 0 means no swapping.
         max_num_seqs: Maximum sequences in one step; None takes 64 on a CPU, 256 on a GPU. A request with n
             samples or beams counts as n.
-        max_num_batched_tokens: Token budget of one step; None takes 512 on a CPU (2048 by
-            oneDNN in bfloat16), 2048 on a GPU, and at least max_model_len if prompts are not chunked.
+        max_num_batched_tokens: Token budget of one step; None takes 512 on a CPU (2048 by oneDNN in
+            bfloat16), 2048 on a GPU, and at least max_model_len if prompts are not chunked.
         max_logprobs: Maximum value of a request's logprobs and prompt_logprobs, and twice the maximum
             beam_width; -1 allows the vocabulary. Steps report that many tokens, so a large limit costs time.
         enable_prefix_caching: Whether requests share the full blocks of equal prefixes.
@@ -106,13 +105,11 @@ class EngineArgs:
             that decode with leading blocks in common (samples, beams, cached prefixes) attend to these
             together where that pays; sums are then added up in another order. On a CPU, and neither with
             batch_invariant nor in layers with a window.
-        max_compile_s: Seconds after which no further shapes of steps are compiled; steps are then padded to
-            those that are there. None compiles all of them.
+        max_compile_s: Seconds after which steps are padded to shapes that are compiled; None compiles all.
         seed: Determines the seeds of requests that bring none.
         runner: "pooling" has a model that draws tokens pool, too; "generate" has none pool; "auto" goes by
             the checkpoint: its architecture, and modules of sentence-transformers.
-        pooler_config: How texts are pooled, in place of what the checkpoint says: a PoolerConfig or its
-            fields.
+        pooler_config: How texts are pooled, a PoolerConfig or its fields; None is as the checkpoint says.
         hf_overrides: Fields in place of those of config.json.
         logprobs_mode: Of which distribution log-probabilities are: "raw_logprobs", that of the model;
             "processed_logprobs", that which tokens are drawn from (of greedy requests, before temperature,
@@ -124,6 +121,8 @@ class EngineArgs:
         max_cpu_loras: Adapters kept in host memory beside those in use; None for 16 or max_loras, if more.
         enable_prompt_embeds: Whether prompts may be vectors in place of tokens, and adapters soft prompts.
         limit_mm_per_prompt: How many images a prompt may have, as {"image": 8}, which None stands for.
+        mm_processor_kwargs: How large images are made smaller, such as {"max_pixels": 2**20}; None leaves it
+            to preprocessor_config.json (docs/pictures.md).
         allowed_media_domains: A host that images may be fetched from, if a chat has a URL; none by default.
         encoder_cache_gb: GiB of host memory for vectors of images, beside those that running requests read.
         attention_backend: Which kernels attend: "native" (CPU, in C++), "pallas" (GPU), "pallas_interpret"
@@ -180,6 +179,7 @@ class EngineArgs:
     max_cpu_loras: int | None = None
     enable_prompt_embeds: bool = False
     limit_mm_per_prompt: dict[str, int] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     allowed_media_domains: tuple[str, ...] = ()
     encoder_cache_gb: float = 1.0
     attention_backend: AttentionBackend = "auto"

@@ -111,7 +111,6 @@ IGNORED: Ignored = dict.fromkeys(_HARMLESS.split(), ANY) | {
     "kv_transfer_config": (None,),
     "load_format": ("auto", "safetensors"),
     "logits_processors": (None, []),
-    "mm_processor_kwargs": (None, {}),
     "model_impl": ("auto",),
     "num_speculative_tokens": (None,),
     "override_generation_config": (None, {}),

@@ -230,7 +230,7 @@ class LLM(PoolingMethods):
             chat_template_kwargs: Further variables of the template. They take precedence over the
                 arguments chat_template, add_generation_prompt, continue_final_message and tools, which they
                 may also name.
-            mm_processor_kwargs: None or empty: images are read as preprocessor_config.json says.
+            mm_processor_kwargs: None or empty; EngineArgs has those for all images.
 
         Returns:
             One output per conversation, in their order.
@@ -243,7 +243,7 @@ class LLM(PoolingMethods):
             ok,
             "mm_processor_kwargs",
             mm_processor_kwargs,
-            "None or empty, as preprocessor_config.json says it all",
+            "None or empty, as the engine has those for all images",
         )
         tokenizer = self.llm_engine.tokenizer
         if tokenizer is None:

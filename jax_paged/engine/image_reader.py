@@ -170,7 +170,8 @@ class ImageReader:
         assert self._tokenizer is not None, "it has read the prompt"
         folder = self._tokenizer.name
         try:
-            return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
+            how: Any = {"backend": "pil", "trust_remote_code": False, **self._settings.processor}
+            return AutoImageProcessor.from_pretrained(folder, **how)
         except Exception as error:
             raise ValueError(f"the image processor of {folder!r} can't be loaded: {error}") from error
 

@@ -284,7 +284,7 @@ class _RunningRequest:
                 ended.set_exception(error)
 
         stream.on_ready = writer.on_resume = write
-        # Not at once: what comes after the last part must not overtake it, and it would if `ended` did not wait.
+        # Not at once: if `ended` did not have to be waited for, the end would overtake the last part.
         ended.get_loop().call_soon(write)
         try:
             await ended

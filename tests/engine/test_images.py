@@ -109,6 +109,21 @@ def test_equals_transformers(folder: Path) -> None:
         assert sum(output.num_cached_tokens for output in chunked) > 0
 
 
+def test_smaller_images_have_fewer_tiles() -> None:
+    tokenizer, config = Tokenizer(str(FOLDER)), json.loads((FOLDER / "config.json").read_text())
+    vision, picture = Idefics3Config.from_hf(config), drawn(70, 70, 1)
+    side = vision.vision.num_patches_per_side // vision.scale_factor
+    spec = ImageSpec(vision.image_token_id, side**2, vision.vision.image_size)
+    for edge, num_tiles in ((76, 5), (38, 1)):  # four and the whole, or the whole alone
+        given = {"size": {"longest_edge": edge}}
+        settings = ImageSettings.of(EngineArgs(str(FOLDER), mm_processor_kwargs=given), spec)
+        _, stand_ins = ImageReader(settings, tokenizer).read([spec.token_id], {"image": picture})
+        assert len(stand_ins) == num_tiles
+    for bad in ({"size": 64}, {"size": {"longest_edge": 0}}, [], {"do_resize": False}):
+        with pytest.raises(ValueError, match=r"mm_processor_kwargs.* is .*; allowed: "):
+            EngineArgs(str(FOLDER), mm_processor_kwargs=bad)
+
+
 @pytest.mark.parametrize("folder", [FOLDER, FIXTURES / "idefics3"], ids=lambda f: f.name)
 def test_placeholders_equal_transformers(folder: Path) -> None:
     config = Idefics3Config.from_hf(json.loads((folder / "config.json").read_text()))

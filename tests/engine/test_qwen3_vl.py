@@ -169,6 +169,19 @@ def test_the_programs_of_images() -> None:
     assert len(plan_images(ImageSpec(0, 9, 9), 10**6)) == 2
 
 
+def test_large_images_are_made_smaller() -> None:
+    tokenizer = Tokenizer(str(FOLDER))
+
+    def grid(**processor: int) -> tuple[int, int]:
+        reader = ImageReader(ImageSettings(spec_of(FOLDER), 8, 0, processor=processor), tokenizer)
+        _, (image,) = reader.read(tokenizer.encode(IMAGE), {"image": drawn(64, 32, 1)})
+        return image.data.grid
+
+    assert grid() == (4, 8)  # a token has 8 x 8 pixels
+    assert grid(max_pixels=512) == (2, 4)
+    assert grid(min_pixels=4096) == (6, 12)  # rounded up
+
+
 def test_images_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, tokenizer = reader_of(FOLDER)
     token_ids = tokenizer.encode(IMAGE)
@@ -343,6 +356,8 @@ def test_a_state_with_weights_forgets_the_vectors_of_others(engine: LLMEngine) -
     [
         {"enable_lora": True},
         {"pipeline_parallel_size": 2},
+        {"mm_processor_kwargs": {"longest_edge": 64}},
+        {"mm_processor_kwargs": {"max_pixels": 0}},
         pytest.param(
             {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}, marks=pytest.mark.slow
         ),
@@ -351,8 +366,14 @@ def test_a_state_with_weights_forgets_the_vectors_of_others(engine: LLMEngine) -
 )
 def test_what_can_not_be_had(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     monkeypatch.setattr(weights, "load_stages", None)  # none are read
-    with pytest.raises(ValueError, match=f"{next(iter(settings))} is"):
+    with pytest.raises(ValueError, match=rf"{next(iter(settings))}(\['max_pixels'\])? is"):
         LLMEngine(EngineArgs(str(FOLDER), **settings))
+
+
+def test_arguments_of_another_processor() -> None:
+    args = EngineArgs(str(FOLDER), mm_processor_kwargs={"size": {"longest_edge": 64}})
+    with pytest.raises(ValueError, match="allowed: min_pixels and max_pixels with this model"):
+        ImageSettings.of(args, spec_of(FOLDER))
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def test_the_end_does_not_overtake_a_last_part_that_came_early(served, steps, mo
 
     monkeypatch.setattr(RequestStream, "take", take_while_the_rest_comes)
     chunks = served.stream("/completions", **body)
-    assert len(chunks) == 2 and taken.is_set()
+    assert len(chunks) == 2
+    assert taken.is_set()
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
     assert served.complete(**body)["choices"][0]["text"] == expected, "the connection goes on"
