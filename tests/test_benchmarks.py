@@ -51,3 +51,11 @@ def test_starts_of_a_script_and_of_the_server(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if "| here |" in line]
     assert rows == ["generate, warm", "chat, warm", "server, warm"]
+
+
+def test_the_idle_share_of_a_device():
+    program = PROGRAM.with_name("device_idle.py")
+    sizes = ["--num-seqs", "4", "--step-ms", "0.1", "--steps", "4", "--rounds", "1", "--burst", "2"]
+    done = subprocess.run([sys.executable, str(program), *sizes], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("async_scheduling=True") == 2
