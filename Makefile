@@ -10,7 +10,7 @@ READY  := $(VENV)/.ready
 setup: $(READY)
 
 # The native backend is compiled by the installation.
-NATIVE_SOURCES := setup.py $(wildcard pallas_kernels/native/*.cc pallas_kernels/native/*.h)
+NATIVE_SOURCES := setup.py $(wildcard $(addprefix pallas_kernels/native/,*.cc *.h sources.py))
 
 $(READY): pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \

@@ -5,6 +5,7 @@ It is optional: if its build fails, the package installs without it, and the ops
 
 import os
 import platform
+import runpy
 import shutil
 import sys
 import sysconfig
@@ -56,6 +57,7 @@ class BuildNative(build_ext):
         super().build_extensions()
 
 
+sources = runpy.run_path(f"{FOLDER}/sources.py")
 native = Extension(
     # A plain shared library, which native/__init__.py loads; it has no functions of Python's.
     "jax_paged.pallas_kernels.native._library",
@@ -67,6 +69,7 @@ native = Extension(
         *("-std=c++17", "-O3", "-g0", "-Wno-psabi", "-ffp-contract=fast"),
         *("-isystem", str(HEADERS)),
     ],
+    define_macros=[("JAX_PAGED_SOURCES", f'"{sources["digest"](Path(FOLDER))}"')],
     language="c++",
     optional=True,
 )

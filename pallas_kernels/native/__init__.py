@@ -11,6 +11,8 @@ from pathlib import Path
 
 import jax
 
+from jax_paged.pallas_kernels.native.sources import digest
+
 # What to do where the library is missing.
 INSTALL_HINT = "install a C++ compiler (such as g++), then install jax-paged again"
 
@@ -59,6 +61,19 @@ def _load() -> ctypes.CDLL | str:
     if not path.exists():
         return f"it was not compiled when jax-paged was installed; {INSTALL_HINT}"
     try:
-        return ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(str(path))
     except OSError as error:
         return f"its library does not load ({error}); {INSTALL_HINT}"
+    # Handlers that were compiled from other sources take other arguments: results would be wrong, or worse.
+    if (now := digest(path.parent)) is not None and now != _compiled_from(loaded):
+        return "its library was compiled from other sources than those beside it; install jax-paged again"
+    return loaded
+
+
+def _compiled_from(loaded: ctypes.CDLL) -> str | None:
+    try:
+        function = loaded.jax_paged_sources
+    except AttributeError:  # older than this check
+        return None
+    function.restype = ctypes.c_char_p
+    return function().decode()

@@ -5,6 +5,7 @@ a GPU. What only the native backend can get wrong is in test_native.py.
 """
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 from helpers.oracle import OUT_OF_POOL, TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
 
 from jax_paged.pallas_kernels import native, ops, reference, tuning
+from jax_paged.pallas_kernels.native.sources import digest
 
 S = 16
 EDGE_LENS = [1, S - 1, S, S + 1, 2 * S, 63, 64, 65, 127, 128, 129, 300, 0, 1000, 3000, 0, 5]
@@ -344,6 +346,20 @@ def test_without_the_native_library_auto_is_xla(monkeypatch):
     message = r"attention_backend is 'native', .* there was no compiler; allowed .*'auto' or 'xla'"
     with pytest.raises(ValueError, match=message):
         ops.resolve_backend("native", name="attention_backend")
+
+
+def test_a_library_of_other_sources_is_not_used(monkeypatch, tmp_path):
+    folder = pathlib.Path(native.__file__).parent
+    found = {digest(folder)}
+    for name in ("a.cc", "a.h", "b.h"):
+        (tmp_path / name).write_text(name)
+        found.add(digest(tmp_path))
+    assert len(found) == 4
+    if native.is_built():
+        monkeypatch.setattr(native, "digest", lambda folder: digest(tmp_path))
+        assert "other sources" in str(native._load.__wrapped__())
+        monkeypatch.setattr(native, "digest", lambda folder: None)  # none are beside it
+        assert not isinstance(native._load.__wrapped__(), str)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="is about a machine without a GPU")
