@@ -1,11 +1,11 @@
-"""Which C++ sources the library was compiled from; setup.py runs this file, so it imports nothing else of ours."""
+"""Which C++ sources the library was compiled from. setup.py runs this file, so it imports nothing of ours."""
 
 import hashlib
 from pathlib import Path
 
 
 def digest(folder: Path) -> str | None:
-    """Returns the SHA-256 of the names and texts of a folder's sources, in hexadecimal; None if there are none.
+    """Returns the SHA-256, in hexadecimal, of the names and texts of sources; None if there are none.
 
     Args:
         folder: Where they lie.
