@@ -55,8 +55,10 @@ def draw_engine(rng: np.random.Generator, name: str) -> dict[str, Any]:
         "async_scheduling": bool(rng.integers(2)),
         "num_scheduler_steps": int(rng.choice([1, 1, 4])),
     }
-    has_drafts = rng.random() < 0.3 and not name.startswith(("lfm2", "qwen3_5", "t5"))
-    if has_drafts:  # which can't be where states are kept
+    has_states = name.startswith(("lfm2", "qwen3_5"))
+    if has_states:  # of which as many are kept for prefixes as there are seats: of four hardly one is found
+        settings["max_num_seqs"] += 4
+    if rng.random() < 0.3 and not has_states and not name.startswith("t5"):
         settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 2}
     if native.problem() is not None:
         settings["attention_backend"] = "xla"
