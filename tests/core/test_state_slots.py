@@ -1,7 +1,7 @@
 """States of sequences beside their blocks: who may have which slot, and what a prefix that is found needs."""
 
 import pytest
-from helpers.scheduling import make_group, make_scheduler, step
+from helpers.scheduling import make_group, make_scheduler, step, take_in
 from test_running_ahead import RunningAhead
 from test_scheduler_simulation import Simulation, total
 
@@ -91,3 +91,15 @@ def test_tokens_that_are_taken_back_are_computed_again() -> None:
     sched.edit_request(Rollback("r0", 2))
     assert step(sched).scheduled[0].start == 0
     sched.block_manager.check_integrity()
+
+
+def test_what_a_step_in_flight_was_to_keep_of_an_aborted_request_is_given_back() -> None:
+    sched = make_scheduler(num_state_slots=9)
+    sched.add(make_group(0, list(range(21)), max_tokens=2))
+    output = sched.schedule(0.0)
+    assert output.scheduled[0].checkpoint[0] == 20
+    sched.abort("r0")
+    take_in(sched, output, [7])
+    states = sched.block_manager.states
+    sched.block_manager.check_integrity()
+    assert states.pool.num_free == states.pool.num_usable
