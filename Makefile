@@ -140,8 +140,10 @@ SANITIZED := build/sanitized
 SANITIZE  := -fsanitize=address,undefined -fno-sanitize-recover=undefined -g
 NATIVE    := pallas_kernels/native
 native-sanitize: setup
+	rm -rf build # what other builds have left would be taken as it is
 	CFLAGS='$(SANITIZE)' CXXFLAGS='$(SANITIZE)' LDFLAGS='$(SANITIZE)' $(BIN)/python -m pip install --quiet \
 		--disable-pip-version-check --no-deps --upgrade --target $(SANITIZED) .
+	rm -rf build/lib* build/temp* # else the next wheel would get this library
 	PYTHONPATH=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		$(BIN)/pytest -p no:cacheprovider -o pythonpath='$(SANITIZED) tests benchmarks' tests/kernels/test_native.py \
