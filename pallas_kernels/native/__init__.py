@@ -66,7 +66,8 @@ def _load() -> ctypes.CDLL | str:
         return f"its library does not load ({error}); {INSTALL_HINT}"
     # Handlers that were compiled from other sources take other arguments: results would be wrong, or worse.
     if (now := digest(path.parent)) is not None and now != _compiled_from(loaded):
-        return "its library was compiled from other sources than those beside it; install jax-paged again"
+        what = "its library was compiled from other sources than those beside it"
+        return f"{what}; install jax-paged again (in a clone: make setup)"
     return loaded
 
 
