@@ -36,6 +36,8 @@ _LOGGER = logging.getLogger(__name__)
 # of cores that the model may need. For 64 streams it is every 96 ms.
 _SECONDS_PER_STREAM = 0.0015
 _LONGEST_TURN_S = 0.1
+# Who waits for the engine's thread looks so often whether the engine has stopped.
+_LOOK_S = 0.5
 
 
 class AsyncLLMEngine(RequestMethods):
@@ -147,7 +149,7 @@ class AsyncLLMEngine(RequestMethods):
 
     async def sleep(self, level: int = 1, mode: Mode = "wait") -> None:
         """Gives memory to others, as LLMEngine.sleep does; takes no new requests from now on."""
-        await asyncio.wrap_future(await self._call(lambda: self._begin_to_sleep(level, mode)))
+        await self._result(await self._call(lambda: self._begin_to_sleep(level, mode)))
 
     async def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Takes memory again, as LLMEngine.wake_up does."""
@@ -209,7 +211,19 @@ class AsyncLLMEngine(RequestMethods):
         self._calls.put(lambda: run_for(done, function))
         if self.error is not None:  # checked after the put, as in submit
             raise self._stopped()
-        return await asyncio.wrap_future(done)
+        return await self._result(done)
+
+    async def _result[T](self, done: Future[T]) -> T:
+        """Returns what the engine's thread answers; raises what has stopped the engine, if that hangs."""
+        waiting = asyncio.wrap_future(done)
+        try:
+            while not (await asyncio.wait([waiting], timeout=_LOOK_S))[0] and self.error is None:
+                pass
+            if not waiting.done():
+                raise self._stopped()
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
     def _abort(self, stream: RequestStream) -> None:
         self._calls.put(lambda: self._end(stream.request_id, stream))

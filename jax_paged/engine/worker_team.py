@@ -135,8 +135,10 @@ class WorkerTeam:
         self.workers[0].channel.send([engine, name], [packed(args)])
 
     def when_failed(self, engine: int, note: Callable[[str], None]) -> None:
-        """Calls a function with the reason, from any thread, when a worker is lost."""
+        """Calls a function with the reason, from any thread, when a worker is lost, or at once if one is."""
         self._noters[engine].append(note)
+        if self.failure is not None:
+            note(self.failure)
 
     def fail(self, reason: str, *, until: float = 0) -> None:
         """Ends all workers, unless this was done, and tells everybody why."""

@@ -272,16 +272,16 @@ class _RunningRequest:
         assert stream is not None, "it has not ended"
 
         def write() -> None:
-            if writer.is_paused or not stream.is_ready or ended.done():
-                return
-            try:
-                part = self._take(stream)
-                if event := written(part):
-                    writer.write(event)
-                if part.finished:
-                    ended.set_result(None)
-            except Exception as error:  # else it would end the event loop's call for all streams
-                ended.set_exception(error)
+            # Until nothing is left: behind an output that has waited, the engine's error may wait, too.
+            while stream.is_ready and not (writer.is_paused or ended.done()):
+                try:
+                    part = self._take(stream)
+                    if event := written(part):
+                        writer.write(event)
+                    if part.finished:
+                        ended.set_result(None)
+                except Exception as error:  # else it would end the event loop's call for all streams
+                    ended.set_exception(error)
 
         stream.on_ready = writer.on_resume = write
         # Not at once: if `ended` did not have to be waited for, the end would overtake the last part.

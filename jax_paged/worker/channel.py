@@ -15,6 +15,8 @@ import numpy as np
 _LENGTH = struct.Struct("<I")
 # Of a header. What is longer does not come from a process of an engine.
 _MAX_HEADER_BYTES = 2**24
+# Linux takes 1024 at once; an adapter of 80 layers has 1120 arrays.
+_MAX_PARTS = 1000
 
 
 class Channel:
@@ -46,7 +48,7 @@ class Channel:
         parts += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
         with self._sending:
             while parts:
-                num_sent = self._socket.sendmsg(parts)
+                num_sent = self._socket.sendmsg(parts[:_MAX_PARTS])
                 while parts and num_sent >= len(parts[0]):
                     num_sent -= len(parts.pop(0))
                 if parts:

@@ -233,8 +233,11 @@ class CompiledPrograms:
     def wait(self) -> None:
         """Returns when everything is compiled; raises what has failed, CancelledError after `stop`."""
         for program, future in self._futures.items():
-            if program not in self._skipped:
+            try:
                 future.result()
+            except concurrent.futures.CancelledError:
+                if program not in self._skipped:  # perhaps only since it was waited for
+                    raise
 
     def when_compiled(self, note: Callable[[Program], None]) -> None:
         """Calls a function for each program once it is compiled, in the thread that has compiled it."""

@@ -160,6 +160,8 @@ class Leader:
     def _numbered[T](self, result: T) -> T:
         for unit in units(result):
             array = unit[0] if isinstance(unit, list) else unit
+            if id(array) in self._numbers:  # a stage hands back what other stages alone change
+                self._dropped.append(self._numbers[id(array)][0])
             self._numbers[id(array)] = self._next, weakref.ref(array, self._forget(id(array)))
             self._next += 1
         return result

@@ -9,6 +9,7 @@ from helpers.scripted_engine import LONG, no_block_lost
 
 from jax_paged import AsyncLLMEngine, SamplingParams
 from jax_paged.engine import async_engine
+from jax_paged.engine.errors import EngineDeadError
 
 
 def test_async_streams_equal_the_whole(scripted):
@@ -106,6 +107,25 @@ def test_async_errors_reach_everyone(scripted):
                 await anext(stream)
         with pytest.raises(RuntimeError, match="device lost"):
             await engine.submit("abc?", None, "late")
+        engine.close()
+
+    asyncio.run(main())
+
+
+def test_async_who_calls_an_engine_that_hangs_is_told_too(scripted):
+    async def main():
+        engine, gate = AsyncLLMEngine(*scripted()), threading.Event()
+        begun = threading.Event()
+        engine.engine.executor.during_step = lambda output: begun.set() or gate.wait()
+        await engine.submit("abc?", None, "a")
+        assert await asyncio.to_thread(begun.wait, 60)
+        calls = [asyncio.create_task(call) for call in (engine.sleep(), engine.wake_up())]
+        await asyncio.sleep(0.05)
+        engine.fail(EngineDeadError("it hangs"))
+        for call in calls:
+            with pytest.raises(EngineDeadError, match="it hangs"):
+                await asyncio.wait_for(call, 10)
+        gate.set()
         engine.close()
 
     asyncio.run(main())

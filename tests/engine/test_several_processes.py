@@ -32,6 +32,7 @@ from helpers.waiting import wait_until
 from jax_paged import AsyncLLMEngine, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.multiprocess import MultiprocessExecutor
+from jax_paged.engine.worker_team import WorkerTeam
 from jax_paged.outputs import RequestOutput
 
 ROOT = Path(__file__).parents[2]
@@ -278,6 +279,13 @@ def test_an_engine_that_is_killed_while_it_runs(checkpoint: Path, port: int) -> 
     engine.communicate()
     follower.communicate(timeout=300)
     assert psutil.wait_procs(workers, timeout=120)[1] == []
+
+
+def test_a_worker_that_is_lost_before_anybody_asks() -> None:
+    team, noted = WorkerTeam(1), list[str]()
+    team.fail("worker 1 has ended")
+    team.when_failed(0, noted.append)
+    assert noted == ["worker 1 has ended"]
 
 
 def test_a_worker_that_is_lost_while_nothing_runs(scripted: Any) -> None:

@@ -33,10 +33,10 @@ class Writer:
         self.on_resume()
 
 
-async def stream(app, writer):
+async def stream(app, writer, **changes):
     """Returns what is sent and written, as one."""
     sent = []
-    body = json.dumps({**BODY, "stream": True}).encode()
+    body = json.dumps({**BODY, **changes, "stream": True}).encode()
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive():
@@ -72,6 +72,20 @@ def test_a_client_that_stops_reading_gets_the_rest_at_once(served, steps):
         assert "".join(choice["text"] for choice in choices) == expected
         assert [choice["finish_reason"] for choice in choices][-1] == "length"
         assert len(writer.parts) == 1 if num_parts == 0 else writer.parts
+
+
+def test_a_client_that_reads_again_is_told_that_the_engine_has_failed(scripted_server, scripted_steps):
+    def fail():
+        if scripted_steps.num_samples == 3:
+            raise RuntimeError("planted")
+
+    scripted_steps.before, scripted_steps.delay_s = fail, 0.02  # longer than parts are held back
+    app = OpenAIServer(scripted_server.server.engine, "m").app()
+    told = asyncio.run(asyncio.wait_for(stream(app, Writer(0), prompt="abcdef?"), 10)).decode()
+    # A part and the error came while it did not read: it gets both.
+    *parts, error = [json.loads(event[6:]) for event in told.split("\n\n")[:-1]]
+    assert "".join(part["choices"][0]["text"] for part in parts) == "abc"
+    assert "planted" in error["error"]["message"]
 
 
 def test_the_end_does_not_overtake_a_last_part_that_came_early(served, steps, monkeypatch):

@@ -49,6 +49,15 @@ def test_messages_come_in_order(ends: list[Channel]) -> None:
         assert array.tolist() == [i] * i
 
 
+def test_a_message_of_more_arrays_than_the_system_takes_at_once(ends: list[Channel]) -> None:
+    ends[0].send(
+        "an adapter", [np.full(i % 3, i) for i in range(2500)]
+    )  # little enough to wait in the socket
+    header, arrays = ends[1].receive()
+    assert header == "an adapter"
+    assert [array.tolist() for array in arrays] == [[i] * (i % 3) for i in range(2500)]
+
+
 def test_an_end_that_is_closed_is_noticed(ends: list[Channel]) -> None:
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(ends[0].receive)

@@ -201,6 +201,21 @@ def test_stop_leaves_the_rest_uncompiled():
         compiled.wait()
 
 
+def test_what_is_skipped_is_not_waited_for():
+    started, gate = threading.Event(), threading.Event()
+
+    def lower_others_late(program):
+        lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(3))
+        return LateLowered(lowered, gate, started) if isinstance(program, Other) else lowered
+
+    others = [Other("a"), Other("b")]
+    compiled = CompiledPrograms(BUCKETS, others, lower_others_late, max_compile_s=0)
+    threading.Timer(0.3, gate.set).start()
+    compiled.wait()  # which begins before it is known what is skipped
+    assert [r.state for r in compiled.report()] == ["skipped"] * 2 + ["compiled"] * 4
+    compiled.stop()
+
+
 def test_a_cache_folder_that_cannot_be_made_is_named(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -11,6 +11,7 @@ import pytest
 
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.channel import Channel
+from jax_paged.worker.follower import Follower
 from jax_paged.worker.leader import Followers, Leader
 from jax_paged.worker.own_stage import OwnStage
 from jax_paged.worker.programs import SeatArrays
@@ -92,6 +93,22 @@ def test_an_engine_waits_for_its_own_step_and_for_no_other(ends: Any) -> None:
     assert (engine, codes[1:3]) == (0, [7, {"seats": [8, 9, 10, [], []]}])
     _, (hidden,) = stage.receive()
     np.testing.assert_array_equal(hidden, [8, 9], "the last tokens of its first step")
+
+
+def test_followers_forget_what_the_leader_has_another_number_for(ends: Any) -> None:
+    followers, stage = ends
+    leader, follower = Leader(followers), Follower(stage)
+    run = leader.everywhere("hand back", lambda *arrays: arrays)
+    follower.everywhere("hand back", lambda kept, changed: (kept, changed + 1))
+    arrays = jnp.zeros(1), jnp.zeros(1)
+    leader._numbered(arrays)
+    follower._keep(arrays)
+    for _ in range(20):
+        arrays = run(*arrays)
+        (_, name, codes, dropped), given = stage.receive()
+        follower.do(name, codes, dropped, given)
+    assert [int(follower._arrays[code][0]) for code in codes] == [0, 19]
+    assert len(follower._arrays) == 4  # what was given to the last call is forgotten with the next
 
 
 def test_arrays_that_come_before_they_are_asked_for() -> None:
