@@ -74,16 +74,22 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return read_json(file) if file.exists() else {}
 
 
+def own_text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Returns text_config, which a model that reads more than texts has; an empty object if there is none."""
+    text = hf_config.get("text_config")
+    return text if isinstance(text, dict) else {}
+
+
 def end_token_ids(
     generation_config: dict[str, Any], hf_config: dict[str, Any], vocab_size: int
 ) -> frozenset[int]:
-    """Returns the end tokens that generation_config.json names, or else those that config.json names.
+    """Returns the end tokens that generation_config.json names, or else config.json, or its text_config.
 
     Raises:
         ValueError: If eos_token_id is not an id below vocab_size, a list of such ids, or null.
     """
-    value = generation_config.get("eos_token_id")
-    value = hf_config.get("eos_token_id") if value is None else value
+    given = (generation_config, hf_config, own_text_config(hf_config))
+    value = next((x["eos_token_id"] for x in given if x.get("eos_token_id") is not None), None)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
         raise ValueError(
