@@ -188,7 +188,7 @@ def _text(num_rows: int, num_columns: int, num_tokens: int) -> str:
 
 
 def as_image(given: Any) -> "Image":
-    """Returns an image of Pillow's in RGB, on white where it is transparent.
+    """Returns an image of Pillow's in RGB, on white where it is transparent, turned as its EXIF data say.
 
     Args:
         given: Of Pillow's, or an array.
@@ -207,6 +207,9 @@ def as_image(given: Any) -> "Image":
     num_pixels = given.width * given.height
     check(0 < num_pixels <= MAX_PIXELS, "the number of pixels of an image", num_pixels, f"1 to {MAX_PIXELS}")
     try:
+        from PIL import ImageOps
+
+        given = ImageOps.exif_transpose(given)
         if given.has_transparency_data:
             image = given.convert("RGBA")
             image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image)

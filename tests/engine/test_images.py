@@ -124,6 +124,17 @@ def test_smaller_images_have_fewer_tiles() -> None:
             EngineArgs(str(FOLDER), mm_processor_kwargs=bad)
 
 
+def test_photos_are_turned_upright() -> None:
+    """Cameras write the rows of their sensors, and which side is up beside them."""
+    upright = Image.fromarray(np.repeat(np.arange(0, 240, 10, np.uint8), 3).reshape(6, 4, 3))
+    file = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned to the right
+    upright.transpose(Image.Transpose.ROTATE_90).save(file, "PNG", exif=exif)
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    np.testing.assert_array_equal(np.asarray(as_image(image_of_url(url))), np.asarray(upright))
+
+
 @pytest.mark.parametrize("folder", [FOLDER, FIXTURES / "idefics3"], ids=lambda f: f.name)
 def test_placeholders_equal_transformers(folder: Path) -> None:
     config = Idefics3Config.from_hf(json.loads((folder / "config.json").read_text()))
