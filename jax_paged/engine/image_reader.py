@@ -100,6 +100,9 @@ class ImageReader:
         for name in ("patch_size", "merge_size"):
             value, size = getattr(processor, name, None), getattr(spec, name)
             check(value == size, f"{name} of preprocessor_config.json", value, f"{size}, as in config.json")
+        # Else small images would be made larger than the largest that are not made smaller.
+        low, high = processor.size["shortest_edge"], processor.size["longest_edge"]
+        check(low <= high, "min_pixels of images", low, f"up to max_pixels, which is {high}")
         try:
             num_patches = processor.get_number_of_image_patches(image.height, image.width)
         except Exception as error:  # such as one that is far longer than it is wide
