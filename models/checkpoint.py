@@ -100,7 +100,8 @@ def end_token_ids(
 
 def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
     """Returns the sampling values that a checkpoint asks for; do_sample false means temperature 0."""
-    if generation_config.get("do_sample") is False:
-        return {"temperature": 0.0}
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+    is_greedy, names = generation_config.get("do_sample") is False, ("repetition_penalty",)
+    if not is_greedy:
+        names += "temperature", "top_k", "top_p", "min_p"
+    found = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+    return found | ({"temperature": 0.0} if is_greedy else {})

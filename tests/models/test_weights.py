@@ -257,6 +257,10 @@ def test_what_only_the_text_config_says() -> None:
     [
         ({}, {}),
         ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+        (
+            {"do_sample": False, "top_k": 5, "repetition_penalty": 1.1},
+            {"temperature": 0.0, "repetition_penalty": 1.1},
+        ),
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
         ({"temperature": None, "top_k": 50, "max_length": 9}, {"top_k": 50}),
     ],
