@@ -126,7 +126,7 @@ def test_smaller_images_have_fewer_tiles() -> None:
 
 def test_photos_are_turned_upright() -> None:
     """Cameras write the rows of their sensors, and which side is up beside them."""
-    upright = Image.fromarray(np.repeat(np.arange(0, 240, 10, np.uint8), 3).reshape(6, 4, 3))
+    upright = Image.fromarray(np.repeat(np.arange(0, 240, 10, dtype=np.uint8), 3).reshape(6, 4, 3))
     file = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned to the right
