@@ -74,12 +74,6 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return read_json(file) if file.exists() else {}
 
 
-def own_text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Returns text_config, which a model that reads more than texts has; an empty object if there is none."""
-    text = hf_config.get("text_config")
-    return text if isinstance(text, dict) else {}
-
-
 def end_token_ids(
     generation_config: dict[str, Any], hf_config: dict[str, Any], vocab_size: int
 ) -> frozenset[int]:
@@ -88,7 +82,7 @@ def end_token_ids(
     Raises:
         ValueError: If eos_token_id is not an id below vocab_size, a list of such ids, or null.
     """
-    given = (generation_config, hf_config, own_text_config(hf_config))
+    given = (generation_config, hf_config, hf_config.get("text_config") or {})
     value = next((x["eos_token_id"] for x in given if x.get("eos_token_id") is not None), None)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
@@ -100,8 +94,7 @@ def end_token_ids(
 
 def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
     """Returns the sampling values that a checkpoint asks for; do_sample false means temperature 0."""
-    is_greedy, names = generation_config.get("do_sample") is False, ("repetition_penalty",)
-    if not is_greedy:
-        names += "temperature", "top_k", "top_p", "min_p"
-    found = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
-    return found | ({"temperature": 0.0} if is_greedy else {})
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    if generation_config.get("do_sample") is False:
+        generation_config = {**generation_config, **dict.fromkeys(names[1:4]), "temperature": 0.0}
+    return {name: generation_config[name] for name in names if generation_config.get(name) is not None}

@@ -14,13 +14,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.checkpoint import (
-    end_token_ids,
-    own_text_config,
-    read_generation_config,
-    read_json,
-    sampling_defaults,
-)
+from jax_paged.models.checkpoint import end_token_ids, read_generation_config, read_json, sampling_defaults
 from jax_paged.models.layers import Float32Param
 from jax_paged.models.mxfp4 import with_decoded
 from jax_paged.models.quantization_config import quantization_of
@@ -31,9 +25,6 @@ from jax_paged.models.small_kernels import KIND_DTYPES, SmallForm, SmallKernel
 from jax_paged.models.stages import num_bytes, split_model
 from jax_paged.models.stored_tensors import STORED_DTYPES, StoredTensor, read_headers, with_prefix
 from jax_paged.models.weight_reading import read_weights, stored_problems, weight_at, weights_of
-
-# In config.json; the latter is older.
-_DTYPE_NAMES = ("dtype", "torch_dtype")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -277,8 +268,8 @@ def _loaded(
 
 def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> jnp.dtype:
     if dtype == "auto":
-        given = (x.get(name) for x in (hf_config, own_text_config(hf_config)) for name in _DTYPE_NAMES)
-        own = next(filter(None, given), None)
+        both = hf_config, hf_config.get("text_config") or {}
+        own = next(filter(None, (x.get(name) for x in both for name in ("dtype", "torch_dtype"))), None)
         found = {str(own)} if own else {STORED_DTYPES.get(s.dtype, s.dtype) for s in stored.values()}
         if found not in ({"float32"}, {"bfloat16"}):
             names = " and ".join(sorted(found))
