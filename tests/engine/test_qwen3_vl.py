@@ -379,6 +379,10 @@ def test_arguments_of_another_processor() -> None:
     args = EngineArgs(str(FOLDER), mm_processor_kwargs={"size": {"longest_edge": 64}})
     with pytest.raises(ValueError, match="allowed: min_pixels and max_pixels with this model"):
         ImageSettings.of(args, spec_of(FOLDER))
+    with pytest.raises(
+        ValueError, match=r"mm_processor_kwargs is .*; allowed: None, as Llama\w* reads no im"
+    ):
+        LLMEngine(EngineArgs("pagelet", mm_processor_kwargs={"max_pixels": 512}))
 
 
 @pytest.mark.parametrize(
