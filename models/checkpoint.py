@@ -77,13 +77,13 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
 def end_token_ids(
     generation_config: dict[str, Any], hf_config: dict[str, Any], vocab_size: int
 ) -> frozenset[int]:
-    """Returns the end tokens that generation_config.json names, or else those that config.json names.
+    """Returns the end tokens that generation_config.json names, or else config.json, or its text_config.
 
     Raises:
         ValueError: If eos_token_id is not an id below vocab_size, a list of such ids, or null.
     """
-    value = generation_config.get("eos_token_id")
-    value = hf_config.get("eos_token_id") if value is None else value
+    given = (generation_config, hf_config, hf_config.get("text_config") or {})
+    value = next((x["eos_token_id"] for x in given if x.get("eos_token_id") is not None), None)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
         raise ValueError(
@@ -94,7 +94,7 @@ def end_token_ids(
 
 def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
     """Returns the sampling values that a checkpoint asks for; do_sample false means temperature 0."""
-    if generation_config.get("do_sample") is False:
-        return {"temperature": 0.0}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    if generation_config.get("do_sample") is False:
+        generation_config = {**generation_config, **dict.fromkeys(names[1:4]), "temperature": 0.0}
     return {name: generation_config[name] for name in names if generation_config.get(name) is not None}

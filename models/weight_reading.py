@@ -5,6 +5,7 @@ import functools
 import logging
 import re
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,13 @@ def stored_problems(stored: dict[str, StoredTensor], weights: list[Weight], tabl
             readable = {a.dtype, b.dtype} <= STORED_DTYPES.keys()
             if not readable or not np.array_equal(a.read(), b.read()):
                 problems.append(f"{key} differs from {kept}, though config.json ties them")
-        elif not re.fullmatch(table.ignored, key):
+        elif not re.fullmatch(table.ignored, key) and not _adds_nothing(key, stored[key], expected):
             problems.append(f"{key} is unexpected")
     return problems
+
+
+def _adds_nothing(key: str, tensor: StoredTensor, expected: Collection[str]) -> bool:
+    """Returns whether a tensor is a bias of zeros: AutoGPTQ gives one to all maps whose model has none."""
+    stem, _, end = key.rpartition(".")
+    is_bias = end == "bias" and f"{stem}.qweight" in expected and tensor.dtype in STORED_DTYPES
+    return is_bias and not tensor.read().any()

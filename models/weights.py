@@ -268,7 +268,8 @@ def _loaded(
 
 def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> jnp.dtype:
     if dtype == "auto":
-        own = hf_config.get("dtype") or hf_config.get("torch_dtype")
+        both = hf_config, hf_config.get("text_config") or {}
+        own = next(filter(None, (x.get(name) for x in both for name in ("dtype", "torch_dtype"))), None)
         found = {str(own)} if own else {STORED_DTYPES.get(s.dtype, s.dtype) for s in stored.values()}
         if found not in ({"float32"}, {"bfloat16"}):
             names = " and ".join(sorted(found))

@@ -85,6 +85,8 @@ def read_chat_template(
         source = replacement
     elif file.is_file():
         source = file.read_text(encoding="utf-8")
+    elif source is None:
+        source = processor_template(folder)
     several = (folder / "additional_chat_templates").is_dir()
     named = isinstance(settings.get("extra_special_tokens"), dict) or not tokens.keys() <= _TOKENS
     named = named or "model_specific_special_tokens" in settings
@@ -96,6 +98,12 @@ def read_chat_template(
         return ChatTemplate(source, tokens)
     except jinja2.TemplateError:
         return None
+
+
+def processor_template(folder: Path) -> Any:
+    """Returns the template that older models for images have in a file of its own; None if there is none."""
+    file = folder / "chat_template.json"
+    return json.loads(file.read_text(encoding="utf-8"))["chat_template"] if file.is_file() else None
 
 
 def is_usual(messages: Sequence[dict[str, Any]], tools: Any) -> bool:

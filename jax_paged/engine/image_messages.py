@@ -63,6 +63,11 @@ def conversation(messages: Sequence[dict[str, Any]], config: EngineConfig) -> Co
         ValueError: If there are too many, or if one has another form.
     """
     if config.images is None:
+        for i, message in enumerate(messages):
+            # A tokenizer takes it for an image that was taken out.
+            content = message.get("content") if isinstance(message, dict) else None
+            ok = not isinstance(content, list) or {"type": "image"} not in content
+            check(ok, f"messages[{i}].content", content, "text, as the model reads no images")
         return Conversation(messages, [])
     images: list[Any] = []
     out = [_without_images(f"messages[{i}].content", m, images) for i, m in enumerate(messages)]

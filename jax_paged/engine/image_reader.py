@@ -100,6 +100,9 @@ class ImageReader:
         for name in ("patch_size", "merge_size"):
             value, size = getattr(processor, name, None), getattr(spec, name)
             check(value == size, f"{name} of preprocessor_config.json", value, f"{size}, as in config.json")
+        # Else small images would be made larger than the largest that are not made smaller.
+        low, high = processor.size["shortest_edge"], processor.size["longest_edge"]
+        check(low <= high, "min_pixels of images", low, f"up to max_pixels, which is {high}")
         try:
             num_patches = processor.get_number_of_image_patches(image.height, image.width)
         except Exception as error:  # such as one that is far longer than it is wide
@@ -188,7 +191,7 @@ def _text(num_rows: int, num_columns: int, num_tokens: int) -> str:
 
 
 def as_image(given: Any) -> "Image":
-    """Returns an image of Pillow's in RGB, on white where it is transparent.
+    """Returns an image of Pillow's in RGB, on white where it is transparent, turned as its EXIF data say.
 
     Args:
         given: Of Pillow's, or an array.
@@ -207,6 +210,9 @@ def as_image(given: Any) -> "Image":
     num_pixels = given.width * given.height
     check(0 < num_pixels <= MAX_PIXELS, "the number of pixels of an image", num_pixels, f"1 to {MAX_PIXELS}")
     try:
+        from PIL import ImageOps
+
+        given = ImageOps.exif_transpose(given)
         if given.has_transparency_data:
             image = given.convert("RGBA")
             image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import tokenizers
 
 from jax_paged.checks import check
-from jax_paged.engine.chat_template import ChatTemplate, is_usual, read_chat_template
+from jax_paged.engine.chat_template import ChatTemplate, is_usual, processor_template, read_chat_template
 from jax_paged.engine.control_tokens import ControlTokens
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class Tokenizer:
             raise ValueError(f"tokenizer {self.name!r} can't be loaded: {error}") from error
         if self._chat_template is not None:
             loaded.chat_template = self._chat_template
+        elif not loaded.chat_template:
+            loaded.chat_template = processor_template(folder)
         return loaded
 
     @functools.cached_property

@@ -58,7 +58,7 @@ class Additions(NamedTuple):
 
 
 def check_images(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> None:
-    """Checks what an engine is asked for that a model can't have which reads images; reads no weights.
+    """Checks what an engine is asked for that a model with or without images can't have; reads no weights.
 
     Args:
         args: Name the model.
@@ -73,6 +73,8 @@ def check_images(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -
     else:
         name = type(loaded.model if isinstance(loaded, LoadedModel) else loaded).__name__
     if name not in IMAGE_MODELS:
+        given, allowed = args.mm_processor_kwargs, f"None, as {name} reads no images"
+        check(not given, "mm_processor_kwargs", given, allowed)
         return
     what = f"with {name}, which reads images"
     for setting, only in (

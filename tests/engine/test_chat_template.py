@@ -107,6 +107,23 @@ def result(tokenizer: Tokenizer, messages: list[dict[str, Any]], **settings: Any
         return str(error)
 
 
+@pytest.mark.parametrize("tokenizer_class", ["TokenizersBackend", "LlamaTokenizerFast"])
+def test_the_template_of_a_processor(tokenizer_class: str, tmp_path: Path) -> None:
+    """Older models for images have theirs in chat_template.json, which no tokenizer of transformers reads."""
+    own = make_tokenizer(tmp_path, CHATML, in_config=True)
+    source, expected = own.chat_template_source, own.encode_chat([HI])
+    folder = Path(own.name)
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": None}
+    config["tokenizer_class"] = tokenizer_class
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="has no chat template"):
+        Tokenizer(own.name).encode_chat([HI])
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    found = Tokenizer(own.name)
+    assert found.chat_template_source == source
+    assert found.encode_chat([HI]) == expected
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_equals_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make_tokenizer(tmp_path, TEMPLATES[name], in_config=name == "chatml")

@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from PIL import Image
 from jax_paged import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from jax_paged.core.prefix_cache import PrefixCache
 from jax_paged.engine import image_reader
+from jax_paged.engine.image_messages import conversation
 from jax_paged.engine.image_reader import ImageReader, as_image, image_of_url
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.image_settings import ImageSettings
@@ -122,6 +124,28 @@ def test_smaller_images_have_fewer_tiles() -> None:
     for bad in ({"size": 64}, {"size": {"longest_edge": 0}}, [], {"do_resize": False}):
         with pytest.raises(ValueError, match=r"mm_processor_kwargs.* is .*; allowed: "):
             EngineArgs(str(FOLDER), mm_processor_kwargs=bad)
+
+
+def test_a_model_without_images_refuses_one_in_every_form() -> None:
+    without: Any = SimpleNamespace(images=None)
+    content = [{"type": "text", "text": "a"}, {"type": "image"}]
+    with pytest.raises(
+        ValueError, match=r"messages\[1\].content is .*; allowed: text, as the model reads no im"
+    ):
+        conversation([{"role": "user", "content": "a"}, {"role": "user", "content": content}], without)
+    messages = [{"role": "user", "content": content[:1]}]
+    assert conversation(messages, without).messages is messages
+
+
+def test_photos_are_turned_upright() -> None:
+    """Cameras write the rows of their sensors, and which side is up beside them."""
+    upright = Image.fromarray(np.repeat(np.arange(0, 240, 10, dtype=np.uint8), 3).reshape(6, 4, 3))
+    file = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned to the right
+    upright.transpose(Image.Transpose.ROTATE_90).save(file, "PNG", exif=exif)
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    np.testing.assert_array_equal(np.asarray(as_image(image_of_url(url))), np.asarray(upright))
 
 
 @pytest.mark.parametrize("folder", [FOLDER, FIXTURES / "idefics3"], ids=lambda f: f.name)

@@ -180,6 +180,11 @@ def test_large_images_are_made_smaller() -> None:
     assert grid() == (4, 8)  # a token has 8 x 8 pixels
     assert grid(max_pixels=512) == (2, 4)
     assert grid(min_pixels=4096) == (6, 12)  # rounded up
+    for limits in ({"max_pixels": 128}, {"min_pixels": 8192}):  # beside 256 to 6400 pixels in the file
+        with pytest.raises(
+            ValueError, match=r"min_pixels of images is \d+; allowed: up to max_pixels, which is \d+"
+        ):
+            grid(**limits)
 
 
 def test_images_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,6 +379,10 @@ def test_arguments_of_another_processor() -> None:
     args = EngineArgs(str(FOLDER), mm_processor_kwargs={"size": {"longest_edge": 64}})
     with pytest.raises(ValueError, match="allowed: min_pixels and max_pixels with this model"):
         ImageSettings.of(args, spec_of(FOLDER))
+    with pytest.raises(
+        ValueError, match=r"mm_processor_kwargs is .*; allowed: None, as Llama\w* reads no im"
+    ):
+        LLMEngine(EngineArgs("pagelet", mm_processor_kwargs={"max_pixels": 512}))
 
 
 @pytest.mark.parametrize(

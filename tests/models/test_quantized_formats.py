@@ -322,6 +322,18 @@ def test_groups_out_of_order_need_desc_act(made: Path, tmp_path: Path) -> None:
         load_model(far, "float32")
 
 
+def test_biases_of_zeros_are_not_read(made: Path, tmp_path: Path) -> None:
+    """AutoGPTQ gives every map a bias: Qwen2.5's published checkpoints have them."""
+    write_quantized("gptq_32", made, tmp_path / "q")
+    zeros = edited(tmp_path / "q", tmp_path / "zeros", bias=np.zeros(64, np.float16))
+    assert load_model(zeros, "float32").weight_bytes == load_model(tmp_path / "q", "float32").weight_bytes
+    ones = edited(tmp_path / "q", tmp_path / "ones", bias=np.ones(64, np.float16))
+    with pytest.raises(ValueError, match=r"q_proj\.bias is unexpected"):
+        load_model(ones, "float32")
+    with pytest.raises(ValueError, match=r"q_proj\.bias is unexpected"):
+        load_model(edited(made, tmp_path / "floats", bias=np.zeros(64, np.float16)), "float32")
+
+
 def test_the_argument_has_to_fit_the_checkpoint(made: Path, tmp_path: Path) -> None:
     write_quantized("awq_32", made, tmp_path / "q")
     assert load_model(tmp_path / "q", "float32", quantization="awq").weight_bytes

@@ -14,6 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jax_paged.models import stored_tensors, weights
+from jax_paged.models.checkpoint import end_token_ids
 from jax_paged.models.stored_tensors import StoredTensor
 from jax_paged.models.weights import load_model, random_checkpoint, random_model, save_model
 
@@ -240,11 +241,26 @@ def test_end_tokens(folder: Path, config_id: Any, generation_id: Any, expected: 
         assert expected in str(error.value)
 
 
+def test_what_only_the_text_config_says() -> None:
+    """Published Qwen3.5 and Qwen3-VL name their type and their end token there."""
+    hf_config: dict[str, Any] = {"text_config": {"dtype": "bfloat16", "eos_token_id": [1, 3]}}
+    mixed = {d: StoredTensor(Path(), d, 0, (1,), d) for d in ("F32", "BF16")}
+    assert weights._choose_dtype("auto", hf_config, mixed) == jnp.bfloat16
+    assert weights._choose_dtype("auto", hf_config | {"torch_dtype": "float32"}, mixed) == jnp.float32
+    assert end_token_ids({}, hf_config, 8) == {1, 3}
+    assert end_token_ids({}, hf_config | {"eos_token_id": 2}, 8) == {2}
+    assert end_token_ids({"eos_token_id": 5}, hf_config, 8) == {5}
+
+
 @pytest.mark.parametrize(
     ("generation_config", "expected"),
     [
         ({}, {}),
         ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+        (
+            {"do_sample": False, "top_k": 5, "repetition_penalty": 1.1},
+            {"temperature": 0.0, "repetition_penalty": 1.1},
+        ),
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
         ({"temperature": None, "top_k": 50, "max_length": 9}, {"top_k": 50}),
     ],
