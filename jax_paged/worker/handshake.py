@@ -55,8 +55,7 @@ def lead(task: Task) -> tuple[list[Channel], str]:
     if task.peers is None:
         found = _accepted(launch, task.args.distributed_timeout_seconds)
     else:
-        channels = [Channel(socket.socket(fileno=peer)) for peer in task.peers]
-        found = {rank: (channel, channel.receive()[0]) for rank, channel in enumerate(channels, 1)}
+        found = _greeted(task.peers, task.args.distributed_timeout_seconds)
     found = dict(sorted(found.items()))
     problems = [
         f"{name} is {theirs} in worker {rank}; allowed: {ours.get(name)}, as in worker 0"
@@ -104,6 +103,20 @@ def follow(task: Task) -> tuple[Channel, str]:
         raise ValueError(answer["error"])
     channel.set_limits()
     return channel, answer["address"]
+
+
+def _greeted(peers: tuple[int, ...], limit_s: float) -> dict[int, tuple[Channel, dict[str, Any]]]:
+    """Returns a channel to each other worker, of sockets to them, and what it says of itself, by rank."""
+    found: dict[int, tuple[Channel, dict[str, Any]]] = {}
+    for rank, peer in enumerate(peers, 1):
+        channel = Channel(socket.socket(fileno=peer))
+        channel.set_limits(receiving_s=limit_s)
+        try:
+            found[rank] = channel, channel.receive()[0]
+        except BlockingIOError as error:
+            allowed = f"one that has read its arguments within {limit_s:g} s (distributed_timeout_seconds)"
+            raise ValueError(f"worker {rank} has said nothing; allowed: {allowed}") from error
+    return found
 
 
 def _accepted(launch: Launch, limit_s: float) -> dict[int, tuple[Channel, dict[str, Any]]]:

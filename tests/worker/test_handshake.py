@@ -127,6 +127,13 @@ def test_those_that_do_not_come(tasks: list[Task]) -> None:
         handshake.follow(lost)
 
 
+def test_a_worker_of_this_machine_that_says_nothing(tasks: list[Task]) -> None:
+    ours, theirs = socket.socketpair()
+    task = dataclasses.replace(changed(tasks[0], distributed_timeout_seconds=0.1), peers=(ours.detach(),))
+    with theirs, pytest.raises(ValueError, match=r"worker 1 has said nothing; allowed: .* within 0.1 s"):
+        handshake.lead(task)
+
+
 def test_the_least_that_any_worker_has() -> None:
     pairs = [socket.socketpair() for _ in range(2)]
     leader = Leader(Followers([Channel(ours) for ours, _ in pairs], lambda reason: None))
