@@ -110,7 +110,7 @@ class EngineArgs:
         runner: "pooling" has a model that draws tokens pool, too; "generate" has none pool; "auto" goes by
             the checkpoint: its architecture, and modules of sentence-transformers.
         pooler_config: How texts are pooled, a PoolerConfig or its fields; None is as the checkpoint says.
-        hf_overrides: Fields in place of those of config.json.
+        hf_overrides: Fields in place of those of config.json, and of text_config and vision_config in it.
         logprobs_mode: Of which distribution log-probabilities are: "raw_logprobs", that of the model;
             "processed_logprobs", that which tokens are drawn from (of greedy requests, before temperature,
             min_p, top_k and top_p). Those of prompts are the model's.

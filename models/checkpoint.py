@@ -1,6 +1,7 @@
 """Finds a model folder in Hugging Face layout and reads its JSON files, without JAX."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ GGUF_HINT = (
 )
 # No pickled weights and no code, so nothing that is downloaded can run.
 HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+
+# Objects in config.json of models that read more than texts, and what may stand outside of text_config.
+_PARTS = ("text_config", "vision_config")
+_OUTER = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
 
 
 def resolve_model_dir(model: str) -> Path:
@@ -66,6 +71,23 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{file} holds a {type(value).__name__}; allowed: an object")
     return value
+
+
+def read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns config.json with other fields; those of the objects in _PARTS are replaced one by one.
+
+    Raises:
+        ValueError: If there is none, or if a field of the text model stands outside of its object.
+    """
+    found = read_json(folder / "config.json")
+    text = found.get("text_config")
+    inner = (
+        {*text, "rope_parameters", "rope_scaling"} - {*found, *_OUTER} if isinstance(text, dict) else set()
+    )
+    if misplaced := sorted(inner & overrides.keys()):
+        raise ValueError(f"hf_overrides has {misplaced}; allowed for this model: in its text_config")
+    both = [n for n in _PARTS if all(isinstance(x.get(n), dict) for x in (found, overrides))]
+    return {**found, **overrides, **{name: found[name] | overrides[name] for name in both}}
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

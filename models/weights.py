@@ -14,7 +14,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.checkpoint import end_token_ids, read_generation_config, read_json, sampling_defaults
+from jax_paged.models.checkpoint import end_token_ids, read_config, read_generation_config, sampling_defaults
 from jax_paged.models.layers import Float32Param
 from jax_paged.models.mxfp4 import with_decoded
 from jax_paged.models.quantization_config import quantization_of
@@ -107,7 +107,7 @@ def load_stages(
     Raises:
         ValueError: As load_model.
     """
-    hf_config = read_json(folder / "config.json") | overrides
+    hf_config = read_config(folder, overrides)
     whole, chosen, stored = _outline(folder, hf_config, dtype, max_model_len, quantization)
     generation_config, architecture = read_generation_config(folder), get_architecture(hf_config)
     eos_token_ids = end_token_ids(generation_config, hf_config, whole.config.vocab_size)
@@ -130,7 +130,7 @@ def outline(
 
     The arguments and the errors are those of load_model.
     """
-    hf_config = read_json(folder / "config.json") | overrides
+    hf_config = read_config(folder, overrides)
     return _outline(folder, hf_config, dtype, max_model_len, quantization)[0]
 
 

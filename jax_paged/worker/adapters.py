@@ -15,7 +15,7 @@ from jax_paged.config import EngineArgs
 from jax_paged.core.scheduler_output import AdapterLoad
 from jax_paged.image_settings import ImageSettings
 from jax_paged.models.causal_lm import CausalLM, LanguageModel
-from jax_paged.models.checkpoint import read_json, resolve_model_dir
+from jax_paged.models.checkpoint import read_config, resolve_model_dir
 from jax_paged.models.images import ImageSpec, PatchSpec
 from jax_paged.models.lora import LoraLayout, lora_maps
 from jax_paged.models.registry import IMAGE_MODELS, get_architecture
@@ -68,7 +68,7 @@ def check_images(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -
         ValueError: If it is.
     """
     if loaded is None:
-        config = read_json(resolve_model_dir(args.model) / "config.json") | (args.hf_overrides or {})
+        config = read_config(resolve_model_dir(args.model), args.hf_overrides or {})
         name = get_architecture(config)
     else:
         name = type(loaded.model if isinstance(loaded, LoadedModel) else loaded).__name__

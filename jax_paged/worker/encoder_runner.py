@@ -16,7 +16,7 @@ from jax_paged.config import EngineArgs
 from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler_output import NewSequence, ScheduledSequence, SchedulerOutput
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.checkpoint import read_json, resolve_model_dir
+from jax_paged.models.checkpoint import read_config, resolve_model_dir
 from jax_paged.models.encoder import EncoderModel
 from jax_paged.models.quantize import kind_to_make
 from jax_paged.models.registry import POOLING_MODELS, get_architecture
@@ -247,7 +247,7 @@ def is_encoder(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> 
     if loaded is not None:
         model = loaded.model if isinstance(loaded, LoadedModel) else loaded
         return isinstance(model, EncoderModel)
-    hf_config = read_json(resolve_model_dir(args.model) / "config.json") | (args.hf_overrides or {})
+    hf_config = read_config(resolve_model_dir(args.model), args.hf_overrides or {})
     return POOLING_MODELS.get(get_architecture(hf_config)) == "encoder"
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from jax_paged.checks import check, check_choice
 from jax_paged.config import EngineArgs
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.checkpoint import read_json, resolve_model_dir
+from jax_paged.models.checkpoint import read_config, resolve_model_dir
 from jax_paged.models.exchange import NewWeights, with_weights
 from jax_paged.models.forward_context import Module
 from jax_paged.models.hooks import Hook
@@ -142,11 +142,11 @@ def pooling_of(args: EngineArgs, loaded: LoadedModel, *, is_own: bool) -> Poolin
         ValueError: If it can't be what the arguments ask for.
     """
     folder = resolve_model_dir(args.model) if is_own else None
-    hf_config = {} if folder is None else read_json(folder / "config.json")
+    overrides = args.hf_overrides or {}
     pooler = args.pooler
     return read_pooling(
         folder,
-        hf_config | (args.hf_overrides or {}),
+        dict(overrides) if folder is None else read_config(folder, overrides),
         loaded.architecture,
         loaded.config.hidden_size,
         pools={"pooling": True, "generate": False}.get(args.runner),

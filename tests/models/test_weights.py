@@ -14,7 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jax_paged.models import stored_tensors, weights
-from jax_paged.models.checkpoint import end_token_ids
+from jax_paged.models.checkpoint import end_token_ids, read_config
 from jax_paged.models.stored_tensors import StoredTensor
 from jax_paged.models.weights import load_model, random_checkpoint, random_model, save_model
 
@@ -239,6 +239,24 @@ def test_end_tokens(folder: Path, config_id: Any, generation_id: Any, expected: 
         with pytest.raises(ValueError) as error:
             load_model(folder)
         assert expected in str(error.value)
+
+
+def test_overrides_of_the_text_model() -> None:
+    """Qwen3.5's model card extends its context like this."""
+    folder = SHARDED.parent / "qwen3_5_nested"
+    whole = read_config(folder, {})
+    text = {"max_position_embeddings": 32}
+    found = read_config(folder, {"text_config": text, "dtype": "float32"})
+    assert found == whole | {"text_config": whole["text_config"] | text, "dtype": "float32"}
+    assert (
+        weights.outline(folder, "float32", None, {"text_config": text}).config.max_position_embeddings == 32
+    )
+    assert read_config(SHARDED, text) == read_config(SHARDED, {}) | text
+    with pytest.raises(ValueError, match=r"text_config of config.json is 5; allowed: an object"):
+        weights.outline(folder, "float32", None, {"text_config": 5})
+    for bad in (text, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}):
+        with pytest.raises(ValueError, match=r"hf_overrides has \['\w+'\]; allowed .*: in its text_config"):
+            weights.outline(folder, "float32", None, bad)
 
 
 def test_what_only_the_text_config_says() -> None:
