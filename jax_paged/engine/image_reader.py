@@ -6,6 +6,7 @@ written here, as transformers does that in a class that wants a processor of vid
 
 import base64
 import binascii
+import contextlib
 import functools
 import hashlib
 import io
@@ -212,7 +213,8 @@ def as_image(given: Any) -> "Image":
     try:
         from PIL import ImageOps
 
-        given = ImageOps.exif_transpose(given)
+        with contextlib.suppress(Exception):  # data that can't be read say nothing
+            given = ImageOps.exif_transpose(given)
         if given.has_transparency_data:
             image = given.convert("RGBA")
             image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image)

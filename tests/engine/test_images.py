@@ -146,6 +146,10 @@ def test_photos_are_turned_upright() -> None:
     upright.transpose(Image.Transpose.ROTATE_90).save(file, "PNG", exif=exif)
     url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
     np.testing.assert_array_equal(np.asarray(as_image(image_of_url(url))), np.asarray(upright))
+    file = io.BytesIO()
+    upright.save(file, "PNG", exif=b"Exif\0\0no such data")
+    file = Image.open(io.BytesIO(file.getvalue()))
+    np.testing.assert_array_equal(np.asarray(as_image(file)), np.asarray(upright))
 
 
 @pytest.mark.parametrize("folder", [FOLDER, FIXTURES / "idefics3"], ids=lambda f: f.name)
