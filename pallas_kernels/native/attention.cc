@@ -28,11 +28,11 @@ using PerHead = ffi::Buffer<ffi::F32, 1>;
 using Bias = ffi::Buffer<ffi::F32, 2>;
 
 #if defined(__x86_64__)
-// Whether there is AMX, with vectors that round to bfloat16, and Linux lets this process use its tiles.
+// Whether there is AMX, and Linux lets this process use its tiles.
 bool allows_tiles() {
   unsigned a, b, c, d;
   constexpr unsigned kAmxBf16 = 1 << 22, kAmxTile = 1 << 24;
-  if (!__builtin_cpu_supports("avx512bf16") || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
   if ((d & kAmxBf16) == 0 || (d & kAmxTile) == 0) return false;
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -45,8 +45,9 @@ const Kernels& choose_kernels(int64_t max_width) {
 #if defined(__x86_64__)
   if (max_width >= 16 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    if (max_width < 32 || !__builtin_cpu_supports("avx512bf16")) return kAvx512Kernels;
     static const bool has_tiles = allows_tiles();
-    return max_width >= 256 && has_tiles ? kAmxKernels : kAvx512Kernels;
+    return max_width >= 256 && has_tiles ? kAmxKernels : kAvx512Bf16Kernels;
   }
   if (max_width >= 8 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2Kernels;
 #endif

@@ -112,10 +112,11 @@ struct Kernels {
 
 extern const Kernels kBaselineKernels;
 #if defined(__x86_64__)
-extern const Kernels kAvx2Kernels, kAvx512Kernels, kAmxKernels;
+extern const Kernels kAvx2Kernels, kAvx512Kernels, kAvx512Bf16Kernels, kAmxKernels;
 #endif
 
-// The widest vectors that this processor has, of up to `max_width` floats; 256 are a tile.
+// The widest vectors that this processor has, of up to `max_width` floats; 256 are a tile, and 32 are numbers of bfloat16
+// in a vector that is multiplied as such.
 const Kernels& choose_kernels(int64_t max_width);
 
 }  // namespace jax_paged

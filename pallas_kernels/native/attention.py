@@ -69,7 +69,8 @@ def ragged_attention(
     Args:
         q: As there, and so are the arguments that follow.
         query_start_loc: Empty if every sequence has one query.
-        max_width: Floats in the widest vectors to use: 256, 16, 8 or 4; fewer where the processor has none.
+        max_width: Floats in the widest vectors to use: 16, 8 or 4; or numbers of bfloat16 where these are
+            multiplied as such: 32 in a vector, 256 in a tile. Fewer where the processor has none.
     """
     # Arrays of the trace: empty NumPy constants would become arguments of jax.shard_map, where jaxlib 0.11.2
     # crashes when it removes them.

@@ -1,5 +1,5 @@
-// The same as by_lanes.h in bfloat16, by the tile instructions of AMX: a tile is 16 rows of 64 bytes, and an instruction
-// adds the product of two of them, pairs of bfloat16, to a third one of float32.
+// The same as by_lanes.h in bfloat16, by instructions that add products of pairs of bfloat16 to float32. A tile is 16 rows
+// of 64 bytes: AMX has an instruction that multiplies two of them, AVX-512 one for each of their rows.
 //
 //     scores [token, lane] += keys [token, d]  queries [d / 2, lane] of pairs        (keys straight from their pages)
 //     sums [d, lane]       += values [d, token] weights [token / 2, lane] of pairs   (values transposed, weights rounded)
@@ -13,75 +13,7 @@ INLINE bool is_by_tiles(const Attention& a, const Item& item) {
   return !is_by_rows(a, item) && a.head_dim % PAIRS == 0 && a.value_dim == a.head_dim && a.page_size % TILE == 0;
 }
 
-// While it lives, this thread's tiles have 16 rows of 64 bytes.
-class Tiles {
- public:
-  Tiles() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } shape;
-    for (int i = 0; i < 8; i++) shape.row_bytes[i] = 64, shape.rows[i] = TILE;
-    // GCC takes it for a read of the first bytes only.
-    __asm__ volatile("" : : "m"(shape));
-    _tile_loadconfig(&shape);
-  }
-  ~Tiles() { _tile_release(); }
-};
-
-// out (+)= left [TILE, 2n] right [n, TILE] of pairs, for `columns` lane columns of right and out that lie so many floats
-// apart; n is a multiple of 16, and the row of left is in bytes.
-template <bool ADDS>
-INLINE void multiply_tile(const void* left, int64_t left_row, const uint32_t* right, int64_t right_column, int64_t n,
-                          float* out, int64_t out_column, int64_t columns) {
-  constexpr int64_t ROW = TILE * sizeof(float);
-  int64_t c = 0;
-  for (; c + 4 <= columns; c += 4) {
-    float* const to = out + c * out_column;
-    if (ADDS) {
-      _tile_loadd(0, to, ROW);
-      _tile_loadd(1, to + out_column, ROW);
-      _tile_loadd(2, to + 2 * out_column, ROW);
-      _tile_loadd(3, to + 3 * out_column, ROW);
-    } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    }
-    for (int64_t i = 0; i < n; i += TILE) {
-      const uint32_t* const from = right + c * right_column + i * TILE;
-      _tile_loadd(4, static_cast<const char*>(left) + i * sizeof(uint32_t), left_row);
-      _tile_loadd(5, from, ROW);
-      _tile_loadd(6, from + right_column, ROW);
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_dpbf16ps(1, 4, 6);
-      _tile_loadd(5, from + 2 * right_column, ROW);
-      _tile_loadd(6, from + 3 * right_column, ROW);
-      _tile_dpbf16ps(2, 4, 5);
-      _tile_dpbf16ps(3, 4, 6);
-    }
-    _tile_stored(0, to, ROW);
-    _tile_stored(1, to + out_column, ROW);
-    _tile_stored(2, to + 2 * out_column, ROW);
-    _tile_stored(3, to + 3 * out_column, ROW);
-  }
-  for (; c < columns; c++) {
-    float* const to = out + c * out_column;
-    if (ADDS) {
-      _tile_loadd(0, to, ROW);
-    } else {
-      _tile_zero(0);
-    }
-    for (int64_t i = 0; i < n; i += TILE) {
-      _tile_loadd(4, static_cast<const char*>(left) + i * sizeof(uint32_t), left_row);
-      _tile_loadd(5, right + c * right_column + i * TILE, ROW);
-      _tile_dpbf16ps(0, 4, 5);
-    }
-    _tile_stored(0, to, ROW);
-  }
-}
+#include TILES
 
 // The queries of TILE lanes from `lane` on as pairs [head_dim / 2, TILE]; those of unused lanes are 0.
 static void pair_queries(const Attention& a, const Item& item, int64_t head, int64_t lane, uint32_t* pairs) {
@@ -261,17 +193,5 @@ static void attend_by_tiles(const Attention& a, const Item& item, float* scratch
     }
     for (int64_t lane = 0; lane < lanes; lane += TILE) to_rows(row, TILE, sums + lane * row, queries + lane * row);
     write_out<BFloat16>(a, item, head, item.lanes(a), queries, state.largest, state.total);
-  }
-}
-
-// The activation of a gated MLP. x / (1 + e^-x) to 7e-5 of it, which rounding to bfloat16 hides.
-static void multiply_silu(const float* x, const float* factors, void* out, int64_t n) {
-  const auto part = [&](int64_t i) {
-    const Vec v = load(x + i);
-    return v * _mm512_rcp14_ps(exp2(v * -LOG2_E) + 1.f) * load(factors + i);
-  };
-  for (int64_t i = 0; i < n; i += PAIRS) {
-    const Vec low = part(i), high = part(i + WIDTH);
-    _mm512_storeu_si512(static_cast<BFloat16*>(out) + i, bits_as<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
   }
 }

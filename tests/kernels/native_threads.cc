@@ -91,6 +91,7 @@ int main() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) variants.push_back(&kAvx2Kernels);
   if (__builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) variants.push_back(&kAvx512Kernels);
+  if (__builtin_cpu_supports("avx512bf16")) variants.push_back(&kAvx512Bf16Kernels);
 #endif
   int64_t shares = 0;
   for (int i = 0; i < 60; i++) {

@@ -22,8 +22,9 @@ from jax_paged.pallas_kernels.native import attention
 from jax_paged.pallas_kernels.shared_tiles import shared_tiles
 
 IF_BUILT = pytest.mark.skipif(not native.is_built(), reason=f"native: {native.problem()}")
-# Of the native backend, those of every variant: the widest vectors, AVX-512, AVX2, and any processor's.
-WIDTHS = (256, 16, 8, 4)
+# Of the native backend, those of every variant: tiles, AVX-512 with bfloat16 and without, AVX2, and any
+# processor's.
+WIDTHS = (256, 32, 16, 8, 4)
 NATIVE = [pytest.param(f"native {width}", marks=IF_BUILT) for width in WIDTHS]
 S = 16
 SINKS = np.array([0.5, -3.0, 60.0, -np.inf, 4.0, 0, 1, 2], np.float32)

@@ -13,7 +13,7 @@ from jax_paged.pallas_kernels.native import attention
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason=f"native: {native.problem()}")
 
-WIDTHS = (256, 16, 8, 4)
+WIDTHS = (256, 32, 16, 8, 4)
 
 
 def random_case(seed):

@@ -254,7 +254,7 @@ SHAPES = [(4, 4, 64, 16), (8, 2, 48, 3), (16, 1, 128, 32), (6, 3, 80, 16), (8, 1
 
 
 @pytest.mark.skipif(not native.is_built(), reason=f"native: {native.problem()}")
-@pytest.mark.parametrize("width", [256, 16, 8, 4])
+@pytest.mark.parametrize("width", [256, 32, 16, 8, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_native_comes_to_the_bits_of_a_pool_of_floats(kind, dtype, width):
