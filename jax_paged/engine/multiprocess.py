@@ -237,12 +237,16 @@ def follow(args: EngineArgs, launch: Launch) -> NoReturn:
 
     Raises:
         ValueError: If the processes differ or do not find each other, or the model can't be loaded.
+        EngineDeadError: If this process's worker stalls.
         SystemExit: When the first has ended.
     """
     worker = Worker(args, launch, None)
     try:
         _, arrays = worker.channel.receive()
         raise pickle.loads(arrays[0].data)
+    except TimeoutError as error:
+        worker.close(until=0)
+        raise EngineDeadError(f"worker {launch.rank} has stalled: {error}") from error
     except OSError:
         sys.exit(worker.wait())
     finally:

@@ -18,7 +18,7 @@ import numpy as np
 from jax_paged.config import EngineArgs
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.launch import Launch
-from jax_paged.worker.channel import Channel
+from jax_paged.worker.channel import Channel, silence_limit_s
 from jax_paged.worker.task import Task
 
 _WORKER = """
@@ -176,6 +176,8 @@ class WorkerTeam:
                     if isinstance(value, RuntimeError):
                         return self.fail(str(value))
                     self.replies[engine].put(value)
+        except TimeoutError as error:
+            self.fail(f"worker 0 has stalled, or its host is gone: {error}")
         except OSError:
             self.fail("worker 0 has ended")
 
@@ -189,7 +191,8 @@ def begin(channel: Channel, args: EngineArgs, launch: Launch, peers: tuple[int, 
         launch: Which of the workers it is.
         peers: As Task takes them.
     """
-    channel.set_limits(sending_s=args.distributed_timeout_seconds)
+    timeout_s = args.distributed_timeout_seconds
+    channel.set_limits(sending_s=timeout_s, receiving_s=silence_limit_s(timeout_s))
     task = Task(args, launch, peers, logging.getLogger().getEffectiveLevel())
     channel.send("task", [packed(task)])
 

@@ -17,6 +17,22 @@ _LENGTH = struct.Struct("<I")
 _MAX_HEADER_BYTES = 2**24
 # Linux takes 1024 at once; an adapter of 80 layers has 1120 arrays.
 _MAX_PARTS = 1000
+# A message without a header. It only shows that the process that sent it is still running.
+_HEARTBEAT = _LENGTH.pack(0)
+_HEARTBEAT_INTERVAL_S = 2.0
+# A worker sends its first heartbeat after it has imported JAX, which takes long on a slow disk.
+_MIN_SILENCE_S = 60.0
+# TCP keepalive: a host that has vanished is noticed 10 + 4 * 5 seconds after its last packet.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
+
+
+def silence_limit_s(timeout_s: float) -> float:
+    """Returns how long a process that sends heartbeats may be silent (seconds).
+
+    Args:
+        timeout_s: The engine's distributed_timeout_seconds.
+    """
+    return max(timeout_s, _MIN_SILENCE_S) + 2 * _HEARTBEAT_INTERVAL_S
 
 
 class Channel:
@@ -29,8 +45,13 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._sending = threading.Lock()
+        self._closed = threading.Event()
+        self._receiving_s = 0.0
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE.items():
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, header: Any, arrays: Sequence[np.ndarray] = ()) -> None:
         """Sends a message.
@@ -55,13 +76,16 @@ class Channel:
                     parts[0] = memoryview(parts[0])[num_sent:]
 
     def receive(self) -> tuple[Any, list[np.ndarray]]:
-        """Waits for a message and returns it.
+        """Waits for a message and returns it; skips heartbeats.
 
         Raises:
-            OSError: If the other end is gone, or sends nothing for as long as `set_limits` allows.
-            ValueError: If something else than such a message has come.
+            TimeoutError: If no message and no heartbeat arrives within the limit of `set_limits`.
+            OSError: If the other end is gone.
+            ValueError: If the received bytes are not a message.
         """
-        (length,) = _LENGTH.unpack(self._read(bytearray(_LENGTH.size)))
+        length = 0
+        while length == 0:
+            (length,) = _LENGTH.unpack(self._read(bytearray(_LENGTH.size)))
         if length > _MAX_HEADER_BYTES:
             raise ValueError(f"a header has {length} bytes; allowed: at most {_MAX_HEADER_BYTES}")
         header, shapes = json.loads(self._read(bytearray(length)))
@@ -73,23 +97,50 @@ class Channel:
         return header, arrays
 
     def set_limits(self, *, sending_s: float = 0, receiving_s: float = 0) -> None:
-        """Bounds how many seconds sending and receiving wait for the other end; 0 waits for ever."""
+        """Bounds how many seconds sending and receiving wait for the other end; 0 waits without limit."""
+        self._receiving_s = receiving_s
         for option, seconds in ((socket.SO_SNDTIMEO, sending_s), (socket.SO_RCVTIMEO, receiving_s)):
             whole = int(seconds)
             timeval = struct.pack("ll", whole, int((seconds - whole) * 1e6))
             self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
 
+    def start_heartbeat(self) -> None:
+        """Starts a thread that sends heartbeats until the channel is closed.
+
+        They show the other end that this process runs, while it computes or compiles and has nothing to send.
+        """
+        threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
+
     def close(self) -> None:
         """Ends the connection; the other end notices it, and whoever receives here."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    def _send_heartbeats(self) -> None:
+        while not self._closed.wait(_HEARTBEAT_INTERVAL_S):
+            if not self._sending.acquire(blocking=False):
+                continue  # another thread is sending a message
+            try:
+                # Never waits: a reader that has not taken the last heartbeats does not need another one.
+                num_sent = self._socket.send(_HEARTBEAT, socket.MSG_DONTWAIT)
+                self._socket.sendall(_HEARTBEAT[num_sent:])
+            except BlockingIOError:
+                pass
+            except OSError:
+                return
+            finally:
+                self._sending.release()
 
     def _read[T: bytearray | memoryview](self, buffer: T) -> T:
         """Fills a buffer and returns it."""
         view = memoryview(buffer)
         while view:
-            num_read = self._socket.recv_into(view)
+            try:
+                num_read = self._socket.recv_into(view)
+            except BlockingIOError as error:
+                raise TimeoutError(f"no message within {self._receiving_s:g} s") from error
             if not num_read:
                 raise ConnectionResetError("the other end is closed")
             view = view[num_read:]

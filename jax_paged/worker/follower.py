@@ -1,5 +1,6 @@
 """A process of an engine that runs what the first one says, and knows nothing of requests."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -12,6 +13,8 @@ from jax_paged.worker.compilation import CompiledPrograms
 from jax_paged.worker.process_group import WEIGHTS, units
 from jax_paged.worker.programs import Program, SeatArrays
 from jax_paged.worker.stage_links import StageLinks
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Follower:
@@ -86,13 +89,14 @@ class Follower:
             self._next += 1
 
 
-def follow_leader(channel: Channel, groups: Sequence[Follower], end: Callable[[], None]) -> NoReturn:
-    """Runs what the leader announces, for ever.
+def follow_leader(channel: Channel, groups: Sequence[Follower], end: Callable[[int], None]) -> NoReturn:
+    """Runs the programs that the leader announces; does not return.
 
     Args:
         channel: To the leader.
         groups: One for each engine of a pipeline.
-        end: Is called when the leader is gone; by another thread.
+        end: Called from another thread with the exit status of this process: 0 if the leader has ended, 1 if
+            it has stalled or its host is gone.
     """
     announced: queue.SimpleQueue[tuple[Any, list[np.ndarray]]] = queue.SimpleQueue()
 
@@ -106,8 +110,11 @@ def follow_leader(channel: Channel, groups: Sequence[Follower], end: Callable[[]
                     links.arrive(message["engine"], arrays)
                 else:
                     announced.put((message, arrays))
+        except TimeoutError as error:
+            _LOGGER.error("worker 0 has stalled, or its host is gone: %s", error)
+            end(1)
         except (OSError, ValueError):
-            end()
+            end(0)
 
     threading.Thread(target=read, daemon=True).start()
     while True:

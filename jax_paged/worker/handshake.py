@@ -15,7 +15,7 @@ from jax_paged.config import EngineArgs
 from jax_paged.launch import Launch
 from jax_paged.models.checkpoint import read_json, resolve_model_dir
 from jax_paged.models.stored_tensors import read_headers
-from jax_paged.worker.channel import Channel
+from jax_paged.worker.channel import Channel, silence_limit_s
 from jax_paged.worker.task import Task
 
 _RETRY_S = 0.1
@@ -71,7 +71,8 @@ def lead(task: Task) -> tuple[list[Channel], str]:
         raise ValueError("\n".join(problems))
     address = _free_address(launch.address)
     for channel in channels:
-        channel.set_limits()
+        channel.set_limits(receiving_s=silence_limit_s(task.args.distributed_timeout_seconds))
+        channel.start_heartbeat()
         channel.send({"address": address})
     return channels, address
 
@@ -101,7 +102,8 @@ def follow(task: Task) -> tuple[Channel, str]:
         raise ValueError(f"worker 0 does not answer: {error}; allowed: one that has all others") from error
     if "error" in answer:
         raise ValueError(answer["error"])
-    channel.set_limits()
+    channel.set_limits(receiving_s=silence_limit_s(limit_s))
+    channel.start_heartbeat()
     return channel, answer["address"]
 
 
@@ -113,7 +115,7 @@ def _greeted(peers: tuple[int, ...], limit_s: float) -> dict[int, tuple[Channel,
         channel.set_limits(receiving_s=limit_s)
         try:
             found[rank] = channel, channel.receive()[0]
-        except BlockingIOError as error:
+        except TimeoutError as error:
             allowed = f"one that has read its arguments within {limit_s:g} s (distributed_timeout_seconds)"
             raise ValueError(f"worker {rank} has said nothing; allowed: {allowed}") from error
     return found

@@ -59,6 +59,8 @@ class Followers:
     def _receive(self, rank: int, channel: Channel) -> tuple[dict[str, Any], list[np.ndarray]]:
         try:
             message, arrays = channel.receive()
+        except TimeoutError as error:
+            raise RuntimeError(f"worker {rank} has stalled, or its host is gone: {error}") from error
         except OSError as error:
             raise RuntimeError(f"worker {rank} has ended: {error}") from error
         if "error" in message:

@@ -42,6 +42,7 @@ def main(descriptor: int) -> NoReturn:
     """Works for whoever is at the other end of a socket, until that is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes
     owner = Channel(socket.socket(fileno=descriptor))
+    owner.start_heartbeat()
     task: Task = pickle.loads(owner.receive()[1][0].data)
     logging.basicConfig(level=task.log_level, format=f"worker {task.launch.rank}: %(message)s")
     calls: list[Calls] = [queue.SimpleQueue() for _ in range(task.args.num_engines)]
@@ -129,7 +130,7 @@ def _follow(task: Task, fail: Callable[[Exception], NoReturn]) -> NoReturn:
     except ValueError as error:
         channel.send({"error": str(error)})
         raise
-    follow_leader(channel, groups, lambda: _end(0))
+    follow_leader(channel, groups, _end)
 
 
 def _links(task: Task, channel: Channel, fail: Callable[[Exception], NoReturn]) -> StageLinks:

@@ -1,13 +1,16 @@
 """An engine whose devices are in several processes: it draws what one draws, and ends when one is lost."""
 
 import contextlib
+import dataclasses
 import http.client
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,11 @@ from helpers.waiting import wait_until
 from jax_paged import AsyncLLMEngine, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.multiprocess import MultiprocessExecutor
-from jax_paged.engine.worker_team import WorkerTeam
+from jax_paged.engine.worker_team import WorkerTeam, begin
+from jax_paged.launch import Launch
 from jax_paged.outputs import RequestOutput
+from jax_paged.worker import channel
+from jax_paged.worker.channel import Channel
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 2000}
@@ -279,6 +285,51 @@ def test_an_engine_that_is_killed_while_it_runs(checkpoint: Path, port: int) -> 
     engine.communicate()
     follower.communicate(timeout=300)
     assert psutil.wait_procs(workers, timeout=120)[1] == []
+
+
+@dataclasses.dataclass
+class SilentWorker:
+    """A worker that takes its task and then does nothing. It is a StartedWorker."""
+
+    channel: Channel
+    ended: bool = False
+
+    def stop(self) -> None:
+        self.ended = True
+
+    def close(self, *, until: float) -> None:
+        self.ended = True
+
+
+def test_a_worker_that_stalls_before_it_is_ready(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_MIN_SILENCE_S", 0.1)
+    monkeypatch.setattr(channel, "_HEARTBEAT_INTERVAL_S", 0)
+    ours, _theirs = socket.socketpair()
+    worker = SilentWorker(Channel(ours))
+
+    def start(executor: MultiprocessExecutor, args: EngineArgs) -> list[SilentWorker]:
+        begin(worker.channel, args, Launch(0, 2, "127.0.0.1", 0, local_rank=0), None)
+        return [worker]
+
+    monkeypatch.setattr(MultiprocessExecutor, "_start", start)
+    with pytest.raises(EngineDeadError, match="worker 0 has stalled, or its host is gone: no message within"):
+        MultiprocessExecutor(two_processes(checkpoint, distributed_timeout_seconds=0.1, **TINY))
+    assert worker.ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_is_stopped_while_it_starts(checkpoint: Path, rank: int) -> None:
+    args = two_processes(checkpoint, distributed_timeout_seconds=60, **TINY)
+    with ThreadPoolExecutor() as pool:
+        starting = pool.submit(MultiprocessExecutor, args)
+        wait_until(lambda: len(workers()) == 2, "both workers are started")
+        time.sleep(8)  # they import JAX, meet, and begin to compile
+        processes = sorted(workers(), key=lambda process: process.create_time())
+        processes[rank].send_signal(signal.SIGSTOP)
+        with pytest.raises((EngineDeadError, ValueError)):
+            starting.result(timeout=300)
+    assert workers() == []
 
 
 def test_a_worker_that_is_lost_before_anybody_asks() -> None:

@@ -4,11 +4,13 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_paged.worker import channel
 from jax_paged.worker.channel import Channel
 
 
@@ -16,8 +18,8 @@ from jax_paged.worker.channel import Channel
 def ends():
     channels = [Channel(end) for end in socket.socketpair()]
     yield channels
-    for channel in channels:
-        channel.close()
+    for end in channels:
+        end.close()
 
 
 def test_headers_and_arrays_of_any_type_and_shape(ends: list[Channel]) -> None:
@@ -70,9 +72,10 @@ def test_an_end_that_is_closed_is_noticed(ends: list[Channel]) -> None:
 
 def test_limits_of_time(ends: list[Channel]) -> None:
     ends[0].set_limits(sending_s=0.1, receiving_s=0.1)
-    for wait in (ends[0].receive, lambda: ends[0].send("", [np.zeros(2**24, np.uint8)])):
+    large = [np.zeros(2**24, np.uint8)]
+    for wait, error in ((ends[0].receive, TimeoutError), (lambda: ends[0].send("", large), BlockingIOError)):
         start = time.monotonic()
-        with pytest.raises(BlockingIOError):
+        with pytest.raises(error):
             wait()
         assert time.monotonic() - start > 0.05
 
@@ -81,3 +84,40 @@ def test_what_is_no_message(ends: list[Channel]) -> None:
     ends[0]._socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
     with pytest.raises(ValueError, match="a header has 542393671 bytes; allowed: at most 16777216"):
         ends[1].receive()
+
+
+def test_heartbeats_show_that_the_other_end_runs(
+    ends: list[Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "_HEARTBEAT_INTERVAL_S", 0.02)
+    ends[0].set_limits(receiving_s=2)
+    ends[1].start_heartbeat()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(ends[0].receive)
+        with pytest.raises(FutureTimeoutError):
+            waiting.result(timeout=4)  # twice the limit: heartbeats have reset it
+        ends[1].send("message", [np.arange(3)])
+        header, (array,) = waiting.result(timeout=60)
+    assert (header, array.tolist()) == ("message", [0, 1, 2])
+
+
+def test_heartbeats_never_block_a_message(ends: list[Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_HEARTBEAT_INTERVAL_S", 0.0005)
+    ends[1].start_heartbeat()
+    time.sleep(0.5)  # nobody reads: the socket is full of heartbeats
+    assert ends[1]._sending.acquire(timeout=60), "a heartbeat waits for the reader and keeps the lock"
+    ends[1]._sending.release()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(ends[0].receive)
+        ends[1].send("message")
+        assert waiting.result(timeout=60)[0] == "message"
+
+
+def test_keepalive_finds_hosts_that_have_vanished() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = Channel(socket.create_connection(listener.getsockname()))
+        assert ours._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        idle, interval, count = (ours._socket.getsockopt(socket.IPPROTO_TCP, x) for x in options)
+        assert idle + interval * count <= 30
+        ours.close()

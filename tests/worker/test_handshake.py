@@ -1,6 +1,7 @@
 """Workers find each other, and begin only if all are to do the same."""
 
 import dataclasses
+import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,9 +14,9 @@ from helpers.ports import reserved_port
 
 from jax_paged import EngineArgs
 from jax_paged.launch import Launch, launch_of_environment
-from jax_paged.worker import handshake
+from jax_paged.worker import channel, handshake
 from jax_paged.worker.channel import Channel
-from jax_paged.worker.follower import Follower
+from jax_paged.worker.follower import Follower, follow_leader
 from jax_paged.worker.leader import Followers, Leader
 from jax_paged.worker.task import Task
 
@@ -140,6 +141,32 @@ def test_the_least_that_any_worker_has() -> None:
     followers = [Follower(Channel(theirs)) for _, theirs in pairs]
     groups = zip([leader, *followers], (700, 900, 400), strict=True)
     assert both(*(lambda g=g, n=n: g.least(n) for g, n in groups)) == [400, 400, 400]
+
+
+def test_a_follower_that_stalls_while_it_compiles() -> None:
+    ours, _theirs = socket.socketpair()
+    follower = Channel(ours)
+    follower.set_limits(receiving_s=0.1)
+    with pytest.raises(RuntimeError, match=r"worker 1 has stalled, or its host is gone: no message within"):
+        Followers([follower], lambda reason: None).wait()
+
+
+def test_a_leader_that_stalls() -> None:
+    ours, _theirs = socket.socketpair()
+    leader, ended = Channel(ours), queue.SimpleQueue[int]()
+    leader.set_limits(receiving_s=0.1)
+    threading.Thread(target=follow_leader, args=(leader, [], ended.put), daemon=True).start()
+    assert ended.get(timeout=60) == 1
+
+
+def test_all_workers_send_heartbeats_to_each_other(
+    tasks: list[Task], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "_HEARTBEAT_INTERVAL_S", 0.02)
+    ([leader], _), (follower, _) = both(lambda: handshake.lead(tasks[0]), lambda: handshake.follow(tasks[1]))
+    for end in (leader, follower):
+        assert end._receiving_s >= 60
+        assert end._socket.recv(4, socket.MSG_WAITALL) == bytes(4)
 
 
 def test_what_a_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
