@@ -1,4 +1,4 @@
-"""Which adapters lie on the device: a slot for each that a running request uses, as long as slots last."""
+"""Adapters on the device: a slot for each adapter that running requests use, as long as there are slots."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,19 +9,21 @@ from jax_paged.core.sequence import SequenceGroup
 
 
 class AdapterSlots:
-    """Gives adapters their slots, and says which requests there are slots for.
+    """Assigns slots to adapters, and decides which requests can run with the slots that there are.
 
-    An adapter that no running request uses keeps its slot until another needs it; the one that was used
-    least recently goes first. So a slot in use is never taken away.
+    An adapter that no running request uses keeps its slot until another adapter needs one; the least recently
+    used adapter is replaced first. The slot of an adapter that a running request uses is never taken away.
 
-    A request whose adapter finds no slot waits, and those behind it may overtake it if they need no slot
-    that it could get: without an adapter, or with one that runs. So that it does not wait for ever, one of
-    these is closed to them: the adapter that the fewest running requests use, whose slot is the next to be
-    free.
+    A request whose adapter has no slot is set aside. Requests behind it may overtake it if they cannot take a
+    slot from it: those without an adapter, and those whose adapter already runs. So that it does not wait
+    forever, one running adapter is closed to the requests behind it: the one that the fewest running requests
+    use, whose slot is the next to become free.
+
+    A request that was set aside is tried again once the conditions under which it was refused have changed.
 
     Args:
-        num_slots: Adapters on the device at a time.
-        queues: Know which adapters run, and which requests were set aside.
+        num_slots: Maximum number of adapters on the device at a time.
+        queues: Owner of the requests.
     """
 
     def __init__(self, num_slots: int, queues: RequestQueues) -> None:
@@ -31,9 +33,10 @@ class AdapterSlots:
         self._loads: list[AdapterLoad] = []
         self._closed: str | None = None
         self._closed_behind: tuple[Any, int] | None = None
-        self._lowest_key: Any = None
-        self._state: Any = None  # what these two were looked up for
-        self._seen: Any = None  # what the requests that were set aside have been refused for
+        self._first_aside: SequenceGroup | None = None
+        self._state: Any = None  # the state of the queues for which the previous two were computed
+        # The conditions (see _conditions) under which the requests that are set aside were refused.
+        self._refused_under: set[tuple[Any, ...]] = set()
 
     @property
     def slots(self) -> Mapping[str, int]:
@@ -41,32 +44,53 @@ class AdapterSlots:
         return self._slots
 
     def begin_step(self) -> None:
-        """Lets requests that were set aside stand in line again, if they may find a slot now."""
+        """Puts requests that were set aside back into the queue if they may find a slot now."""
         queues = self._queues
         if not queues.set_aside:
-            self._closed = None
+            self._closed = self._closed_behind = None
+            self._refused_under.clear()
             return
-        running, last = queues.running_adapters, queues.last_running()
+        running = queues.running_adapters
         state = queues.num_changes_aside, set(running)
-        if state != self._state:  # they may be many
+        if state != self._state:  # many requests may be set aside
             self._state = state
             missing = [group.order for group in queues.set_aside if group.adapter not in running]
             self._closed_behind = min(missing) if missing and running else None
-            self._lowest_key = min(group.key for group in queues.set_aside)
+            self._first_aside = min(queues.set_aside, key=lambda group: group.order)
         is_closed = self._closed_behind is not None
         self._closed = min(running, key=lambda adapter: running[adapter]) if is_closed else None
-        may_preempt = last is not None and self._lowest_key < last.key
-        seen = set(running), self._closed, self._closed_behind, may_preempt and (last, dict(running))
-        if seen != self._seen:
-            self._seen = seen
+        if self._refused_under != {self._conditions()} or self._may_preempt():
             queues.bring_back()
+            self._refused_under.clear()
+
+    def set_aside(self, group: SequenceGroup) -> None:
+        """Passes over the first waiting request, which has found no slot, so that those behind it are first."""
+        self._queues.put_aside(group)
+        self._refused_under.add(self._conditions())
+
+    def _conditions(self) -> tuple[Any, ...]:
+        """Returns everything that `has_room` depends on, except the request."""
+        return frozenset(self._queues.running_adapters), self._closed, self._closed_behind
+
+    def _may_preempt(self) -> bool:
+        """Returns whether the first request aside has a slot if requests of higher keys are preempted.
+
+        Whether there are blocks for it then may change with every step, unlike the conditions of `has_room`.
+        """
+        first = self._first_aside
+        assert first is not None, "a request is set aside"
+        last = self._queues.last_running()
+        if last is None or last.key <= first.key:
+            return False
+        victims = (group for group in self._queues.running.values() if group.key > first.key)
+        return self.has_room(first, without=victims)
 
     def has_room(self, group: SequenceGroup, without: Iterable[SequenceGroup] = ()) -> bool:
-        """Returns whether a request can run.
+        """Returns whether there is a slot for the adapter of a request.
 
         Args:
             group: The request.
-            without: Running requests that would not run any more.
+            without: Running requests that are regarded as preempted.
         """
         adapter = group.adapter
         if not adapter:
@@ -81,7 +105,7 @@ class AdapterSlots:
         return sum(count > 0 for count in running.values()) < self.num_slots
 
     def place(self, adapter: str) -> int:
-        """Returns the slot of an adapter that runs; it takes one with this step if it has none."""
+        """Returns the slot of an adapter that a running request uses; assigns one if it has none."""
         slot = self._slots.pop(adapter, None)
         if slot is None:
             if len(self._slots) < self.num_slots:
@@ -96,7 +120,7 @@ class AdapterSlots:
         return slot
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
-        """Returns the adapters that take a slot with this step."""
+        """Returns the adapters that were assigned a slot since the last call, to be loaded in this step."""
         loads = tuple(self._loads)
         self._loads.clear()
         return loads

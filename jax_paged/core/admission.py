@@ -129,7 +129,7 @@ class Admission:
             return True
         if missing is not Answer.NO_SLOT or step.is_short or group.request_id in self.queues.swapped:
             return False  # nobody behind it runs before
-        self.queues.put_aside(group)
+        self.adapters.set_aside(group)
         return True
 
     def make_room(self, group: SequenceGroup, step: StepBuilder, now: float) -> bool:
