@@ -385,9 +385,28 @@ class EngineConfig:
 
 
 def cache_dir(name: str) -> str:
-    """Returns the folder of that name for what is kept between runs: "compiled" steps, "kernel-checks"."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    """Returns the folder of that name for what is kept between runs: "compiled" steps, "kernel-checks".
+
+    It lies under XDG_CACHE_HOME, or ~/.cache. A user without a home directory has "/", as in containers.
+    """
+    home = os.path.expanduser("~")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join("/" if home == "~" else home, ".cache")
     return os.path.join(base, "jax-paged", name)
+
+
+def max_cache_bytes() -> float:
+    """Returns the maximum size of the cache of compiled programs: JAX_PAGED_CACHE_GB (GiB), or 2 GiB.
+
+    Raises:
+        ValueError: If the variable is not a number, or negative.
+    """
+    given = os.environ.get("JAX_PAGED_CACHE_GB") or "2"
+    try:
+        size = float(given)
+    except ValueError:
+        size = math.nan
+    check(size >= 0, "JAX_PAGED_CACHE_GB", given, "a number of GiB, 0 or more; 'inf' for no limit")
+    return size * 2**30
 
 
 def checks_inputs() -> bool:

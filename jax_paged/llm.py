@@ -13,6 +13,7 @@ from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.list_runner import ListRunner
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.replicas import make_replicas
+from jax_paged.engine.serialized import any_thread
 from jax_paged.engine.sleeping import Mode
 from jax_paged.engine.snapshot import EngineState
 from jax_paged.engine.tokenizer import Messages
@@ -43,6 +44,8 @@ NUM_SCHEDULER_STEPS = 8
 
 class LLM(PoolingMethods):
     """A model with its engine, or several; `close` it, or use it in a `with` block, to free the memory.
+
+    Any thread may call any method: a call waits until those of other threads have returned.
 
     Args:
         model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
@@ -322,6 +325,7 @@ class LLM(PoolingMethods):
         """
         self._only_engine("pin prefixes").unpin_prefix(name)
 
+    @any_thread
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Returns the tokenizer as transformers loads it.
 
@@ -330,6 +334,7 @@ class LLM(PoolingMethods):
         """
         return self.llm_engine.get_tokenizer()
 
+    @any_thread
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns a copy of the parameters of prompts that bring none: the model's generation_config.json."""
         return self.llm_engine.input_processor.default_params
@@ -342,8 +347,12 @@ class LLM(PoolingMethods):
         """Returns a table of what is compiled, as LLMEngine.compile_plan does."""
         return self.llm_engine.compile_plan()
 
+    @any_thread
     def close(self) -> None:
-        """Frees weights and pool; a second call does nothing."""
+        """Frees weights and pool; a second call does nothing.
+
+        A call that runs in another thread ends after its step, with EngineDeadError, and is waited for.
+        """
         for engine in self._replicas:
             engine.close()
 

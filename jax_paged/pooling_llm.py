@@ -12,6 +12,7 @@ from jax_paged.checks import check
 from jax_paged.engine import pooling
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
+from jax_paged.engine.serialized import Serialized
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.outputs import (
     ClassificationOutput,
@@ -31,7 +32,7 @@ UseTqdm = bool | Callable[..., tqdm]
 Params = PoolingParams | Sequence[PoolingParams] | None
 
 
-class PoolingMethods(abc.ABC):
+class PoolingMethods(Serialized, abc.ABC):
     """What LLM makes of texts beside more text. All methods run their texts together.
 
     Their arguments are alike: `prompts` as LLM.generate takes them; `truncate_prompt_tokens` as in

@@ -1,6 +1,7 @@
 """The engine for asyncio: one thread steps it, and any number of coroutines wait for their outputs."""
 
 import asyncio
+import functools
 import logging
 import math
 import queue
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -66,9 +68,14 @@ class AsyncLLMEngine(RequestMethods):
         # Level, mode and what is told when it is done; it waits for running requests.
         self._falling_asleep: tuple[int, Mode, Future[None]] | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"engine {replica}", daemon=True)
+        # Thread and executor do not keep this object: an engine that nothing refers to any more ends.
+        this = weakref.ref(self)
+        self._thread = threading.Thread(
+            target=_run, args=(this, self._calls), name=f"engine {replica}", daemon=True
+        )
         self._thread.start()
-        self.engine.executor.when_failed(lambda reason: self.fail(EngineDeadError(reason)))
+        weakref.finalize(self, self._calls.put, None).atexit = False
+        self.engine.executor.when_failed(functools.partial(_fail, this))
 
     @property
     def stopped(self) -> EngineDeadError | None:
@@ -259,12 +266,21 @@ class AsyncLLMEngine(RequestMethods):
             state = self.engine.abort_request(request_id)
             deliver([(stream, state.take_delta())] if state else [])  # or it has just ended
 
-    def _run(self) -> None:
+    def _turn(self, waited: "list[Callable[[], None] | None]") -> bool:
+        """Serves all calls, and runs a step if there is anything to do.
+
+        Args:
+            waited: The call that the thread has waited for, if it has.
+
+        Returns:
+            False once the engine has ended.
+        """
         try:
-            while self._serve_calls():
+            if self._serve_calls(waited):
                 if self._has_work():
                     self._step()
                 self._fall_asleep()
+                return True
             self.error = self.error or EngineDeadError("the engine is closed")
         except BaseException as error:  # a panic of a library in Rust is no Exception
             self.error = error
@@ -276,16 +292,15 @@ class AsyncLLMEngine(RequestMethods):
             call = self._calls.get()
             if call is not None:
                 call()
+        return False
 
-    def _serve_calls(self) -> bool:
-        """Serves all calls at hand, waiting for one if there is nothing else to do; False to end."""
-        wait = not self._has_work()
-        while wait or not self._calls.empty():
-            call = self._calls.get()
+    def _serve_calls(self, waited: "list[Callable[[], None] | None]") -> bool:
+        """Serves the call that was waited for, and all others at hand; False to end."""
+        while waited or not self._calls.empty():
+            call = waited.pop() if waited else self._calls.get()
             if call is None:
                 return False
             call()
-            wait = False
         return True
 
     def _has_work(self) -> bool:
@@ -351,3 +366,22 @@ class AsyncLLMEngine(RequestMethods):
         if is_turn:
             self._last_delivery = now
         deliver(outputs)
+
+
+def _run(this: "weakref.ref[AsyncLLMEngine]", calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    """Steps an engine until it is closed, or nothing refers to it any more.
+
+    Args:
+        this: The engine; between two turns the thread does not refer to it.
+        calls: What the engine's thread is to do. None wakes it up to end.
+    """
+    waited: list[Callable[[], None] | None] = []
+    while (engine := this()) is not None and engine._turn(waited):
+        is_idle = not engine._has_work()
+        del engine
+        waited = [calls.get()] if is_idle else []
+
+
+def _fail(this: "weakref.ref[AsyncLLMEngine]", reason: str) -> None:
+    if (engine := this()) is not None:
+        engine.fail(EngineDeadError(reason))

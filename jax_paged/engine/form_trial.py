@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -63,8 +64,7 @@ class FormTrial:
         self._is_closed = True
         process = self._process
         if process is not None:
-            process.kill()
-            process.wait()
+            _end(process)
 
     def _started(self) -> "subprocess.Popen[str]":
         if self._is_closed:
@@ -77,6 +77,7 @@ class FormTrial:
             if not _answer(process, settings):
                 raise RuntimeError(f"the process that tries forms ends with {process.wait()}")
             self._process = process
+            weakref.finalize(self, _end, process).atexit = False
         return self._process
 
     def _why_ended(self, code: int, seconds: float) -> str:
@@ -85,6 +86,11 @@ class FormTrial:
         if code == -signal.SIGPROF:
             return f"it takes more than {seconds:g} s to compile; allowed: less"
         return "its references or rules are nested too deeply, or it is too large"
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.wait()
 
 
 def _answer(process: "subprocess.Popen[str]", question: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 
 from tqdm import tqdm
 
+from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.llm_engine import LLMEngine
@@ -85,22 +86,29 @@ class ListRunner:
 def _steps_of(
     engine: LLMEngine, requests: dict[str, CheckedRequest], is_over: Callable[[], bool]
 ) -> Generator[_Step]:
-    """Runs requests of one engine to their end, or until it is over; yields what each step has brought."""
-    num_left = len(requests)
-    try:
-        for request_id, request in requests.items():
-            engine.add_request(request_id, request)
-        while num_left and not is_over():
-            changed = engine.advance()
-            # Others may have been added to the engine by hand.
-            own = ((state.group.request_id, state) for state in changed if state.is_finished)
-            ended = {i: state.output() for i, state in own if i in requests}
-            num_left -= len(ended)
-            yield len(changed), ended
-    finally:
-        for request_id in requests:
-            engine.abort_request(request_id)
-    engine.drain()
+    """Runs requests of one engine to their end, or until it is over; yields what each step has brought.
+
+    No other thread uses the engine meanwhile.
+    """
+    left = dict.fromkeys(requests)
+    with engine.exclusive(is_over) as is_held:
+        if not is_held:
+            return
+        try:
+            for request_id, request in requests.items():
+                engine.add_request(request_id, request)
+            while left and not is_over():
+                changed = engine.advance()
+                # Others may have been added to the engine by hand.
+                own = ((state.group.request_id, state) for state in changed if state.is_finished)
+                ended = {i: state.output() for i, state in own if i in requests}
+                for request_id in ended:
+                    del left[request_id]
+                yield len(changed), ended
+        finally:
+            with contextlib.suppress(EngineDeadError):  # it was closed, and has forgotten them
+                engine.abort_request(left)
+        engine.drain()
 
 
 def _side_by_side(runs: Sequence[Generator[_Step]], failed: threading.Event) -> Generator[_Step]:

@@ -5,6 +5,7 @@ import queue
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -48,6 +49,7 @@ class MultiprocessExecutor:
         if beside is None:
             self._team.begin(self._start(args))
         self._team.join(engine)
+        weakref.finalize(self, self._team.leave, engine).atexit = False
         try:
             self._config, self._buckets = self._reply(None)
         except BaseException:

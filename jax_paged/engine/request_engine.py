@@ -29,6 +29,7 @@ from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
 from jax_paged.engine.invariance import check_invariance
 from jax_paged.engine.new_request import check_arrival_time, request_state
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.engine.serialized import Serialized, any_thread
 from jax_paged.engine.step_loop import StepLoop
 from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
@@ -42,10 +43,11 @@ if TYPE_CHECKING:
     from jax_paged.worker.executor import Executor
 
 
-class RequestEngine:
+class RequestEngine(Serialized):
     """Runs requests together: each `step` computes one batch and returns the outputs that grew.
 
-    One thread at a time may use an engine; `check_request` alone may be called from any.
+    Any thread may call any method: a call waits until those of other threads have returned. Methods that are
+    safe beside a step, such as `check_request` and `add_lora`, do not wait.
 
     Args:
         args: Model and limits.
@@ -68,7 +70,7 @@ class RequestEngine:
         self.args = args
         self.num_names = 0  # of pinned prefixes and forks, given so far
         self.seeds = random.Random(args.seed)  # of requests that bring none
-        self._closed = False
+        self._closed = self._freed = False
         try:
             self.tokenizer = make_tokenizer(args)
             if executor is None:
@@ -112,6 +114,7 @@ class RequestEngine:
         """How deep the engine sleeps: 1 or 2, and 0 while it is awake."""
         return self._loop.sleep_level
 
+    @any_thread
     def is_sleeping(self) -> bool:
         """Whether anything sleeps, so that no request runs; the name is vLLM's."""
         return bool(self._loop.asleep)
@@ -126,6 +129,7 @@ class RequestEngine:
         """Makes an engine; the name that vLLM's scripts use."""
         return cls(engine_args)
 
+    @any_thread
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Returns the tokenizer as transformers loads it.
 
@@ -136,6 +140,7 @@ class RequestEngine:
             raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
         return self.tokenizer.hf
 
+    @any_thread
     def check_request(
         self,
         prompt: Prompt,
@@ -255,10 +260,11 @@ class RequestEngine:
         """Waits for what the device still computes for requests that have ended; returns if no others run."""
         return self._loop.drain()
 
+    @any_thread
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Reads an adapter ahead of its requests, and keeps it in host memory until it is removed.
 
-        Like the two that follow, it may be called from any thread.
+        Like the two that follow, it does not wait for calls of other threads.
 
         Returns:
             Whether it was not added before.
@@ -270,6 +276,7 @@ class RequestEngine:
         self._check_open()
         return self.input_processor.adapters.add(lora_request)
 
+    @any_thread
     def remove_lora(self, lora_id: int) -> bool:
         """Forgets an adapter, and what its id stands for; requests that have it go on with it.
 
@@ -279,6 +286,7 @@ class RequestEngine:
         self._check_not_closed()
         return self.input_processor.adapters.remove(lora_id)
 
+    @any_thread
     def list_loras(self) -> set[int]:
         """Returns the ids of the adapters in host memory."""
         return self.input_processor.adapters.ids
@@ -308,10 +316,19 @@ class RequestEngine:
         """
         self.scheduler.block_manager.unpin(name)
 
+    @any_thread
     def close(self) -> None:
-        """Frees weights and pool and forgets all requests; a second call does nothing."""
-        if not self._closed:
-            self._closed = True
+        """Frees weights and pool and forgets all requests; a second call does nothing.
+
+        A call that runs in another thread is waited for. It ends after its step, as calls that wait do, with
+        EngineDeadError.
+        """
+        self._closed = True
+        self._calls.call(self._free)
+
+    def _free(self) -> None:
+        if not self._freed:
+            self._freed = True
             self._loop.requests.clear()
             self.input_processor.close()
             self.executor.close()

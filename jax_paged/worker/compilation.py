@@ -2,18 +2,23 @@
 
 import collections
 import concurrent.futures
+import contextlib
+import ctypes
 import dataclasses
+import functools
 import logging
 import math
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import jax
 
-from jax_paged.config import cache_dir
+from jax_paged.config import cache_dir, max_cache_bytes
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.programs import Program
 from jax_paged.worker.step import StepProgram
@@ -32,6 +37,8 @@ WIDE_VECTORS: dict[str, str | bool | int] = {"xla_cpu_prefer_vector_width": 512}
 # XLA compiles one program mostly on one core.
 NUM_COMPILE_THREADS = 2
 _LOG_INTERVAL_S = 1.0
+# The smallest compiled program, in bytes, that JAX writes to a cache that can only be read.
+_WRITES_NOTHING = 2**62
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,21 +89,81 @@ class CompileRecord:
 def use_persistent_cache() -> None:
     """Turns JAX's compilation cache on, for programs of any size, unless the user has set it up.
 
+    If the folder can't be written to, one warning is logged, and programs that it already holds are still
+    read.
+
     Raises:
-        ValueError: If its folder can't be made.
+        ValueError: If JAX_PAGED_CACHE_GB is not a size.
     """
-    if jax.config.jax_compilation_cache_dir is None:
-        folder = Path(cache_dir("compiled"))
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"the cache of compiled steps can't be kept in {folder}: {error}; set XDG_CACHE_HOME, or "
-                "JAX_COMPILATION_CACHE_DIR, to a folder that can be written to"
-            ) from error
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    max_cache_bytes()  # rather now than when the cache is bounded
+    folder = Path(cache_dir("compiled"))
+    min_entry_bytes = -1
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        _warn_not_writable(folder, str(error))
+        if not os.path.isdir(folder):
+            return
+        min_entry_bytes = _WRITES_NOTHING
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", min_entry_bytes)
+
+
+@functools.cache
+def _warn_not_writable(folder: Path, reason: str) -> None:
+    """Logs a warning, once per process for the same folder and reason."""
+    _LOGGER.warning(
+        "compiled programs are not kept for the next start, as %s can't be written to (%s); set "
+        "XDG_CACHE_HOME or JAX_COMPILATION_CACHE_DIR to a folder that can",
+        folder,
+        reason,
+    )
+
+
+def bound_persistent_cache() -> None:
+    """Deletes the least recently used compiled programs of the default cache, if it exceeds its limit.
+
+    A folder that the user has chosen for JAX's compilation cache, or a limit that the user has set for it,
+    is left to JAX.
+    """
+    folder = Path(cache_dir("compiled"))
+    if jax.config.jax_compilation_cache_dir == str(folder) and jax.config.jax_compilation_cache_max_size == -1:
+        evict(folder, max_cache_bytes())
+
+
+def evict(folder: Path, max_bytes: float) -> None:
+    """Deletes the least recently used files of a folder until the rest has at most `max_bytes`.
+
+    A file was used when it was read or written last, as the file system says. Other processes may read,
+    write and evict at the same time: a file that is gone is compiled and written again.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for file in folder.iterdir():
+            with contextlib.suppress(OSError):  # another process has deleted it
+                stat = file.stat()
+                found.append((max(stat.st_atime_ns, stat.st_mtime_ns), stat.st_size, file))
+    num_bytes = sum(size for _, size, _ in found)
+    for _, size, file in sorted(found):
+        if num_bytes <= max_bytes:
+            break
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+            num_bytes -= size
+
+
+def trim_heap() -> None:
+    """Returns memory that is free to the operating system, if the C library is glibc.
+
+    XLA frees most of what it needs to compile a program, but glibc keeps it for later allocations.
+    """
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # there is no C library, or no malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class CompiledPrograms:
@@ -150,7 +217,7 @@ class CompiledPrograms:
         self._num_traces = 0
         self._num_compiled = 0
         self._start = self._logged = time.monotonic()
-        self._threads = [threading.Thread(target=self._work) for _ in range(NUM_COMPILE_THREADS)]
+        self._threads = [threading.Thread(target=_compile, args=([self],)) for _ in range(NUM_COMPILE_THREADS)]
         for thread in self._threads:
             thread.start()
         try:
@@ -256,6 +323,16 @@ class CompiledPrograms:
         for program in self._queue:
             self._futures[program].cancel()
 
+    def abandon(self) -> None:
+        """Ends the background threads after the programs that they compile now, without waiting for them.
+
+        For an engine that nothing refers to any more. Garbage collection may call it in any thread, also one
+        that holds a lock of this object, so that it takes none. What programs are traced for, such as the
+        weights, is let go of at once.
+        """
+        self._stopped = True
+        self._lower = _lower_nothing
+
     def report(self) -> list[CompileRecord]:
         """Returns what is compiled, and what it cost."""
         return [self._record(program) for program in self._programs]
@@ -305,6 +382,9 @@ class CompiledPrograms:
                 self._note_compiled(program)
                 self._futures[program].set_result(compiled)
             except BaseException as error:
+                if self._stopped:  # what it is traced for may be gone
+                    self._futures[program].cancel()
+                    return
                 _LOGGER.error("%s was not compiled (of a step, a larger one is used): %r", program, error)
                 self._futures[program].set_exception(error)
 
@@ -327,3 +407,19 @@ class CompiledPrograms:
         compiled = lowered.compile(compiler_options=self._options)
         compile_s = time.perf_counter() - traced
         return CompiledProgram(compiled, traced - start, compile_s, compiled.memory_analysis())
+
+
+def _compile(programs: list[CompiledPrograms]) -> None:
+    """Compiles programs in a background thread, then tidies up.
+
+    Args:
+        programs: What is compiled; it is taken out of the list, so that the thread does not keep it any
+            longer than it works on it.
+    """
+    programs.pop()._work()
+    bound_persistent_cache()
+    trim_heap()
+
+
+def _lower_nothing(_: Program) -> NoReturn:
+    raise RuntimeError("the engine is gone")

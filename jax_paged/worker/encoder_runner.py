@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,7 +141,8 @@ class EncoderRunner:
             free_bytes=lambda _: 0,
         )
         layout = KVCacheLayout((), (), 0, 1, 1, loaded.dtype)
-        self.context = TraceContext(
+        weakref.finalize(self, self.served.close).atexit = False
+        self.context = context = TraceContext(
             model=self.served.model,
             weights=self.served.arrays,
             layout=layout,
@@ -162,7 +164,8 @@ class EncoderRunner:
         self._texts: dict[int, NewSequence] = {}
         self._pending: collections.deque[tuple[SchedulerOutput, list[_PendingBatch]]] = collections.deque()
         self.buckets = plan_texts(self.config.max_model_len, self.config.max_num_batched_tokens)
-        self.compiled = CompiledPrograms([], list(self.buckets), lambda p: p.lower(self.context))
+        self.compiled = CompiledPrograms([], list(self.buckets), lambda p: p.lower(context))
+        weakref.finalize(self, self.compiled.abandon).atexit = False
 
     @property
     def num_traces(self) -> int:

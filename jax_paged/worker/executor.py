@@ -1,6 +1,9 @@
 """What the engine asks of whoever runs its steps, and the executor that does it in this process."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -187,11 +190,13 @@ class LocalExecutor:
             own |= {"speculative_config": args.speculative_config}
             for name, value in own.items():
                 check(value is None, name, value, "None, as the model is an encoder")
-            self.runner = EncoderRunner(args, loaded, first_device)
+            make = functools.partial(EncoderRunner, args, loaded, first_device)
         else:
             own_parts = hooks, attend, sampler, logits_processors
             runner = beside.runner if beside else None
-            self.runner = ModelRunner(args, loaded, *own_parts, first_device, group, runner)
+            make = functools.partial(ModelRunner, args, loaded, *own_parts, first_device, group, runner)
+        with _no_arrays_in_traceback():
+            self.runner = make()
         self._inspector = Inspector(self.runner)
         self._overrides = args.hf_overrides or {}
         self._source: str | Path | None = args.model if loaded is None else None  # of the weights
@@ -329,7 +334,10 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Frees the pool, and the weights unless others use them or the caller brought the model."""
+        from jax_paged.worker.compilation import trim_heap
+
         self.runner.close()
+        trim_heap()
 
     def _forget_images(self) -> None:
         """Drops what other weights have made of images."""
@@ -340,3 +348,22 @@ class LocalExecutor:
         """Checks that there is one stage, which has all weights and the whole of each block."""
         size = self.config.pipeline_parallel_size
         check(size == 1, "pipeline_parallel_size", size, f"1 {what}")
+
+
+@contextlib.contextmanager
+def _no_arrays_in_traceback() -> Iterator[None]:
+    """Frees what a constructor has allocated, if it raises an error.
+
+    A notebook keeps the last error, whose traceback refers to the local variables of all functions in it:
+    the weights and the pool would stay while the user tries again with other settings.
+    """
+    try:
+        yield
+    except BaseException as error:
+        seen: set[int] = set()
+        related: BaseException | None = error
+        while related is not None and id(related) not in seen:
+            seen.add(id(related))
+            traceback.clear_frames(related.__traceback__)
+            related = related.__cause__ or related.__context__
+        raise

@@ -303,7 +303,7 @@ def _kept(file: Path, key: dict[str, Any]) -> Verdict | None:
         if values["key"] != key:
             return None
         return Verdict(**values["verdict"] | {"rows": tuple(values["verdict"]["rows"])})
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         _LOGGER.warning("%s holds no verdict (%r); the kernels are checked anew", file, error)
@@ -330,9 +330,15 @@ def _alone(folder: Path) -> contextlib.AbstractContextManager[Any]:
             _LOGGER.info("another process checks kernels; waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
-        _LOGGER.warning("%s can't keep verdicts on kernels, so every start checks: %s", folder, error)
+        _warn_not_kept(folder, str(error))
         return contextlib.nullcontext()
     return lock
+
+
+@functools.cache
+def _warn_not_kept(folder: Path, reason: str) -> None:
+    """Logs a warning, once per process for the same folder and reason."""
+    _LOGGER.warning("%s can't keep verdicts on kernels, so every start checks: %s", folder, reason)
 
 
 def _run(task: dict[str, Any], limit_s: float) -> Verdict:

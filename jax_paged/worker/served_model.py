@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs, EngineConfig
@@ -21,7 +23,12 @@ from jax_paged.worker import kv_cache
 from jax_paged.worker.adapters import LoadAdapterProgram, check_images, plan_additions
 from jax_paged.worker.block_tables import WriteBlockTablesProgram
 from jax_paged.worker.buckets import plan_verifying
-from jax_paged.worker.compilation import ONE_GRAPH, WIDE_VECTORS, CompiledPrograms, use_persistent_cache
+from jax_paged.worker.compilation import (
+    ONE_GRAPH,
+    WIDE_VECTORS,
+    CompiledPrograms,
+    use_persistent_cache,
+)
 from jax_paged.worker.encoder import plan_encoders
 from jax_paged.worker.image_encoder import plan_images
 from jax_paged.worker.kernel_check import choose_backend
@@ -89,11 +96,15 @@ class ServedModel:
         use_persistent_cache()
         links = group.links
         own = range(num_stages) if links is None else [links.stage]
+        # The weights of an engine that is dropped are deleted at once: modules refer to each other, and would
+        # keep them until Python looks for garbage.
         self.grids = device_grids(args, first_device, num_stages if links is None else 1)
         if links is not None:
             self.grids *= num_stages
         grid, is_own = self.grids[0], loaded is None
         models = load(args, loaded, self.grids, own)
+        read = [x for m in models for x in jax.tree.leaves(nnx.state(m.model))] if is_own else []
+        not_served = weakref.finalize(self, _delete, read)
         last, model = models[-1], models[-1].model
         matmul_backend = choose_products(args, last.dtype)
         dtype = DTYPES.get(args.kv_cache_dtype, last.dtype)
@@ -112,6 +123,8 @@ class ServedModel:
         kind = kind_to_make([m.model for m in models], args.quantization)
         extra, how = [*hook_params, *draft_weights], {"is_own": is_own, "packs": packs, "kind": kind}
         self.served = [ServedWeights(models[i].model, grid=self.grids[i], extra=extra, **how) for i in own]
+        not_served.detach()
+        weakref.finalize(self, _close_all, self.served).atexit = False
         # Of a single stage the same list, whose arrays may be exchanged.
         self.weights: list[Any] = self.served[0].arrays
         if len(own) > 1:
@@ -224,6 +237,7 @@ class ServedModel:
                 math.inf if limit_s is None else limit_s,
                 self._group.is_ready,
             )
+            weakref.finalize(self, self._compiled.abandon).atexit = False
         return self._compiled
 
     def close(self) -> None:
@@ -232,9 +246,19 @@ class ServedModel:
         if self.num_users == 0:
             assert self._compiled is not None, "an engine has begun it"
             self._compiled.stop()
-            for served in self.served:
-                served.close()
+            _close_all(self.served)
             self._compiled, self.stages, self.weights = None, [], []
+
+
+def _delete(arrays: list[Any]) -> None:
+    for array in arrays:
+        if isinstance(array, jax.Array):
+            array.delete()
+
+
+def _close_all(served: list[ServedWeights]) -> None:
+    for weights in served:
+        weights.close()
 
 
 def _stage_layout(layout: kv_cache.KVCacheLayout, model: LanguageModel) -> kv_cache.KVCacheLayout:

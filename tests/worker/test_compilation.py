@@ -2,14 +2,22 @@
 
 import concurrent.futures
 import dataclasses
+import math
+import os
 import threading
 import time
+import types
+import weakref
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.waiting import wait_until
 
+from jax_paged import config
+from jax_paged.worker import compilation
 from jax_paged.worker.buckets import Bucket, plan_buckets
 from jax_paged.worker.compilation import CompiledPrograms, use_persistent_cache
 from jax_paged.worker.programs import Program
@@ -216,13 +224,199 @@ def test_what_is_skipped_is_not_waited_for():
     compiled.stop()
 
 
-def test_a_cache_folder_that_cannot_be_made_is_named(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    kept = jax.config.jax_compilation_cache_dir
+class Gate:
+    """What is compiled while a gate is closed, and what it is traced for."""
+
+    def __init__(self):
+        self.begun, self.opened = threading.Event(), threading.Event()
+
+    def lowered(self, program, weights):
+        lowered = lower(program) if isinstance(program, StepProgram) else jax.jit(lambda x: x).lower(weights)
+        return LateLowered(lowered, self.opened, self.begun) if isinstance(program, Other) else lowered
+
+
+@pytest.mark.parametrize("ends", ["abandon", "stop"])
+def test_nothing_is_compiled_after_the_program_under_way(ends):
+    gate, weights = Gate(), jnp.zeros(3)
+    seen = weakref.ref(weights)
+    others = [Other(str(i)) for i in range(20)]
+    compiled = CompiledPrograms(BUCKETS, others, lambda program, w=weights: gate.lowered(program, w))
+    threads = compiled._threads
+    del weights
+    gate.begun.wait()
+    if ends == "abandon":
+        compiled.abandon()
+        assert any(thread.is_alive() for thread in threads), "it does not wait"
+        wait_until(lambda: seen() is None, "what programs are traced for is gone")
+        gate.opened.set()
+    else:
+        threading.Timer(0.1, gate.opened.set).start()
+        compiled.stop()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    num_compiled = sum(record.state == "compiled" for record in compiled.report())
+    assert num_compiled <= 4 + 2
+    programs = weakref.ref(compiled)
+    del compiled
+    assert programs() is None
+
+
+def test_the_heap_is_trimmed_after_compilation_where_the_c_library_can(monkeypatch):
+    trimmed = []
+    library = types.SimpleNamespace(malloc_trim=trimmed.append)
+    monkeypatch.setattr(compilation.ctypes, "CDLL", lambda _: library)
+    compiled = CompiledPrograms(BUCKETS, [], lower)
+    compiled.wait()
+    for thread in compiled._threads:
+        thread.join()
+    assert trimmed == [0] * len(compiled._threads)
+    for absent in (AttributeError, TypeError, OSError):  # musl, Windows, a static program
+
+        def fail(_, error=absent):
+            raise error("no such library")
+
+        monkeypatch.setattr(compilation.ctypes, "CDLL", fail)
+        compilation.trim_heap()
+
+
+@pytest.fixture
+def no_cache_yet(monkeypatch, tmp_path):
+    """A process that has not chosen a cache folder; its home is `tmp_path`."""
+    names = [
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+        "jax_compilation_cache_max_size",
+    ]
+    kept = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
-    try:
-        with pytest.raises(ValueError, match="XDG_CACHE_HOME"):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("JAX_PAGED_CACHE_GB", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    compilation._warn_not_writable.cache_clear()
+    yield tmp_path
+    for name, value in kept.items():
+        jax.config.update(name, value)
+
+
+def unwritable(kind, monkeypatch, tmp_path):
+    """Makes the cache folder one that can't be written to, in one of several ways."""
+    if kind == "parent is a file":
+        (tmp_path / ".cache").write_text("")
+    elif kind == "home is missing":
+        monkeypatch.setenv("HOME", "/proc/nobody")
+    elif kind == "XDG_CACHE_HOME is a device":
+        monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    elif kind == "folder can't be made":
+
+        def refuse(*_, **__):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(Path, "mkdir", refuse)
+    else:
+        assert kind == "folder is read-only"
+        (tmp_path / ".cache" / "jax-paged" / "compiled").mkdir(parents=True)
+
+        def refuse(*_, **__):
+            raise OSError(30, "Read-only file system")
+
+        monkeypatch.setattr(compilation.tempfile, "TemporaryFile", refuse)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "parent is a file",
+        "home is missing",
+        "XDG_CACHE_HOME is a device",
+        "folder can't be made",
+        "folder is read-only",
+    ],
+)
+def test_a_cache_folder_that_cannot_be_written_to_is_one_warning(kind, monkeypatch, no_cache_yet, caplog):
+    unwritable(kind, monkeypatch, no_cache_yet)
+    for _ in range(3):
+        use_persistent_cache()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "XDG_CACHE_HOME" in record.getMessage()
+    if kind == "folder is read-only":  # what it holds is still read, and nothing is written
+        assert jax.config.jax_compilation_cache_dir == str(no_cache_yet / ".cache/jax-paged/compiled")
+        assert jax.config.jax_persistent_cache_min_entry_size_bytes > 2**40
+    else:
+        assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_the_cache_is_under_the_home_directory_or_root_without_any(monkeypatch, no_cache_yet):
+    assert config.cache_dir("compiled") == str(no_cache_yet / ".cache/jax-paged/compiled")
+    monkeypatch.setattr(config.os.path, "expanduser", lambda path: path)  # as for a user without an entry
+    assert config.cache_dir("compiled") == "/.cache/jax-paged/compiled"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/else")
+    assert config.cache_dir("compiled") == "/else/jax-paged/compiled"
+
+
+def write_entries(folder, num):
+    """Writes files of 1,000 bytes, the first of which was used last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(num):
+        (folder / f"{i}-cache").write_bytes(bytes(1000))
+        os.utime(folder / f"{i}-cache", (2000 - i, 1000))  # accessed, modified
+
+
+@pytest.mark.parametrize("max_bytes", [0, 999, 1000, 4500, 10_000, math.inf])
+def test_the_least_recently_used_entries_are_evicted(tmp_path, max_bytes):
+    write_entries(tmp_path, 10)
+    compilation.evict(tmp_path, max_bytes)
+    kept = min(10, max_bytes // 1000)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [f"{i}-cache" for i in range(int(kept))]
+
+
+def test_others_may_evict_at_the_same_time(tmp_path, monkeypatch):
+    write_entries(tmp_path, 10)
+    unlink = Path.unlink
+
+    def unlink_twice(file, **how):
+        unlink(file)
+        unlink(file, **how)
+
+    monkeypatch.setattr(Path, "unlink", unlink_twice)
+    compilation.evict(tmp_path, 3000)
+    assert len(list(tmp_path.iterdir())) == 3
+    compilation.evict(tmp_path / "missing", 0)
+
+
+def test_the_cache_is_bounded_after_compilation(monkeypatch, no_cache_yet):
+    folder = no_cache_yet / ".cache/jax-paged/compiled"
+    use_persistent_cache()
+    monkeypatch.setenv("JAX_PAGED_CACHE_GB", str(3000 / 2**30))
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 2**62)  # only these entries
+    write_entries(folder, 10)
+    compiled = CompiledPrograms(BUCKETS, [], lower)
+    for thread in compiled._threads:
+        thread.join()
+    assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize("chosen", ["folder", "limit"])
+def test_a_cache_that_the_user_has_set_up_is_left_alone(monkeypatch, no_cache_yet, chosen):
+    folder = no_cache_yet / ("chosen" if chosen == "folder" else ".cache/jax-paged/compiled")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if chosen == "limit":
+        jax.config.update("jax_compilation_cache_max_size", 10**6)
+    monkeypatch.setenv("JAX_PAGED_CACHE_GB", "0")
+    use_persistent_cache()
+    write_entries(folder, 3)
+    compilation.bound_persistent_cache()
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_the_limit_of_the_cache(monkeypatch, no_cache_yet):
+    assert config.max_cache_bytes() == 2 * 2**30
+    for given, expected in (("0", 0), ("0.5", 2**29), ("inf", math.inf)):
+        monkeypatch.setenv("JAX_PAGED_CACHE_GB", given)
+        assert config.max_cache_bytes() == expected
+    for wrong in ("much", "-1", "nan"):
+        monkeypatch.setenv("JAX_PAGED_CACHE_GB", wrong)
+        with pytest.raises(ValueError, match=f"JAX_PAGED_CACHE_GB.*{wrong}"):
             use_persistent_cache()
-    finally:
-        jax.config.update("jax_compilation_cache_dir", kept)

@@ -1,0 +1,122 @@
+"""Serialized: a base class whose public methods run one at a time, whichever threads call them."""
+
+import contextlib
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+# A thread that waits for a lock checks at this interval (seconds) whether it is to give up.
+_LOOK_S = 0.1
+_ANY_THREAD = "runs_in_any_thread"
+
+
+def any_thread[F: Callable[..., Any]](method: F) -> F:
+    """Marks a public method that does not wait for the calls of other threads, as it is safe beside them."""
+    setattr(method, _ANY_THREAD, True)
+    return method
+
+
+class CallLock:
+    """A re-entrant lock that waiting threads get in turn.
+
+    threading.RLock alone lets a thread that releases it and takes it again, as a loop of steps does, go ahead
+    of threads that wait. `call` takes both locks by `with` statements, so that Ctrl-C can't leave them taken.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()  # taken by the thread that waits next
+        self._lock = threading.RLock()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this thread has the lock."""
+        # The standard library's Condition asks an RLock in the same way.
+        return self._lock._is_owned()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def call[T](self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Calls a function while no other thread has the lock; Ctrl-C interrupts the wait."""
+        if self.is_held:
+            return function(*args, **kwargs)
+        with self._turn, self._lock:
+            pass  # a thread that has released the lock waits here for the one that is next
+        with self._lock:
+            return function(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def held(self, gives_up: Callable[[], bool]) -> Iterator[bool]:
+        """Holds the lock in a block where Ctrl-C is deferred, and can't interrupt the wait.
+
+        Args:
+            gives_up: Checked while waiting; if it returns True, the block runs without the lock.
+
+        Yields:
+            Whether the lock is held.
+        """
+        if self.is_held:
+            yield True
+            return
+        if not _acquired(self._turn, gives_up):
+            yield False
+            return
+        try:
+            is_held = _acquired(self._lock, gives_up)
+        finally:
+            self._turn.release()
+        try:
+            yield is_held
+        finally:
+            if is_held:
+                self._lock.release()
+
+
+class Serialized:
+    """An object whose public methods run one at a time; each object has a lock of its own.
+
+    Methods that subclasses add are wrapped when the subclass is made. Exceptions are class methods, properties,
+    which read a single value, names with a leading underscore, and methods marked with `any_thread`. A method
+    may call others of the same object.
+    """
+
+    _calls: CallLock
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        self = super().__new__(cls)
+        self._calls = CallLock()
+        return self
+
+    def exclusive(self, gives_up: Callable[[], bool]) -> contextlib.AbstractContextManager[bool]:
+        """Returns a context in which no other thread runs a method, for several calls that belong together.
+
+        Args:
+            gives_up: Checked while waiting; if it returns True, the wait ends.
+
+        Returns:
+            The context; its value is False if the wait has ended without success.
+        """
+        return self._calls.held(gives_up)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, method in list(vars(cls).items()):
+            is_method = isinstance(method, types.FunctionType) and not name.startswith("_")
+            is_marked = any(hasattr(vars(base).get(name), _ANY_THREAD) for base in cls.__mro__)
+            if is_method and not is_marked:
+                setattr(cls, name, _serialized(method))
+
+
+def _serialized(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Serialized, /, *args: Any, **kwargs: Any) -> Any:
+        return self._calls.call(method, self, *args, **kwargs)
+
+    return call
+
+
+def _acquired(lock: "threading.Lock | threading.RLock", gives_up: Callable[[], bool]) -> bool:
+    """Waits for a lock; returns whether it is taken, or False if the caller gives up."""
+    while not lock.acquire(timeout=_LOOK_S):
+        if gives_up():
+            return False
+    return True
