@@ -53,7 +53,9 @@ class EngineArgs:
         block_size: Tokens per block.
         gpu_memory_utilization: Share that weights, activations and pool may fill of the GPU memory that JAX
             has set aside (three quarters of the GPU, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise).
-        kv_cache_memory_bytes: Bytes of the pool; None takes what a GPU has left, and 256 MiB on a CPU.
+        kv_cache_memory_bytes: Bytes of the pool; None takes what a GPU has left, and on a CPU 256 MiB, or
+            what a sequence of max_model_len needs if that is more (at most 4 GiB and a quarter of the
+            memory). If such a pool holds no sequence of max_model_len, that is reduced, with a warning.
         kv_cache_dtype: What keys and values are kept as: "auto" is the dtype of the activations; "int8" and
             "fp8_e4m3" take a byte per number, and one more per token and kv head for a scale, so that the
             pool holds nearly twice the blocks of bfloat16 (not with the Pallas backends).

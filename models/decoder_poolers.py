@@ -22,6 +22,10 @@ class LlamaModel(LlamaForCausalLM):
     """A Llama without a head."""
 
     draws: ClassVar[bool] = False
+    # Checkpoints saved from a causal model hold its head, tied or not.
+    weight_table: ClassVar[WeightTable] = dataclasses.replace(
+        WEIGHT_TABLE, tied={}, unused=r"(model\.)?lm_head\.weight"
+    )
 
 
 class MistralModel(LlamaModel, MistralForCausalLM):
@@ -40,7 +44,7 @@ class LlamaForSequenceClassification(LlamaModel):
     """A Llama whose pooled hidden states become logits of classes."""
 
     weight_table: ClassVar[WeightTable] = dataclasses.replace(
-        WEIGHT_TABLE, rows=((r"score\.kernel", r"score.weight", True), *WEIGHT_TABLE.rows)
+        LlamaModel.weight_table, rows=((r"score\.kernel", r"score.weight", True), *WEIGHT_TABLE.rows)
     )
 
     def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:

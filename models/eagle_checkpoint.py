@@ -11,8 +11,8 @@ from jax_paged.models.eagle import DraftColumns, EagleConfig, EagleHead, usual_k
 from jax_paged.models.llama import LlamaForCausalLM
 from jax_paged.models.sharding import DeviceGrid
 from jax_paged.models.stored_tensors import StoredTensor, read_headers
-from jax_paged.models.weight_reading import read_weights, stored_problems, weights_of
-from jax_paged.models.weights import LoadedModel
+from jax_paged.models.weight_reading import check_stored, read_weights, weights_of
+from jax_paged.models.weights import LoadedModel, log_unused
 
 _OFFSETS = {"I64": "<i8", "I32": "<i4"}
 
@@ -35,7 +35,9 @@ def load_head(folder: Path, target: LoadedModel, grid: DeviceGrid | None = None)
     how = {"has_embedding": has_embedding, "dtype": target.dtype}
     head = nnx.eval_shape(lambda: EagleHead(config, **how, rngs=nnx.Rngs(0)))
     offsets = stored.pop("d2t", None)
-    problems = stored_problems(stored, weights_of(head), head.weight_table)
+    check = check_stored(stored, weights_of(head), head.weight_table)
+    log_unused(folder, check.unused)
+    problems = check.problems
     columns, found = _columns(config, offsets)
     problems += [*found, *_misfits(config, target, has_embedding=has_embedding)]
     if problems:

@@ -19,7 +19,7 @@ from jax_paged.models.quantize import float_outline, kernel_places
 from jax_paged.models.sharding import DeviceGrid
 from jax_paged.models.small_kernels import SmallKernel
 from jax_paged.models.stored_tensors import with_prefix
-from jax_paged.models.weight_reading import Weight, weights_of
+from jax_paged.models.weight_reading import Weight, is_added_bias, is_unused, last_layers_of, weights_of
 from jax_paged.models.weights import load_model, outline
 
 # A model, its state, tensors by the checkpoint's keys, or what names a checkpoint.
@@ -147,10 +147,13 @@ def _take_tied(
     weights: list[Weight],
     problems: list[str],
 ) -> None:
-    """Takes out what a checkpoint may hold beside the weights: copies of tied ones, and what is ignored."""
+    """Removes what a checkpoint may hold beside the weights: copies of tied weights, and what is not used."""
     table, by_key = like.weight_table, {w.key: x for w, x in zip(weights, found, strict=True)}
+    expected = {key for w in weights for key in w.keys}
+    last_layers = last_layers_of(expected)
     for key in list(raw):
-        if re.fullmatch(table.ignored, key):
+        is_spare = re.fullmatch(table.ignored, key) or is_unused(key, table, last_layers)
+        if is_spare or (is_added_bias(key, expected) and not np.asarray(raw[key]).any()):
             del raw[key]
             continue
         kept = by_key.get(table.tied.get(key, ""))

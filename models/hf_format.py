@@ -135,6 +135,8 @@ class WeightTable:
             the key contains {}, the checkpoint holds one weight per index of the first dimension.
         tied: Keys of weights that a tied model shares, each with the key of the weight that is kept.
         ignored: Regular expression that matches whole keys of older checkpoints which no model reads.
+        unused: Regular expression that matches whole keys of weights for other tasks, which this model has no
+            place for. They are ignored with a warning.
         prefix: Start of all keys except the tied ones; older checkpoints leave it out.
         renamed: Starts that keys of older checkpoints have, each with what they start with now.
     """
@@ -144,6 +146,7 @@ class WeightTable:
     ignored: str
     prefix: str = ""
     renamed: Mapping[str, str] = types.MappingProxyType({})
+    unused: str = "(?!)"
 
     def hf_key(self, path: str) -> tuple[str, bool]:
         """Returns the Hugging Face key of the weight at an NNX path, and whether it is stored transposed."""

@@ -49,7 +49,7 @@ def _fp8(read: ConfigReader) -> WeightFormat:
 def _compressed(read: ConfigReader) -> WeightFormat:
     formats = "float-quantized", "int-quantized", "naive-quantized", "pack-quantized"
     read.choice("format", None, formats)
-    read.choice("kv_cache_scheme", None, (None,))
+    # kv_cache_scheme is not read: the engine's kv_cache_dtype says what the cache holds.
     rotations = read.get("transform_config", {})
     read.check(rotations == {}, "transform_config", rotations, "{} or null")
     sparsity = read.get("sparsity_config", {})

@@ -5,7 +5,8 @@ import functools
 import logging
 import re
 import time
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,18 @@ NUM_LOADING_THREADS = 4
 
 _LOGGER = logging.getLogger(__name__)
 _LOG_INTERVAL_S = 1.0
+# The start of the keys of a list of layers, and an index in it.
+_LAYER = re.compile(r"((?:[a-z_]+\.)*?(?:layers?|h|blocks?)\.)(\d+)\.")
+# The last part of the key of a module's weight, in each of the formats.
+_WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
+# Tensors that no model of any family reads, under any prefix.
+_UNUSED = re.compile(
+    r"(.*\.)?("
+    r"rotary_emb\.((original_)?inv_freq|cos_cached|sin_cached)|position_ids|"  # computed by the model
+    r"v_head\..*|"  # of TRL, for training
+    r"(q|k|v|kv|prob)_(scale|zero_point)|(q|k|v|kv|qkv)_proj\.output_scale"  # of a quantized KV cache
+    r")"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -185,10 +198,26 @@ def _convert(value: Array, transposed: bool, dtype: jnp.dtype) -> Array:
     return (value.mT if transposed else value).astype(dtype)
 
 
-def stored_problems(stored: dict[str, StoredTensor], weights: list[Weight], table: WeightTable) -> list[str]:
-    """Returns what is wrong with tensors: those missing, unexpected, or of another shape or type."""
+@dataclasses.dataclass(frozen=True)
+class StoredCheck:
+    """How the tensors of a checkpoint compare with the weights of a model.
+
+    Args:
+        problems: One line for each tensor that is missing, unexpected, or of another shape or type.
+        unused: Keys of tensors that no model reads; see `is_unused`.
+    """
+
+    problems: list[str]
+    unused: list[str]
+
+
+def check_stored(stored: dict[str, StoredTensor], weights: list[Weight], table: WeightTable) -> StoredCheck:
+    """Compares the tensors of a checkpoint with the weights of a model, by the headers of the files.
+
+    Only copies of tied weights and unexpected biases are read.
+    """
     expected = {key: x for weight in weights for key, x in weight.expected.items()}
-    problems = []
+    problems, unused = list[str](), list[str]()
     for key, (shape, dtypes) in expected.items():
         tensor = stored.get(key)
         if tensor is None:
@@ -199,20 +228,58 @@ def stored_problems(stored: dict[str, StoredTensor], weights: list[Weight], tabl
             problems.append(f"{key} has shape {tensor.shape}; config.json makes it {shape}")
         if tensor.dtype not in dtypes:
             problems.append(f"{key} is of type {tensor.dtype}; allowed: {', '.join(dtypes)}")
+    last_layers = last_layers_of(expected)
     for key in stored.keys() - expected.keys():
-        kept = table.tied.get(key)
+        tensor, kept = stored[key], table.tied.get(key)
         if kept in expected and kept in stored:
-            a, b = stored[key], stored[kept]
-            readable = {a.dtype, b.dtype} <= STORED_DTYPES.keys()
-            if not readable or not np.array_equal(a.read(), b.read()):
+            readable = {tensor.dtype, stored[kept].dtype} <= STORED_DTYPES.keys()
+            if not readable or not np.array_equal(tensor.read(), stored[kept].read()):
                 problems.append(f"{key} differs from {kept}, though config.json ties them")
-        elif not re.fullmatch(table.ignored, key) and not _adds_nothing(key, stored[key], expected):
-            problems.append(f"{key} is unexpected")
-    return problems
+        elif not re.fullmatch(table.ignored, key):
+            adds_nothing = is_added_bias(key, expected) and tensor.dtype in STORED_DTYPES
+            if is_unused(key, table, last_layers) or (adds_nothing and not tensor.read().any()):
+                unused.append(key)
+            else:
+                problems.append(f"{key} is unexpected")
+    return StoredCheck(problems, unused)
 
 
-def _adds_nothing(key: str, tensor: StoredTensor, expected: Collection[str]) -> bool:
-    """Returns whether a tensor is a bias of zeros: AutoGPTQ gives one to all maps whose model has none."""
+def last_layers_of(keys: Iterable[str]) -> dict[str, int]:
+    """Returns the highest index of each list of layers, by the start of its keys, such as "model.layers."."""
+    last: dict[str, int] = {}
+    for key in keys:
+        if match := _LAYER.match(key):
+            last[match[1]] = max(int(match[2]), last.get(match[1], 0))
+    return last
+
+
+def is_unused(key: str, table: WeightTable, last_layers: Mapping[str, int]) -> bool:
+    """Returns whether a tensor that is no weight of a model can be left out, as transformers does.
+
+    These are buffers that a model computes itself, scales of a quantized KV cache, heads for other tasks, and
+    layers beyond the last, such as those that predict several tokens.
+
+    Args:
+        key: Of the tensor.
+        table: Of the model's family.
+        last_layers: Of the model, as `last_layers_of` returns them.
+    """
+    if re.fullmatch(table.unused, key) or _UNUSED.fullmatch(key):
+        return True
+    match = _LAYER.match(key)
+    return match is not None and int(match[2]) > last_layers.get(match[1], int(match[2]))
+
+
+def without_numbers(keys: Iterable[str]) -> str:
+    """Returns a short list of keys: those that differ only in the indices of layers and experts are one."""
+    counts = Counter(re.sub(r"(?<![^.])\d+(?![^.])", "*", key) for key in keys)
+    return ", ".join(f"{key} ({n})" if n > 1 else key for key, n in sorted(counts.items()))
+
+
+def is_added_bias(key: str, expected: Collection[str]) -> bool:
+    """Returns whether a tensor is a bias of a module that has none; zeros of it change nothing.
+
+    AutoGPTQ gives every linear map a bias, for example.
+    """
     stem, _, end = key.rpartition(".")
-    is_bias = end == "bias" and f"{stem}.qweight" in expected and tensor.dtype in STORED_DTYPES
-    return is_bias and not tensor.read().any()
+    return end == "bias" and any(f"{stem}.{name}" in expected for name in _WEIGHT_NAMES)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import types
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,9 @@ from jax_paged.models.sharding import DeviceGrid
 from jax_paged.models.small_kernels import KIND_DTYPES, SmallForm, SmallKernel
 from jax_paged.models.stages import num_bytes, split_model
 from jax_paged.models.stored_tensors import STORED_DTYPES, StoredTensor, read_headers, with_prefix
-from jax_paged.models.weight_reading import read_weights, stored_problems, weight_at, weights_of
+from jax_paged.models.weight_reading import check_stored, read_weights, weight_at, weights_of, without_numbers
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,7 +72,7 @@ def load_model(
 
     Args:
         folder: Holds config.json and model.safetensors, or shards and model.safetensors.index.json.
-        dtype: "auto" takes the checkpoint's own.
+        dtype: "auto" is the checkpoint's own, or bfloat16 for a checkpoint in float16 or in several types.
         max_model_len: Maximum tokens of a text that the user asks for. It extends the context of a model
             whose rotary positions can be (rope.max_positions); it shortens none.
         overrides: Fields in place of those of config.json.
@@ -111,7 +114,11 @@ def load_stages(
     whole, chosen, stored = _outline(folder, hf_config, dtype, max_model_len, quantization)
     generation_config, architecture = read_generation_config(folder), get_architecture(hf_config)
     eos_token_ids = end_token_ids(generation_config, hf_config, whole.config.vocab_size)
-    _check_stored(folder, stored_problems(stored, weights_of(whole), whole.weight_table))
+    check = check_stored(stored, weights_of(whole), whole.weight_table)
+    _raise_problems(folder, check.problems)
+    log_unused(folder, check.unused)
+    if dtype == "auto":
+        _warn_of_dtype(folder, _own_dtypes(hf_config, stored), chosen.name)
     models = split_model(whole, len(grids)) if len(grids) > 1 else [whole]
     for stage in own:
         read_weights(models[stage], stored, chosen, folder, grids[stage])
@@ -266,24 +273,50 @@ def _loaded(
     )
 
 
+def log_unused(folder: Path, unused: Sequence[str]) -> None:
+    """Logs one warning that lists the tensors of a checkpoint that are not read, if there are any."""
+    if unused:
+        _LOGGER.warning("%s holds tensors that are not used: %s", folder, without_numbers(unused))
+
+
 def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> jnp.dtype:
+    """Returns the type of weights and activations; "auto" is bfloat16 unless the checkpoint is in float32."""
     if dtype == "auto":
-        both = hf_config, hf_config.get("text_config") or {}
-        own = next(filter(None, (x.get(name) for x in both for name in ("dtype", "torch_dtype"))), None)
-        found = {str(own)} if own else {STORED_DTYPES.get(s.dtype, s.dtype) for s in stored.values()}
-        if found not in ({"float32"}, {"bfloat16"}):
-            names = " and ".join(sorted(found))
+        own = _own_dtypes(hf_config, stored)
+        if not own or not own <= set(STORED_DTYPES.values()):
             raise ValueError(
-                f"dtype is 'auto', and the checkpoint's own is {names}; allowed: say dtype='bfloat16' or "
-                "dtype='float32' for such a checkpoint"
+                f"dtype is 'auto', and the checkpoint's own is {' and '.join(sorted(own)) or 'not known'}; "
+                "allowed: say dtype='bfloat16' or dtype='float32' for such a checkpoint"
             )
-        (dtype,) = found
+        dtype = "float32" if own == {"float32"} else "bfloat16"
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype is {dtype!r}; allowed: 'auto' or 'float32' or 'bfloat16'")
     return jnp.dtype(dtype)
 
 
-def _check_stored(folder: Path, problems: list[str]) -> None:
+def _warn_of_dtype(folder: Path, own: set[str], chosen: str) -> None:
+    """Logs a warning if a checkpoint is served in another type than its own."""
+    if own != {chosen}:
+        message = (
+            "%s is in %s, and is served in %s; dtype='float32' keeps all digits and takes twice the memory"
+        )
+        _LOGGER.warning(message, folder, " and ".join(sorted(own)), chosen)
+
+
+def _own_dtypes(hf_config: dict[str, Any], stored: dict[str, StoredTensor]) -> set[str]:
+    """Returns the type that config.json declares, or else those of the float tensors that are stored.
+
+    Integers are positions, masks and quantized weights, and floats of a byte are quantized weights: none of
+    them is the type of activations.
+    """
+    both = hf_config, hf_config.get("text_config") or {}
+    declared = next(filter(None, (x.get(name) for x in both for name in ("dtype", "torch_dtype"))), None)
+    if declared:
+        return {str(declared)}
+    return {STORED_DTYPES[tensor.dtype] for tensor in stored.values() if tensor.dtype in STORED_DTYPES}
+
+
+def _raise_problems(folder: Path, problems: list[str]) -> None:
     """Raises a ValueError that lists problems, if there are any."""
     if problems:
         lines = "".join(f"\n  {problem}" for problem in sorted(problems))

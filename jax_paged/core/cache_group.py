@@ -15,3 +15,16 @@ class CacheGroup:
 
     window: int | None = None
     is_cross: bool = False
+
+
+def blocks_of(group: CacheGroup, num_tokens: int, block_size: int, num_new_tokens: int = 0) -> int:
+    """Returns the blocks that a sequence needs at once in a cache group.
+
+    Args:
+        group: The cache group.
+        num_tokens: Tokens of the sequence; of the encoder's text, for a group that holds that.
+        block_size: Tokens per block.
+        num_new_tokens: Tokens that one step writes, before blocks that fall out of a window are given back.
+    """
+    first = 0 if group.window is None else max(0, num_tokens - group.window - num_new_tokens) // block_size
+    return -(-num_tokens // block_size) - first

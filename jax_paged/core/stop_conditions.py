@@ -4,7 +4,7 @@ from jax_paged.core.scheduler_output import MAX_END_TOKENS
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 # Stop reasons of requests that ended without having finished.
-POOL_TOO_SMALL = "the pool has no room for it"
+POOL_TOO_SMALL = "the pool has no room for it: a larger one has (kv_cache_memory_bytes)"
 HOST_TOO_SMALL = "blocks of it were dropped, and host memory has no room to swap the others to"
 NON_FINITE = "non-finite logits"
 NO_TOKEN_ALLOWED = "no token is allowed"

@@ -7,6 +7,7 @@ from typing import Any
 
 from jax_paged.checks import Problems, TooLongError, check, check_int, check_number
 from jax_paged.config import EngineConfig
+from jax_paged.core.cache_group import blocks_of
 from jax_paged.core.sequence import PromptEmbeds, StandIn
 from jax_paged.engine import pooling
 from jax_paged.engine.adapters import Adapters
@@ -335,18 +336,18 @@ class InputProcessor:
             )
         needed, usable, size = 0, config.num_blocks - 1, config.block_size
         for group in config.cache_groups:
-            if group.is_cross:
-                needed += -(-len(encoder_ids) // size)
-                continue
-            first = 0 if group.window is None else max(0, n - group.window) // size
-            # Several sequences share full blocks, and each writes all but its last token to its own.
-            is_shared = num_seqs == 1 or request.params.max_tokens == 1
-            needed += (-(-n // size) if is_shared else n // size + num_seqs) - first
+            needed += blocks_of(group, len(encoder_ids) if group.is_cross else n, size)
+            if num_seqs > 1 and request.params.max_tokens != 1 and not group.is_cross:
+                # The sequences share full blocks, and each writes its tokens after those to its own block.
+                needed += num_seqs - (n % size > 0)
         if needed > usable:
             several = f" for {num_seqs} sequences" if num_seqs > 1 else ""
+            num_engines = config.pipeline_parallel_size
+            num_bytes = -(-config.kv_cache_bytes * (needed + 1) // config.num_blocks) * num_engines
             raise ValueError(
                 f"the prompt has {n} tokens and needs {needed} blocks of {size}{several}; allowed: the "
-                f"{usable} blocks of the pool"
+                f"{usable} blocks of the pool. A larger pool holds it: kv_cache_memory_bytes={num_bytes} or "
+                f"num_gpu_blocks_override={(needed + 1) * num_engines}"
             )
 
 

@@ -297,7 +297,7 @@ class LocalExecutor:
     def update_weights(self, new: "NewWeights") -> None:
         """Computes with other weights from the next step on; ValueError if they don't fit."""
         self._check_whole("to exchange weights")
-        self.runner.served.replace(new, self.config.max_model_len, self._overrides)
+        self.runner.served.replace(new, self._overrides)
         self._forget_images()
         self._source = new if isinstance(new, str | Path) else None
 

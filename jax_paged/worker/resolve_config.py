@@ -1,17 +1,26 @@
 """EngineArgs, what a model says of itself, and the device -> EngineConfig. Needs no JAX."""
 
 import dataclasses
+import logging
+import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jax_paged.checks import check, check_int
 from jax_paged.config import EngineArgs, EngineConfig
-from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.cache_group import CacheGroup, blocks_of
 from jax_paged.core.speculation import Speculation
 from jax_paged.models.pooling import PoolingSpec
 
-# The pool of an engine on a CPU that is given no size.
+_LOGGER = logging.getLogger(__name__)
+
+# The pool of an engine on a CPU that is given no size. A sequence of max_model_len may need a larger pool,
+# which then has up to vLLM's default for CPUs, and up to a share of the machine's memory.
 CPU_KV_CACHE_BYTES = 256 * 2**20
+_MAX_CPU_KV_CACHE_BYTES = 4 * 2**30
+_CPU_KV_CACHE_SHARE = 1 / 4
 # Token rows whose products take as long as reading the weights. On two cores by oneDNN, the layers of a model
 # of 120 M parameters take 5.2 ms for one row, 6.5 for 8 and 21.4 for 64; on an H100 it is arithmetic: 990
 # TFLOP/s in bfloat16 against 3.35 TB/s.
@@ -149,7 +158,9 @@ def resolve_config(
     num_blocks, num_slots = _pool_size(args, config, model, on_cpu, free_bytes)
     num_bytes = num_blocks * model.block_bytes + num_slots * model.state_bytes
     slots = num_slots, num_swap_slots
-    return dataclasses.replace(config, num_blocks=num_blocks, kv_cache_bytes=num_bytes, state_slots=slots)
+    config = dataclasses.replace(config, num_blocks=num_blocks, kv_cache_bytes=num_bytes, state_slots=slots)
+    is_default = args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None
+    return _with_texts_that_fit(config, model) if is_default else config
 
 
 def check_without_states(args: EngineArgs) -> None:
@@ -190,6 +201,67 @@ def _num_state_slots(model: ModelFacts, num_bytes: int, most: int) -> int:
     return min(most, num_bytes // 2 // model.state_bytes) if model.state_bytes else 0
 
 
+def host_memory_bytes() -> int:
+    """Returns the memory of this machine, or what its container (cgroup) may use."""
+    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    file = Path("/sys/fs/cgroup/memory.max")
+    limit = file.read_text().strip() if file.is_file() else "max"
+    return min(num_bytes, int(limit)) if limit.isdigit() else num_bytes
+
+
+def _default_cpu_bytes(args: EngineArgs, config: EngineConfig, model: ModelFacts) -> int:
+    """Returns the bytes of a CPU's pool: enough for a sequence of max_model_len, if that is not too much."""
+    num_engines, size = args.pipeline_parallel_size, config.block_size
+    # A window moves between steps: one step writes all its tokens before a block leaves the window.
+    step = config.max_num_batched_tokens
+    num_blocks = 1 + sum(blocks_of(group, config.max_model_len, size, step) for group in config.cache_groups)
+    needed = num_blocks * num_engines * model.block_bytes
+    most_slots = 1 + _STATE_SLOTS_PER_SEQ * config.max_num_seqs
+    needed += _num_state_slots(model, max(CPU_KV_CACHE_BYTES, 2 * needed), most_slots) * model.state_bytes
+    share = int(host_memory_bytes() * _CPU_KV_CACHE_SHARE) // args.data_parallel_size
+    return max(CPU_KV_CACHE_BYTES, min(needed, share, _MAX_CPU_KV_CACHE_BYTES))
+
+
+def _with_texts_that_fit(config: EngineConfig, model: ModelFacts) -> EngineConfig:
+    """Returns a configuration whose pool holds a sequence of max_model_len, which is reduced if it has to be.
+
+    Reducing it rejects no prompt that the pool could hold.
+    """
+
+    def num_blocks(num_tokens: int) -> int:
+        # A text for an encoder may be long while its output is short.
+        own = [group for group in config.cache_groups if not group.is_cross]
+        return (
+            sum(blocks_of(g, num_tokens, config.block_size) for g in own)
+            + len(config.cache_groups)
+            - len(own)
+        )
+
+    usable, asked = config.num_blocks - 1, config.max_model_len
+    if num_blocks(asked) <= usable or num_blocks(2) > usable:
+        return config
+    fits, low, high = 2, 2, asked
+    while low <= high:
+        middle = (low + high) // 2
+        if num_blocks(middle) <= usable:
+            fits, low = middle, middle + 1
+        else:
+            high = middle - 1
+    num_engines = config.pipeline_parallel_size
+    per_block = config.kv_cache_bytes / config.num_blocks if model.state_bytes else model.block_bytes
+    needed = math.ceil((1 + num_blocks(asked)) * per_block) * num_engines
+    _LOGGER.warning(
+        "max_model_len is reduced from %d to %d tokens, as the pool of %.2f GiB holds no longer text. Pass "
+        "kv_cache_memory_bytes=%d or more for longer texts, or max_model_len=%d to have no warning",
+        asked,
+        fits,
+        config.kv_cache_bytes / 2**30,
+        needed,
+        fits,
+    )
+    return dataclasses.replace(config, max_model_len=fits)
+
+
 def _pool_size(
     args: EngineArgs,
     config: EngineConfig,
@@ -206,7 +278,7 @@ def _pool_size(
         return args.num_gpu_blocks_override // num_engines, most_slots if model.state_bytes else 0
     num_bytes = args.kv_cache_memory_bytes
     if num_bytes is None:
-        num_bytes = CPU_KV_CACHE_BYTES if on_cpu else free_bytes(config)
+        num_bytes = _default_cpu_bytes(args, config, model) if on_cpu else free_bytes(config)
     num_slots = _num_state_slots(model, num_bytes, most_slots)
     num_blocks = (num_bytes - num_slots * model.state_bytes) // block_bytes // num_engines
     if model.state_bytes and num_slots < 2:

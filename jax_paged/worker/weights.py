@@ -260,12 +260,11 @@ class ServedWeights:
         placed = jax.device_put([jnp.asarray(x) for x in extra], NamedSharding(grid.mesh, PartitionSpec()))
         self.arrays += [*weights, *placed]
 
-    def replace(self, new: NewWeights, max_model_len: int, overrides: Mapping[str, Any]) -> None:
+    def replace(self, new: NewWeights, overrides: Mapping[str, Any]) -> None:
         """Serves other weights from the next step on; those on a device are shared, not copied.
 
         Args:
             new: As exchange.with_weights takes it.
-            max_model_len: Maximum tokens of a text.
             overrides: Fields in place of those of a folder's config.json.
 
         Raises:
@@ -273,6 +272,8 @@ class ServedWeights:
         """
         if not isinstance(new, LanguageModel | nnx.State | Mapping | str | Path):
             new = dict(new)  # pairs, which may come only once
+        # The engine's max_model_len may be less: rotary positions are those that the model was loaded with.
+        max_model_len = self._like.config.max_position_embeddings
         model = with_weights(self._like, new, max_model_len, overrides, self._grid, self._kind)
         self._is_own = isinstance(new, str | Path)
         given = nnx.state(new) if isinstance(new, LanguageModel) else None if self._is_own else new

@@ -1,6 +1,7 @@
 """EngineArgs, a model and a device make one configuration; what does not fit is named."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from typing import Any
@@ -9,7 +10,8 @@ import pytest
 
 from jax_paged.config import EngineArgs, EngineConfig
 from jax_paged.core.cache_group import CacheGroup
-from jax_paged.worker.resolve_config import CPU_KV_CACHE_BYTES, ModelFacts, resolve_config
+from jax_paged.worker import resolve_config as resolve_config_module
+from jax_paged.worker.resolve_config import CPU_KV_CACHE_BYTES, ModelFacts, host_memory_bytes, resolve_config
 
 FACTS = ModelFacts(
     architecture="LlamaForCausalLM",
@@ -120,3 +122,72 @@ def test_it_needs_no_jax() -> None:
         "sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+SMOLLM = dataclasses.replace(
+    FACTS,
+    dtype="float32",
+    max_model_len=8192,
+    cache_groups=(CacheGroup(),),
+    block_bytes=16 * 30 * 2 * 3 * 64 * 4,
+)
+
+
+def resolve_pool(facts: ModelFacts, platform: str = "cpu", free: int = 0, **settings: Any) -> EngineConfig:
+    kernels = {"backend": "xla", "matmul_backend": "xla"}
+    args = EngineArgs(model="m", **settings)
+    return resolve_config(args, facts, platform=platform, free_bytes=lambda _: free, **kernels)
+
+
+def usable_blocks(config: EngineConfig) -> int:
+    return config.num_blocks - 1
+
+
+def test_the_default_pool_holds_a_sequence_of_max_model_len(caplog: pytest.LogCaptureFixture) -> None:
+    """256 MiB hold 5,824 tokens of SmolLM2-135M, whose texts have up to 8,192."""
+    config = resolve_pool(SMOLLM)
+    assert config.max_model_len == 8192
+    assert usable_blocks(config) >= 8192 // 16
+    windowed = dataclasses.replace(SMOLLM, cache_groups=(CacheGroup(), CacheGroup(window=100)))
+    # A step writes max_num_batched_tokens before any block leaves the window.
+    assert usable_blocks(resolve_pool(windowed)) >= (8192 + 100 + 512) // 16
+    with_states = dataclasses.replace(SMOLLM, state_bytes=10**6)
+    assert usable_blocks(resolve_pool(with_states)) >= 8192 // 16
+    for size in (2, 3):
+        stages = resolve_pool(SMOLLM, pipeline_parallel_size=size)
+        assert usable_blocks(stages) >= 8192 // 16
+    assert not caplog.records
+
+
+def test_texts_are_shortened_to_what_a_default_pool_can_hold(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = dataclasses.replace(SMOLLM, max_model_len=10**6)
+    monkeypatch.setattr(resolve_config_module, "host_memory_bytes", lambda: 2 * 2**30)
+    for settings in ({}, {"platform": "gpu", "free": 2**29}):
+        config = resolve_pool(long, **settings)
+        assert config.kv_cache_bytes <= 2**29
+        assert config.max_model_len == usable_blocks(config) * 16
+        (record,) = caplog.records
+        caplog.clear()
+        message = record.getMessage()
+        assert f"from 1000000 to {config.max_model_len}" in message
+        assert "max_model_len=" in message
+        (needed,) = re.findall(r"kv_cache_memory_bytes=(\d+)", message)
+        whole = resolve_pool(long, kv_cache_memory_bytes=int(needed), **settings)
+        assert (whole.max_model_len, usable_blocks(whole)) == (10**6, 10**6 // 16)
+    # A pool of a given size is a choice: longer texts are refused one by one.
+    assert resolve_pool(long, num_gpu_blocks_override=9).max_model_len == 10**6
+    assert resolve_pool(long, kv_cache_memory_bytes=2**28).max_model_len == 10**6
+    assert not caplog.records
+
+
+def test_a_small_machine_gets_the_smallest_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve_config_module, "host_memory_bytes", lambda: 2**28)
+    config = resolve_pool(SMOLLM)
+    assert config.num_blocks == CPU_KV_CACHE_BYTES // SMOLLM.block_bytes
+    assert config.max_model_len == usable_blocks(config) * 16
+
+
+def test_the_memory_of_this_machine_is_known() -> None:
+    assert 2**26 < host_memory_bytes() < 2**50
