@@ -19,7 +19,7 @@ from jax_paged.models.layers import Linear
 from jax_paged.models.llama import WEIGHT_TABLE as LLAMA_TABLE
 from jax_paged.models.llama import LlamaConfig, LlamaForCausalLM
 from jax_paged.models.quantization_config import read_quantization
-from jax_paged.models.siglip import SiglipConfig, SiglipEncoder
+from jax_paged.models.siglip import SiglipConfig, SiglipEncoder, position_ids
 
 _TEXT, _VISION = "model.text_model.", "model.vision_model."
 _LAYER = rf"{_VISION}encoder.layers.\1."
@@ -110,8 +110,9 @@ class Idefics3ForConditionalGeneration(LlamaForCausalLM):
     ) -> Float[Array, "b n e"]:
         """Returns the vectors that stand in place of the tokens of each tile; see images.Tile."""
         pixels = tiles * scale[:, :, None, None] + offset[:, :, None, None]
-        num_patches = self.config.vision.num_patches
-        positions = jnp.broadcast_to(jnp.arange(num_patches), (len(tiles), num_patches))
+        vision = self.config.vision
+        ids = position_ids(vision.num_patches_per_side)
+        positions = jnp.broadcast_to(ids, (len(tiles), vision.num_patches))
         context = ForwardContext(self, positions, _attend)
         x = self.vision(pixels.astype(self.embed_tokens.embedding.dtype), context)
         return self.connector(self._shuffled(x), context)

@@ -143,7 +143,7 @@ class Qwen3VLForConditionalGeneration(LlamaForCausalLM):
         """Returns the vectors of each token of an image side by side; see images.Patches.
 
         Args:
-            patches: Padded to a multiple of 256 at least.
+            patches: Padded to a multiple of spatial_merge_size**2.
             scale: Of each channel.
             offset: Of each channel.
             grid: Rows and columns of tokens.
@@ -177,6 +177,10 @@ def _attend_to_first(num_keys: Int[Array, ""]) -> Attend:
             how = {"scale": scale, "key_value_seq_lengths": num_keys[None]}
             return jax.nn.dot_product_attention(q[None], k[None], v[None], **how)[0]
 
-        return lax.map(part, q.reshape(-1, min(_NUM_QUERIES, len(q)), *q.shape[1:])).reshape(q.shape)
+        num_parts = -(-len(q) // _NUM_QUERIES)
+        size = -(-len(q) // num_parts)
+        padded = jnp.pad(q, ((0, num_parts * size - len(q)), (0, 0), (0, 0)))
+        out = lax.map(part, padded.reshape(num_parts, size, *q.shape[1:]))
+        return out.reshape(padded.shape)[: len(q)]
 
     return attend

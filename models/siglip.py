@@ -6,11 +6,13 @@ in Hugging Face's Idefics3VisionTransformer.
 
 import dataclasses
 import functools
+import math
 from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader
@@ -64,6 +66,42 @@ class SiglipConfig:
         return self.num_patches_per_side**2
 
 
+# torch.arange computes this many float32 numbers together on a CPU: two vectors of 256 bits.
+_ARANGE_LANES, _ARANGE_VECTORS = 8, 2
+
+
+def position_ids(side: int) -> Int[np.ndarray, " n"]:
+    """Returns the row of the position table for each patch of a square image, row by row.
+
+    transformers (Idefics3VisionEmbeddings) finds the row and the column of a patch by bucketing fractions of
+    the side in float32. With some sizes a fraction is rounded into the bucket before its own, and two rows
+    share a position. The rounding is reproduced to the bit, as PyTorch does it on a CPU, so that the outputs
+    equal those of transformers. The sizes of published models (26, 27, 32) have no such rounding error.
+
+    Args:
+        side: Patches on each side of the image.
+    """
+    starts = np.arange(side, dtype=np.float32) * (np.float32(1) / np.float32(side))
+    starts = np.minimum(starts, np.float32(1 - 1e-6))
+    index = np.searchsorted(_bucket_boundaries(side), starts, side="right")
+    return (index[:, None] * side + index).reshape(-1).astype(np.int32)
+
+
+def _bucket_boundaries(side: int) -> Float[np.ndarray, " m"]:
+    """Returns torch.arange(1 / side, 1.0, 1 / side) with the rounding errors that it has on a CPU.
+
+    The elements of whole groups of vectors are the first one of their vector, rounded to float32, plus a
+    multiple of the step; each of the others is a multiple of the step, rounded once.
+    """
+    step = 1 / side
+    num = math.ceil((1.0 - step) / step)
+    exact = step + step * np.arange(num)
+    num_grouped = num - num % (_ARANGE_LANES * _ARANGE_VECTORS)
+    first = exact[:num_grouped:_ARANGE_LANES].astype(np.float32).astype(np.float64)
+    grouped = first[:, None] + step * np.arange(_ARANGE_LANES)
+    return np.concatenate([grouped.reshape(-1), exact[num_grouped:]]).astype(np.float32)
+
+
 class PatchEmbedding(Module):
     """A linear map of every patch: a convolution whose stride is the size of its kernel."""
 
@@ -109,11 +147,7 @@ class SiglipLayer(Module):
 
 
 class SiglipEncoder(Module):
-    """Images of one size in; a vector for every patch out.
-
-    Positions are 0, 1, ...: transformers computes them as fractions in float32, which comes to the same for
-    the sizes of published models, and for some others falls one short here and there.
-    """
+    """Images of one size in; a vector for every patch out. The context has their `position_ids`."""
 
     def __init__(self, config: SiglipConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         self.patches = PatchEmbedding(config, dtype=dtype, rngs=rngs)

@@ -46,6 +46,8 @@ class ModelRunnerOutput:
             counted.
         drafts: If a model on the device has drafted: one list per entry of SchedulerOutput.samples, in place
             of the NO_TOKEN that the step has there.
+        errors: Why requests have to end, by the index of a row in SchedulerOutput.scheduled: its inputs could
+            not be prepared, as with an image that could not be encoded. The row's other results mean nothing.
     """
 
     step_id: int
@@ -56,3 +58,4 @@ class ModelRunnerOutput:
     captured: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
     num_shared_tokens: int = 0
     drafts: list[list[int]] = dataclasses.field(default_factory=list)
+    errors: dict[int, str] = dataclasses.field(default_factory=dict)

@@ -75,13 +75,16 @@ class SequenceUpdater:
         after_token = self.stop_conditions.after_token
         changed: dict[SequenceGroup, None] = {}
         ended: dict[SequenceGroup, None] = {}
-        broken = self._broken(output, result) if output.burst else {}
+        errors = dict(result.errors)
         if not output.burst and not all(result.is_finite):
-            for row, is_finite in zip(scheduled, result.is_finite, strict=True):
-                found = None if is_finite else find(row.seq_id)
-                if found is not None and not found[1].status.is_finished:
-                    self.end_group(found[0], SequenceStatus.FINISHED_ABORTED, now, NON_FINITE)
-                    changed[found[0]] = ended[found[0]] = None
+            bad = (i for i, is_finite in enumerate(result.is_finite) if not is_finite)
+            errors = dict.fromkeys(bad, NON_FINITE) | errors
+        for i, reason in sorted(errors.items()):
+            found = find(scheduled[i].seq_id)
+            if found is not None and not found[1].status.is_finished:
+                self.end_group(found[0], SequenceStatus.FINISHED_ABORTED, now, reason)
+                changed[found[0]] = ended[found[0]] = None
+        broken = self._broken(output, result) if output.burst else {}
         prompt_logprobs: list[tuple[SequenceGroup, int, list[TokenLogprobs]]] = []
         if any(result.prompt_logprobs):
             for row, entries in zip(scheduled, result.prompt_logprobs, strict=True):

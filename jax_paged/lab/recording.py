@@ -107,6 +107,7 @@ class RecordedScheduler(Scheduler):
             top=top,
             not_finite=[i for i, is_finite in enumerate(result.is_finite) if not is_finite],
             drafts=result.drafts,
+            errors=list(result.errors.items()),
         )
         return super().update(output, result, now)
 
@@ -296,6 +297,7 @@ def _result(output: SchedulerOutput, event: dict[str, Any]) -> ModelRunnerOutput
         is_finite,
         [[]] * len(output.scheduled),
         drafts=event.get("drafts", []),
+        errors=dict(event.get("errors", [])),
     )
 
 

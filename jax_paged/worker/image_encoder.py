@@ -2,7 +2,8 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +16,14 @@ from jax_paged.models.images import MAX_PATCHES, ImageSpec, Patches, PatchSpec, 
 from jax_paged.worker.input_batch import InputBatch
 from jax_paged.worker.programs import Program, TraceContext
 
+_LOGGER = logging.getLogger(__name__)
+
 # Tiles that are encoded together.
 NUM_TILES = (1, 4)
-# The least that the patches of an image are padded to; larger sizes double.
+# Patches of the smallest program. The sizes of the others double; each is rounded up to whole squares.
 MIN_PATCHES = 256
+# Characters of an error message that a request ends with; XLA may list all buffers.
+_MAX_ERROR = 300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,21 +83,54 @@ def plan_images(spec: ImageSpec | PatchSpec, max_model_len: int) -> list[Program
     """
     if isinstance(spec, ImageSpec):
         return [EncodeImagesProgram(n) for n in NUM_TILES]
-    most = _padded(min(MAX_PATCHES, max_model_len * spec.merge_size**2))
-    return [EncodePatchesProgram(MIN_PATCHES << i) for i in range((most // MIN_PATCHES).bit_length())]
+    square = spec.merge_size**2
+    most = min(MAX_PATCHES, max_model_len * square)
+    num_sizes = 1 + (-(-most // MIN_PATCHES) - 1).bit_length()
+    sizes = (_padded(MIN_PATCHES << i, square) for i in range(num_sizes))
+    return [EncodePatchesProgram(size) for size in dict.fromkeys(sizes)]
 
 
-def _of_patches(run: Callable[..., Any], weights: list[Array], image: Patches) -> Float[np.ndarray, "n e"]:
-    n, (num_rows, num_columns) = len(image.pixels), image.grid
-    pixels = np.pad(image.pixels, ((0, _padded(n) - n), (0, 0)))
+def check_images_can_be_encoded(context: TraceContext) -> None:
+    """Traces the smallest program that encodes images, if the model reads any; computes nothing.
+
+    Raises:
+        ValueError: If the shapes of the model's configuration do not fit together.
+    """
+    if context.image_spec is None:
+        return
+    program = plan_images(context.image_spec, context.max_model_len)[0]
+    try:
+        program.trace(context)
+    except Exception as error:  # of whichever layer does not fit
+        raise ValueError(
+            f"the model can't encode images: {_shown(error)}. Check vision_config of its config.json"
+        ) from error
+
+
+def _padded(num_patches: int, square: int) -> int:
+    """Returns the number of patches of the smallest program that holds `num_patches`.
+
+    Args:
+        num_patches: Patches of an image.
+        square: Patches that become one token: every program has a multiple of them.
+    """
+    size = max(MIN_PATCHES, 1 << (num_patches - 1).bit_length())
+    return -(-size // square) * square
+
+
+def _encode_patches(
+    run: Callable[..., Any], weights: list[Array], image: Patches
+) -> Float[np.ndarray, "n e"]:
+    n, num_tokens = len(image.pixels), image.grid[0] * image.grid[1]
+    pixels = np.pad(image.pixels, ((0, _padded(n, n // num_tokens) - n), (0, 0)))
     args = pixels, image.scale, image.offset, np.array(image.grid, np.int32)
     out = np.asarray(run(EncodePatchesProgram(len(pixels)), weights, *args))
-    return out[: num_rows * num_columns].copy()
+    return out[:num_tokens].copy()
 
 
-def _padded(num_patches: int) -> int:
-    """Returns how many patches a program has for so many."""
-    return max(MIN_PATCHES, 1 << (num_patches - 1).bit_length())
+def _shown(error: Exception) -> str:
+    text = str(error) or repr(error)
+    return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]}..."
 
 
 class ImageEncoder:
@@ -115,7 +153,7 @@ class ImageEncoder:
         weights: list[Array],
         output: SchedulerOutput,
         batch: InputBatch,
-    ) -> None:
+    ) -> dict[int, str]:
         """Gives the seats of a step the vectors of all tokens that it computes.
 
         Args:
@@ -123,16 +161,31 @@ class ImageEncoder:
             weights: Of the model.
             output: The step.
             batch: The seats; updated.
+
+        Returns:
+            Error messages by the seats of sequences that an image could not be encoded for: they have to end.
+            What the step computes for them means nothing.
         """
         needed = batch.missing_stand_ins(output)
         if not needed:
-            return
+            return {}
         found = {s.digest: self._kept[s.digest] for _, s in needed if s.digest in self._kept}
         new = {s.digest: s.data for _, s in needed if s.digest not in found}
-        found |= zip(new, self._encoded(run, weights, list(new.values())), strict=True)
+        errors: dict[int, str] = {}
+        failed: dict[str, str] = {}
+        for digest, result in zip(new, self._encoded(run, weights, list(new.values())), strict=True):
+            if isinstance(result, Exception):
+                _LOGGER.error("an image could not be encoded", exc_info=result)
+                failed[digest] = f"an image could not be encoded: {_shown(result)}"
+            else:
+                found[digest] = result
         for seat, stand_in in needed:
-            batch.embeds.setdefault(seat, {})[stand_in.start] = found[stand_in.digest]
+            if stand_in.digest in failed:
+                errors[seat] = failed[stand_in.digest]
+            else:
+                batch.embeds.setdefault(seat, {})[stand_in.start] = found[stand_in.digest]
         self._keep(found)
+        return errors
 
     def clear(self) -> None:
         """Forgets all vectors: they were made with other weights."""
@@ -140,17 +193,34 @@ class ImageEncoder:
         self._num_bytes = 0
 
     def _encoded(
-        self, run: Callable[..., Any], weights: list[Array], tiles: list[Tile] | list[Patches]
+        self, run: Callable[..., Any], weights: list[Array], images: list[Tile] | list[Patches]
+    ) -> list[Float[np.ndarray, "n e"] | Exception]:
+        """Returns the vectors of each image or tile, or the error that its encoding has failed with."""
+        size = 1 if isinstance(next(iter(images), None), Patches) else self._sizes[-1]
+        groups = [images[i : i + size] for i in range(0, len(images), size)]
+        return [result for group in groups for result in self._encoded_group(run, weights, group)]
+
+    def _encoded_group(
+        self, run: Callable[..., Any], weights: list[Array], group: Sequence[Tile | Patches]
+    ) -> list[Float[np.ndarray, "n e"] | Exception]:
+        try:
+            if isinstance(group[0], Patches):
+                return [_encode_patches(run, weights, image) for image in group]
+            return [*self._encode_tiles(run, weights, group)]
+        except Exception as error:  # whatever XLA raises, such as for lack of memory
+            if len(group) == 1:
+                return [error]
+        # The images may be of several requests: those that can be encoded alone are.
+        return [result for image in group for result in self._encoded_group(run, weights, [image])]
+
+    def _encode_tiles(
+        self, run: Callable[..., Any], weights: list[Array], tiles: Sequence[Any]
     ) -> list[Float[np.ndarray, "n e"]]:
-        vectors = [_of_patches(run, weights, image) for image in tiles if isinstance(image, Patches)]
-        while len(vectors) < len(tiles):
-            part = tiles[len(vectors) :][: self._sizes[-1]]
-            size = next(n for n in self._sizes if n >= len(part))
-            # Padded with the last one, whose vectors are dropped.
-            columns = zip(*part, *[part[-1]] * (size - len(part)), strict=True)
-            out = np.asarray(run(EncodeImagesProgram(size), weights, *map(np.stack, columns)))
-            vectors += [x.copy() for x in out[: len(part)]]
-        return vectors
+        size = next(n for n in self._sizes if n >= len(tiles))
+        # Padded with the last one, whose vectors are dropped.
+        columns = zip(*tiles, *[tiles[-1]] * (size - len(tiles)), strict=True)
+        out = np.asarray(run(EncodeImagesProgram(size), weights, *map(np.stack, columns)))
+        return [x.copy() for x in out[: len(tiles)]]
 
     def _keep(self, found: dict[str, np.ndarray]) -> None:
         for digest, vectors in found.items():

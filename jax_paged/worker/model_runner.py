@@ -1,6 +1,7 @@
 """The device side of an engine: owns weights, pool and seats, and runs steps on them."""
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -192,13 +193,17 @@ class ModelRunner:
         self._kv_cache = self._state_mover.move(self._run, self._kv_cache, output)
         held = self._weights, self._kv_cache
         self._kv_cache = encode(self._run, self._shared.encoders, output, self.config, *held)
-        self.image_encoder.encode(self._run, self._weights, output, batch)
+        failed = self.image_encoder.encode(self._run, self._weights, output, batch)
         self._adapters.load(self._run, output.adapter_loads)
         counts = reset_token_counts(self._run, self._seat_arrays.token_counts, resets)
         self._seat_arrays = self._seat_arrays._replace(token_counts=counts, processor_states=states)
         logits_rows = plan_logits_rows(output)
         if output.scheduled:
             pending = self._step(output, logits_rows)
+            if failed:
+                seats = batch.seats_of(row.seq_id for row in output.scheduled).tolist()
+                errors = {i: failed[seat] for i, seat in enumerate(seats) if seat in failed}
+                pending = dataclasses.replace(pending, errors=errors)
             pending.begin_transfer()
         else:
             pending = PendingStep(output.step_id, 0, 0, logits_rows, np.empty(0, np.int32), None, None, [])

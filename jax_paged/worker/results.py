@@ -33,6 +33,7 @@ class PendingStep:
             are, and the names of these hooks.
         num_shared_tokens: Of StepInputs.
         redrawn: Columns of `results` and rows of `details` that take the place of these.
+        errors: Of ModelRunnerOutput.
     """
 
     step_id: int
@@ -48,6 +49,7 @@ class PendingStep:
     num_shared_tokens: int = 0
     redrawn: dict[int, tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=dict)
     pooled: PendingPooled | None = None
+    errors: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def begin_transfer(self) -> None:
         """Lets the results travel to the host as soon as they are there."""
@@ -94,6 +96,7 @@ class PendingStep:
             drafts=[tokens[1:] for tokens in self._by_sample(columns[4, :num_drawn].tolist())]
             if len(columns) > 4
             else [],
+            errors=self.errors,
         )
 
     def _read_burst(self, results: np.ndarray) -> ModelRunnerOutput:
@@ -122,6 +125,7 @@ class PendingStep:
             prompt_logprobs=[[] for _ in range(self.num_rows)],
             captured=self._read_captured(lambda x, i, first, n: x[: np.sum(is_live[i]), i]),
             num_shared_tokens=self.num_shared_tokens * int(is_live.any(axis=0).sum()),
+            errors=self.errors,
         )
 
     def _read_captured(

@@ -30,7 +30,7 @@ from jax_paged.worker.compilation import (
     use_persistent_cache,
 )
 from jax_paged.worker.encoder import plan_encoders
-from jax_paged.worker.image_encoder import plan_images
+from jax_paged.worker.image_encoder import check_images_can_be_encoded, plan_images
 from jax_paged.worker.kernel_check import choose_backend
 from jax_paged.worker.load_drafter import load_drafter
 from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
@@ -202,6 +202,7 @@ class ServedModel:
             **additions.settings(args),
         )
         self.stages = [context_of(i, self.config, self.config.num_blocks) for i in own]
+        check_images_can_be_encoded(self.stages[-1])
         self.encoders = plan_encoders(self.config.max_model_len) if encodes else []
         self.prompt_logprobs = PromptLogprobsProgram(last.config.hidden_size)
         self.num_users = 0

@@ -236,6 +236,29 @@ def test_non_finite_logits_end_the_request_and_cache_nothing() -> None:
     assert groups[0].metrics.finished_time == 3.0
 
 
+@pytest.mark.parametrize("burst", [False, True])
+def test_a_row_that_could_not_be_prepared_ends_its_request_and_caches_nothing(burst: bool) -> None:
+    sched = make_scheduler()
+    groups = [make_group(index, [index] * 8, n=2) for index in range(2)]
+    for group in groups:
+        sched.add(group)
+    output = sched.schedule(0.0)
+    if burst:
+        sched.update(output, result_of(output, [5] * 4), 1.0)
+        output = sched.schedule(2.0)
+    result = dataclasses.replace(result_of(output, [5] * 4), errors={0: "no such image"})
+    update = sched.update(output, result, 3.0)
+    assert update.ended == [groups[0]]
+    assert [new.group for new in update.new_tokens] == [groups[1]] * 2
+    assert {(s.status, s.stop_reason) for s in groups[0].sequences} == {
+        (SequenceStatus.FINISHED_ABORTED, "no such image")
+    }
+    if not burst:
+        cached = [c.tokens for c in sched.block_manager.pool.contents if c is not None]
+        assert cached == [[1] * 4, [1] * 4]
+    sched.block_manager.check_integrity()
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_request_that_allows_no_token_ends(index: int) -> None:
     """All of its samples do, at whichever of them it is noticed first; the other request goes on."""

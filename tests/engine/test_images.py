@@ -24,7 +24,7 @@ from jax_paged.image_settings import ImageSettings
 from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.idefics3 import Idefics3Config
 from jax_paged.models.images import ImageSpec
-from jax_paged.worker.image_encoder import ImageEncoder
+from jax_paged.worker.image_encoder import EncodeImagesProgram, ImageEncoder
 
 FIXTURES = Path(__file__).parents[1] / "models" / "image_fixtures"
 FOLDER = FIXTURES / "smolvlm_tied"
@@ -241,6 +241,49 @@ def test_the_vectors_used_last_are_kept(engine: LLMEngine, num_encoded: list[int
     # A small picture is enlarged, and all have as many tiles: 0 was used after 1 when 2 came.
     assert sum(num > 0 for num in num_encoded) == 4
     assert encoder._num_bytes == sum(x.nbytes for x in encoder._kept.values())
+
+
+def test_an_image_that_can_not_be_encoded_ends_its_own_request(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other requests of the step go on, the engine too, and nothing of the failure is kept."""
+    bad, good = drawn(20, 20, 1), drawn(20, 20, 2)
+    text = "This text is longer than a block of the pool.<image>"
+    prompts = [prompt(text, bad), prompt(text, good), "plain text"]
+    runner: Any = engine.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
+    reader: Any = engine.input_processor._prompts._images
+    pixels = reader.read([spec_of_engine(engine).token_id], {"image": bad})[1][0].data.pixels
+    execute, images = runner._run, []
+
+    def fail(program: Any, *args: Any) -> Any:
+        if isinstance(program, EncodeImagesProgram):
+            images.append(program)
+            if any(np.array_equal(tile, pixels) for tile in args[1]):
+                raise RuntimeError("no memory")
+        return execute(program, *args)
+
+    expected = run(engine, prompts, SHORT)
+    for is_async in (False, True):
+        encoder_of(engine).clear()
+        set_prefix_caching(engine, True)
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "_run", fail)
+            patch.setattr(engine._loop, "max_in_flight", 1 + is_async)
+            failed, *others = run(engine, prompts, SHORT)
+        (completion,) = failed.outputs
+        assert (completion.finish_reason, list(completion.token_ids)) == ("abort", [])
+        assert completion.stop_reason == "an image could not be encoded: no memory"
+        for output, right in zip(others, expected[1:], strict=True):
+            assert output.outputs[0].token_ids == right.outputs[0].token_ids
+        again = run(engine, prompts, SHORT)
+        assert [x.outputs[0].token_ids for x in again] == [x.outputs[0].token_ids for x in expected]
+    assert images
+
+
+def spec_of_engine(engine: LLMEngine) -> Any:
+    settings = engine.config.images
+    assert settings is not None
+    return settings.spec
 
 
 def test_new_weights_encode_anew(engine: LLMEngine, num_encoded: list[int]) -> None:

@@ -4,9 +4,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers.pictures import drawn
 from helpers.real_model import TOLERANCE, drain, make_engine, make_executor, reset, set_prefix_caching
 
@@ -18,14 +22,20 @@ from jax_paged.engine.image_reader import ImageReader
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.image_settings import ImageSettings
 from jax_paged.models.images import MAX_PATCHES, ImageSpec, Patches, PatchSpec
-from jax_paged.models.qwen3_vl import Qwen3VLConfig
+from jax_paged.models.qwen3_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from jax_paged.worker import input_batch, weights
-from jax_paged.worker.image_encoder import EncodePatchesProgram, plan_images
+from jax_paged.worker.image_encoder import (
+    EncodePatchesProgram,
+    _encode_patches,
+    check_images_can_be_encoded,
+    plan_images,
+)
 from jax_paged.worker.mrope import mrope_positions
 
 FIXTURES = Path(__file__).parents[1] / "models" / "image_fixtures"
 FOLDER = FIXTURES / "qwen3_vl_tied"
 FOLDERS = [FOLDER, FIXTURES / "qwen3_vl"]
+MERGE3 = FIXTURES / "qwen3_vl_merge3"
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 SETTINGS: dict[str, Any] = {
     "few_buckets": True,
@@ -97,6 +107,44 @@ def test_equals_transformers(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_tokens_of_nine_patches_and_images_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equals transformers; and if an image can't be encoded, its request ends and no other does."""
+    cases = cases_of(MERGE3)
+    with make_engine(MERGE3, **SETTINGS) as engine:
+        assert_right(run(engine, prompts_of(cases)), cases)
+        runner: Any = engine.executor.runner  # pyright: ignore[reportAttributeAccessIssue]
+        runner.image_encoder.clear()
+        set_prefix_caching(engine, True)
+        execute, large = runner._run, EncodePatchesProgram(513)
+
+        def fail(program: Any, *args: Any) -> Any:
+            if program == large:
+                raise RuntimeError("RESOURCE_EXHAUSTED: no memory")
+            return execute(program, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "_run", fail)
+            outputs = run(engine, prompts_of(cases))
+        failed = [output.outputs[0] for output in outputs if "large" in (output.prompt or "")]
+        assert [(x.finish_reason, x.stop_reason, list(x.token_ids)) for x in failed] == [
+            ("abort", "an image could not be encoded: RESOURCE_EXHAUSTED: no memory", [])
+        ]
+        others = [(o, c) for o, c in zip(outputs, cases, strict=True) if "large" not in c["text"]]
+        assert_right(*map(list, zip(*others, strict=True)))
+        # No block of the request that failed is shared.
+        assert_right(run(engine, prompts_of(cases)), cases)
+
+
+def test_a_model_whose_images_have_no_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise TypeError("cannot reshape array of shape (256, 16) into shape (-1, 144)")
+
+    monkeypatch.setattr(Qwen3VLForConditionalGeneration, "encode_images", fail)
+    with pytest.raises(ValueError, match=r"the model can't encode images: cannot reshape .*vision_config"):
+        make_engine(MERGE3, **SETTINGS)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -123,7 +171,7 @@ def test_equals_transformers_however_it_runs(folder: Path, settings: dict[str, A
             assert_right(run(engine, prompts_of(cases)), cases)
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f.name)
+@pytest.mark.parametrize("folder", [*FOLDERS, MERGE3], ids=lambda f: f.name)
 def test_placeholders_and_positions_equal_transformers(folder: Path) -> None:
     reader, tokenizer = reader_of(folder)
     for case in cases_of(folder):
@@ -167,6 +215,46 @@ def test_the_programs_of_images() -> None:
     assert plan_images(spec, 16) == [EncodePatchesProgram(256)]
     assert plan_images(spec, 10**6)[-1] == EncodePatchesProgram(MAX_PATCHES)
     assert len(plan_images(ImageSpec(0, 9, 9), 10**6)) == 2
+
+
+@pytest.mark.parametrize("merge", [1, 2, 3, 5, 6, 7, 17, 40])
+def test_every_image_fits_a_program_of_whole_squares(merge: int) -> None:
+    square = merge**2
+    for max_model_len in (1, 3, 300, 10**6):
+        programs = plan_images(PatchSpec(0, 16, merge, ()), max_model_len)
+        used: list[Any] = []
+        most = min(MAX_PATCHES // square, max_model_len)
+        for num_tokens in {1, 2, 29, 57, 113, most // 2, most - 1, most} & set(range(1, most + 1)):
+            image = Patches(np.zeros((num_tokens * square, 0)), *[np.zeros(3)] * 2, (1, num_tokens))
+
+            def execute(program: Any, *args: Any, used: list[Any] = used) -> np.ndarray:
+                used.append(program)
+                assert len(args[1]) == program.num_patches
+                return np.zeros((program.num_patches // square, 1))
+
+            assert len(_encode_patches(execute, [], image)) == num_tokens
+        assert set(used) <= set(programs)
+        assert all(program.num_patches % square == 0 for program in used)
+
+
+@pytest.mark.parametrize("folder", [FOLDER, MERGE3], ids=lambda f: f.name)
+def test_every_program_of_a_model_can_be_traced(folder: Path) -> None:
+    config = Qwen3VLConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    float32, context = (
+        jnp.dtype("float32"),
+        Mock(image_spec=spec_of(folder), replicated=None, max_model_len=128),
+    )
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: Qwen3VLForConditionalGeneration(config, dtype=float32, rngs=nnx.Rngs(0)))
+    )
+    context.weights, treedef = jax.tree.flatten(state)
+    context.merge = lambda weights: nnx.merge(graph, jax.tree.unflatten(treedef, weights))
+    context.shape = jax.ShapeDtypeStruct
+    check_images_can_be_encoded(context)
+    for program in plan_images(spec_of(folder), 128):
+        vectors: Any = program.trace(context).out_info
+        assert isinstance(program, EncodePatchesProgram)
+        assert vectors.shape[0] == program.num_patches // spec_of(folder).merge_size ** 2
 
 
 def test_large_images_are_made_smaller() -> None:

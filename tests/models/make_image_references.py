@@ -1,5 +1,8 @@
 """Makes image_fixtures: tiny random checkpoints that read images, and transformers' outputs for them.
 
+By the name "positions" it makes siglip_positions.json: for images of 1, 2, ... patches on a side, the row of
+the table of positions for the patches of the first row and of the first column.
+
 It runs in the environment that make_references.py describes, with Pillow. Every folder then holds a
 checkpoint with its tokenizer, preprocessor_config.json, and reference.json: {"cases": [{"text", "pictures",
 "prompt_token_ids", "token_ids", "logprobs"}]}, where pictures are the arguments of helpers.pictures.drawn,
@@ -20,12 +23,15 @@ from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers.pictures import drawn
 
 FIXTURES = Path(__file__).parent / "image_fixtures"
+POSITIONS = Path(__file__).parent / "siglip_positions.json"
+MAX_SIDE = 64
 NUM_NEW_TOKENS = 24
 MIN_MARGIN = 2e-3
 # Different tokens of an output: fewer hide mistakes.
@@ -150,6 +156,29 @@ def run(model: Any, processor: Any, text: str, pictures: list[tuple[int, int, in
     return case | {"token_ids": chosen, "logprobs": logprobs}
 
 
+@torch.no_grad()
+def make_positions() -> None:
+    """Writes which rows of the table of positions the first row and the first column of patches get."""
+    table = {}
+    for side in range(1, MAX_SIDE + 1):
+        config = transformers.Idefics3VisionConfig(
+            hidden_size=1, num_attention_heads=1, image_size=side, patch_size=1
+        )
+        embeddings = Idefics3VisionEmbeddings(config)
+        embeddings.patch_embedding.weight.zero_()
+        embeddings.patch_embedding.bias.zero_()
+        embeddings.position_embedding.weight.copy_(torch.arange(float(side**2))[:, None])
+        found = embeddings(torch.zeros(1, 3, side, side), torch.ones(1, side, side, dtype=torch.bool))
+        rows = found.int().reshape(side, side)
+        assert (rows == rows[:1] + rows[:, :1] - rows[0, 0]).all()
+        table[side] = {"row": rows[0].tolist(), "column": rows[:, 0].tolist()}
+    lines = (f'"{side}": {json.dumps(entry)}' for side, entry in table.items())
+    POSITIONS.write_text("{" + ",\n".join(lines) + "}\n")
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:] or KINDS:
-        make(name)
+    for name in sys.argv[1:] or [*KINDS, "positions"]:
+        if name == "positions":
+            make_positions()
+        else:
+            make(name)

@@ -76,6 +76,25 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], bool]] =
         (256, 6400),
         True,
     ),
+    # Its tokens stand for nine patches: no power of two holds whole ones.
+    "qwen3_vl_merge3": (
+        {
+            "num_hidden_layers": 1,
+            "head_dim": 16,
+            "intermediate_size": 16,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 2, 2]},
+        },
+        {
+            "num_heads": 2,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+            "depth": 1,
+            "spatial_merge_size": 3,
+        },
+        (576, 6400),
+        False,
+    ),
 }
 IMAGE = f"<|vision_start|>{PLACEHOLDER}<|vision_end|>"
 # Text, and the width, height and seed of each picture.
@@ -112,6 +131,7 @@ def make(name: str) -> None:
     images = Qwen2VLImageProcessorPil(
         size={"shortest_edge": least, "longest_edge": most},
         patch_size=4,
+        merge_size=vision.get("spatial_merge_size", 2),
         image_mean=[0.5, 0.4, 0.3],
         image_std=[0.5, 0.6, 0.7],
     )
@@ -178,7 +198,8 @@ def run(
         inputs = dict(images([Image.fromarray(drawn(*p)) for p in pictures], return_tensors="pt"))
         first, *rest = text.split(PLACEHOLDER)
         pairs = zip(inputs["image_grid_thw"], rest, strict=True)
-        full = first + "".join(PLACEHOLDER * int(grid.prod() // 4) + part for grid, part in pairs)
+        square = model.config.vision_config.spatial_merge_size**2
+        full = first + "".join(PLACEHOLDER * int(grid.prod() // square) + part for grid, part in pairs)
     else:
         full = text
     ids, chosen, logprobs = torch.tensor([tokenizer.encode(full)]), [], []

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from helpers.steps import make_output, make_row, new_sequence
 
 from jax_paged.core.cache_group import CacheGroup
@@ -61,6 +62,27 @@ def test_each_tile_is_encoded_once() -> None:
     encoder.clear()
     encoder.encode(run, [], needs(2, 77), batch)  # pyright: ignore[reportArgumentType]
     assert run.sizes == [4, 4, 1, 1]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_tile_that_fails_concerns_its_own_sequences_only(batch_invariant: bool) -> None:
+    run, batch = Encoder(), Batch(embeds={})
+
+    def fail(program: EncodeImagesProgram, weights: Any, *args: np.ndarray) -> np.ndarray:
+        if (args[0] == 66).any():
+            raise RuntimeError("no memory" + 1000 * "!")
+        return run(program, weights, *args)
+
+    encoder = ImageEncoder(10**6, batch_invariant=batch_invariant)
+    needed: Any = needs(0, 1, 2) + needs(1, 3, 66) + needs(2, 66) + needs(3, 4, 5)
+    errors = encoder.encode(fail, [], needed, batch)
+    assert errors.keys() == {1, 2}
+    assert all(text.startswith("an image could not be encoded: no memory!") for text in errors.values())
+    assert all(len(text) < 400 for text in errors.values())
+    assert vectors(batch) == {0: {0: 1.5, 5: 2.0}, 1: {0: 2.5}, 3: {0: 3.0, 5: 3.5}}
+    # What has failed is tried again.
+    assert not encoder.encode(run, [], needed, batch)
+    assert vectors(batch)[2] == {0: 34.0}
 
 
 def test_those_used_last_stay() -> None:
