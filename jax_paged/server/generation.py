@@ -85,7 +85,6 @@ class GenerationRoutes(TextRoutes):
             prompts = as_prompts(body.prompt)
             check(bool(prompts), "prompt", prompts, "at least one prompt")
             checked = await self._texts.read(
-                "prompt",
                 list(prompts),
                 check_all,
                 self._engine,
@@ -122,7 +121,6 @@ class GenerationRoutes(TextRoutes):
                 chat = await self._texts.fetch(chat.fetched)
             texts = [chat.messages, *filter(None, (reader and reader.tools, body.chat_template_kwargs))]
             checked = await self._texts.read(
-                "messages",
                 texts,
                 self._check_chat,
                 tokenizer,
@@ -188,7 +186,11 @@ class GenerationRoutes(TextRoutes):
     ) -> list[CheckedRequest]:
         messages = messages_for(tokenizer, list(chat.messages))
         tools, variables = reader.tools if reader else None, body.chat_template_kwargs
-        prompt = chat.prompt(tokenizer.encode_chat(messages, tools=tools, template_kwargs=variables))
+        max_len = max_prompt_len(self._engine, body)
+        token_ids = tokenizer.encode_chat(
+            messages, tools=tools, template_kwargs=variables, max_model_len=max_len
+        )
+        prompt = chat.prompt(token_ids)
         with blaming_tools(reader):
             if reader is not None:
                 params = reader.params(params, tokenizer)
@@ -229,6 +231,11 @@ def check_all(
                 engine.engine.config.max_model_len,
             )
     return requests
+
+
+def max_prompt_len(engine: ServingEngine, body: Generation) -> int | None:
+    """Returns the limit (tokens) of a request's prompt; None if the prompt will be cut."""
+    return engine.engine.config.max_model_len if body.truncate_prompt_tokens is None else None
 
 
 def has_form(params: SamplingParams | BeamSearchParams) -> bool:

@@ -29,6 +29,7 @@ from jax_paged.server.generation import (
     client_of,
     has_form,
     journal_of,
+    max_prompt_len,
     progress_of,
     tokenizer_of,
 )
@@ -124,7 +125,6 @@ class ResponsesRoute(TextRoutes):
             thinking = self._readers.reasoning
             reader = None if thinking is None else ChatReader(None, None, (), True, thinking)
             checked = await self._texts.read(
-                "input",
                 texts,
                 self._check,
                 tokenizer,
@@ -153,7 +153,9 @@ class ResponsesRoute(TextRoutes):
         adapter: LoRARequest | None,
     ) -> list[CheckedRequest]:
         messages = messages_of_input(body.input, body.instructions)
-        prompt = tokenizer.encode_chat(messages_for(tokenizer, messages))
+        prompt = tokenizer.encode_chat(
+            messages_for(tokenizer, messages), max_model_len=max_prompt_len(self._engine, body)
+        )
         own = reader.params(params, tokenizer) if reader else params
         return check_all(self._engine, [prompt], own, body, adapter)
 
