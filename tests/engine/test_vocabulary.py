@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from jax_paged.checks import TooLongError
+from jax_paged.core.runner_output import TokenLogprobs
+from jax_paged.engine.detokenizer import Detokenizer
+from jax_paged.engine.sample_state import logprob_dict
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.engine.vocabulary import Vocabulary
+from jax_paged.outputs import CompletionOutput
+from jax_paged.server.logprobs import TextOffsets, TokenBytes, chat_logprobs, completion_logprobs
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -137,3 +142,55 @@ def test_text_that_is_certainly_too_long_is_refused(byte_tokenizer: Tokenizer) -
     for encode in (byte_tokenizer.encode, lambda *args, **k: byte_tokenizer.encode_pair("a", *args, **k)):
         with pytest.raises(TooLongError, match=r"at least 6 tokens; allowed: max_model_len, 5"):
             encode("x" * (longest * 5 + 1), max_model_len=5)
+
+
+@pytest.fixture(scope="module")
+def generators(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """Tokenizers of the kinds that models which draw tokens have."""
+    backends = {
+        "byte-level": byte_level(),
+        "byte fallback": sentencepiece(),
+        "unigram": unigram(),
+    }
+    folder = tmp_path_factory.mktemp("tokenizers")
+    for name in backends:
+        (folder / name).mkdir()
+    return {name: tokenizer_of(backend, folder / name) for name, backend in backends.items()}
+
+
+@pytest.mark.parametrize("name", ["byte-level", "byte fallback", "unigram"])
+@pytest.mark.parametrize("after", ["", "a"])
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(st.one_of(st.sampled_from("ab é好🙂\ufffd"), st.characters(codec="utf-8")), min_size=1))
+def test_the_bytes_of_all_tokens_are_those_of_the_text(
+    generators: dict[str, Tokenizer], name: str, after: str, text: str
+) -> None:
+    tokenizer = generators[name]
+    prompt = tokenizer.encode(after) if after else []
+    token_ids = tokenizer.encode(text)
+    detokenizer, logprobs = Detokenizer(tokenizer, prompt), []
+    for token_id in token_ids:
+        entry = TokenLogprobs(-1.0, 1, [token_id], [-1.0])
+        starts_text = detokenizer.is_at_start
+        logprobs.append(logprob_dict(token_id, entry, 1, tokenizer, starts_text=starts_text))
+        detokenizer.append(token_id)
+    detokenizer.finish()
+    token_bytes = TokenBytes(tokenizer, skip_special_tokens=True)
+    output = CompletionOutput(0, detokenizer.text, token_ids, 0.0, logprobs=logprobs)
+    content = chat_logprobs(output, 1, token_bytes)
+    assert content is not None
+    assert b"".join(bytes(token["bytes"]) for token in content) == detokenizer.text.encode()
+    for token in content:
+        assert token["bytes"] == token["top_logprobs"][0]["bytes"]
+        assert bytes(token["bytes"]).decode(errors="replace").count("\ufffd") == token["token"].count(
+            "\ufffd"
+        )
+    # Each token begins in the character that its first byte belongs to, whole or in parts.
+    offsets = TextOffsets(7)
+    parts = [completion_logprobs([entry], offsets, token_bytes)["text_offset"][0] for entry in logprobs]
+    assert parts == completion_logprobs(logprobs, TextOffsets(7), token_bytes)["text_offset"]
+    num_bytes = 0
+    for token, offset in zip(content, parts, strict=True):
+        before = detokenizer.text.encode()[:num_bytes].decode(errors="ignore")
+        assert offset == 7 + len(before)
+        num_bytes += len(token["bytes"])
