@@ -53,17 +53,19 @@ class Problems:
     """Collects what several checks find, so that a user sees every problem at once."""
 
     def __init__(self) -> None:
-        self._found: list[str] = []
+        self._found: list[ValueError] = []
 
     def note[T](self, check: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """Calls a check and returns what it does; None if it raises ValueError, whose message is kept."""
+        """Calls a check and returns what it does; None if it raises ValueError, which is kept."""
         try:
             return check(*args, **kwargs)
         except ValueError as error:
-            self._found.append(str(error))
+            self._found.append(error)
             return None
 
     def raise_if_any(self) -> None:
-        """Raises one ValueError with all messages, one per line, if any check failed."""
+        """Raises the error of the only failed check, or one ValueError with all messages, one per line."""
+        if len(self._found) == 1:
+            raise self._found[0]
         if self._found:
-            raise ValueError("\n".join(self._found))
+            raise ValueError("\n".join(map(str, self._found)))

@@ -61,6 +61,11 @@ class Detokenizer:
             return len(self.text)
         return len(self.text) - self._stop.num_open(self._stop_state)
 
+    @property
+    def is_at_start(self) -> bool:
+        """Whether no text precedes the next token: neither of the prompt nor of the output."""
+        return not (self.text or self._context_text or self._pending)
+
     def values(self) -> dict[str, Any]:
         """Returns how far it is, as values that JSON can hold."""
         return {name: getattr(self, name) for name in _VALUES}

@@ -118,7 +118,9 @@ class InputProcessor:
         problems.note(check, isinstance(cache_salt, str), "cache_salt", cache_salt, "a string")
         problems.note(self._check_priority, priority)
         own_params = problems.note(self._own_params, params)
-        prompts = problems.note(self._prompts.read, prompt)
+        # Beam search cuts no prompts.
+        cut = getattr(self._default_params if params is None else params, "truncate_prompt_tokens", None)
+        prompts = problems.note(self._prompts.read, prompt, is_truncated=cut is not None)
         adapter = problems.note(self.adapters.get, lora_request)
         problems.raise_if_any()
         assert own_params is not None, "there was no problem"

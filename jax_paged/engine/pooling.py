@@ -167,7 +167,8 @@ def pair_prompt(
         raise ValueError("data_1 is text, and the engine has no tokenizer")
     if config.pooling is not None and config.pooling.label_tokens:
         return first + second, params  # a chat in two parts, whose tokens may span both
-    token_ids, start = tokenizer.encode_pair(first, second)
+    max_len = config.max_model_len if params.truncate_prompt_tokens is None else None
+    token_ids, start = tokenizer.encode_pair(first, second, max_model_len=max_len)
     if start is not None:
         params = dataclasses.replace(params, extra_kwargs={"compressed_token_type_ids": start})
     return {"prompt_token_ids": token_ids}, params

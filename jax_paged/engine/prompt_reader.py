@@ -41,12 +41,24 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._images = ImageReader(config.images, tokenizer) if config.images else None
 
-    def read(self, prompt: Any) -> tuple[TokenizedPrompt | None, TokenizedPrompt]:
-        """Returns what an encoder reads, None without one, and the decoder's prompt."""
+    def read(
+        self, prompt: Any, *, is_truncated: bool = False
+    ) -> tuple[TokenizedPrompt | None, TokenizedPrompt]:
+        """Returns what an encoder reads, None without one, and the decoder's prompt.
+
+        Args:
+            prompt: In any form.
+            is_truncated: Whether a prompt that is too long will be cut. If not, text that certainly has more
+                than max_model_len tokens is refused without being tokenized.
+
+        Raises:
+            ValueError: If it is no prompt, or does not fit the model.
+        """
+        max_len = None if is_truncated else self._config.max_model_len
         if isinstance(prompt, dict) and "prompt_embeds" in prompt:
             return None, self._embedded(prompt)
         if self._images is not None and not (isinstance(prompt, dict) and "encoder_prompt" in prompt):
-            return None, self._with_images(self._images, prompt)
+            return None, self._with_images(self._images, prompt, max_len)
         start = self._config.decoder_start_token_id
         names = {"encoder_prompt", "decoder_prompt"}
         if isinstance(prompt, dict) and prompt.keys() & names:
@@ -55,31 +67,31 @@ class PromptReader:
             check(prompt.keys() == names, "prompt", prompt, f"a dict with both of {sorted(names)}")
             if start is None:
                 raise ValueError(f"prompt is {prompt!r}; allowed: a prompt without an encoder's part")
-            encoder = self._tokenize(prompt["encoder_prompt"])
+            encoder = self._tokenize(prompt["encoder_prompt"], max_len)
             if prompt["decoder_prompt"] is None:
                 return encoder, TokenizedPrompt(None, [start])
-            decoder = self._tokenize(prompt["decoder_prompt"])
+            decoder = self._tokenize(prompt["decoder_prompt"], max_len)
             if decoder.token_ids[0] != start:
                 decoder.token_ids.insert(0, start)
             return encoder, decoder
         if start is None:
-            return None, self._tokenize(prompt)
-        return self._tokenize(prompt), TokenizedPrompt(None, [start])
+            return None, self._tokenize(prompt, max_len)
+        return self._tokenize(prompt, max_len), TokenizedPrompt(None, [start])
 
-    def _with_images(self, images: ImageReader, prompt: Any) -> TokenizedPrompt:
+    def _with_images(self, images: ImageReader, prompt: Any, max_len: int | None) -> TokenizedPrompt:
         """Returns a prompt whose placeholders have become those of its images."""
         given = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
         if given:
             prompt = {name: value for name, value in prompt.items() if name != "multi_modal_data"}
-        read = self._tokenize(prompt)
+        read = self._tokenize(prompt, max_len)
         token_ids, stand_ins = images.read(read.token_ids, given or {})
         return dataclasses.replace(read, token_ids=token_ids, stand_ins=stand_ins)
 
-    def _tokenize(self, prompt: Any) -> TokenizedPrompt:
+    def _tokenize(self, prompt: Any, max_len: int | None) -> TokenizedPrompt:
         """Returns the text, the checked token ids and the salt of a prompt in any form."""
         if not isinstance(prompt, dict):
             if isinstance(prompt, str):
-                return TokenizedPrompt(prompt, self._encode(prompt))
+                return TokenizedPrompt(prompt, self._encode(prompt, max_len))
             return TokenizedPrompt(None, self._checked_ids("prompt", prompt))
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         names = {"prompt", "prompt_token_ids", "cache_salt"}
@@ -96,7 +108,7 @@ class PromptReader:
         if token_ids is not None:
             return TokenizedPrompt(text, self._checked_ids("prompt_token_ids", token_ids), salt)
         assert isinstance(text, str), "checked above"
-        return TokenizedPrompt(text, self._encode(text), salt)
+        return TokenizedPrompt(text, self._encode(text, max_len), salt)
 
     def _embedded(self, prompt: dict[str, Any]) -> TokenizedPrompt:
         """Returns a prompt of vectors, checked; placeholders stand for its tokens."""
@@ -135,11 +147,11 @@ class PromptReader:
         embeds = PromptEmbeds(len(rows), np.ascontiguousarray(rows).tobytes())
         return TokenizedPrompt(None, [PLACEHOLDER] * len(rows), salt, embeds)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, max_len: int | None) -> list[int]:
         if self._tokenizer is None:
             raise ValueError("prompt is text, and the engine has no tokenizer; allowed: token ids")
         check(bool(text), "prompt", text, "text that is not empty")
-        token_ids = self._tokenizer.encode(text)
+        token_ids = self._tokenizer.encode(text, max_model_len=max_len)
         check(bool(token_ids), "prompt", text, "text of at least one token")
         highest, allowed = max(token_ids), self._config.vocab_size - 1
         if highest > allowed:

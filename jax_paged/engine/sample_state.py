@@ -111,7 +111,10 @@ class SampleState:
         num_before = len(self.seq.output_token_ids) - len(token_ids)
         for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
             if self._logprobs is not None:
-                entry = logprob_dict(token_id, logprob, self._num_logprobs, self._tokenizer)
+                is_first = self._detokenizer is not None and self._detokenizer.is_at_start
+                entry = logprob_dict(
+                    token_id, logprob, self._num_logprobs, self._tokenizer, starts_text=is_first
+                )
                 self._logprobs.append(entry)
             if hides_last and i == len(token_ids):
                 continue
@@ -182,10 +185,30 @@ class SampleState:
 
 
 def logprob_dict(
-    token_id: int, entry: "TokenLogprobs", k: int, tokenizer: Tokenizer | None
+    token_id: int,
+    entry: "TokenLogprobs",
+    k: int,
+    tokenizer: Tokenizer | None,
+    *,
+    starts_text: bool = False,
 ) -> TokenLogprobDict:
-    """Returns a token's Logprob and those of the k most likely ones, by token id."""
-    text = tokenizer.token_text if tokenizer else lambda _: None
+    """Returns a token's Logprob and those of the k most likely ones, by token id.
+
+    Args:
+        token_id: The token that was drawn, or that the prompt has.
+        entry: Log-probabilities of its position.
+        k: Number of likely tokens.
+        tokenizer: None leaves the texts out.
+        starts_text: Whether no text precedes it: some tokenizers drop the leading space of the first token.
+    """
+
+    def text(token_id: int) -> str | None:
+        if tokenizer is None:
+            return None
+        if starts_text:
+            return tokenizer.decode([token_id], skip_special_tokens=False)
+        return tokenizer.token_text(token_id)
+
     result = {token_id: Logprob(entry.logprob, entry.rank, text(token_id))}
     top = zip(entry.top_token_ids[:k], entry.top_logprobs[:k], strict=True)
     for rank, (top_id, top_logprob) in enumerate(top, 1):

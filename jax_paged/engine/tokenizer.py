@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import tokenizers
 
-from jax_paged.checks import check
+from jax_paged.checks import TooLongError, check
 from jax_paged.engine.chat_template import ChatTemplate, is_usual, processor_template, read_chat_template
 from jax_paged.engine.control_tokens import ControlTokens
+from jax_paged.engine.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,6 +63,7 @@ class Tokenizer:
         self._backend.no_padding()
         self._backend.no_truncation()
         self._control = ControlTokens(self._backend)
+        self._vocabulary = Vocabulary(self._backend)
 
     @functools.cached_property
     def hf(self) -> "PreTrainedTokenizerBase":
@@ -96,12 +98,22 @@ class Tokenizer:
         content = token.get("content") if isinstance(token, dict) else token
         return None if content is None else self._backend.token_to_id(content)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the ids of `text`, with the special tokens that the tokenizer itself adds if asked for.
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_model_len: int | None = None
+    ) -> list[int]:
+        """Returns the ids of `text`.
+
+        Args:
+            text: Valid Unicode.
+            add_special_tokens: Whether to add the special tokens that the tokenizer itself adds.
+            max_model_len: Limit (tokens) of the model that the text is for; None for no limit. Text that is
+                certainly longer is not tokenized.
 
         Raises:
+            TooLongError: If `text` certainly has more than `max_model_len` tokens.
             ValueError: If `text` is not valid Unicode.
         """
+        self.check_length(text, max_model_len)
         _check_unicode(text)
         if len(text) <= _SHORT_TEXT:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -117,21 +129,43 @@ class Tokenizer:
         """Returns the token that is a text as the vocabulary has it; None if there is none."""
         return self._backend.token_to_id(text)
 
-    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
-        """Returns the ids of two texts in one, and where the second begins if the tokenizer says so.
+    def check_length(self, text: str, max_model_len: int | None) -> None:
+        """Checks that `text` may have at most `max_model_len` tokens, without tokenizing it.
+
+        Long text costs time to tokenize. A text that passes may still have too many tokens.
+
+        Args:
+            text: Of any length.
+            max_model_len: Limit (tokens); None for no limit.
 
         Raises:
+            TooLongError: If every text of so many characters has more tokens.
+        """
+        if max_model_len is not None:
+            least = self._vocabulary.min_tokens(text)
+            if least > max_model_len:
+                message = f"the prompt has {len(text)} characters, which are at least {least} tokens"
+                raise TooLongError(message, max_model_len)
+
+    def encode_pair(
+        self, first: str, second: str, *, max_model_len: int | None = None
+    ) -> tuple[list[int], int | None]:
+        """Returns the ids of two texts in one, and where the second begins if the tokenizer says so.
+
+        Args:
+            first: Valid Unicode.
+            second: Valid Unicode.
+            max_model_len: As for `encode`.
+
+        Raises:
+            TooLongError: If a text certainly has more than `max_model_len` tokens.
             ValueError: If a text is not valid Unicode.
         """
+        for text in (first, second):
+            self.check_length(text, max_model_len)
         _check_unicode(first + second)
         encoding = self._backend.encode(first, second)
         return encoding.ids, encoding.type_ids.index(1) if 1 in encoding.type_ids else None
-
-    def max_characters(self, num_tokens: int) -> int:
-        """Returns how many characters so many tokens hold at most: a longer text need not be tokenized."""
-        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
-        # A normalizer joins characters, such as accents with their letters: allow for four.
-        return num_tokens * longest * (1 if self._backend.normalizer is None else 4)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of `token_ids`; ids that the tokenizer does not know add nothing."""
@@ -151,6 +185,15 @@ class Tokenizer:
             self._token_texts[token_id] = text
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns what a token adds to a text in UTF-8, with its leading space.
+
+        Unlike `token_text`, a token that is a part of a character has bytes of its own.
+        """
+        text = self.token_text(token_id)
+        own = self._vocabulary.incomplete_bytes(token_id) if "\ufffd" in text else None
+        return text.encode() if own is None else own
+
     def control_token_id(self, text: str) -> int | None:
         """Returns the id of a control token, such as "<|end|>"; None if a text is none."""
         return self._control.id_of(text)
@@ -169,6 +212,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        max_model_len: int | None = None,
     ) -> list[int]:
         """Returns the ids of a conversation up to where the assistant's answer starts.
 
@@ -189,8 +233,11 @@ class Tokenizer:
             template_kwargs: Further variables of the template. They take precedence over the
                 arguments chat_template, add_generation_prompt, continue_final_message and tools, which they
                 may also name.
+            max_model_len: As for `encode`. The rendered text counts: a template may leave out parts of
+                messages.
 
         Raises:
+            TooLongError: If the rendered text certainly has more than `max_model_len` tokens.
             ValueError: If the tokenizer has no chat template, if it does not take the messages, or if
                 template_kwargs names a setting of transformers that would change the form of the result.
         """
@@ -228,7 +275,8 @@ class Tokenizer:
         except Exception as error:  # templates raise what they like
             raise ValueError(f"the chat template does not take these messages: {error}") from error
         if not mark:
-            return self.encode(text, add_special_tokens=False)
+            return self.encode(text, add_special_tokens=False, max_model_len=max_model_len)
+        self.check_length(text.replace(mark, ""), max_model_len)
         _check_unicode(text)
         return self._control.encode(text, mark)
 

@@ -80,8 +80,7 @@ class OpenAIServer:
         self.metrics = Metrics(engine, model_name, lambda: self._room.num_waiting)
         runner = RequestRunner(engine, self._room, self.metrics)
         self._lane = Lane()
-        config, tokenizer = engine.engine.config, engine.engine.tokenizer
-        texts = TextReader(tokenizer, config.max_model_len, self._lane)
+        texts = TextReader(self._lane)
         self._models = ServedModels(engine, model_name, self.options.lora_modules)
         self._generation = GenerationRoutes(engine, runner, texts, self._models, self.options)
         self._pooling = PoolingRoutes(engine, runner, texts, self._models, self.options)

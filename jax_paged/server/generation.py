@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -23,7 +23,7 @@ from jax_paged.server.continuation import Journal, Progress
 from jax_paged.server.conversation import messages_for
 from jax_paged.server.event_stream import EventStream, unless_gone
 from jax_paged.server.limits import check_sizes
-from jax_paged.server.logprobs import Echo
+from jax_paged.server.logprobs import Echo, TokenBytes
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.protocol import Body, ChatRequest, CompletionRequest, Generation
 from jax_paged.server.responses import (
@@ -85,7 +85,6 @@ class GenerationRoutes(TextRoutes):
             prompts = as_prompts(body.prompt)
             check(bool(prompts), "prompt", prompts, "at least one prompt")
             checked = await self._texts.read(
-                "prompt",
                 list(prompts),
                 check_all,
                 self._engine,
@@ -100,7 +99,7 @@ class GenerationRoutes(TextRoutes):
             checked,
             n,
             self._head("cmpl", "text_completion", adapter, request),
-            completion_choices(len(checked) * n, echo),
+            completion_choices(len(checked) * n, token_bytes_of(self._engine, checked), echo),
             request.state.record,
             client_of(request),
             with_prompt_logprobs=body.prompt_logprobs is not None,
@@ -122,7 +121,6 @@ class GenerationRoutes(TextRoutes):
                 chat = await self._texts.fetch(chat.fetched)
             texts = [chat.messages, *filter(None, (reader and reader.tools, body.chat_template_kwargs))]
             checked = await self._texts.read(
-                "messages",
                 texts,
                 self._check_chat,
                 tokenizer,
@@ -135,7 +133,8 @@ class GenerationRoutes(TextRoutes):
                 has_images=bool(chat.images),
             )
         n, num_top, stream = body.num_outputs, body.top_logprobs or 0, bool(body.stream)
-        choice = chat_deltas(num_top) if stream else chat_messages(num_top)
+        token_bytes = token_bytes_of(self._engine, checked)
+        choice = chat_deltas(num_top, token_bytes) if stream else chat_messages(num_top, token_bytes)
         if reader is not None:
             prompt = checked[0].prompt_token_ids
             choice = reader.choices(choice, n, tokenizer, prompt, stream=stream)
@@ -188,7 +187,11 @@ class GenerationRoutes(TextRoutes):
     ) -> list[CheckedRequest]:
         messages = messages_for(tokenizer, list(chat.messages))
         tools, variables = reader.tools if reader else None, body.chat_template_kwargs
-        prompt = chat.prompt(tokenizer.encode_chat(messages, tools=tools, template_kwargs=variables))
+        max_len = max_prompt_len(self._engine, body)
+        token_ids = tokenizer.encode_chat(
+            messages, tools=tools, template_kwargs=variables, max_model_len=max_len
+        )
+        prompt = chat.prompt(token_ids)
         with blaming_tools(reader):
             if reader is not None:
                 params = reader.params(params, tokenizer)
@@ -229,6 +232,16 @@ def check_all(
                 engine.engine.config.max_model_len,
             )
     return requests
+
+
+def token_bytes_of(engine: ServingEngine, requests: Sequence[CheckedRequest]) -> TokenBytes:
+    """Returns the bytes of tokens in the outputs of a call's requests, which have the same parameters."""
+    return TokenBytes(engine.engine.tokenizer, requests[0].params.skip_special_tokens)
+
+
+def max_prompt_len(engine: ServingEngine, body: Generation) -> int | None:
+    """Returns the limit (tokens) of a request's prompt; None if the prompt will be cut."""
+    return engine.engine.config.max_model_len if body.truncate_prompt_tokens is None else None
 
 
 def has_form(params: SamplingParams | BeamSearchParams) -> bool:

@@ -90,7 +90,6 @@ class InformationRoutes:
             tokenizer = tokenizer_of(self._engine)
             check_sizes(body, self._options)
             token_ids = await self._texts.read(
-                "prompt" if body.messages is None else "messages",
                 [body.prompt, body.messages],
                 _token_ids,
                 tokenizer,

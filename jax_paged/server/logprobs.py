@@ -1,12 +1,57 @@
 """Log-probabilities in the forms of the API, and prompts that are repeated in front of their outputs."""
 
+import codecs
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobDict
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenBytes:
+    """The bytes that tokens add to the text of an output.
+
+    Args:
+        tokenizer: Of the model; None if the engine has none.
+        skip_special_tokens: Whether special tokens add nothing.
+    """
+
+    tokenizer: Tokenizer | None
+    skip_special_tokens: bool
+
+    def of(self, token_id: int, logprob: Logprob) -> bytes:
+        """Returns the bytes of a token; none if the text leaves it out."""
+        text, tokenizer = logprob.decoded_token or "", self.tokenizer
+        if tokenizer is None:
+            return text.encode()
+        if not tokenizer.adds_text(token_id, skip_special_tokens=self.skip_special_tokens):
+            return b""
+        # At the start of a text, a tokenizer may leave out the leading space that the token has elsewhere.
+        return tokenizer.token_bytes(token_id) if "\ufffd" in text else text.encode()
+
+
+class TextOffsets:
+    """The character of a text in which each token begins.
+
+    Args:
+        start: Characters before the first token.
+    """
+
+    def __init__(self, start: int) -> None:
+        self._num_characters = start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, data: bytes) -> int:
+        """Returns where a token begins, and goes on to its end.
+
+        Args:
+            data: The bytes of the token. They may be a part of a character.
+        """
+        start = self._num_characters
+        self._num_characters += len(self._decoder.decode(data))
+        return start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,34 +78,46 @@ class Echo:
         """Returns the prompt's log-probabilities, if they were asked for; the first token has none."""
         entries = output.prompt_logprobs
         assert entries is not None, "echo with logprobs asks for prompt_logprobs"
-        text, offset, offsets = self.text(output), 0, []
-        tokens = [self.tokenizer.token_text(token_id) for token_id in output.prompt_token_ids]
-        for token_id, token in zip(output.prompt_token_ids, tokens, strict=True):
-            offsets.append(offset)
-            is_special = not self.tokenizer.adds_text(token_id, skip_special_tokens=True)
-            offset = min(offset + _length_in(text, offset, token, is_special), len(text))
+        text = self.text(output)
         return {
-            "tokens": tokens,
+            "tokens": [self.tokenizer.token_text(token_id) for token_id in output.prompt_token_ids],
             "token_logprobs": [entry and next(iter(entry.values())).logprob for entry in entries],
             "top_logprobs": [entry and _by_text(entry) for entry in entries],
-            "text_offset": offsets,
+            "text_offset": self._offsets(text.encode(), output.prompt_token_ids, len(text)),
         }
 
+    def _offsets(self, text: bytes, token_ids: Sequence[int], most: int) -> list[int]:
+        """Returns the character of a prompt in which each of its tokens begins, at most `most`."""
+        offsets, result, end = TextOffsets(0), [], 0
+        for token_id in token_ids:
+            data = self.tokenizer.token_bytes(token_id)
+            if not text.startswith(data, end):
+                is_special = not self.tokenizer.adds_text(token_id, skip_special_tokens=True)
+                if is_special:
+                    data = b""  # the tokenizer has added it
+                elif data.startswith(b" ") and text.startswith(data[1:], end):
+                    data = data[1:]  # some tokenizers put a space in front of the text
+            result.append(min(offsets.take(data), most))
+            end += len(data)
+        return result
 
-def completion_logprobs(logprobs: Sequence[TokenLogprobDict], text_offset: int) -> dict[str, Any]:
+
+def completion_logprobs(
+    logprobs: Sequence[TokenLogprobDict], offsets: TextOffsets, token_bytes: TokenBytes
+) -> dict[str, Any]:
     """Returns the log-probabilities of a completion, or of the newest part of one.
 
     Args:
         logprobs: One per token.
-        text_offset: Where the text of the first token begins.
+        offsets: Where the tokens begin; goes on to the end of the last one.
+        token_bytes: Of the completion.
     """
-    sampled = [next(iter(entry.values())) for entry in logprobs]
-    tokens = [x.decoded_token or "" for x in sampled]
+    sampled = [next(iter(entry.items())) for entry in logprobs]
     return {
-        "tokens": tokens,
-        "token_logprobs": [x.logprob for x in sampled],
+        "tokens": [x.decoded_token or "" for _, x in sampled],
+        "token_logprobs": [x.logprob for _, x in sampled],
         "top_logprobs": [_by_text(entry) for entry in logprobs],
-        "text_offset": list(itertools.accumulate(map(len, tokens), initial=text_offset))[:-1],
+        "text_offset": [offsets.take(token_bytes.of(*pair)) for pair in sampled],
     }
 
 
@@ -69,21 +126,29 @@ def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return {name: values + second[name] for name, values in first.items()}
 
 
-def chat_logprobs(output: CompletionOutput, num_top: int) -> list[dict[str, Any]] | None:
+def chat_logprobs(
+    output: CompletionOutput, num_top: int, token_bytes: TokenBytes
+) -> list[dict[str, Any]] | None:
     """Returns the log-probabilities of a chat's answer, one per token; None if they were not asked for.
 
     Args:
         output: The answer, or the newest part of it.
         num_top: Most likely tokens to list beside each token; -1 lists all that there are.
+        token_bytes: Of the answer.
     """
     if output.logprobs is None:
         return None
+
+    def described(token_id: int, logprob: Logprob) -> dict[str, Any]:
+        data = list(token_bytes.of(token_id, logprob))
+        return {"token": logprob.decoded_token or "", "logprob": logprob.logprob, "bytes": data}
+
     content = []
     for entry in output.logprobs:
-        sampled, *_ = entry.values()
-        top = sorted(entry.values(), key=lambda x: x.rank or 0)
+        sampled, *_ = entry.items()
+        top = sorted(entry.items(), key=lambda item: item[1].rank or 0)
         top = top if num_top == -1 else top[:num_top]
-        content.append({**_chat_logprob(sampled), "top_logprobs": [_chat_logprob(x) for x in top]})
+        content.append({**described(*sampled), "top_logprobs": [described(*x) for x in top]})
     return content
 
 
@@ -97,17 +162,6 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, dict[str, Any]] | N
     ]
 
 
-def _length_in(text: str, offset: int, token: str, is_special: bool) -> int:
-    """Returns how many characters of a prompt's text one of its tokens stands for."""
-    if text.startswith(token, offset):
-        return len(token)
-    if is_special:
-        return 0  # the tokenizer has added it
-    # Some tokenizers put a space in front of the text.
-    is_space = token.startswith(" ") and text.startswith(token[1:], offset)
-    return len(token) - is_space
-
-
 def _by_text(entry: TokenLogprobDict) -> dict[str, float]:
     top: dict[str, float] = {}
     for logprob in entry.values():
@@ -115,8 +169,3 @@ def _by_text(entry: TokenLogprobDict) -> dict[str, float]:
         text = logprob.decoded_token or ""
         top[text] = max(logprob.logprob, top.get(text, logprob.logprob))
     return top
-
-
-def _chat_logprob(logprob: Logprob) -> dict[str, Any]:
-    token = logprob.decoded_token or ""
-    return {"token": token, "logprob": logprob.logprob, "bytes": list(token.encode())}

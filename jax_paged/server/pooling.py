@@ -203,9 +203,7 @@ class PoolingRoutes(TextRoutes):
             name = f"the number of prompts in {body.prompt_field}"
             check_int(name, len(prompts), 1, most)
             texts = [list(p) if isinstance(p, tuple) else p for p in prompts]
-            checked = await self._texts.read(
-                body.prompt_field, texts, self._check_all, prompts, params, body.priority or 0
-            )
+            checked = await self._texts.read(texts, self._check_all, prompts, params, body.priority or 0)
         found = await until_gone(request.receive, self._run(checked, params, request))
         if found is None:
             raise ApiError("the client has left", status=499)

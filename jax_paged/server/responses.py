@@ -8,7 +8,14 @@ from fastapi.responses import Response
 
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
 from jax_paged.outputs import CompletionOutput, RequestOutput
-from jax_paged.server.logprobs import Echo, chat_logprobs, completion_logprobs, joined
+from jax_paged.server.logprobs import (
+    Echo,
+    TextOffsets,
+    TokenBytes,
+    chat_logprobs,
+    completion_logprobs,
+    joined,
+)
 
 # Makes one entry of "choices" from its index in the answer, an output or the newest part of one, and the
 # request's output that this is part of.
@@ -162,62 +169,63 @@ def usage(outputs: Sequence[RequestOutput], num_output_tokens: int) -> dict[str,
     }
 
 
-def completion_choices(num_choices: int, echo: Echo | None = None) -> MakeChoice:
+def completion_choices(num_choices: int, token_bytes: TokenBytes, echo: Echo | None = None) -> MakeChoice:
     """Returns a function that makes the choices of a /v1/completions answer, streamed or not.
 
     Args:
         num_choices: Of the whole answer.
+        token_bytes: Of the outputs.
         echo: Puts the prompt in front of each choice; None for nothing.
     """
     # Where the next part of each choice begins in the choice's text; None before the first.
-    text_offsets: list[int | None] = [None] * num_choices
+    text_offsets: list[TextOffsets | None] = [None] * num_choices
 
     def choice(index: int, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
-        offset = text_offsets[index]
-        front = echo if offset is None else None
+        offsets = text_offsets[index]
+        front = echo if offsets is None else None
         prompt = front.text(output) if front else ""
-        if offset is None:
-            offset = len(prompt)
+        if offsets is None:
+            offsets = text_offsets[index] = TextOffsets(len(prompt))
         text, logprobs = completion.text, None
         if completion.logprobs is not None:
-            logprobs = completion_logprobs(completion.logprobs, offset)
-            offset += sum(map(len, logprobs["tokens"]))
+            logprobs = completion_logprobs(completion.logprobs, offsets, token_bytes)
             if front:
                 own = front.logprobs(output)
                 logprobs = own if front.only_prompt else joined(own, logprobs)
         if echo and echo.only_prompt:
             text = ""
-        text_offsets[index] = offset
         return {"index": index, "text": prompt + text, "logprobs": logprobs, **_finish(completion)}
 
     return choice
 
 
-def chat_messages(num_top: int) -> MakeChoice:
+def chat_messages(num_top: int, token_bytes: TokenBytes) -> MakeChoice:
     """Returns a function that makes the choices of a chat answer.
 
     Args:
         num_top: Most likely tokens to list beside each token, if log-probabilities were asked for.
+        token_bytes: Of the outputs.
     """
 
     def choice(index: int, completion: CompletionOutput, _: RequestOutput) -> dict[str, Any]:
         message = {"role": "assistant", "content": completion.text}
-        logprobs = _chat_logprobs(completion, num_top)
+        logprobs = _chat_logprobs(completion, num_top, token_bytes)
         return {"index": index, "message": message, "logprobs": logprobs, **_finish(completion)}
 
     return choice
 
 
-def chat_deltas(num_top: int) -> MakeChoice:
+def chat_deltas(num_top: int, token_bytes: TokenBytes) -> MakeChoice:
     """Returns a function that makes the choices of a streamed chat answer; those of `chat_roles` come first.
 
     Args:
         num_top: Most likely tokens to list beside each token, if log-probabilities were asked for.
+        token_bytes: Of the outputs.
     """
 
     def choice(index: int, completion: CompletionOutput, _: RequestOutput) -> dict[str, Any]:
         delta = {"content": completion.text} if completion.text else {}
-        logprobs = _chat_logprobs(completion, num_top)
+        logprobs = _chat_logprobs(completion, num_top, token_bytes)
         return {"index": index, "delta": delta, "logprobs": logprobs, **_finish(completion)}
 
     return choice
@@ -239,6 +247,8 @@ def _finish(completion: CompletionOutput) -> dict[str, Any]:
     return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
 
-def _chat_logprobs(completion: CompletionOutput, num_top: int) -> dict[str, Any] | None:
-    content = chat_logprobs(completion, num_top)
+def _chat_logprobs(
+    completion: CompletionOutput, num_top: int, token_bytes: TokenBytes
+) -> dict[str, Any] | None:
+    content = chat_logprobs(completion, num_top, token_bytes)
     return None if content is None else {"content": content}

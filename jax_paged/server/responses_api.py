@@ -29,11 +29,13 @@ from jax_paged.server.generation import (
     client_of,
     has_form,
     journal_of,
+    max_prompt_len,
     progress_of,
+    token_bytes_of,
     tokenizer_of,
 )
 from jax_paged.server.limits import check_sizes
-from jax_paged.server.logprobs import chat_logprobs
+from jax_paged.server.logprobs import TokenBytes, chat_logprobs
 from jax_paged.server.parsed_chat import OutputParser
 from jax_paged.server.parts import Part
 from jax_paged.server.protocol import Generation, within
@@ -124,7 +126,6 @@ class ResponsesRoute(TextRoutes):
             thinking = self._readers.reasoning
             reader = None if thinking is None else ChatReader(None, None, (), True, thinking)
             checked = await self._texts.read(
-                "input",
                 texts,
                 self._check,
                 tokenizer,
@@ -136,7 +137,8 @@ class ResponsesRoute(TextRoutes):
             )
         parser = reader and reader.parser(tokenizer, checked[0].prompt_token_ids)
         name = adapter.lora_name if adapter else self._model_name
-        answer = _Answer(body, checked[0].params, name, parser, progress_of(request))
+        token_bytes = token_bytes_of(self._engine, checked)
+        answer = _Answer(body, token_bytes, checked[0].params, name, parser, progress_of(request))
         facts = request.state.record, client_of(request)
         head = {"id": answer.response_id}
         call = Call(checked, 1, head, answer.item, *facts, journal=journal_of(request))
@@ -153,7 +155,9 @@ class ResponsesRoute(TextRoutes):
         adapter: LoRARequest | None,
     ) -> list[CheckedRequest]:
         messages = messages_of_input(body.input, body.instructions)
-        prompt = tokenizer.encode_chat(messages_for(tokenizer, messages))
+        prompt = tokenizer.encode_chat(
+            messages_for(tokenizer, messages), max_model_len=max_prompt_len(self._engine, body)
+        )
         own = reader.params(params, tokenizer) if reader else params
         return check_all(self._engine, [prompt], own, body, adapter)
 
@@ -219,6 +223,7 @@ class _Answer:
 
     Args:
         body: What the client asked for.
+        token_bytes: Of the output.
         params: What that means.
         model_name: The model's name for clients.
         parser: Tells thoughts from the text; None where all is text.
@@ -228,6 +233,7 @@ class _Answer:
     def __init__(
         self,
         body: ResponsesRequest,
+        token_bytes: TokenBytes,
         params: SamplingParams,
         model_name: str,
         parser: OutputParser | None,
@@ -237,6 +243,7 @@ class _Answer:
         self._item_id = f"msg_{progress.answer_id}"
         self._thoughts_id = f"rs_{progress.answer_id}"
         self._num_top = body.top_logprobs or 0
+        self._token_bytes = token_bytes
         self._parser = parser
         self._thoughts = self._text = ""
         self._has_message = False  # told of
@@ -308,7 +315,7 @@ class _Answer:
         """Returns the events of a new part of the output."""
         is_thinking = bool(self._thoughts)
         thoughts, text = self.take(new)
-        logprobs = [] if thoughts else chat_logprobs(new, self._num_top) or []
+        logprobs = [] if thoughts else chat_logprobs(new, self._num_top, self._token_bytes) or []
         events = []
         if thoughts:
             events += (
@@ -391,5 +398,5 @@ class _Answer:
     def _part(self, completion: CompletionOutput | None) -> dict[str, Any]:
         text, logprobs = "", None
         if completion is not None:
-            text, logprobs = self._text, chat_logprobs(completion, self._num_top)
+            text, logprobs = self._text, chat_logprobs(completion, self._num_top, self._token_bytes)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}

@@ -1,13 +1,10 @@
-"""What clients send is read so that nobody else is held up: a lane for what is long, and a limit to it."""
+"""Tokenizes the text of requests beside the event loop; long texts take turns in one lane."""
 
 import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
-
-from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.server.responses import too_long
 
 # Characters that are tokenized in about 10 ms, and so few that no thread is woken for them.
 _LONG_TEXT = 16_384
@@ -61,14 +58,10 @@ class TextReader:
     """Tokenizes in threads, so that the event loop goes on, unless it takes no time.
 
     Args:
-        tokenizer: Tells how many characters a token has at most; None if there are no texts to read.
-        max_model_len: Tokens that a text may have.
         lane: For long texts; short ones do not wait for them.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int, lane: Lane) -> None:
-        self._max_model_len = max_model_len
-        self._max_characters = tokenizer.max_characters(max_model_len) if tokenizer else None
+    def __init__(self, lane: Lane) -> None:
         self._lane = lane
         self._forms = concurrent.futures.ThreadPoolExecutor(_NUM_FORM_THREADS, "forms")
         self._images = concurrent.futures.ThreadPoolExecutor(_NUM_IMAGE_THREADS, "images")
@@ -80,38 +73,25 @@ class TextReader:
 
     async def read[T](
         self,
-        name: str,
         texts: list[Any],
         function: Callable[..., T],
         *args: Any,
         with_form: bool = False,
         has_images: bool = False,
     ) -> T:
-        """Calls a function, in a thread if it may take long, unless a text is more than max_model_len tokens.
+        """Calls a function, in a thread if it may take long.
 
         Args:
-            name: The field of the request that the texts are in.
             texts: What will be tokenized; each a string, or lists and dicts of strings.
             function: Tokenizes them.
             args: Of the function.
             with_form: Whether the function compiles the form of an output as well.
             has_images: Whether it decodes images as well.
-
-        Raises:
-            ApiError: If a text is too long.
         """
         sizes = [_num_characters(text) for text in texts]
-        longest = max(sizes, default=0)
-        if self._max_characters is not None and longest > self._max_characters:
-            raise too_long(
-                f"{name} has {longest} characters, which are more tokens; allowed: at most "
-                f"{self._max_characters} characters",
-                self._max_model_len,
-                name,
-            )
         # Token ids have no characters, but a number.
         is_short = len(texts) == 1 and isinstance(texts[0], str | list)
-        is_short = is_short and longest + len(texts[0]) <= _SHORT_TEXT
+        is_short = is_short and sizes[0] + len(texts[0]) <= _SHORT_TEXT
         if is_short and not with_form and not has_images:
             return _called(function, *args)
         is_long = sum(sizes) > _LONG_TEXT

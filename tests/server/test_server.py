@@ -103,6 +103,46 @@ def test_chat_logprobs(served):
     )
 
 
+# A scripted model repeats its prompt without the last token, and ends.
+SCRIPT = "u:é好🙂;a:"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_bytes_of_parts_of_characters(scripted_server, stream):
+    body = {"messages": [{"role": "user", "content": "é好🙂"}], "logprobs": True, "top_logprobs": 2}
+    if stream:
+        chunks = scripted_server.stream("/chat/completions", **body)
+        parts = [chunk["choices"][0].get("logprobs") for chunk in chunks]
+        content = [token for part in parts if part for token in part["content"]]
+    else:
+        content = scripted_server.post("/chat/completions", **body)["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(token["bytes"]) for token in content) == SCRIPT[:-1].encode()
+    for token in content:
+        assert token["bytes"] in [top["bytes"] for top in token["top_logprobs"]]
+
+
+def test_the_bytes_of_parts_of_characters_in_responses(scripted_server):
+    body = {"input": "é好🙂", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    content = scripted_server.post("/responses", **body)["output"][0]["content"][0]["logprobs"]
+    assert b"".join(bytes(token["bytes"]) for token in content) == SCRIPT[:-1].encode()
+    with scripted_server.client.stream("POST", "/responses", json={**body, "stream": True}) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+    deltas = [event for event in map(json.loads, lines) if event["type"] == "response.output_text.delta"]
+    assert [token for event in deltas for token in event["logprobs"]] == content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_offsets_of_parts_of_characters(scripted_server, stream):
+    body = {"prompt": SCRIPT, "logprobs": 2, "echo": True, "max_tokens": 40}
+    if stream:
+        parts = [chunk["choices"][0]["logprobs"] for chunk in scripted_server.stream("/completions", **body)]
+    else:
+        parts = [scripted_server.post("/completions", **body)["choices"][0]["logprobs"]]
+    offsets = [offset for part in parts if part for offset in part["text_offset"]]
+    text = (SCRIPT + SCRIPT[:-1]).encode()  # each byte is a token, and the end token follows
+    assert offsets == [len(text[:i].decode(errors="ignore")) for i in range(len(text) + 1)]
+
+
 def test_prompt_logprobs(served):
     ids = served.engine.tokenizer.encode("import os\nimport sys\n")
     answer = served.complete(ids, prompt_logprobs=1)

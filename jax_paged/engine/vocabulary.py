@@ -1,0 +1,139 @@
+"""Bytes of single tokens, and the length of text that a number of tokens can encode."""
+
+import functools
+import itertools
+import json
+import re
+from typing import Any
+
+import tokenizers
+from tokenizers.models import BPE
+
+# Normalizers that delete nothing, and the largest number of characters that they join into one.
+_NORMALIZERS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1, "ByteLevel": 1}
+# Pre-tokenizers that delete nothing, and those that delete white space.
+_KEEP_ALL = frozenset({"ByteLevel", "Digits", "FixedLength", "Metaspace", "UnicodeScripts"})
+_DELETE_SPACE = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
+
+
+class Vocabulary:
+    """The tokens of a tokenizer; thread-safe.
+
+    Args:
+        backend: The tokenizer; not changed later.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+
+    def min_tokens(self, text: str) -> int:
+        """Returns a lower bound for the number of tokens of `text`; 0 if the tokenizer guarantees none."""
+        if self._max_characters is None:
+            return 0
+        num = sum(map(len, text.split())) if self._may_drop_space else len(text)
+        return -(-num // self._max_characters)
+
+    def incomplete_bytes(self, token_id: int) -> bytes | None:
+        """Returns the bytes of a token that is decoded byte by byte, such as a part of a character.
+
+        Args:
+            token_id: Of the vocabulary.
+
+        Returns:
+            The bytes; None if the tokenizer's decoder does not work with bytes, or not for this token.
+        """
+        piece = self._backend.id_to_token(token_id) or ""
+        types = self._decoder_types
+        found = _BYTE_PIECE.fullmatch(piece) if "ByteFallback" in types else None
+        if found:
+            return bytes.fromhex(found.group(1))
+        if "ByteLevel" in types and all(character in _BYTE_OF for character in piece):
+            return bytes(_BYTE_OF[character] for character in piece)
+        return None
+
+    @functools.cached_property
+    def _decoder_types(self) -> frozenset[str]:
+        return frozenset(part["type"] for part in _parts(self._backend.decoder))
+
+    @functools.cached_property
+    def _may_drop_space(self) -> bool:
+        """Whether white space may be no part of any token."""
+        added = self._backend.get_added_tokens_decoder().values()
+        types = {part["type"] for part in _parts(self._backend.pre_tokenizer)}
+        return any(token.lstrip or token.rstrip for token in added) or not types.isdisjoint(_DELETE_SPACE)
+
+    @functools.cached_property
+    def _max_characters(self) -> int | None:
+        """The maximum number of characters that one token stands for; None if there is no maximum.
+
+        There is none where a component may delete characters or take any number of them for one token, as
+        WordPiece does with an unknown word.
+        """
+        factor = 1
+        for part in _parts(self._backend.normalizer):
+            joined = _num_joined(part)
+            if joined is None:
+                return None
+            factor *= joined
+        if not all(_deletes_no_text(part) for part in _parts(self._backend.pre_tokenizer)):
+            return None
+        if not self._encodes_every_character():
+            return None
+        return factor * max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+
+    def _encodes_every_character(self) -> bool:
+        """Returns whether each character of a normalized text becomes a token, or a part of one."""
+        model = self._backend.model
+        if not isinstance(model, BPE):
+            return False
+        if model.byte_fallback:
+            names = (f"<0x{byte:02X}>" for byte in range(256))
+            if all(model.token_to_id(name) is not None for name in names):
+                return True
+        parts = itertools.chain(_parts(self._backend.normalizer), _parts(self._backend.pre_tokenizer))
+        is_byte_level = any(part["type"] == "ByteLevel" for part in parts)
+        if is_byte_level and all(model.token_to_id(character) is not None for character in _BYTE_OF):
+            return True
+        return model.unk_token is not None and not model.fuse_unk
+
+
+def _byte_characters() -> dict[str, int]:
+    """Returns the byte that each character of byte-level vocabularies stands for (GPT-2's table)."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    pairs = [*zip(shown, shown, strict=True), *((0x100 + i, byte) for i, byte in enumerate(hidden))]
+    return {chr(character): byte for character, byte in pairs}
+
+
+_BYTE_OF = _byte_characters()
+
+
+def _parts(component: Any) -> list[dict[str, Any]]:
+    """Returns the settings of a normalizer, pre-tokenizer or decoder, those of a sequence one by one."""
+    return [] if component is None else _flat(json.loads(component.__getstate__()))
+
+
+def _flat(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    if settings["type"] != "Sequence":
+        return [settings]
+    (inner,) = (value for value in settings.values() if isinstance(value, list))
+    return [part for item in inner for part in _flat(item)]
+
+
+def _num_joined(normalizer: dict[str, Any]) -> int | None:
+    """Returns how many characters a normalizer joins into one at most; None if it may delete characters."""
+    if normalizer["type"] != "Replace":
+        return _NORMALIZERS.get(normalizer["type"])
+    pattern, content = normalizer["pattern"].get("String"), normalizer["content"]
+    if not pattern or not content:  # a regular expression may match any number of characters
+        return None
+    return -(-len(pattern) // len(content))
+
+
+def _deletes_no_text(pre_tokenizer: dict[str, Any]) -> bool:
+    """Returns whether a pre-tokenizer deletes nothing, or white space alone."""
+    kind = pre_tokenizer["type"]
+    if kind in ("Split", "Punctuation"):
+        return pre_tokenizer["behavior"] != "Removed"
+    return kind in _KEEP_ALL or kind in _DELETE_SPACE
