@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -95,6 +95,7 @@ class GenerationRoutes(TextRoutes):
                 adapter,
                 with_form=has_form(params),
             )
+        note_warnings(request, checked)
         n = body.num_outputs
         call = Call(
             checked,
@@ -134,6 +135,7 @@ class GenerationRoutes(TextRoutes):
                 with_form=has_form(params) or bool(reader and reader.forced),
                 has_images=bool(chat.images),
             )
+        note_warnings(request, checked, reader)
         n, num_top, stream = body.num_outputs, body.top_logprobs or 0, bool(body.stream)
         choice = chat_deltas(num_top) if stream else chat_messages(num_top)
         if reader is not None:
@@ -234,6 +236,15 @@ def check_all(
 def has_form(params: SamplingParams | BeamSearchParams) -> bool:
     """Returns whether outputs have a form, which takes its time to compile."""
     return isinstance(params, SamplingParams) and params.structured_outputs is not None
+
+
+def note_warnings(
+    request: Request, checked: Sequence[CheckedRequest], reader: ChatReader | None = None
+) -> None:
+    """Notes which constraints of the output are not enforced; `with_known_fields` puts them into a header."""
+    found = [*(reader.warnings if reader else ())]
+    found += [warning for one in checked[:1] if one.grammar is not None for warning in one.grammar.warnings]
+    request.state.warnings = found
 
 
 def tokenizer_of(engine: ServingEngine) -> Tokenizer:

@@ -29,6 +29,7 @@ from jax_paged.server.generation import (
     client_of,
     has_form,
     journal_of,
+    note_warnings,
     progress_of,
     tokenizer_of,
 )
@@ -134,6 +135,7 @@ class ResponsesRoute(TextRoutes):
                 adapter,
                 with_form=has_form(params),
             )
+        note_warnings(request, checked)
         parser = reader and reader.parser(tokenizer, checked[0].prompt_token_ids)
         name = adapter.lora_name if adapter else self._model_name
         answer = _Answer(body, checked[0].params, name, parser, progress_of(request))
