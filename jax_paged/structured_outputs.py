@@ -14,8 +14,13 @@ if TYPE_CHECKING:
 MAX_FORM_CHARACTERS = 128 * 1024
 MAX_SCHEMA_DEPTH = 60
 # How JSON is written, in llguidance's terms. Between its tokens a model that is unsure would write whitespace
-# forever; and with one way to write each key, none that the schema names passes for another.
-JSON_WRITING: "JsonCompileOptions" = {"whitespace_flexible": False, "json_allowed_escapes": '"\\bfnrt'}
+# forever; and with one way to write each key, none that the schema names passes for another. What a schema asks
+# for beyond a grammar, such as uniqueItems, is a warning.
+JSON_WRITING: "JsonCompileOptions" = {
+    "whitespace_flexible": False,
+    "json_allowed_escapes": '"\\bfnrt',
+    "lenient": True,
+}
 
 # Arguments of vLLM's that leave open what is always so here, or choose what is not built.
 _IGNORED = {
@@ -84,33 +89,6 @@ def _check_schema(name: str, value: Any) -> None:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is not a JSON object: {error}") from error
     _check_size(name, len(text))
-    check_counts(name, parsed)
-
-
-def check_counts(name: str, schema: Any) -> None:
-    """Checks that no repeated key can seem to be two: llguidance does not tell it from another one.
-
-    Args:
-        name: Of the argument.
-        schema: A JSON schema, or anything that holds some.
-
-    Raises:
-        ValueError: If a schema demands two keys or more that it does not name.
-    """
-    rest = [schema]
-    while rest:
-        item = rest.pop()
-        if isinstance(item, list):
-            rest += item
-        elif isinstance(item, dict):
-            rest += item.values()
-            least, required = item.get("minProperties"), item.get("required")
-            num_named = len(set(map(str, required))) if isinstance(required, list) else 0
-            if isinstance(least, int | float) and least > num_named + 1:
-                raise ValueError(
-                    f"{name} has minProperties {least} beside {num_named} required properties; allowed: at "
-                    f"most {num_named + 1}, as a repeated key would count twice"
-                )
 
 
 def _check_depth(name: str, value: Any) -> None:

@@ -7,6 +7,8 @@ import collections
 import functools
 import itertools
 import json
+import logging
+import re
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,17 +19,24 @@ from jax_paged.checks import check
 from jax_paged.core.scheduler_output import SchedulerOutput, TokenMasks
 from jax_paged.engine.form_trial import FormTrial, compiled
 from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.json_schema import RelaxedSchema
 from jax_paged.structured_outputs import JSON_WRITING, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+_LOGGER = logging.getLogger(__name__)
 # Seconds of a processor. Most schemas of the largest size that is allowed take a tenth.
 MAX_COMPILE_S = 5.0
 MAX_CACHED = 64
 _DEAD_END = "NoExtensionBias"  # an error of llguidance
 # Tokens of whitespace that a chat template may put behind what closes the thinking that it has left out.
 _MAX_BEHIND = 4
+# How llguidance names the keywords that it ignores with "lenient".
+_IGNORED_KEYWORDS = re.compile(r"Unimplemented keys: (\[.*\])")
+_IGNORED_FORMAT = re.compile(r"Unknown format: (.*)", re.DOTALL)
+# To ignore these would leave a part of the value open, instead of a condition on it.
+_STRUCTURAL = ("$dynamicRef", "$recursiveRef")
 
 
 class Grammar:
@@ -40,6 +49,7 @@ class Grammar:
         starts_after: Text behind which the form begins; "" if it begins with the output.
         tokenizer: Of the model.
         ll_tokenizer: The same, for llguidance.
+        warnings: A sentence for each constraint of its JSON schemas that is not enforced.
     """
 
     def __init__(
@@ -50,7 +60,9 @@ class Grammar:
         starts_after: str,
         tokenizer: Tokenizer,
         ll_tokenizer: "LLTokenizer",
+        warnings: tuple[str, ...] = (),
     ) -> None:
+        self.warnings = warnings
         self._root = root
         self.end_token_ids = end_token_ids
         self.num_words = num_words
@@ -198,8 +210,9 @@ class Grammars:
         """Returns a form, compiled or found.
 
         Raises:
-            ValueError: If it is not valid, can't be met, has a keyword that is not supported, or takes too
-                long; the message names the argument and what is wrong.
+            ValueError: If it is not valid, can't be met, has a reference that is not supported, or takes too
+                long; the message names the argument and what is wrong. Other keywords of a JSON schema that
+                are not supported are warnings of the grammar, which are also logged.
         """
         value = getattr(params, params.kind)
         key = json.dumps([params.kind, value, params.starts_after])
@@ -209,14 +222,17 @@ class Grammars:
                 self._compiled.move_to_end(key)
                 return found
         try:
-            source = self._source(params.kind, value)
+            source, warnings = self._source(params.kind, value)
             self._trial.try_form(source, MAX_COMPILE_S)
             root = compiled(self._ll_tokenizer, source)
+            warnings += _warnings_of(root)
         except ValueError as error:
             raise ValueError(f"structured_outputs.{params.kind} can't be used: {error}") from error
         num_words = -(-self._ll_tokenizer.vocab_size // 32)
-        after = params.starts_after or ""
-        grammar = Grammar(root, self._end_token_ids, num_words, after, self._tokenizer, self._ll_tokenizer)
+        after, tokenizers = params.starts_after or "", (self._tokenizer, self._ll_tokenizer)
+        grammar = Grammar(root, self._end_token_ids, num_words, after, *tokenizers, warnings)
+        for warning in warnings:
+            _LOGGER.warning("structured_outputs.%s: %s", params.kind, warning)
         with self._lock:
             self._compiled[key] = grammar
             if len(self._compiled) > MAX_CACHED:
@@ -242,24 +258,25 @@ class Grammars:
 
         return LLTokenizer(**self._settings())
 
-    def _source(self, kind: str, value: Any) -> str:
-        """Returns a form in llguidance's terms."""
+    def _source(self, kind: str, value: Any) -> tuple[str, tuple[str, ...]]:
+        """Returns a form in llguidance's terms, and warnings of what was removed from its schemas."""
         from llguidance import LLMatcher
 
+        if kind in ("json", "structural_tag"):
+            relaxed = RelaxedSchema(json.loads(value) if isinstance(value, str) else value)
+            schema, warnings = relaxed.schema, relaxed.warnings
+            return _json(schema) if kind == "json" else _tags(schema, self._is_special), warnings
         match kind:
-            case "json":
-                return _json(value)
             case "json_object":
-                return _json({"type": "object"})
+                source = _json({"type": "object"})
             case "regex":
-                return LLMatcher.grammar_from_regex(value)
-            case "grammar":
-                return LLMatcher.grammar_from_lark(value)
+                source = LLMatcher.grammar_from_regex(value)
             case "choice":
                 texts = [json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") for text in value]
-                return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+                source = LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
             case _:
-                return _tags(value, self._is_special)
+                source = LLMatcher.grammar_from_lark(value)
+        return source, ()
 
     def _is_special(self, text: str) -> bool:
         token_id = self._tokenizer.token_id(text)
@@ -295,14 +312,33 @@ def token_masks(output: SchedulerOutput, matchers: dict[int, tuple[Matcher, list
 def _json(value: Any) -> str:
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(value, overrides={**JSON_WRITING, "lenient": False})
+    return LLMatcher.grammar_from_json_schema(value, overrides={**JSON_WRITING})
 
 
-def _tags(value: Any, is_special: Callable[[str], bool]) -> str:
+def _warnings_of(root: "LLMatcher") -> tuple[str, ...]:
+    """Returns a sentence for each constraint that llguidance ignores.
+
+    Raises:
+        ValueError: If one of them is a reference.
+    """
+    found: dict[str, None] = {}
+    for warning in root.get_grammar_warnings():
+        if ignored := _IGNORED_KEYWORDS.match(warning):
+            names = json.loads(ignored[1])
+            for name in set(names) & set(_STRUCTURAL):
+                raise ValueError(f"the schema has {name}; allowed: $ref within the schema")
+            found |= dict.fromkeys(f"{name} is not enforced" for name in names)
+        elif ignored := _IGNORED_FORMAT.match(warning):
+            found[f"format {ignored[1]} is not enforced"] = None
+        else:
+            found[warning] = None
+    return tuple(found)
+
+
+def _tags(given: Any, is_special: Callable[[str], bool]) -> str:
     """Returns the grammar of a structural tag."""
     from llguidance import LLMatcher, StructTag
 
-    given = json.loads(value) if isinstance(value, str) else value
     triggers, structures = given.get("triggers"), given.get("structures")
     ok = isinstance(triggers, list) and all(isinstance(text, str) and text for text in triggers)
     check(ok and bool(triggers), "triggers", triggers, "a list of texts that are not empty")

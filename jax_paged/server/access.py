@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jax_paged.outputs import RequestOutput
 from jax_paged.server.logs import printable
 from jax_paged.server.metrics import Metrics, finish_reason
+from jax_paged.server.paths import route_path
 from jax_paged.server.responses import num_prompt_tokens
 
 _LOGGER = logging.getLogger(__name__)
@@ -95,6 +96,10 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # The middleware below changes its scope; the log shows the request as it came, and an application
+        # that mounts this one keeps its own scope.
+        inner: Scope = {**scope, "state": dict(scope.get("state", {}))}
+        inner.pop("route", None)
         start = time.monotonic()
         status = _CLIENT_LEFT  # unless an answer begins
 
@@ -104,26 +109,38 @@ class AccessLog:
                 status = message["status"]
             await send(message)
 
-        record = RequestRecord(lambda record: self._end(scope, status, time.monotonic() - start, record))
-        scope.setdefault("state", {})["record"] = record
+        def end(record: RequestRecord) -> None:
+            self._end(scope, inner, status, time.monotonic() - start, record)
+
+        record = RequestRecord(end)
+        inner["state"]["record"] = record
         try:
-            await self._app(scope, receive, noted_send)
+            await self._app(inner, receive, noted_send)
         finally:
             record.end()
 
-    def _end(self, scope: Scope, status: int, seconds: float, record: RequestRecord) -> None:
-        path = scope["path"]
-        route = getattr(scope.get("route"), "path", path if path in self._paths else "other")
+    def _end(self, scope: Scope, inner: Scope, status: int, seconds: float, record: RequestRecord) -> None:
+        """Counts and logs a request.
+
+        Args:
+            scope: The request as it came.
+            inner: The scope that the application has routed.
+            status: Of the answer.
+            seconds: From the request's beginning to its end.
+            record: What it had the engine do.
+        """
+        path = route_path(inner)
+        route = getattr(inner.get("route"), "path", path if path in self._paths else "other")
         self._metrics.observe_response(route, status)
         level = logging.DEBUG if route in _POLLED and status < 500 else logging.INFO
         if not _LOGGER.isEnabledFor(level):
             return
-        request_id = scope["state"].get("request_id") or uuid.uuid4().hex
+        request_id = inner["state"].get("request_id") or uuid.uuid4().hex
         fields: dict[str, Any] = {
             "request_id": printable(request_id),
             "client": ":".join(map(str, scope.get("client") or ())),
             "method": printable(scope["method"]),
-            "path": printable(path),
+            "path": printable(scope["path"]),
             "status": status,
             "total_s": round(seconds, 4),
         }

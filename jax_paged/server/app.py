@@ -1,6 +1,10 @@
 """The application: which route is answered by whom, and how errors are answered."""
 
+import asyncio
+import contextlib
 import functools
+import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -38,8 +42,10 @@ from jax_paged.server.fields import with_known_fields
 from jax_paged.server.generation import GenerationRoutes
 from jax_paged.server.guard import guarded
 from jax_paged.server.information import InformationRoutes
+from jax_paged.server.keys import with_all_keys
 from jax_paged.server.life import Gate, Life
 from jax_paged.server.limits import BodyLimits, json_route
+from jax_paged.server.logs import log_statistics
 from jax_paged.server.metrics import Metrics
 from jax_paged.server.openapi import answers, describe
 from jax_paged.server.options import ServerOptions
@@ -51,6 +57,8 @@ from jax_paged.server.streaming import RequestRunner
 from jax_paged.server.text_reader import Lane, TextReader
 from jax_paged.server.waiting import WaitingRoom
 
+_TICK_S = 0.1
+
 
 class OpenAIServer:
     """The server of one model.
@@ -61,13 +69,13 @@ class OpenAIServer:
         options: What clients may do.
 
     Raises:
-        ValueError: If one of options.lora_modules can't be loaded.
+        ValueError: If one of options.lora_modules can't be loaded, or options.api_key_file can't be read.
     """
 
     def __init__(self, engine: ServingEngine, model_name: str, options: ServerOptions | None = None) -> None:
         self.engine = engine
         self.model_name = model_name
-        self.options = options or ServerOptions()
+        self.options = with_all_keys(options or ServerOptions(), None)
         self.life = Life(
             engine,
             shutdown_timeout=self.options.shutdown_timeout,
@@ -87,8 +95,31 @@ class OpenAIServer:
         self._responses = ResponsesRoute(engine, runner, texts, self._models, self.options)
         self._information = InformationRoutes(engine, texts, self._models, self.options)
 
+    @contextlib.asynccontextmanager
+    async def lifespan(self) -> AsyncGenerator[None]:
+        """Watches the engine while another application, which has mounted `app()`, runs.
+
+        `jax-paged serve` does the same by itself. A step of the engine that hangs ends all requests, and the
+        log has statistics. At the end new requests are refused; the caller closes the engine.
+        """
+
+        async def watch() -> None:
+            while True:
+                self.life.tick(time.monotonic())
+                await asyncio.sleep(_TICK_S)
+
+        statistics = log_statistics(self.engine, self.metrics.num_waiting)
+        tasks = [asyncio.create_task(watch()), asyncio.create_task(statistics)]
+        try:
+            yield
+        finally:
+            self.life.end(time.monotonic())
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
     def app(self) -> ASGIApp:
-        """Returns the application."""
+        """Returns the application: served by itself, or mounted in another one (`outer.mount(path, app)`)."""
         app = FastAPI(title="jax-paged", docs_url=None, redoc_url=None, redirect_slashes=False)
         app.router.route_class = json_route(self.options)
         known = functools.partial(with_known_fields, strict=self.options.strict)
@@ -124,7 +155,6 @@ class OpenAIServer:
         app.get("/ping", **answers(HealthAnswer))(self.health)
         app.get("/ready", **answers(HealthAnswer))(self.ready)
         app.get("/metrics", response_class=PlainTextResponse)(self.prometheus)
-        app.head("/metrics", include_in_schema=False)(self.prometheus)
         if self.options.developer_routes:
             developer = DeveloperRoutes(self.engine, self.options)
             app.post("/sleep", **answers(SleepAnswer, 403))(developer.sleep)
@@ -184,7 +214,10 @@ async def _on_validation_error(_: Request, error: Any) -> Response:
 async def _on_http_error(request: Request, error: Any) -> Response:
     refused = ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
     response = refused.response()
-    response.headers.update(error.headers or {})  # such as Allow, with 405
+    headers = dict(error.headers or {})
+    if "GET" in headers.get("Allow", ""):
+        headers["Allow"] += ", HEAD"
+    response.headers.update(headers)
     return response
 
 

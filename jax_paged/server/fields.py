@@ -1,8 +1,9 @@
-"""Fields of a request that the server does not know: errors, or ignored with a header that says so."""
+"""Fields of a request that the server does not know or enforce: errors, or headers of the answer."""
 
 import functools
+import re
 import urllib.parse
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -11,7 +12,9 @@ from jax_paged.server.protocol import Body
 from jax_paged.server.responses import ApiError, shortened
 
 IGNORED_FIELDS = "X-Ignored-Fields"
-_MAX_LENGTH = 1000  # of the header's value
+# As Kubernetes has it: 299 is a persistent warning, and "-" an agent without a name.
+WARNING = "Warning"
+_MAX_LENGTH = 1000  # of a header's value
 
 
 def with_known_fields[B: Body](
@@ -33,6 +36,8 @@ def with_known_fields[B: Body](
         response = await handler(body, request)
         if unknown:
             response.headers[IGNORED_FIELDS] = _header(unknown)
+        if warnings := [*body.warnings(), *getattr(request.state, "warnings", ())]:
+            response.headers[WARNING] = _warnings(warnings)
         return response
 
     return checked
@@ -41,3 +46,16 @@ def with_known_fields[B: Body](
 def _header(names: list[str]) -> str:
     # A name may hold anything, line breaks included.
     return ", ".join(urllib.parse.quote(name, safe="") for name in names)[:_MAX_LENGTH]
+
+
+def _warnings(texts: Iterable[str]) -> str:
+    """Returns the value of a header with a warning per text, as many as there is room for."""
+    value = ""
+    for text in texts:
+        # A text may hold patterns of a client's schema, and so anything.
+        escaped = re.sub(r'(["\\])', r"\\\1", re.sub(r"[^ -~]", "?", shortened(text, 200)))
+        more = f'{value}{", " if value else ""}299 - "{escaped}"'
+        if len(more) > _MAX_LENGTH:
+            break
+        value = more
+    return value

@@ -62,16 +62,18 @@ def form_of(
     Args:
         response_format: OpenAI's field.
         structured_outputs: vLLM's field, with arguments of StructuredOutputsParams.
-        guided: vLLM's older fields, by what follows "guided_".
+        guided: vLLM's deprecated fields, by what follows "guided_"; ignored beside structured_outputs, as
+            clients send both to support old and new servers.
 
     Raises:
         ValueError: If it asks for several, or for one that can't be used.
     """
     fields = {
         "response_format": response_format.form() if response_format else {},
-        "structured_outputs": {k: v for k, v in (structured_outputs or {}).items() if v is not None},
+        "structured_outputs": _given(structured_outputs),
     }
-    fields |= {f"guided_{name}": {name: value} for name, value in guided.items() if value is not None}
+    if not fields["structured_outputs"]:
+        fields |= {f"guided_{name}": {name: value} for name, value in guided.items() if value is not None}
     given = {name: form for name, form in fields.items() if form}
     check(len(given) <= 1, "the form of the output", list(given), "one of these fields")
     if not given:
@@ -81,3 +83,16 @@ def form_of(
         return StructuredOutputsParams(**form)
     except TypeError as error:
         raise ValueError(f"{name} is {form!r}; allowed: the fields of StructuredOutputsParams") from error
+
+
+def ignored_guided(structured_outputs: dict[str, Any] | None, guided: dict[str, Any]) -> list[str]:
+    """Returns the names of the deprecated fields that `form_of` ignores, as structured_outputs is given."""
+    if not _given(structured_outputs):
+        return []
+    return [f"guided_{name}" for name, value in guided.items() if value is not None]
+
+
+def _given(structured_outputs: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the fields that ask for something: null is none, and so is a json_object of false."""
+    fields = (structured_outputs or {}).items()
+    return {k: v for k, v in fields if v is not None and (k, v) != ("json_object", False)}

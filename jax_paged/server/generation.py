@@ -94,6 +94,7 @@ class GenerationRoutes(TextRoutes):
                 adapter,
                 with_form=has_form(params),
             )
+        note_warnings(request, checked)
         n = body.num_outputs
         call = Call(
             checked,
@@ -132,6 +133,7 @@ class GenerationRoutes(TextRoutes):
                 with_form=has_form(params) or bool(reader and reader.forced),
                 has_images=bool(chat.images),
             )
+        note_warnings(request, checked, reader)
         n, num_top, stream = body.num_outputs, body.top_logprobs or 0, bool(body.stream)
         token_bytes = token_bytes_of(self._engine, checked)
         choice = chat_deltas(num_top, token_bytes) if stream else chat_messages(num_top, token_bytes)
@@ -247,6 +249,15 @@ def max_prompt_len(engine: ServingEngine, body: Generation) -> int | None:
 def has_form(params: SamplingParams | BeamSearchParams) -> bool:
     """Returns whether outputs have a form, which takes its time to compile."""
     return isinstance(params, SamplingParams) and params.structured_outputs is not None
+
+
+def note_warnings(
+    request: Request, checked: Sequence[CheckedRequest], reader: ChatReader | None = None
+) -> None:
+    """Notes which constraints of the output are not enforced; `with_known_fields` puts them into a header."""
+    found = [*(reader.warnings if reader else ())]
+    found += [warning for one in checked[:1] if one.grammar is not None for warning in one.grammar.warnings]
+    request.state.warnings = found
 
 
 def tokenizer_of(engine: ServingEngine) -> Tokenizer:

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jax_paged.server.limits import refuse
 from jax_paged.server.options import ServerOptions
+from jax_paged.server.paths import route_path
 from jax_paged.server.responses import ApiError
 
 # Who watches over a server has no key, and the page asks for one.
@@ -63,19 +64,17 @@ class KeyCheck:
     Args:
         app: What is behind.
         keys: The keys.
-        root_path: Path under which a proxy serves the application.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], root_path: str = "") -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
         self._digests = [_digest(key.encode()) for key in keys]
-        self._open_paths = {root + path for root in ("", root_path) for path in OPEN_PATHS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves a request."""
         if scope["type"] == "http":
             number = self._number(scope["headers"]) if self._digests else None
-            if self._digests and number is None and scope["path"] not in self._open_paths:
+            if self._digests and number is None and route_path(scope) not in OPEN_PATHS:
                 error = ApiError(
                     "the API key is missing or wrong; allowed: one header Authorization: Bearer KEY",
                     status=401,

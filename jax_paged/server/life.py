@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.replicated_engine import ServingEngine
+from jax_paged.server.paths import route_path
 from jax_paged.server.responses import ApiError, asleep_error
 from jax_paged.server.waiting import WaitingRoom
 
@@ -147,7 +148,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        path = route_path(scope) if scope["type"] == "http" else ""
         if not path.isprintable():  # routes would take a path with a line break at its end for one without
             error = ApiError("no path here has control characters", status=404)
             await error.response()(scope, receive, send)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from jax_paged.checks import check_int
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
-from jax_paged.server.forms import ResponseFormat, form_of
+from jax_paged.server.forms import ResponseFormat, form_of, ignored_guided
 from jax_paged.server.parts import NamedTool, Part, StreamOptions, Tool
 from jax_paged.server.responses import shortened
 
@@ -119,6 +119,10 @@ class Body(BaseModel):
                 names += [f"{name}.{inner}" for inner in value.model_extra or ()]
         return names
 
+    def warnings(self) -> list[str]:
+        """Returns a sentence for each field that has no effect because another one is given."""
+        return []
+
     def has_field(self, name: str) -> bool:
         """Returns whether a name is a field of such bodies, or one that a client has added."""
         return name in type(self).model_fields or name in (self.model_extra or ())
@@ -192,6 +196,15 @@ class Generation(Body, abc.ABC):
         """The form of the output, where OpenAI's API has it."""
         return None
 
+    @property
+    def _guided(self) -> dict[str, Any]:
+        """vLLM's deprecated fields of the form of the output, by what follows "guided_"."""
+        return {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+
+    def warnings(self) -> list[str]:
+        ignored = ignored_guided(self.structured_outputs, self._guided)
+        return [f"{name} is ignored, as structured_outputs is given" for name in ignored]
+
     @abc.abstractmethod
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
         """Returns the parameters that the request asks for.
@@ -216,8 +229,7 @@ class Generation(Body, abc.ABC):
             raise ValueError("stream_options.include_obfuscation is True; allowed: False")
         values = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
         values |= {"logit_bias": _int_keys(self.logit_bias), "logprobs": logprobs}
-        guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
-        values["structured_outputs"] = form_of(self._format, self.structured_outputs, guided)
+        values["structured_outputs"] = form_of(self._format, self.structured_outputs, self._guided)
         return {k: v for k, v in values.items() if v is not None}
 
 

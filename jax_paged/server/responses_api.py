@@ -30,6 +30,7 @@ from jax_paged.server.generation import (
     has_form,
     journal_of,
     max_prompt_len,
+    note_warnings,
     progress_of,
     token_bytes_of,
     tokenizer_of,
@@ -135,6 +136,7 @@ class ResponsesRoute(TextRoutes):
                 adapter,
                 with_form=has_form(params),
             )
+        note_warnings(request, checked)
         parser = reader and reader.parser(tokenizer, checked[0].prompt_token_ids)
         name = adapter.lora_name if adapter else self._model_name
         token_bytes = token_bytes_of(self._engine, checked)

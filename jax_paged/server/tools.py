@@ -8,6 +8,7 @@ from typing import Any
 
 from jax_paged.checks import check
 from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.json_schema import RelaxedSchema
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.server.formats import (
     REASONING_FORMATS,
@@ -22,7 +23,7 @@ from jax_paged.server.parsed_chat import OutputParser, parsed_choices
 from jax_paged.server.parts import NamedTool, Tool
 from jax_paged.server.protocol import ChatRequest
 from jax_paged.server.responses import MakeChoice
-from jax_paged.structured_outputs import StructuredOutputsParams, check_counts
+from jax_paged.structured_outputs import StructuredOutputsParams
 
 # Tokens at the end of a prompt that tell whether the model is thinking.
 _NUM_LAST_TOKENS = 32
@@ -47,6 +48,7 @@ class ChatReader:
         forced: Functions, one of which must be called; none if calls are up to the model.
         parallel: Whether an output may have several calls.
         reasoning: How the model thinks; None if thoughts are a part of the content.
+        warnings: A sentence for each constraint of the forced functions' schemas that is not enforced.
     """
 
     tools: list[dict[str, Any]] | None
@@ -54,6 +56,7 @@ class ChatReader:
     forced: tuple[dict[str, Any], ...]
     parallel: bool
     reasoning: ReasoningFormat | None
+    warnings: tuple[str, ...] = ()
 
     def params(
         self, params: SamplingParams | BeamSearchParams, tokenizer: Tokenizer
@@ -192,7 +195,7 @@ class ChatReaders:
             if self.reasoning is None:
                 return None
             return ChatReader(None, None, (), True, self.reasoning)
-        forced = tuple(_function(tool) for tool in _chosen(body.tools, choice))
+        schemas = RelaxedSchema([_function(tool) for tool in _chosen(body.tools, choice)])
         if choice in (None, "auto") and self._tools is None:
             raise ValueError(
                 "tool_choice is 'auto'; allowed: 'none', 'required' or a function, as the server runs "
@@ -202,9 +205,10 @@ class ChatReaders:
             [tool.model_dump(exclude_unset=True) for tool in body.tools],
             # Where no format is known, plain JSON is what a grammar demands.
             None if choice == "none" else self._tools or TOOL_FORMATS["llama3"],
-            forced,
+            tuple(schemas.schema),
             body.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
             self.reasoning,
+            schemas.warnings,
         )
 
 
@@ -257,7 +261,6 @@ def _check_schema(name: str, schema: Any) -> None:
 def _parameters(function: dict[str, Any]) -> dict[str, Any]:
     """Returns the schema of a function's arguments: no others than it names, where it names them plainly."""
     parameters = function.get("parameters") or {}
-    check_counts("tools", parameters)
     is_closed = not parameters or ("properties" in parameters and parameters.keys() <= _PLAIN)
     return {"type": "object", **({"additionalProperties": False} if is_closed else {}), **parameters}
 

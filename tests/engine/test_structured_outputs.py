@@ -32,7 +32,7 @@ SCHEMA = {
 }
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "a keyword that is not supported": ({"json": {"not": {"type": "string"}}}, 'json .*"not"'),
+    "a keyword that is not supported": ({"json": {"$dynamicRef": "#a"}}, r"json .*\$dynamicRef"),
     "a contradiction": ({"json": {"type": "integer", "minimum": 3, "maximum": 2}}, "json .*minimum"),
     "an unknown type": ({"json": {"type": "text"}}, "json .*Invalid type: text"),
     "a reference to nowhere": ({"json": {"$ref": "#/nobody"}}, "json .*nobody"),

@@ -170,13 +170,49 @@ async def ask(app, method, path, **settings):
         return await client.request(method, path, **settings)
 
 
-def test_version_and_head(served):
+def test_version(served):
     assert served.client.get("../version").json()["version"]
-    head, whole = served.client.head("../metrics"), served.client.get("../metrics")
-    assert (head.status_code, head.content) == (200, b"")
-    assert head.headers["content-type"] == whole.headers["content-type"]
     answer = served.client.delete("/models")
-    assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
+
+
+def test_every_get_route_answers_head(served, caplog):
+    """As GET, without a body: container health checks use `wget --spider`."""
+    paths = [
+        p
+        for p, operations in served.client.get("../openapi.json").json()["paths"].items()
+        if "get" in operations
+    ]
+    paths = [path.replace("{model}", "pagelet") for path in paths]
+    assert "/health" in paths
+    caplog.set_level("INFO", "jax_paged.server.access")
+    for path in [*paths, "/", "/ui/state", "/docs", "/openapi.json"]:
+        head, whole = served.client.head(f"..{path}"), served.client.get(f"..{path}")
+        assert (head.status_code, head.content) == (200, b""), path
+        assert head.headers.keys() == whole.headers.keys(), path
+        assert head.headers["content-type"] == whole.headers["content-type"]
+    assert served.client.head("/nothing").status_code == 404
+    assert served.client.head("/completions").status_code == 405
+    assert "200 HEAD /v1/models" in caplog.text
+
+
+def test_head_has_no_body_whatever_runs_the_application(served):
+    """ASGI servers drop it, but applications that mount this one may pass it on."""
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "HEAD", "path": "/v1/models", "query_string": b"", "headers": []}
+    app = OpenAIServer(served.server.engine, "pagelet").app()
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 200
+    assert int(dict(sent[0]["headers"])[b"content-length"]) > 0
+    assert b"".join(message["body"] for message in sent[1:]) == b""
+    assert scope["method"] == "HEAD"
 
 
 def test_tokenize_and_detokenize(served):

@@ -200,7 +200,12 @@ def test_sixteen_at_once_answer_as_alone(served):
 BEAM = {"prompt": "a", "use_beam_search": True, "beam_width": 4}
 BAD = [
     ("/completions", {}, "prompt is missing", "prompt"),
-    ("/completions", {"prompt": "a", "guided_json": {"not": {}}}, '["not"]', "structured_outputs"),
+    (
+        "/completions",
+        {"prompt": "a", "guided_json": {"$dynamicRef": "#a"}},
+        "$dynamicRef",
+        "structured_outputs",
+    ),
     ("/completions", {"prompt": "a", "guided_regex": "a("}, "unclosed group", "structured_outputs"),
     ("/completions", {"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]}, "one of these", None),
     ("/completions", {"prompt": "a", "structured_outputs": {"jsn": {}}}, "jsn", "structured_outputs"),
