@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from jax_paged.cli_args import add_options
+from jax_paged.cli_args import Parser, add_options
 from jax_paged.config import EngineArgs
 from jax_paged.server.options import BatchOptions, ServerOptions
 
@@ -59,11 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Returns a parser with an option for every field of ServerOptions and EngineArgs."""
-    parser = argparse.ArgumentParser(
-        prog="jax-paged", usage=_USAGE, description="Serves a model with the OpenAI API.", allow_abbrev=False
-    )
+    parser = Parser(prog="jax-paged", usage=_USAGE, description="Serves a model with the OpenAI API.")
     parser.add_argument(
         "model_after_serve", metavar="MODEL", nargs="?", help="the model to serve, as --model MODEL"
     )
@@ -72,12 +70,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_batch_parser() -> argparse.ArgumentParser:
+def make_batch_parser() -> Parser:
     """Returns a parser with an option for every field of BatchOptions and EngineArgs."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jax-paged run-batch",
         description="Answers a file of requests in the format of OpenAI's Batch API.",
-        allow_abbrev=False,
     )
     group = parser.add_argument_group("batch")
     text = "requests, one per line"
@@ -105,7 +102,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if model == "serve" and not has_command:
         parser.error("serve follows an option; allowed: serve as the first argument, before all options")
     if unrecognized:
-        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
+        parser.refuse(unrecognized)
     if model is None:
         return args
     if not has_command:
@@ -137,7 +134,7 @@ def _run_batch(argv: Sequence[str]) -> NoReturn:
 
 def _check_kernels(argv: Sequence[str]) -> NoReturn:
     text = "Checks the kernels of --attention-backend (auto: pallas) on this machine, with a model's shapes."
-    parser = argparse.ArgumentParser("jax-paged check-kernels", description=text, allow_abbrev=False)
+    parser = Parser("jax-paged check-kernels", description=text)
     add_options(parser, EngineArgs)
     args = parser.parse_args(argv)
     try:
