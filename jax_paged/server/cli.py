@@ -1,4 +1,4 @@
-"""The command line: `jax-paged serve MODEL`, run-batch and check-kernels; options are fields of dataclasses.
+"""The command line: `jax-paged serve MODEL` and other commands; options are fields of dataclasses.
 
 Nothing here imports JAX, transformers or the HTTP server: help and complaints about arguments are immediate.
 """
@@ -18,19 +18,21 @@ from jax_paged.server.options import BatchOptions, ServerOptions
 _USAGE = (
     "jax-paged serve [MODEL] [options]\n       jax-paged [--model MODEL] [options]\n"
     "       jax-paged run-batch -i FILE -o FILE [options]\n"
-    "       jax-paged check-kernels [--model MODEL] [options]"
+    "       jax-paged check-kernels [--model MODEL] [options]\n"
+    "       jax-paged health [--pid N | options of the server]"
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serves a model until SIGINT or SIGTERM, runs a batch, or checks the kernels.
+    """Serves a model until SIGINT or SIGTERM, runs a batch, checks the kernels, or checks a server's health.
 
     Args:
         argv: The command line without the program's name; None takes the process's.
 
     Raises:
         SystemExit: If an argument is wrong or the model can't be served, after SIGTERM (0), if Ctrl-C is
-            pressed before the server listens (130), as run_batch says, or with 1 if kernels fail their check.
+            pressed before the server listens (130), as run_batch says, or with 1 if kernels or a server fail
+            their check.
     """
     argv = sys.argv[1:] if argv is None else argv
     if list(argv[:1]) == ["run-batch"]:
@@ -39,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _run_batch(argv[1:])
     if list(argv[:1]) == ["check-kernels"]:
         _check_kernels(argv[1:])
+    if list(argv[:1]) == ["health"]:
+        _check_health(argv[1:])
     signal.signal(signal.SIGTERM, _exit)
     args = parse_args(argv)
     try:
@@ -147,6 +151,24 @@ def _check_kernels(argv: Sequence[str]) -> NoReturn:
         sys.exit(130)
     print(table)
     sys.exit(not has_passed)
+
+
+def _check_health(argv: Sequence[str]) -> NoReturn:
+    from jax_paged.server.health import check_health, options_of_process
+
+    text = "Checks that a server on this machine answers at the address that its options name."
+    usage = "jax-paged health [--pid N | options of the server] [--timeout SECONDS]"
+    parser = Parser("jax-paged health", usage=usage, description=text)
+    parser.add_argument("--pid", type=int, help="the process of the server, whose options are used")
+    parser.add_argument("--timeout", type=float, default=4.0, help="maximum time (seconds; default: 4)")
+    own, words = parser.parse_known_args(argv)
+    try:
+        args = parse_args(words if own.pid is None else options_of_process(own.pid))
+        check_health(ServerOptions.from_cli_args(args), own.timeout)
+    except (OSError, ValueError) as error:
+        sys.exit(f"jax-paged: {error}")
+    print("healthy")
+    sys.exit(0)
 
 
 def _exit(_: int, __: FrameType | None) -> None:
