@@ -4,6 +4,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from jax_paged.plain_values import plain
+from jax_paged.suggestions import suggestion
+
 
 class TooLongError(ValueError):
     """A prompt that does not fit max_model_len, or not together with the output that is asked for.
@@ -24,29 +27,46 @@ def check(ok: bool, name: str, value: Any, allowed: str) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
 
 
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raises ValueError unless `value` is one of `choices` (and of the same type: True is not 1)."""
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """Returns a value in plain Python.
+
+    Raises:
+        ValueError: If the value is not one of `choices` (and of the same type: True is not 1).
+    """
+    value = plain(value)
     ok = any(type(value) is type(c) and value == c for c in choices)
     if not ok:
-        check(False, name, value, " or ".join(repr(c) for c in choices))
+        check(False, name, value, " or ".join(repr(c) for c in choices) + suggestion(value, choices))
+    return value
 
 
-def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raises ValueError unless `value` is an int (and no bool) in [low, high]."""
-    ok = isinstance(value, int) and not isinstance(value, bool)
-    ok = ok and value >= low and (high is None or value <= high)
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Returns an integer of any library as a Python int.
+
+    Raises:
+        ValueError: If the value is not an integer (a bool is not one) in [low, high].
+    """
+    value = plain(value)
+    ok = type(value) is int and value >= low and (high is None or value <= high)
     if not ok:
         allowed = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
         check(False, name, value, allowed)
+    return value
 
 
-def check_number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
-    """Raises ValueError unless `value` is a finite number in [low, high], or (low, high] if `low_open`."""
-    ok = isinstance(value, int | float) and not isinstance(value, bool)
+def check_number(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> float:
+    """Returns a real number of any library as a Python int or float.
+
+    Raises:
+        ValueError: If the value is not a finite number in [low, high], or (low, high] if `low_open`.
+    """
+    value = plain(value)
+    ok = type(value) in (int, float)
     # NaN fails every comparison; math.isfinite would overflow on a huge int.
     ok = ok and (value > low if low_open else value >= low) and value <= high and value != math.inf
     if not ok:
         check(False, name, value, f"a finite number in {'(' if low_open else '['}{low}, {high}]")
+    return value
 
 
 class Problems:

@@ -6,7 +6,40 @@ import json
 import re
 import types
 import typing
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn
+
+from jax_paged.suggestions import suggestion, suggestions
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of the command line that suggests names for misspelt options and values.
+
+    Options must be written in full: with abbreviations, a new option could change the meaning of a script.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses a command line, and ends the process if it has unknown arguments."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.refuse(unknown)
+        return parsed
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Ends the process with a message that names unknown arguments and the closest options."""
+        options = [option for action in self._actions for option in action.option_strings]
+        close = suggestions([word.split("=")[0] for word in unknown if word.startswith("-")], options)
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{close}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += suggestion(value, action.choices or ())
+            raise
 
 
 def add_options(parser: Any, cls: type) -> None:

@@ -15,6 +15,7 @@ from jax_paged.ignored_arguments import IGNORED, ignores
 from jax_paged.image_settings import ImageSettings, note_image_problems
 from jax_paged.models.pooling import PoolingSpec
 from jax_paged.parallel_sizes import note_problems
+from jax_paged.plain_values import make_plain
 from jax_paged.pooling_params import PoolerConfig
 from jax_paged.speculative_config import SpeculativeConfig
 
@@ -25,6 +26,9 @@ DTypeName = Literal["auto", "float32", "bfloat16"]
 KVCacheDTypeName = Literal["auto", "fp8_e4m3", "int8"]
 Quantization = Literal["awq", "compressed-tensors", "fp8", "gptq", "int8", "mxfp4"]
 ExecutorBackend = Literal["uni", "mp", "ray", "external_launcher"]
+
+# Values of kv_cache_dtype with another name than the dtype.
+_CACHE_DTYPES = {"float8_e4m3fn": "fp8_e4m3"}
 
 # Arguments for which vLLM's scripts may pass None to get the default.
 _NONE_IS_DEFAULT = (
@@ -45,7 +49,8 @@ class EngineArgs:
         model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
         tokenizer: Folder or hub id of the tokenizer; None takes the model's own.
         skip_tokenizer_init: True serves token ids only and loads no tokenizer.
-        dtype: "auto" takes the checkpoint's dtype; else "float32" or "bfloat16".
+        dtype: "auto" takes the checkpoint's dtype; else "float32" or "bfloat16", or the dtype itself, such as
+            jnp.bfloat16.
         quantization: "int8" or "fp8" makes kernels of floats small as they are loaded (docs/quantization.md);
             of a quantised checkpoint, None or its own method.
         max_model_len: Maximum tokens of a prompt and its output together, at least 2; None takes the model's
@@ -188,6 +193,9 @@ class EngineArgs:
     matmul_backend: MatmulBackend = "auto"
 
     def __post_init__(self) -> None:
+        for name, choices in (("dtype", get_args(DTypeName)), ("kv_cache_dtype", get_args(KVCacheDTypeName))):
+            object.__setattr__(self, name, _dtype_name(getattr(self, name), choices))
+        make_plain(self)
         problems = Problems()
         note = problems.note
         note(
@@ -284,6 +292,22 @@ class EngineArgs:
             ValueError: If a value is out of range.
         """
         return cls(**values_of(args, EngineArgs))
+
+
+def _dtype_name(value: Any, choices: tuple[str, ...]) -> Any:
+    """Returns the name of a dtype in any form that `jnp.dtype` takes; other values are returned unchanged."""
+    if value is None or (isinstance(value, str) and value in choices):
+        return value
+    import numpy as np  # only now: the help of the command line must not wait for it
+
+    try:
+        # NumPy finds the dtype of jnp.bfloat16 and the like by itself, so JAX need not be imported.
+        name = np.dtype(value).name
+    except (TypeError, ValueError):
+        return value
+    name = _CACHE_DTYPES.get(name, name)
+    # The name of another dtype is for the message; of a string, that is the string itself.
+    return name if name in choices or not isinstance(value, str) else value
 
 
 class AsyncEngineArgs(EngineArgs):

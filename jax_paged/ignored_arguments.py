@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jax_paged.plain_values import plain
+from jax_paged.suggestions import check_keywords, field_names, suggestion
+
 # A warning names the user's line, even if that calls dataclasses.replace. CPython 3.12 takes prefixes only
 # that are shorter than the file's name.
 _SKIPPED = (str(Path(__file__).parent), dataclasses.__file__.removesuffix("py"))
@@ -26,6 +29,8 @@ def ignores[T](ignored: Ignored, *, none_is_default: tuple[str, ...] = ()) -> Ca
     Unless the class is frozen, attributes that are set later are treated alike, and setting one that is
     neither a field nor ignored raises AttributeError: it would have no effect.
 
+    An argument that is neither a field nor ignored raises TypeError with the closest names.
+
     Args:
         ignored: The names, each with the values that are allowed.
         none_is_default: Arguments of the class for which vLLM's scripts may pass None to get the default.
@@ -37,9 +42,11 @@ def ignores[T](ignored: Ignored, *, none_is_default: tuple[str, ...] = ()) -> Ca
 
     def decorate(cls: type[T]) -> type[T]:
         construct = cls.__init__
+        allowed = (*field_names(cls), *ignored)
 
         @functools.wraps(construct)
         def __init__(self: T, *args: Any, **kwargs: Any) -> None:
+            check_keywords(type(self).__name__, kwargs, allowed)
             for name in none_is_default:
                 if name in kwargs and kwargs[name] is None:
                     del kwargs[name]
@@ -55,7 +62,8 @@ def ignores[T](ignored: Ignored, *, none_is_default: tuple[str, ...] = ()) -> Ca
             elif name in ignored:
                 _check_and_warn(type(self).__name__, {name: value}, ignored)
             else:
-                message = f"{type(self).__name__} has no field {name!r}; allowed: {', '.join(fields)}"
+                close = suggestion(name, fields)
+                message = f"{type(self).__name__} has no field {name!r}; allowed: {', '.join(fields)}{close}"
                 raise AttributeError(message, name=name, obj=self)
 
         # Set here, not written as a method of the class: type checkers go on to check the names.
@@ -69,7 +77,7 @@ def ignores[T](ignored: Ignored, *, none_is_default: tuple[str, ...] = ()) -> Ca
 
 def _check_and_warn(owner: str, values: dict[str, Any], ignored: Ignored) -> None:
     problems = []
-    for name, value in values.items():
+    for name, value in plain(values).items():
         allowed = ignored[name]
         if allowed is not None and not any(type(value) is type(a) and value == a for a in allowed):
             choices = " or ".join(map(repr, allowed))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_paged.checks import check, check_int, check_number
 from jax_paged.models.images import ImageSpec, PatchSpec
+from jax_paged.suggestions import suggestions
 
 if TYPE_CHECKING:
     from jax_paged.config import EngineArgs
@@ -83,7 +84,9 @@ def _check_processor(given: Any) -> None:
     """Raises ValueError unless it is what EngineArgs.mm_processor_kwargs may be."""
     names = {*_PATCH_ARGS, *_TILE_ARGS}
     ok = given is None or (isinstance(given, dict) and given.keys() <= names)
-    check(ok, "mm_processor_kwargs", given, f"None or a dict of some of {', '.join(sorted(names))}")
+    close = suggestions(given, names) if isinstance(given, dict) else ""
+    allowed = f"None or a dict of some of {', '.join(sorted(names))}{close}"
+    check(ok, "mm_processor_kwargs", given, allowed)
     for name, value in (given or {}).items():
         shown = f"mm_processor_kwargs[{name!r}]"
         if name in _TILE_ARGS:

@@ -1,5 +1,6 @@
 """LLM: prompts in, outputs out, for notebooks and scripts."""
 
+import inspect
 import os
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -18,12 +19,15 @@ from jax_paged.engine.sleeping import Mode
 from jax_paged.engine.snapshot import EngineState
 from jax_paged.engine.tokenizer import Messages
 from jax_paged.engine.weight_updates import Running
+from jax_paged.ignored_arguments import IGNORED
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from jax_paged.plain_values import plain
 from jax_paged.pooling_llm import PoolingMethods, UseTqdm
 from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.suggestions import check_keywords, field_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,8 +75,8 @@ class LLM(PoolingMethods):
 
     def __init__(
         self,
-        model: str = "pagelet",
-        tokenizer: str | None = None,
+        model: "str | os.PathLike[str]" = "pagelet",
+        tokenizer: "str | os.PathLike[str] | None" = None,
         *,
         loaded: "LoadedModel | LanguageModel | None" = None,
         executor: "Executor | None" = None,
@@ -83,6 +87,9 @@ class LLM(PoolingMethods):
         logits_processors: "Sequence[LogitsProcessor]" = (),
         **engine_args: Any,
     ) -> None:
+        check_keywords(
+            "LLM", engine_args, [*inspect.signature(LLM).parameters, *field_names(EngineArgs), *IGNORED]
+        )
         is_single = engine_args.get("batch_invariant") or engine_args.get("pipeline_parallel_size", 1) != 1
         num_steps = 1 if is_single else NUM_SCHEDULER_STEPS
         engine_args = {"num_scheduler_steps": num_steps, **engine_args}
@@ -194,7 +201,7 @@ class LLM(PoolingMethods):
         """
         listed = as_prompts(prompts)
         params = self._params_of(sampling_params, len(listed))
-        priorities = [0] * len(listed) if priority is None else priority
+        priorities = [0] * len(listed) if priority is None else plain(priority)
         is_list = isinstance(priorities, list | tuple)
         check(is_list and len(priorities) == len(listed), "priority", priority, f"{len(listed)} integers")
         adapters = _one_each("lora_request", lora_request, len(listed))

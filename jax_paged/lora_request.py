@@ -3,8 +3,11 @@
 import dataclasses
 
 from jax_paged.checks import Problems, check, check_int
+from jax_paged.plain_values import make_plain
+from jax_paged.suggestions import suggests_fields
 
 
+@suggests_fields
 @dataclasses.dataclass(frozen=True)
 class LoRARequest:
     """An adapter, as a request names it.
@@ -23,6 +26,7 @@ class LoRARequest:
     lora_path: str
 
     def __post_init__(self) -> None:
+        make_plain(self)
         problems, note = Problems(), check
         for name in ("lora_name", "lora_path"):
             value = getattr(self, name)

@@ -5,6 +5,8 @@ from typing import Any, Literal, Self
 
 from jax_paged.checks import Problems, check, check_choice, check_int
 from jax_paged.ignored_arguments import ANY, ignores
+from jax_paged.plain_values import make_plain
+from jax_paged.suggestions import field_names, suggestions, suggests_fields
 
 PoolingTask = Literal["embed", "classify", "score", "token_embed"]
 
@@ -48,11 +50,12 @@ class PoolingParams:
         return dataclasses.replace(self)
 
     def validate(self) -> None:
-        """Checks all values, as construction does.
+        """Converts all values to plain Python values and checks them, as construction does.
 
         Raises:
             ValueError: If a value is out of range; the message lists every problem.
         """
+        make_plain(self)
         problems = Problems()
         if self.truncate_prompt_tokens is not None:
             problems.note(check, self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, "-1 or more")
@@ -74,11 +77,13 @@ class PoolingParams:
     def _check_extra(self) -> None:
         extra, name = self.extra_kwargs, "compressed_token_type_ids"
         ok = extra is None or (isinstance(extra, dict) and extra.keys() <= {name})
-        check(ok, "extra_kwargs", extra, f"None, or a dict with {name!r}")
+        close = suggestions(extra, [name]) if isinstance(extra, dict) else ""
+        check(ok, "extra_kwargs", extra, f"None, or a dict with {name!r}{close}")
         if extra:
             check_int(name, extra[name], 0)
 
 
+@suggests_fields
 @dataclasses.dataclass(frozen=True)
 class PoolerConfig:
     """How an engine pools, in place of what its checkpoint says.
@@ -94,6 +99,7 @@ class PoolerConfig:
     normalize: bool | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_choice("pooling_type", self.pooling_type, (None, "LAST", "MEAN", "CLS"))
         for name in ("use_activation", "normalize"):
             check_choice(name, getattr(self, name), (None, True, False))
@@ -107,7 +113,9 @@ class PoolerConfig:
         """
         if given is None or isinstance(given, cls):
             return given or cls()
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = field_names(cls)
         ok = isinstance(given, dict) and given.keys() <= set(names)
-        check(ok, "pooler_config", given, f"None, a PoolerConfig, or a dict with some of {', '.join(names)}")
+        close = suggestions(given, names) if isinstance(given, dict) else ""
+        allowed = f"None, a PoolerConfig, or a dict with some of {', '.join(names)}{close}"
+        check(ok, "pooler_config", given, allowed)
         return cls(**given)

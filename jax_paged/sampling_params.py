@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from jax_paged.checks import Problems, check, check_choice, check_int, check_number
 from jax_paged.ignored_arguments import ANY, Ignored, ignores
+from jax_paged.plain_values import make_plain
 from jax_paged.structured_outputs import StructuredOutputsParams
 
 # Token ids per request that something is added to the logits of; any number may be forbidden.
@@ -169,11 +170,12 @@ class SamplingParams:
         self.validate()
 
     def validate(self) -> None:
-        """Checks all values, as construction does.
+        """Converts all values to plain Python values and checks them, as construction does.
 
         Raises:
             ValueError: If a value is out of range; the message lists every problem.
         """
+        make_plain(self)
         problems = Problems()
         self._note_numbers(problems)
         self._note_stops(problems)
@@ -359,11 +361,12 @@ class BeamSearchParams:
         self.validate()
 
     def validate(self) -> None:
-        """Checks all values, as construction does.
+        """Converts all values to plain Python values and checks them, as construction does.
 
         Raises:
             ValueError: If a value is out of range; the message lists every problem.
         """
+        make_plain(self)
         problems = Problems()
         problems.note(check_int, "beam_width", self.beam_width, 1)
         problems.note(check_int, "max_tokens", self.max_tokens, 1)

@@ -4,11 +4,14 @@ import dataclasses
 from typing import Any, Literal, Self
 
 from jax_paged.checks import Problems, check, check_choice, check_int
+from jax_paged.plain_values import make_plain
+from jax_paged.suggestions import field_names, suggestions, suggests_fields
 
 # Most drafts of a sequence in one step; a text that repeats itself is often right for that long.
 _NUM_TOKENS = {"ngram": 15, "draft_model": 4, "eagle3": 4}
 
 
+@suggests_fields
 @dataclasses.dataclass(frozen=True)
 class SpeculativeConfig:
     """Where drafts of tokens come from, and how many there are.
@@ -36,6 +39,7 @@ class SpeculativeConfig:
     adaptive: bool = True
 
     def __post_init__(self) -> None:
+        make_plain(self)
         problems = Problems()
         note = problems.note
         note(check_choice, "method", self.method, (None, *_NUM_TOKENS))
@@ -74,7 +78,8 @@ class SpeculativeConfig:
         """
         if given is None or isinstance(given, cls):
             return given
-        names = [field.name for field in dataclasses.fields(cls)]
+        names = field_names(cls)
         ok = isinstance(given, dict) and given.keys() <= set(names)
-        check(ok, "speculative_config", given, f"None, or a dict with some of {', '.join(names)}")
+        close = suggestions(given, names) if isinstance(given, dict) else ""
+        check(ok, "speculative_config", given, f"None, or a dict with some of {', '.join(names)}{close}")
         return cls(**given)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_paged.checks import check
 from jax_paged.ignored_arguments import ANY, ignores
+from jax_paged.plain_values import make_plain
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -61,6 +62,7 @@ class StructuredOutputsParams:
     starts_after: str | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self)
         names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         given = [name for name in names if getattr(self, name) not in (None, False)]
         check(len(given) == 1, "structured_outputs", given or None, f"exactly one of {', '.join(names)}")

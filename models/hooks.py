@@ -9,6 +9,7 @@ rows of requests that did not ask for the hook keep their y, to the bit
 
 import dataclasses
 import difflib
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,8 +47,9 @@ class Hook:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.num_args, int) or self.num_args < 0:
+        if not isinstance(self.num_args, numbers.Integral) or self.num_args < 0:
             raise ValueError(f"num_args is {self.num_args!r}; allowed: an integer of at least 0")
+        object.__setattr__(self, "num_args", int(self.num_args))
         object.__setattr__(self, "name", self.name or self.path)
 
 

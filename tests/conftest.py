@@ -19,7 +19,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 # What one test has compiled, the next one finds, and the next run: before any engine is made, too.
 use_persistent_cache()
 
-pytest_plugins = ["helpers.compilation_cache", "ptx_emulator.pytest_plugin"]
+pytest_plugins = ["helpers.compilation_cache", "helpers.signals", "ptx_emulator.pytest_plugin"]
 
 
 @pytest.fixture(scope="session")

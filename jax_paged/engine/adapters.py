@@ -77,7 +77,7 @@ class Adapters:
 
     def remove(self, lora_int_id: int) -> bool:
         """Forgets an adapter; requests that have it already go on. Returns whether there was one."""
-        check_int("lora_int_id", lora_int_id, 1)
+        lora_int_id = check_int("lora_int_id", lora_int_id, 1)
         with self._lock:
             self._added.discard(lora_int_id)
             self._kept.pop(lora_int_id, None)

@@ -19,6 +19,7 @@ from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_list
 from jax_paged.lora_request import LoRARequest
 from jax_paged.models.adapter_files import Adapter
+from jax_paged.plain_values import plain
 from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
 
@@ -114,6 +115,7 @@ class InputProcessor:
             ValueError: If the engine can't run the request; the message lists the problems of the prompt, of
                 the parameters and of the other arguments together.
         """
+        cache_salt, priority = plain(cache_salt), plain(priority)
         problems = Problems()
         problems.note(check, isinstance(cache_salt, str), "cache_salt", cache_salt, "a string")
         problems.note(self._check_priority, priority)

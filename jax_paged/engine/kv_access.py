@@ -14,6 +14,7 @@ from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.request_edits import check_keeps_no_state, decoding_sequence, settled
 from jax_paged.engine.step_loop import StepLoop
+from jax_paged.plain_values import plain
 
 if TYPE_CHECKING:
     from jax_paged.core.block_manager import BlockManager
@@ -38,7 +39,7 @@ class Inspection:
 def sequence_with_blocks(loop: StepLoop, request_id: str, index: int) -> tuple[RequestState, Sequence]:
     """Waits for the steps in flight; returns a request and a sequence of it whose blocks are in the pool."""
     state = settled(loop, request_id)
-    check_int("index", index, 0, len(state.group.sequences) - 1)
+    index = check_int("index", index, 0, len(state.group.sequences) - 1)
     seq, tables = state.group.sequences[index], loop.scheduler.block_manager.block_tables
     allowed = f"a request that runs; sequence {index} of this one is {seq.status.name.lower()}"
     check(seq in tables, "request_id", request_id, allowed)
@@ -58,7 +59,7 @@ def kv(loop: StepLoop, request_id: str, layer: int, index: int) -> tuple[np.ndar
     num_own = seq.num_computed_tokens - seq.num_dropped_tokens
     num_cross = len(state.group.encoder_token_ids)
     num_tokens = [num_cross if group.is_cross else num_own for group in manager.groups]
-    return loop.executor.read_kv(layer, manager.block_tables[seq], num_tokens)
+    return loop.executor.read_kv(check_int("layer", layer, 0), manager.block_tables[seq], num_tokens)
 
 
 def inspect(
@@ -80,7 +81,7 @@ def inspect(
     check(is_plain, "request_id", request_id, allowed)
     manager = loop.scheduler.block_manager
     num_queries = len(seq) if num_queries is None else num_queries
-    check_int("num_queries", num_queries, 1, 1 if seq.num_dropped_tokens else len(seq))
+    num_queries = check_int("num_queries", num_queries, 1, 1 if seq.num_dropped_tokens else len(seq))
     start, tables = len(seq) - num_queries, manager.block_tables[seq]
     allowed = "fewer, as blocks that the first of them attend to fell out of their window"
     check(not manager.lacks(tables, start), "num_queries", num_queries, allowed)
@@ -92,14 +93,13 @@ def inspect(
             num_dropped_tokens=seq.num_dropped_tokens,
             num_encoder_tokens=len(state.group.encoder_token_ids),
             block_tables=[list(table) for table in tables],
-            layers=list(layers),
+            layers=[check_int("layers", layer, 0) for layer in layers],
         )
     )
     if heads is not None:
         chosen = list(heads)
         for probabilities in attention.values():
-            for head in chosen:
-                check_int("heads", head, 0, len(probabilities) - 1)
+            chosen = [check_int("heads", head, 0, len(probabilities) - 1) for head in chosen]
         attention = {layer: probabilities[chosen] for layer, probabilities in attention.items()}
     return Inspection(logits, attention, positions(seq, manager))
 
@@ -125,9 +125,9 @@ def drop(loop: StepLoop, request_id: str, keep: Iterable[int]) -> None:
         "one all of whose layers attend to all tokens",
     )
     num_blocks = manager.num_blocks_of(seq.num_computed_tokens - seq.num_dropped_tokens)
-    kept = tuple(keep)
+    kept = tuple(map(plain, keep))
     check_keeps_no_state(loop, "keep", kept, "it has seen the tokens that would be dropped")
-    ok = all(isinstance(i, int | np.integer) and 0 <= i < num_blocks for i in kept)
+    ok = all(isinstance(i, int) and 0 <= i < num_blocks for i in kept)
     ok = ok and all(a < b for a, b in itertools.pairwise(kept)) and kept[-1:] == (num_blocks - 1,)
     allowed = f"ascending places in its table of {num_blocks} blocks, with the last, {num_blocks - 1}"
     check(ok, "keep", kept, allowed)

@@ -15,6 +15,7 @@ from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.outputs import RequestOutput
+from jax_paged.plain_values import plain
 from jax_paged.sampling_params import SamplingParams
 
 _ENDED = {"stop": SequenceStatus.FINISHED_STOPPED, "length": SequenceStatus.FINISHED_LENGTH_CAPPED}
@@ -113,10 +114,16 @@ def given_output(request: CheckedRequest, request_id: str, tokenizer: Tokenizer 
     return output
 
 
-def check_arrival_time(value: Any, now: float) -> None:
-    """Raises ValueError unless a time is one that has passed, in the clock of time.monotonic()."""
+def check_arrival_time(value: Any, now: float) -> float:
+    """Returns a time as a Python number.
+
+    Raises:
+        ValueError: If it is not a time of the clock of time.monotonic() that has passed.
+    """
+    value = plain(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     ok = is_number and abs(value) <= sys.float_info.max
     check(ok, "arrival_time", value, "a finite number or None")
     allowed = f"at most {now}, the value of time.monotonic(); values of time.time() are on another clock"
     check(value <= now, "arrival_time", value, allowed)
+    return value

@@ -12,6 +12,7 @@ from jax_paged.core.sequence import PromptEmbeds, StandIn
 from jax_paged.engine.image_reader import ImageReader
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.inputs import as_list
+from jax_paged.suggestions import suggestions
 
 # Stands in prompts for tokens that are vectors.
 PLACEHOLDER = 0
@@ -101,7 +102,8 @@ class PromptReader:
         allowed = (
             'a dict with one of the keys "prompt" and "prompt_token_ids", or both, and maybe "cache_salt"'
         )
-        check(ok, "prompt", prompt, allowed)
+        close = suggestions(prompt, (*names, *others))
+        check(ok, "prompt", prompt, allowed + close)
         check(text is None or isinstance(text, str), "prompt", text, "text")
         salt = prompt.get("cache_salt")
         check(salt is None or isinstance(salt, str), "cache_salt", salt, "a string")

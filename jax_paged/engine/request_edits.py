@@ -83,7 +83,8 @@ def fork(loop: StepLoop, request_id: str, new_id: str, seed: int) -> None:
     """See LLMEngine.fork."""
     ok = isinstance(new_id, str) and new_id not in loop.requests
     check(ok, "new_id", new_id, "a string that is not taken")
-    SamplingParams(seed=seed)  # checks it
+    checked_seed = SamplingParams(seed=seed).seed
+    assert checked_seed is not None, "the engine gives every fork a seed"
     state = settled(loop, request_id)
     only_sequence(loop, state)
     editor = loop.scheduler.editor
@@ -91,7 +92,7 @@ def fork(loop: StepLoop, request_id: str, new_id: str, seed: int) -> None:
         "one that runs while max_num_seqs leaves a seat: blocks of it were dropped, so the fork can't wait"
     )
     check(editor.can_fork(state.group), "request_id", request_id, allowed)
-    group = loop.scheduler.edit_request(Fork(request_id, new_id, seed, time.monotonic()))
+    group = loop.scheduler.edit_request(Fork(request_id, new_id, checked_seed, time.monotonic()))
     loop.requests[new_id] = state.forked(group)
 
 
@@ -99,7 +100,7 @@ def roll_back(loop: StepLoop, request_id: str, num_tokens: int) -> None:
     """See LLMEngine.rollback."""
     state = settled(loop, request_id)
     most = most_taken_back(only_sequence(loop, state), loop.scheduler.block_manager.block_size)
-    check_int("num_tokens", num_tokens, 0, most)
+    num_tokens = check_int("num_tokens", num_tokens, 0, most)
     if num_tokens:
         loop.scheduler.edit_request(Rollback(request_id, num_tokens))
         state.roll_back()

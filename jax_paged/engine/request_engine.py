@@ -208,7 +208,7 @@ class RequestEngine(Serialized):
         )
         now = time.monotonic()
         if arrival_time is not None:
-            check_arrival_time(arrival_time, now)
+            arrival_time = check_arrival_time(arrival_time, now)
         if not isinstance(prompt, CheckedRequest):
             more = {"cache_salt": cache_salt, "priority": priority, "lora_request": lora_request}
             prompt = self.check_request(prompt, params, **more)

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 
 from jax_paged.checks import check, check_int
 from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.inputs import as_list
 from jax_paged.outputs import CompletionOutput
+from jax_paged.plain_values import plain
 from jax_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -21,13 +23,17 @@ def score(
     """Scores texts; see LLMEngine.score."""
     if not engine.drain():
         raise RuntimeError("requests are running; score texts before or after them")
-    counts = (
-        [num_prompt_tokens] * len(token_lists) if isinstance(num_prompt_tokens, int) else num_prompt_tokens
-    )
+    given = plain(num_prompt_tokens)
+    counts = [given] * len(token_lists) if isinstance(given, int) else given
     allowed = f"an integer, or one for each of {len(token_lists)} texts"
-    check(len(counts) == len(token_lists), "num_prompt_tokens", num_prompt_tokens, allowed)
+    check(
+        hasattr(counts, "__len__") and len(counts) == len(token_lists),
+        "num_prompt_tokens",
+        num_prompt_tokens,
+        allowed,
+    )
     pairs = enumerate(zip(token_lists, counts, strict=True))
-    requests = [_request(engine, i, list(text), n, sampling_params) for i, (text, n) in pairs]
+    requests = [_request(engine, i, list(as_list(text)), n, sampling_params) for i, (text, n) in pairs]
     ids = [f"score-{i}" for i in range(len(requests))]
     scores: dict[str, list[float]] = {}
     try:
@@ -48,7 +54,7 @@ def _request(
     """Returns a request that draws the tokens of a text behind its prompt, whatever it would draw."""
     max_len = engine.config.max_model_len
     check_int(f"the number of tokens of token_lists[{i}]", len(text), 2, max_len)
-    check_int("num_prompt_tokens", num_prompt_tokens, 1, len(text) - 1)
+    num_prompt_tokens = check_int("num_prompt_tokens", num_prompt_tokens, 1, len(text) - 1)
     params = SamplingParams(temperature=0) if given is None else given.clone()
     params.n, params.best_of, params.min_tokens, params.prompt_logprobs = 1, None, 0, None
     params.stop, params.stop_token_ids, params.ignore_eos, params.truncate_prompt_tokens = (

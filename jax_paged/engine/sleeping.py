@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jax_paged.checks import Problems, check, check_choice
 from jax_paged.engine import weight_updates
+from jax_paged.plain_values import plain
 
 if TYPE_CHECKING:
     from jax_paged.engine.llm_engine import LLMEngine
@@ -40,6 +41,7 @@ def check_sleep(engine: "LLMEngine", loop: "StepLoop", level: Any, mode: Any) ->
 def sleep(engine: "LLMEngine", loop: "StepLoop", level: int, mode: Mode) -> None:
     """Frees weights and pool; see LLMEngine.sleep."""
     check_sleep(engine, loop, level, mode)
+    level = plain(level)
     if mode == "wait":
         loop.finish_all()
     elif mode == "abort":

@@ -16,7 +16,9 @@ from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
+from jax_paged.plain_values import make_plain
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.suggestions import suggests_fields
 
 STEP = np.dtype(
     [
@@ -46,6 +48,7 @@ _NUMBERS = (*COUNTS, "num_output_tokens")  # per output, if it has ended
 REQUEST = np.dtype([*((name, np.float64) for name in TIMES), *((name, np.int32) for name in _NUMBERS)])
 
 
+@suggests_fields
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """One request of a trace; it ends after output_len tokens.
@@ -71,6 +74,7 @@ class Request:
     priority: int = 0
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_number("arrival_s", self.arrival_s, 0, math.inf)
         check_int("the length of the prompt", self.prompt_len, 1)
         check_int("output_len", self.output_len, 1)
@@ -99,6 +103,7 @@ class StepTime(Protocol):
         ...
 
 
+@suggests_fields
 @dataclasses.dataclass(frozen=True)
 class StepTimeModel:
     """How long a step takes: a sum of costs, each in seconds.
@@ -120,6 +125,7 @@ class StepTimeModel:
     s_per_copied_block: float = 0.0
 
     def __post_init__(self) -> None:
+        make_plain(self)
         for name, value in dataclasses.asdict(self).items():
             check_number(name, value, 0, math.inf)
 

@@ -1,4 +1,4 @@
-"""The command line: `jax-paged serve MODEL`, run-batch and check-kernels; options are fields of dataclasses.
+"""The command line: `jax-paged serve MODEL` and other commands; options are fields of dataclasses.
 
 Nothing here imports JAX, transformers or the HTTP server: help and complaints about arguments are immediate.
 """
@@ -11,26 +11,28 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from jax_paged.cli_args import add_options
+from jax_paged.cli_args import Parser, add_options
 from jax_paged.config import EngineArgs
 from jax_paged.server.options import BatchOptions, ServerOptions
 
 _USAGE = (
     "jax-paged serve [MODEL] [options]\n       jax-paged [--model MODEL] [options]\n"
     "       jax-paged run-batch -i FILE -o FILE [options]\n"
-    "       jax-paged check-kernels [--model MODEL] [options]"
+    "       jax-paged check-kernels [--model MODEL] [options]\n"
+    "       jax-paged health [--pid N | options of the server]"
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serves a model until SIGINT or SIGTERM, runs a batch, or checks the kernels.
+    """Serves a model until SIGINT or SIGTERM, runs a batch, checks the kernels, or checks a server's health.
 
     Args:
         argv: The command line without the program's name; None takes the process's.
 
     Raises:
         SystemExit: If an argument is wrong or the model can't be served, after SIGTERM (0), if Ctrl-C is
-            pressed before the server listens (130), as run_batch says, or with 1 if kernels fail their check.
+            pressed before the server listens (130), as run_batch says, or with 1 if kernels or a server fail
+            their check.
     """
     argv = sys.argv[1:] if argv is None else argv
     if list(argv[:1]) == ["run-batch"]:
@@ -39,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _run_batch(argv[1:])
     if list(argv[:1]) == ["check-kernels"]:
         _check_kernels(argv[1:])
+    if list(argv[:1]) == ["health"]:
+        _check_health(argv[1:])
     signal.signal(signal.SIGTERM, _exit)
     args = parse_args(argv)
     try:
@@ -59,11 +63,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """Returns a parser with an option for every field of ServerOptions and EngineArgs."""
-    parser = argparse.ArgumentParser(
-        prog="jax-paged", usage=_USAGE, description="Serves a model with the OpenAI API.", allow_abbrev=False
-    )
+    parser = Parser(prog="jax-paged", usage=_USAGE, description="Serves a model with the OpenAI API.")
     parser.add_argument(
         "model_after_serve", metavar="MODEL", nargs="?", help="the model to serve, as --model MODEL"
     )
@@ -72,12 +74,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_batch_parser() -> argparse.ArgumentParser:
+def make_batch_parser() -> Parser:
     """Returns a parser with an option for every field of BatchOptions and EngineArgs."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jax-paged run-batch",
         description="Answers a file of requests in the format of OpenAI's Batch API.",
-        allow_abbrev=False,
     )
     group = parser.add_argument_group("batch")
     text = "requests, one per line"
@@ -105,7 +106,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if model == "serve" and not has_command:
         parser.error("serve follows an option; allowed: serve as the first argument, before all options")
     if unrecognized:
-        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
+        parser.refuse(unrecognized)
     if model is None:
         return args
     if not has_command:
@@ -137,7 +138,7 @@ def _run_batch(argv: Sequence[str]) -> NoReturn:
 
 def _check_kernels(argv: Sequence[str]) -> NoReturn:
     text = "Checks the kernels of --attention-backend (auto: pallas) on this machine, with a model's shapes."
-    parser = argparse.ArgumentParser("jax-paged check-kernels", description=text, allow_abbrev=False)
+    parser = Parser("jax-paged check-kernels", description=text)
     add_options(parser, EngineArgs)
     args = parser.parse_args(argv)
     try:
@@ -150,6 +151,24 @@ def _check_kernels(argv: Sequence[str]) -> NoReturn:
         sys.exit(130)
     print(table)
     sys.exit(not has_passed)
+
+
+def _check_health(argv: Sequence[str]) -> NoReturn:
+    from jax_paged.server.health import check_health, options_of_process
+
+    text = "Checks that a server on this machine answers at the address that its options name."
+    usage = "jax-paged health [--pid N | options of the server] [--timeout SECONDS]"
+    parser = Parser("jax-paged health", usage=usage, description=text)
+    parser.add_argument("--pid", type=int, help="the process of the server, whose options are used")
+    parser.add_argument("--timeout", type=float, default=4.0, help="maximum time (seconds; default: 4)")
+    own, words = parser.parse_known_args(argv)
+    try:
+        args = parse_args(words if own.pid is None else options_of_process(own.pid))
+        check_health(ServerOptions.from_cli_args(args), own.timeout)
+    except (OSError, ValueError) as error:
+        sys.exit(f"jax-paged: {error}")
+    print("healthy")
+    sys.exit(0)
 
 
 def _exit(_: int, __: FrameType | None) -> None:

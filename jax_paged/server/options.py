@@ -8,7 +8,9 @@ from typing import Literal, Self, get_args
 
 from jax_paged.checks import check, check_choice, check_int, check_number
 from jax_paged.cli_args import values_of
+from jax_paged.plain_values import make_plain
 from jax_paged.sampling_params import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from jax_paged.suggestions import suggests_fields
 
 # The least and the highest value of each limit that is a number of things.
 _LOWEST = {
@@ -45,6 +47,7 @@ def check_parsers(options: "ServerOptions | BatchOptions") -> None:
         check_choice(name, getattr(options, name), (None, *get_args(choices)))
 
 
+@suggests_fields
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
     """How the server listens, and what it lets clients do.
@@ -151,6 +154,7 @@ class ServerOptions:
     ray: int | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_int("port", self.port, 0, 65535)
         check_int("max_num_waiting", self.max_num_waiting, 0)
         if self.ray is not None:
@@ -196,6 +200,7 @@ class ServerOptions:
         return cls(**values)
 
 
+@suggests_fields
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
     """Which file of requests is run, and where the answers go.

@@ -8,6 +8,7 @@ rows of requests that did not ask for a processor keep their logits, to the bit
 """
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -55,8 +56,9 @@ class LogitsProcessor:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name is {self.name!r}; allowed: text that is not empty")
-        if not isinstance(self.num_args, int) or self.num_args < 0:
+        if not isinstance(self.num_args, numbers.Integral) or self.num_args < 0:
             raise ValueError(f"num_args is {self.num_args!r}; allowed: an integer of at least 0")
+        object.__setattr__(self, "num_args", int(self.num_args))
 
     @property
     def has_state(self) -> bool:

@@ -168,11 +168,15 @@ def test_ctrl_c_while_the_model_loads_ends_quietly(monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def processes():
-    """A server for each signal that ends one; both start at the same time."""
+    """A server for each signal that ends one; both start at the same time.
+
+    SIGTERM ends a server, too, that a background job of a shell has started, which ignores SIGINT.
+    """
     lines = {signal.SIGINT: f"serve pagelet {SMALL}", signal.SIGTERM: SMALL}
+    prefix = {signal.SIGINT: (), signal.SIGTERM: ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")}
     processes = {
         end: subprocess.Popen(
-            [sys.executable, "serve.py", *line.split(), "--served-model-name", "mine"],
+            [*prefix[end], sys.executable, "serve.py", *line.split(), "--served-model-name", "mine"],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
