@@ -63,7 +63,7 @@ class CorrectedRouter(Router):
     def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
         super().__init__(in_features, out_features, **options)
         # Such numbers differ by less than bfloat16 shows.
-        self.e_score_correction_bias = Float32Param(jnp.zeros(out_features), split=(None,))
+        self.e_score_correction_bias = Float32Param(jnp.zeros(out_features, jnp.float32), split=(None,))
 
 
 class DeepseekV3MoE(DeepseekMoE):

@@ -111,7 +111,7 @@ def _by_tiles(
     is_before = place[:, None] >= place
     fading = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
     system = jnp.einsum("nhik,nhjk->nhij", k * rate[..., None], k) * fading
-    system = jnp.where(place[:, None] > place, system, 0) + jnp.eye(size)
+    system = jnp.where(place[:, None] > place, system, 0) + jnp.eye(size, dtype=jnp.float32)
     right = jnp.concatenate([v, k * jnp.exp(total)[..., None]], axis=-1) * rate[..., None]
     solved = jax.scipy.linalg.solve_triangular(system, right, lower=True, unit_diagonal=True)
     values, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
@@ -149,5 +149,5 @@ def _by_tiles(
     over = *over, values, keys, scores, jnp.moveaxis(written, 0, 1), fades
     (_, ended, kept), out = lax.scan(advance, (jnp.zeros_like(state[0]), state, state), over)
     places = jnp.where(tiles.is_token, tiles.tokens, len(rows.row))
-    flat = jnp.zeros((len(rows.row), out.shape[1], out.shape[3]))
+    flat = jnp.zeros((len(rows.row), out.shape[1], out.shape[3]), out.dtype)
     return flat.at[places].set(jnp.moveaxis(out, 1, 2), mode="drop"), ended, kept

@@ -47,7 +47,7 @@ def normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype, std: float) -> 
 
     Compiled once per shape, so that nothing but the weight itself is ever allocated.
     """
-    return (jax.random.normal(key, shape) * std).astype(dtype)
+    return (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
 
 
 class PackedKernel(nnx.Variable[Array]):

@@ -86,7 +86,7 @@ class Ministral3Attention(LlamaAttention):
     def rotated(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
         q, k = super().rotated(q, k, context)
         c = self.config
-        growth = c.query_growth * jnp.log1p(context.positions // c.original_positions)
+        growth = c.query_growth * jnp.log1p((context.positions // c.original_positions).astype(jnp.float32))
         return q * (1 + growth)[..., None, None].astype(q.dtype), k
 
 

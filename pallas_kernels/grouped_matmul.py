@@ -7,8 +7,10 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels import grouped_loop, ops, reference
+from jax_paged.pallas_kernels.jax_settings import with_default_settings
 
 
+@with_default_settings
 def grouped_matmul(
     x: Float[Array, "n i"],
     kernels: Float[Array, "g i o"],

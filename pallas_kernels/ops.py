@@ -24,6 +24,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jax_paged.pallas_kernels import checks, native, reference, xla
+from jax_paged.pallas_kernels.jax_settings import with_default_settings
 from jax_paged.pallas_kernels.native import attention as native_ops
 from jax_paged.pallas_kernels.quantization import quantize
 
@@ -80,6 +81,7 @@ def _choose(backend: str, array: Array) -> Implementation:
     return _implementation(backend) if isinstance(array, Tracer) else resolve_backend(backend)
 
 
+@with_default_settings
 def write_kv(
     kv_pages: Float[Array, "p n k s d"],
     k: Float[Array, "t k d"],
@@ -117,6 +119,7 @@ def write_kv(
     return write_kernel.write_kv(kv_pages, k, v, slot_mapping, interpret=interpret)
 
 
+@with_default_settings
 def copy_blocks(
     kv_pages: Float[Array, "p n k s d"],
     src: Int[Array, " c"],
@@ -150,6 +153,7 @@ def copy_blocks(
     return copy_kernel.copy_blocks(kv_pages, src, dst, interpret=implementation == "pallas_interpret")
 
 
+@with_default_settings
 def paged_decode(
     q: Float[Array, "b h d"],
     kv_pages: Float[Array, "p n k s d"],
@@ -217,6 +221,7 @@ def paged_decode(
     return decode_kernel.paged_decode(q, kv_pages, block_tables, context_lens, **options)
 
 
+@with_default_settings
 def ragged_attention(
     q: Float[Array, "t h d"],
     kv_pages: Float[Array, "p n k s d"],

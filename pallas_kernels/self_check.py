@@ -32,6 +32,7 @@ from jaxtyping import Array
 from jax_paged.pallas_kernels import expert_check, ops, reference
 from jax_paged.pallas_kernels.expert_check import Experts
 from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul, implementation_of
+from jax_paged.pallas_kernels.jax_settings import apply_to_process
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
 
 OPS = ("write_kv", "copy_blocks", "paged_decode", "ragged_attention")
@@ -382,6 +383,7 @@ def main(task: dict[str, Any]) -> None:
     # The engine that waits may hold most of the GPU's memory already, or want it next.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     jax.config.update("jax_platforms", task["platforms"])
+    apply_to_process()  # the environment, which this process inherits, may set others
     with Path(task["events"]).open("w", encoding="utf-8") as file:
 
         def note(event: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn
 import jax
 
 from jax_paged.config import cache_dir, max_cache_bytes
+from jax_paged.pallas_kernels.jax_settings import default_settings
 from jax_paged.worker.buckets import Bucket
 from jax_paged.worker.programs import Program
 from jax_paged.worker.step import StepProgram
@@ -405,6 +406,11 @@ class CompiledPrograms:
         _LOGGER.log(level, "compiled %d of %d programs in %.1f s: %s", done, num_programs, seconds, program)
 
     def _compile(self, program: Program) -> CompiledProgram:
+        # The threads that compile do not inherit the settings of the thread that has started them.
+        with default_settings():
+            return self._traced_and_compiled(program)
+
+    def _traced_and_compiled(self, program: Program) -> CompiledProgram:
         with self._tracing:
             start = time.perf_counter()
             lowered = self._lower(program)

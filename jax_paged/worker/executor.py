@@ -11,6 +11,7 @@ from jax_paged.checks import check
 from jax_paged.config import EngineArgs, EngineConfig
 from jax_paged.core.runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
+from jax_paged.pallas_kernels.jax_settings import methods_with_default_settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -139,6 +140,7 @@ class Executor(Protocol):
         ...
 
 
+@methods_with_default_settings
 class LocalExecutor:
     """Runs steps in this process, on the devices that JAX sees. It is an Executor.
 

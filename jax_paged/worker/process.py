@@ -21,6 +21,7 @@ import numpy as np
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
 from jax_paged.launch import Launch
+from jax_paged.pallas_kernels.jax_settings import apply_to_process
 from jax_paged.worker.channel import Channel
 from jax_paged.worker.executor import LocalExecutor
 from jax_paged.worker.follower import Follower, follow_leader
@@ -43,6 +44,7 @@ def main(descriptor: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes
     owner = Channel(socket.socket(fileno=descriptor))
     owner.start_heartbeat()
+    apply_to_process()  # the environment, which workers inherit, may set others
     task: Task = pickle.loads(owner.receive()[1][0].data)
     logging.basicConfig(level=task.log_level, format=f"worker {task.launch.rank}: %(message)s")
     calls: list[Calls] = [queue.SimpleQueue() for _ in range(task.args.num_engines)]
