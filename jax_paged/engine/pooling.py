@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -56,6 +56,39 @@ def resolved(params: PoolingParams, task: PoolingTask | None, config: EngineConf
         why = "" if allowed != () else ", as the model is not known to support it (is_matryoshka)"
         check(ok, "dimensions", params.dimensions, f"{most}{why}")
     return params
+
+
+def with_default_prompt(prompt: Any, spec: PoolingSpec | None) -> Any:
+    """Returns a prompt of a pooling request with the model's default prompt in front of its text."""
+    if spec is None or not spec.text.prompt:
+        return prompt
+    if isinstance(prompt, str) and prompt:
+        return spec.text.prompt + prompt
+    if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None and prompt.get("prompt"):
+        return {**prompt, "prompt": spec.text.prompt + str(prompt["prompt"])}
+    return prompt
+
+
+def truncated(
+    token_ids: list[int], num_tokens: int, side: Literal["left", "right"], frame: tuple[list[int], list[int]]
+) -> list[int]:
+    """Returns a text of at most `num_tokens` tokens, as transformers truncates it.
+
+    Args:
+        token_ids: Of the text.
+        num_tokens: Tokens that are kept.
+        side: The end of the text that is cut off.
+        frame: The special tokens before and after a text, which are kept; see Tokenizer.frame.
+    """
+    if len(token_ids) <= num_tokens:
+        return token_ids
+    before, after = frame
+    num_before = len(before) if token_ids[: len(before)] == before else 0
+    end = len(token_ids) - len(after)
+    end = end if token_ids[end:] == after else len(token_ids)
+    room = max(0, num_tokens - num_before - (len(token_ids) - end))
+    kept = slice(num_before, num_before + room) if side == "right" else slice(end - room, end)
+    return (token_ids[:num_before] + token_ids[kept] + token_ids[end:])[:num_tokens]
 
 
 def as_sampling(params: PoolingParams, spec: PoolingSpec) -> SamplingParams:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import tokenizers
+from tokenizers import normalizers
 
 from jax_paged.checks import check
 from jax_paged.engine.chat_template import ChatTemplate, is_usual, processor_template, read_chat_template
@@ -108,6 +109,24 @@ class Tokenizer:
         # Unlike encode, this one lets other Python threads run meanwhile: 80 ms for 100,000 characters.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
+
+    @functools.cached_property
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer adds before and after a text."""
+        encoding = self._backend.encode("a")
+        mask = encoding.special_tokens_mask
+        num_before = mask.index(0) if 0 in mask else len(mask)
+        num_after = mask[::-1].index(0) if 0 in mask else 0
+        return encoding.ids[:num_before], encoding.ids[len(mask) - num_after :]
+
+    def lower_texts(self) -> None:
+        """Makes texts lower case before they are tokenized, but not the special tokens in them.
+
+        Not for a tokenizer that is in use.
+        """
+        given = self._backend.normalizer
+        first = normalizers.Lowercase()
+        self._backend.normalizer = first if given is None else normalizers.Sequence([first, given])
 
     def to_json(self) -> str:
         """Returns it in the form of tokenizer.json."""
