@@ -18,7 +18,8 @@ class PoolingParams:
 
     Args:
         truncate_prompt_tokens: Number of tokens that are kept of a longer text: the last of a decoder, the
-            first of an encoder; -1 keeps as many as the model takes, None keeps all.
+            first of an encoder; -1 keeps as many as the model takes. None keeps all, unless the checkpoint
+            names a number (docs/pooling.md).
         dimensions: Numbers of an embedding, for models that were trained to be cut (matryoshka); None for
             all.
         use_activation: Whether scores are made of logits, and embeddings scaled to length 1; None does what

@@ -13,7 +13,17 @@ GGUF_HINT = (
     "tokenizer likewise"
 )
 # No pickled weights and no code, so nothing that is downloaded can run.
-HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
+HUB_FILES = [
+    "*.json",
+    "model*.safetensors",
+    "*.jinja",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "vocab.txt",
+    "merges.txt",
+]
 
 # Objects in config.json of models that read more than texts, and what may stand outside of text_config.
 _PARTS = ("text_config", "vision_config")

@@ -1,6 +1,8 @@
 """What a pooling model makes of a text, as its checkpoint says. Needs no JAX."""
 
 import dataclasses
+import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +21,32 @@ _TYPES: dict[str, PoolingType] = {
     "lasttoken": "LAST",
 }
 _MODULES = ("Transformer", "Pooling", "Normalize")
+# The config of the module Transformer, by the class that older versions of sentence-transformers saved.
+_TRANSFORMER_FILES = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+# Settings of its tokenizer that change no token of a text.
+_PADDING_SETTINGS = ("padding", "pad_to_multiple_of", "return_tensors", "return_attention_mask")
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextSettings:
+    """What sentence-transformers does with a text before the model reads it.
+
+    Args:
+        max_seq_length: Tokens that a longer text is truncated to; None truncates no text.
+        truncation_side: The end of the text that is cut off.
+        prompt: Put in front of every text.
+        lower_case: Whether texts become lower case.
+    """
+
+    max_seq_length: int | None = None
+    truncation_side: Literal["left", "right"] = "right"
+    prompt: str = ""
+    lower_case: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +64,7 @@ class PoolingSpec:
         activation: What makes scores of these logits.
         label_tokens: Tokens whose logits are those of the classes; empty if the model has a head for them.
         is_two_way: Whether the logit is the second label token's above the first one's.
+        text: What is done with a text before it becomes an embedding.
     """
 
     type: PoolingType
@@ -48,6 +77,7 @@ class PoolingSpec:
     activation: Literal["softmax", "sigmoid", "identity"] = "softmax"
     label_tokens: tuple[int, ...] = ()
     is_two_way: bool = False
+    text: TextSettings = TextSettings()
 
 
 def read_pooling(
@@ -81,7 +111,7 @@ def read_pooling(
         raise ValueError(f"runner is 'generate'; allowed with {architecture}: 'auto' or 'pooling'")
     if not (pools or only_pools or modules or label_names):
         return None
-    found, normalizes = modules or (None, True)
+    found, normalizes = (modules.pooling_type, modules.normalizes) if modules else (None, True)
     is_encoder = POOLING_MODELS.get(architecture) == "encoder"
     default = "LAST" if not is_encoder else "MEAN" if architecture.endswith("Model") else "CLS"
     if hf_config.get("classifier_pooling") == "mean":
@@ -97,7 +127,9 @@ def read_pooling(
     if label_names:
         return _by_tokens(spec, folder, hf_config, label_names)
     if not architecture.endswith("Classification"):
-        return spec
+        if folder is None or modules is None:
+            return spec
+        return dataclasses.replace(spec, text=_text_settings(folder, modules.transformer, hf_config))
     names = hf_config.get("id2label") or {}
     labels = [names.get(str(i), f"LABEL_{i}") for i in range(num_labels(hf_config))]
     return dataclasses.replace(spec, labels=tuple(labels), activation=_activation(hf_config, len(labels)))
@@ -115,13 +147,26 @@ def _type_of(name: str) -> PoolingType:
     raise ValueError(f"pooling_type is {name!r}; allowed: 'LAST' or 'MEAN' or 'CLS'")
 
 
-def _modules(folder: Path) -> tuple[PoolingType, bool] | None:
-    """Returns the pooling that sentence-transformers would do, and whether it normalises; None for none."""
+@dataclasses.dataclass(frozen=True)
+class _Modules:
+    """The modules of a model of sentence-transformers.
+
+    Args:
+        pooling_type: What the module Pooling does.
+        normalizes: Whether there is a module Normalize.
+        transformer: The folder of the module Transformer, in that of the model.
+    """
+
+    pooling_type: PoolingType
+    normalizes: bool
+    transformer: str
+
+
+def _modules(folder: Path) -> _Modules | None:
+    """Returns the modules of sentence-transformers; None if a folder has none that pool."""
     file = folder / "modules.json"
     if not file.exists():
         return None
-    import json
-
     modules = {m["type"].rpartition(".")[2]: m["path"] for m in json.loads(file.read_text(encoding="utf-8"))}
     for name in modules:
         if name not in _MODULES:
@@ -136,7 +181,88 @@ def _modules(folder: Path) -> tuple[PoolingType, bool] | None:
     if len(names) != 1 or names[0] not in _TYPES or values.get("include_prompt") is False:
         shown = folder / modules["Pooling"] / "config.json"
         raise ValueError(f"{shown} is {values!r}; allowed: one of cls, mean, lasttoken, with the prompt")
-    return _TYPES[names[0]], "Normalize" in modules
+    return _Modules(_TYPES[names[0]], "Normalize" in modules, modules.get("Transformer", ""))
+
+
+def _text_settings(folder: Path, transformer: str, hf_config: Mapping[str, Any]) -> TextSettings:
+    """Returns what sentence-transformers does with texts.
+
+    Source: sentence-transformers, base/modules/transformer.py and base/model.py.
+
+    Raises:
+        ValueError: If it does more than is supported here, or if a value is out of range.
+    """
+    file = next((f for n in _TRANSFORMER_FILES if (f := folder / transformer / n).is_file()), None)
+    values = read_json(file) if file else {}
+    known = read_json(f) if (f := folder / "tokenizer_config.json").is_file() else {}
+    given = values.get("processor_kwargs") or values.get("tokenizer_args") or {}
+    processing = values.get("processing_kwargs") or {}
+    calls = {**(processing.get("common") or {}), **(processing.get("text") or {})}
+    lengths = calls.pop("max_length", None), given.get("model_max_length"), values.get("max_seq_length")
+    length = next((n for n in lengths if n is not None), known.get("model_max_length"))
+    if calls.pop("truncation", True) in (False, "do_not_truncate") or not isinstance(length, int | float):
+        length = None
+    if file is not None:
+        _check_transformer(file, values, calls, hf_config)
+    if length is not None and length < 1:
+        raise ValueError(f"max_seq_length of {file} is {length}; allowed: 1 or more, or null")
+    side = given.get("truncation_side") or known.get("truncation_side")
+    if side is None and length is not None:
+        side = _stored_side(folder)
+    settings = TextSettings(
+        # A tokenizer without a limit says so by a number of 30 digits.
+        max_seq_length=None if length is None else int(min(length, 2**31)),
+        truncation_side="left" if side == "left" else "right",
+        prompt=_default_prompt(folder),
+        lower_case=bool(values.get("do_lower_case")),
+    )
+    if settings.prompt:
+        message = "every text gets the prompt %r in front: default_prompt_name of %s"
+        _LOGGER.warning(message, settings.prompt, folder / "config_sentence_transformers.json")
+    return settings
+
+
+def _check_transformer(
+    file: Path, values: Mapping[str, Any], calls: Mapping[str, Any], hf_config: Mapping[str, Any]
+) -> None:
+    """Checks that the module Transformer computes nothing but last hidden states of a text."""
+    problems = [
+        f"processing_kwargs has {name}={value!r}; allowed: padding, truncation and max_length"
+        for name, value in calls.items()
+        if name not in _PADDING_SETTINGS
+    ]
+    task = values.get("transformer_task", "feature-extraction")
+    if task != "feature-extraction":
+        problems.append(f"transformer_task is {task!r}; allowed: 'feature-extraction'")
+    usual = {"method": "forward", "method_output_name": "last_hidden_state"}
+    modalities = values.get("modality_config") or {"text": usual}
+    if not usual.items() <= (modalities.get("text") or {}).items():
+        problems.append(f"modality_config is {modalities!r}; allowed for 'text': {usual}")
+    for name, value in (values.get("config_kwargs") or values.get("config_args") or {}).items():
+        if name in hf_config and hf_config[name] != value:
+            allowed = f"that of config.json, {hf_config[name]!r} (hf_overrides replaces it)"
+            problems.append(f"config_kwargs has {name}={value!r}; allowed: {allowed}")
+    if problems:
+        raise ValueError(f"{file} asks for what is not supported: {'; '.join(problems)}")
+
+
+def _stored_side(folder: Path) -> str:
+    """Returns the side that tokenizer.json truncates."""
+    file = folder / "tokenizer.json"
+    truncation = read_json(file).get("truncation") if file.is_file() else None
+    return str((truncation or {}).get("direction", "right")).lower()
+
+
+def _default_prompt(folder: Path) -> str:
+    """Returns the prompt that sentence-transformers puts in front of every text; mostly there is none."""
+    file = folder / "config_sentence_transformers.json"
+    values = read_json(file) if file.is_file() else {}
+    name, prompts = values.get("default_prompt_name"), values.get("prompts") or {}
+    if name is None:
+        return ""
+    if name not in prompts:
+        raise ValueError(f"default_prompt_name of {file} is {name!r}; allowed: one of {sorted(prompts)}")
+    return prompts[name] or ""
 
 
 def _dimensions(hf_config: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -120,9 +120,13 @@ class InputProcessor:
         problems.note(check, isinstance(cache_salt, str), "cache_salt", cache_salt, "a string")
         problems.note(self._check_priority, priority)
         own_params = problems.note(self._own_params, params)
-        # Beam search cuts no prompts.
-        cut = getattr(self._default_params if params is None else params, "truncate_prompt_tokens", None)
-        prompts = problems.note(self._prompts.read, prompt, is_truncated=cut is not None)
+        if isinstance(params, PoolingParams):
+            prompt = pooling.with_default_prompt(prompt, self._config.pooling)
+            is_truncated = pooling.is_truncated(params, self._config)
+        else:
+            given_params = self._default_params if params is None else params
+            is_truncated = getattr(given_params, "truncate_prompt_tokens", None) is not None
+        prompts = problems.note(self._prompts.read, prompt, is_truncated=is_truncated)
         adapter = problems.note(self.adapters.get, lora_request)
         problems.raise_if_any()
         assert own_params is not None, "there was no problem"
@@ -172,17 +176,18 @@ class InputProcessor:
     # The prompt.
 
     def _truncate(self, prompt: TokenizedPrompt, params: SamplingParams) -> None:
-        num_tokens = params.truncate_prompt_tokens
-        if num_tokens is not None:
-            most = self._config.max_model_len - (params.pooling is None)
-            keep, ids = most if num_tokens == -1 else num_tokens, prompt.token_ids
-            spec = self._config.pooling
-            if spec is None or not spec.is_encoder:
-                del ids[:-keep]
-            elif len(ids) > keep:
-                # An encoder reads a text's first tokens, and the one that the tokenizer closes it with.
-                closing = self._tokenizer.encode("")[-1:] if self._tokenizer else []
-                ids[keep - 1 :] = ids[-1:] if ids[-1:] == closing else ids[keep - 1 : keep]
+        num_tokens, ids, pools = params.truncate_prompt_tokens, prompt.token_ids, params.pooling is not None
+        most, spec = self._config.max_model_len - (not pools), self._config.pooling if pools else None
+        frame = self._tokenizer.frame if self._tokenizer and spec else ([], [])
+        if spec is not None and num_tokens in (None, -1) and pooling.has_text_limit(self._config):
+            limit, side = spec.text.max_seq_length or most, spec.text.truncation_side
+            ids[:] = pooling.truncated(ids, limit, side, frame)
+        elif num_tokens is not None:
+            num_tokens = most if num_tokens == -1 else num_tokens
+            if spec is not None and spec.is_encoder:
+                ids[:] = pooling.truncated(ids, num_tokens, "right", frame)
+            else:
+                del ids[:-num_tokens]
 
     # The parameters.
 

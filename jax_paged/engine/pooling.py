@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -56,6 +56,53 @@ def resolved(params: PoolingParams, task: PoolingTask | None, config: EngineConf
         why = "" if allowed != () else ", as the model is not known to support it (is_matryoshka)"
         check(ok, "dimensions", params.dimensions, f"{most}{why}")
     return params
+
+
+def with_default_prompt(prompt: Any, spec: PoolingSpec | None) -> Any:
+    """Returns a prompt of a pooling request with the model's default prompt in front of its text."""
+    if spec is None or not spec.text.prompt:
+        return prompt
+    if isinstance(prompt, str) and prompt:
+        return spec.text.prompt + prompt
+    if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None and prompt.get("prompt"):
+        return {**prompt, "prompt": spec.text.prompt + str(prompt["prompt"])}
+    return prompt
+
+
+def has_text_limit(config: EngineConfig) -> bool:
+    """Returns whether the checkpoint names a number of tokens that longer texts are truncated to.
+
+    With a smaller max_model_len, which the user has chosen, long texts are errors.
+    """
+    limit = config.pooling.text.max_seq_length if config.pooling else None
+    return limit is not None and limit <= config.max_model_len
+
+
+def is_truncated(params: PoolingParams, config: EngineConfig) -> bool:
+    """Returns whether the text of a pooling request is truncated if it is too long."""
+    return params.truncate_prompt_tokens is not None or has_text_limit(config)
+
+
+def truncated(
+    token_ids: list[int], num_tokens: int, side: Literal["left", "right"], frame: tuple[list[int], list[int]]
+) -> list[int]:
+    """Returns a text of at most `num_tokens` tokens, as transformers truncates it.
+
+    Args:
+        token_ids: Of the text.
+        num_tokens: Tokens that are kept.
+        side: The end of the text that is cut off.
+        frame: The special tokens before and after a text, which are kept; see Tokenizer.frame.
+    """
+    if len(token_ids) <= num_tokens:
+        return token_ids
+    before, after = frame
+    num_before = len(before) if token_ids[: len(before)] == before else 0
+    end = len(token_ids) - len(after)
+    end = end if token_ids[end:] == after else len(token_ids)
+    room = max(0, num_tokens - num_before - (len(token_ids) - end))
+    kept = slice(num_before, num_before + room) if side == "right" else slice(end - room, end)
+    return (token_ids[:num_before] + token_ids[kept] + token_ids[end:])[:num_tokens]
 
 
 def as_sampling(params: PoolingParams, spec: PoolingSpec) -> SamplingParams:
@@ -167,7 +214,7 @@ def pair_prompt(
         raise ValueError("data_1 is text, and the engine has no tokenizer")
     if config.pooling is not None and config.pooling.label_tokens:
         return first + second, params  # a chat in two parts, whose tokens may span both
-    max_len = config.max_model_len if params.truncate_prompt_tokens is None else None
+    max_len = None if is_truncated(params, config) else config.max_model_len
     token_ids, start = tokenizer.encode_pair(first, second, max_model_len=max_len)
     if start is not None:
         params = dataclasses.replace(params, extra_kwargs={"compressed_token_type_ids": start})

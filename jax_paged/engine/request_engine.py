@@ -78,6 +78,8 @@ class RequestEngine(Serialized):
                 check_alone(args, allowed)
                 executor = make_executor(args)
             self.config = with_end_token(executor.config, self.tokenizer)
+            if self.tokenizer and self.config.pooling and self.config.pooling.text.lower_case:
+                self.tokenizer.lower_texts()
             self.input_processor = InputProcessor(self.config, self.tokenizer)
             max_in_flight = 2 if self.config.async_scheduling else 1
             make = functools.partial(make_scheduler, self.config, scheduler)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import tokenizers
+from tokenizers import normalizers
 
 from jax_paged.checks import TooLongError, check
 from jax_paged.engine.chat_template import ChatTemplate, is_usual, processor_template, read_chat_template
@@ -25,7 +27,12 @@ Messages = Sequence[dict[str, Any]]
 # Classes of transformers that need no other file than tokenizer.json.
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 # What a tokenizer of transformers is read from, in any of its forms.
-_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")
+_SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+# The first byte of such a file: the tag of the first field, a piece. tiktoken's are lines of base64.
+_SENTENCEPIECE_START = b"\n"
+# What transformers needs to read such a file, by the names of the modules.
+_SENTENCEPIECE_PACKAGES = {"sentencepiece": "sentencepiece", "google.protobuf": "protobuf"}
 # Characters that take less than 2 ms.
 _SHORT_TEXT = 2048
 # In a chat template that takes messages as lists of parts: what it calls an image.
@@ -80,9 +87,11 @@ class Tokenizer:
             from transformers import AutoTokenizer
 
         try:
-            loaded = AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
+            # mistral-common's tokenizers can't be run by the tokenizers library; tekken.json is converted.
+            loaded = AutoTokenizer.from_pretrained(self.name, trust_remote_code=False, mistral_format=False)
         except Exception as error:
-            raise ValueError(f"tokenizer {self.name!r} can't be loaded: {error}") from error
+            cause = _missing_packages(self.name) or error
+            raise ValueError(f"tokenizer {self.name!r} can't be loaded: {cause}") from error
         if self._chat_template is not None:
             loaded.chat_template = self._chat_template
         elif not loaded.chat_template:
@@ -120,6 +129,24 @@ class Tokenizer:
         # Unlike encode, this one lets other Python threads run meanwhile: 80 ms for 100,000 characters.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
+
+    @functools.cached_property
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer adds before and after a text."""
+        encoding = self._backend.encode("a")
+        mask = encoding.special_tokens_mask
+        num_before = mask.index(0) if 0 in mask else len(mask)
+        num_after = mask[::-1].index(0) if 0 in mask else 0
+        return encoding.ids[:num_before], encoding.ids[len(mask) - num_after :]
+
+    def lower_texts(self) -> None:
+        """Makes texts lower case before they are tokenized, but not the special tokens in them.
+
+        Not for a tokenizer that is in use.
+        """
+        given = self._backend.normalizer
+        first = normalizers.Lowercase()
+        self._backend.normalizer = first if given is None else normalizers.Sequence([first, given])
 
     def to_json(self) -> str:
         """Returns it in the form of tokenizer.json."""
@@ -355,6 +382,45 @@ def _checked_variables(template_kwargs: dict[str, Any] | None) -> dict[str, Any]
             name not in values, f"chat_template_kwargs[{name!r}]", values.get(name), "a template's variable"
         )
     return values
+
+
+def _missing_packages(name: str) -> str | None:
+    """Returns which packages a tokenizer needs that exists as a SentencePiece model alone; None for none.
+
+    transformers takes such a file for one of tiktoken if it can't read it, and asks for that package.
+    """
+    if _local_file(name, "tokenizer.json") is not None:
+        return None
+    found = next((f for n in _SENTENCEPIECE_FILES if (f := _local_file(name, n)) is not None), None)
+    missing = [p for module, p in _SENTENCEPIECE_PACKAGES.items() if not _is_installed(module)]
+    if not missing or found is None:
+        return None
+    with found.open("rb") as file:
+        if file.read(1) != _SENTENCEPIECE_START:
+            return None
+    return (
+        f"{found.name} is a SentencePiece model, and what transformers reads it with is not installed: "
+        f"pip install {' '.join(missing)}; or make a tokenizer.json where they are, with "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    )
+
+
+def _local_file(name: str, file: str) -> Path | None:
+    """Returns a file of a tokenizer's folder, or of the cache of a hub id; None if there is none."""
+    path = Path(name) / file
+    if not Path(name).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, file)
+        path = Path(cached if isinstance(cached, str) else "")
+    return path if path.is_file() else None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it is in is missing
+        return False
 
 
 def _check_unicode(text: str) -> None:
