@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Self
 
 from jax_paged.checks import check, check_int
 from jax_paged.config import EngineConfig
-from jax_paged.engine.image_reader import image_of_url
+from jax_paged.engine.image_reader import image_of_url, is_data_url
 from jax_paged.inputs import Prompt
 
 
@@ -50,7 +50,9 @@ class Conversation(NamedTuple):
         return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": images}}
 
 
-def conversation(messages: Sequence[dict[str, Any]], config: EngineConfig) -> Conversation:
+def conversation(
+    messages: Sequence[dict[str, Any]], config: EngineConfig, *, urls_only: bool = False
+) -> Conversation:
     """Takes the images out of the messages of a chat; it takes no time.
 
     Args:
@@ -58,6 +60,8 @@ def conversation(messages: Sequence[dict[str, Any]], config: EngineConfig) -> Co
             ...}}, {"type": "image", "image": ...} or {"type": "image_pil", "image_pil": ...}.
         config: Says whether there may be images, and how many. Those of a model without are left in their
             place, for the tokenizer to refuse them.
+        urls_only: Whether images come as image_url alone: the messages are JSON, which holds no images of
+            Pillow's and no arrays.
 
     Raises:
         ValueError: If there are too many, or if one has another form.
@@ -70,16 +74,19 @@ def conversation(messages: Sequence[dict[str, Any]], config: EngineConfig) -> Co
             check(ok, f"messages[{i}].content", content, "text, as the model reads no images")
         return Conversation(messages, [])
     images: list[Any] = []
-    out = [_without_images(f"messages[{i}].content", m, images) for i, m in enumerate(messages)]
+    out = [
+        _without_images(f"messages[{i}].content", message, images, urls_only)
+        for i, message in enumerate(messages)
+    ]
     check_int("the number of images", len(images), 0, config.images.max_images)
     return Conversation(out, images, config.images.domains)
 
 
 def _is_elsewhere(image: Any) -> bool:
-    return isinstance(image, str) and not image.startswith("data:")
+    return isinstance(image, str) and not is_data_url(image)
 
 
-def _without_images(name: str, message: Any, images: list[Any]) -> Any:
+def _without_images(name: str, message: Any, images: list[Any], urls_only: bool) -> Any:
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return message
@@ -87,16 +94,20 @@ def _without_images(name: str, message: Any, images: list[Any]) -> Any:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in ("image_url", "image", "image_pil"):
-            images.append(_image(name, kind, part.get(kind)))
+            images.append(_image(name, kind, part.get(kind), urls_only))
             part = {"type": "image"}
         parts.append(part)
     return {**message, "content": parts}
 
 
-def _image(name: str, kind: str, given: Any) -> Any:
+def _image(name: str, kind: str, given: Any, urls_only: bool) -> Any:
+    if urls_only:
+        form = '{"type": "image_url", "image_url": {"url": "data:image/...;base64,..."}}'
+        check(kind == "image_url", f"the type of an image in {name}", kind, f"an image as {form}")
     if kind == "image_url":
         ok = isinstance(given, dict) and isinstance(given.get("url"), str)
-        check(ok, name, kind, '{"type": "image_url", "image_url": {"url": "data:image/...;base64,..."}}')
+        shown = type(given).__name__ if not isinstance(given, dict) else sorted(given)
+        check(ok, f"{name}.image_url", shown, '{"url": "data:image/...;base64,..."}')
         return given["url"]
     ok, shown = given is not None and not isinstance(given, str), type(given).__name__
     check(ok, f"{name}.{kind}", shown, "an image of Pillow's, or an array of uint8 [height, width, 3]")

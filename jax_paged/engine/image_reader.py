@@ -5,13 +5,14 @@ written here, as transformers does that in a class that wants a processor of vid
 """
 
 import base64
-import binascii
 import contextlib
 import functools
 import hashlib
 import io
 import itertools
 import os
+import re
+import urllib.parse
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 MAX_PIXELS = 2**25
 # Scans that a JPEG may have. Encoders write about ten; each may be a few bytes, and a pass over all pixels.
 MAX_SCANS = 100
+# Markers of a JPEG that begin a segment with its length, or end the picture. All others have no data, or are
+# none: libjpeg goes on behind them.
+_JPEG_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")
 # A decoder that nobody needs is one that nobody attacks.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _START, _GLOBAL, _IMAGE = "<fake_token_around_image>", "<global-img>", "<image>"
@@ -215,13 +219,9 @@ def as_image(given: Any) -> "Image":
 
         with contextlib.suppress(Exception):  # data that can't be read say nothing
             given = ImageOps.exif_transpose(given)
-        if given.has_transparency_data:
-            image = given.convert("RGBA")
-            image = pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image)
-            return image.convert("RGB")
-        return given.convert("RGB")
+        return _in_rgb(given)
     except Exception as error:  # decoders raise what they like
-        raise ValueError(f"an image can't be decoded: {error}") from error
+        raise ValueError(f"an image can't be decoded: {_shown(error)}") from error
 
 
 def image_of_url(url: str, domains: Collection[str] = ()) -> "Image":
@@ -235,18 +235,86 @@ def image_of_url(url: str, domains: Collection[str] = ()) -> "Image":
         ValueError: If it is a URL that is not to be fetched, or can't be, or holds no image.
     """
     pillow = _pillow()
-    head, _, encoded = url.partition(",")
-    is_data = head.startswith("data:image/") and head.endswith(";base64")
-    try:
-        held = base64.b64decode(encoded, validate=True) if is_data else fetched(url, domains)
-    except binascii.Error as error:
-        raise ValueError(f"image_url.url is not base64: {error}") from error
-    num_scans = held.count(b"\xff\xda") if held.startswith(b"\xff\xd8") else 0
+    head = url.partition(",")[0].strip().lower()
+    is_image = head.startswith("data:image/") and head.rpartition(";")[2].strip() == "base64"
+    held = _data_of(url) if is_image else fetched(url, domains)
+    num_scans = num_jpeg_scans(held)
     check(num_scans <= MAX_SCANS, "the number of scans of a JPEG", num_scans, f"up to {MAX_SCANS}")
     try:
         return pillow.open(io.BytesIO(held), formats=_FORMATS)
     except Exception as error:  # decoders raise what they like
-        raise ValueError(f"image_url.url holds no image of {', '.join(_FORMATS)}: {error}") from error
+        formats = ", ".join(_FORMATS)
+        raise ValueError(f"image_url.url holds no image of {formats}: {_shown(error)}") from error
+
+
+def is_data_url(url: str) -> bool:
+    """Returns whether a URL holds its data; the case of a scheme means nothing."""
+    return url[:32].lstrip()[:5].lower() == "data:"
+
+
+def num_jpeg_scans(file: bytes) -> int:
+    """Returns the number of scans that a decoder makes of a JPEG; 0 for other files.
+
+    Thumbnails in its headers and whatever follows the picture, such as a video, are not decoded. Markers are
+    found as libjpeg finds them, so that no file can hide scans from this count.
+    """
+    if not file.startswith(b"\xff\xd8"):
+        return 0
+    num_scans, i = 0, 2
+    while found := _JPEG_MARKER.search(file, i):
+        marker = found[1]
+        if marker == b"\xd9":  # the end of the picture
+            break
+        num_scans += marker == b"\xda"
+        i = found.end() + max(2, int.from_bytes(file[found.end() : found.end() + 2], "big"))
+    return num_scans
+
+
+def _data_of(url: str) -> bytes:
+    """Returns what a data URL holds, read as browsers read it: white space and padding mean nothing."""
+    body = url.partition(",")[2]
+    digits = "".join(urllib.parse.unquote(body).split()).rstrip("=")
+    try:
+        return base64.b64decode(digits + "=" * (-len(digits) % 4), validate=True)
+    except ValueError as error:
+        raise ValueError(f"image_url.url is not base64: {error}") from error
+
+
+def _in_rgb(image: "Image") -> "Image":
+    """Returns an image of any of Pillow's modes in RGB, on white where it is transparent."""
+    pillow = _pillow()
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return pillow.fromarray(_eight_bits(image)).convert("RGB")
+    if image.mode == "La":  # Pillow converts it to LA alone
+        image = image.convert("LA")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    return pillow.alpha_composite(pillow.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def _eight_bits(image: "Image") -> np.ndarray:
+    """Returns a gray image of integers as uint8 [height, width]; Pillow would cut off all above 255.
+
+    16 bits are scaled so that the largest value is white. Images of mode "I" may have either range: without a
+    value above 511, as 16 bits they would be black, and are 8 bits that resizing may have overshot.
+    """
+    values = np.asarray(image)
+    has_16_bits = image.mode != "I" or values.max() > 2 * 255 + 1
+    if has_16_bits:
+        gray = (np.clip(values, 0, 2**16 - 1).astype(np.int32) + 128) // 257
+    else:
+        gray = np.clip(values, 0, 255)
+    if (transparent := image.info.get("transparency")) is not None:
+        gray = np.where(values == transparent, 255, gray)
+    return gray.astype(np.uint8)
+
+
+def _shown(error: Exception) -> str:
+    """Returns the message of a decoder, without the objects that it has read from."""
+    if type(error).__name__ == "UnidentifiedImageError":
+        return "its first bytes are those of none of them"
+    return str(error) or type(error).__name__
 
 
 def _pillow() -> Any:

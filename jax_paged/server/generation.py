@@ -84,6 +84,7 @@ class GenerationRoutes(TextRoutes):
             check(is_prompt, "prompt", body.prompt, "text, a list of token ids, or a list of prompts")
             prompts = as_prompts(body.prompt)
             check(bool(prompts), "prompt", prompts, "at least one prompt")
+            _check_no_images(prompts)
             checked = await self._texts.read(
                 list(prompts),
                 check_all,
@@ -117,7 +118,7 @@ class GenerationRoutes(TextRoutes):
             check_sizes(body, self._options)
             params = body.sampling_params(self._config.sampling_defaults)
             reader = self._readers.reader_of(body)
-            chat = conversation(body.messages, self._config)
+            chat = conversation(body.messages, self._config, urls_only=True)
             if chat.waits:
                 chat = await self._texts.fetch(chat.fetched)
             texts = [chat.messages, *filter(None, (reader and reader.tools, body.chat_template_kwargs))]
@@ -244,6 +245,17 @@ def token_bytes_of(engine: ServingEngine, requests: Sequence[CheckedRequest]) ->
 def max_prompt_len(engine: ServingEngine, body: Generation) -> int | None:
     """Returns the limit (tokens) of a request's prompt; None if the prompt will be cut."""
     return engine.engine.config.max_model_len if body.truncate_prompt_tokens is None else None
+
+
+def _check_no_images(prompts: list[Prompt]) -> None:
+    """Raises ValueError if a prompt has multi_modal_data with images: JSON holds none."""
+    for prompt in prompts:
+        data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
+        if isinstance(data, dict) and data.get("image") not in (None, []):
+            raise ValueError(
+                "prompt has images in multi_modal_data; allowed: none, as JSON can't hold them. Send them to "
+                "/v1/chat/completions as image_url"
+            )
 
 
 def has_form(params: SamplingParams | BeamSearchParams) -> bool:

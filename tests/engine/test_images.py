@@ -1,8 +1,11 @@
 """Models that read images, beside transformers; what is shared between requests, and what is refused."""
 
 import base64
+import dataclasses
+import functools
 import io
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +14,29 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.pictures import drawn
-from helpers.real_model import TOLERANCE, drain, make_engine, make_executor, reset, set_prefix_caching
+from helpers.real_model import (
+    TOLERANCE,
+    drain,
+    make_engine,
+    make_executor,
+    reschedule,
+    reset,
+    set_prefix_caching,
+)
 from PIL import Image
 
 from jax_paged import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from jax_paged.core.prefix_cache import PrefixCache
-from jax_paged.engine import image_reader
-from jax_paged.engine.image_messages import conversation
-from jax_paged.engine.image_reader import ImageReader, as_image, image_of_url
+from jax_paged.engine import image_reader, invariance
+from jax_paged.engine.given_outputs import GivenOutput
+from jax_paged.engine.image_messages import Conversation, conversation
+from jax_paged.engine.image_reader import (
+    ImageReader,
+    as_image,
+    image_of_url,
+    is_data_url,
+    num_jpeg_scans,
+)
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.image_settings import ImageSettings
 from jax_paged.models.hf_format import ConfigReader
@@ -294,6 +312,64 @@ def test_new_weights_encode_anew(engine: LLMEngine, num_encoded: list[int]) -> N
     assert len(num_encoded) == 2
 
 
+# A bias that makes a model draw placeholders of images, and text between them.
+PLACEHOLDERS = {260: 8.0}
+
+
+def test_a_model_may_draw_placeholders(engine: LLMEngine) -> None:
+    """They are tokens like any other: preempted, from the cache, in a state, and continued elsewhere."""
+    params = SamplingParams(temperature=1, seed=4, n=2, max_tokens=24, logit_bias=PLACEHOLDERS, logprobs=0)
+    prompts = [
+        prompt("a<image>", drawn(20, 20, 1)),
+        "plain text",
+        prompt("<image>b<image>", *[drawn(9, 9, 2)] * 2),
+    ]
+    alone = [run(engine, [each], params)[0] for each in prompts]
+    tokens = [[list(x.token_ids) for x in output.outputs] for output in alone]
+    assert all(1 < row.count(260) < 24 for rows in tokens for row in rows)
+    reschedule(engine, num_blocks=20)  # too few for all
+    together = run(engine, prompts, params)
+    assert sum(output.metrics.num_preemptions for output in together) > 0
+    assert [[list(x.token_ids) for x in output.outputs] for output in together] == tokens
+    reschedule(engine)
+    for each, output in zip(prompts, alone, strict=True):
+        begun = tuple(GivenOutput(x.token_ids[:9], x.logprobs[:9]) for x in output.outputs if x.logprobs)
+        checked = dataclasses.replace(engine.check_request(each, params), given=begun)
+        engine.add_request("a", checked)
+        last = drain(engine)["a"]
+        assert [list(x.token_ids) for x in last.outputs] == [list(x.token_ids) for x in output.outputs]
+    engine.add_request("a", engine.check_request(prompts[1], params))
+    for _ in range(5):
+        engine.step()
+    state = engine.state()
+    reset(engine).load_state(state)
+    assert [list(x.token_ids) for x in drain(engine)["a"].outputs] == tokens[1]
+
+
+@pytest.mark.parametrize("draws", [False, True], ids=["in prompts", "in outputs"])
+def test_the_check_of_batch_invariance_has_no_images(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, draws: bool
+) -> None:
+    """Its random prompts hold no placeholders, though the model may draw some."""
+
+    class Placeholders(random.Random):
+        def choices(self, population: Any, *_: Any, k: int = 1, **__: Any) -> list[Any]:
+            return [next(token_id for token_id in population if token_id >= 260)] * k
+
+    if draws:
+        params = functools.partial(SamplingParams, logit_bias=PLACEHOLDERS)
+        monkeypatch.setattr(invariance, "SamplingParams", params)
+    else:
+        monkeypatch.setattr(invariance.random, "Random", Placeholders)
+    problems = ""
+    try:
+        invariance.check_invariance(engine)
+    except ValueError as error:
+        problems = str(error)
+    assert not problems or "batch_invariant is True" in problems  # the engine was not made for it
+    assert not engine.has_unfinished_requests()
+
+
 def url_of(picture: np.ndarray | Image.Image, kind: str = "PNG") -> str:
     image = Image.fromarray(picture) if isinstance(picture, np.ndarray) else picture
     out = io.BytesIO()
@@ -372,6 +448,150 @@ def test_bad_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_reader, "MAX_PIXELS", 64 * 64 - 1)
     with pytest.raises(ValueError, match="the number of pixels of an image is 4096; allowed: 1 to 4095"):
         as_image(image_of_url(whole))
+
+
+def _rgb(image: Image.Image) -> list[Any]:
+    return np.asarray(as_image(image))[0].tolist()
+
+
+def _of_mode(mode: str, *pixels: Any, **info: Any) -> Image.Image:
+    image = Image.new(mode, (len(pixels), 1))
+    for x, pixel in enumerate(pixels):
+        image.putpixel((x, 0), pixel)
+    image.info |= info
+    return image
+
+
+def _of_palette(mode: str, **info: Any) -> Image.Image:
+    image = _of_mode(mode, *([0, 1] if mode == "P" else [(0, 255), (1, 0)]), **info)
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    return image
+
+
+def _of_uint16(mode: str, **info: Any) -> Image.Image:
+    values = np.array([0, 128, 129, 32768, 65535], ">u2" if mode == "I;16B" else "<u2")
+    image = Image.frombytes(mode, (5, 1), values.tobytes())
+    image.info |= info
+    return image
+
+
+BLACK, WHITE, RED = [0] * 3, [255] * 3, [255, 0, 0]
+# What transformers makes of an image of each of Pillow's modes, unless a comment says otherwise.
+MODES: dict[str, tuple[Image.Image, list[Any]]] = {
+    "1": (_of_mode("1", 0, 255), [BLACK, WHITE]),
+    "L": (_of_mode("L", 0, 77), [BLACK, [77] * 3]),
+    "L with a transparent gray": (_of_mode("L", 0, 77, transparency=77), [BLACK, WHITE]),
+    "LA": (_of_mode("LA", (50, 255), (50, 0)), [[50] * 3, WHITE]),
+    "La": (_of_mode("La", (50, 255), (0, 0)), [[50] * 3, WHITE]),  # not converted there
+    "P": (_of_palette("P"), [[10, 20, 30], [40, 50, 60]]),
+    "P with a transparent color": (_of_palette("P", transparency=1), [[10, 20, 30], WHITE]),
+    "P with alphas": (_of_palette("P", transparency=b"\xff\0"), [[10, 20, 30], WHITE]),
+    "PA": (_of_palette("PA"), [[10, 20, 30], WHITE]),
+    # Cut off at 255 there.
+    **{
+        mode: (_of_uint16(mode), [BLACK, BLACK, [1] * 3, [128] * 3, WHITE])
+        for mode in ("I;16", "I;16L", "I;16B", "I;16N")
+    },
+    "I;16 with a transparent gray": (
+        _of_uint16("I;16", transparency=129),
+        [BLACK] * 2 + [WHITE, [128] * 3, WHITE],
+    ),
+    "I of 16 bits": (_of_mode("I", -1, 0, 257, 65535, 2**31 - 1), [BLACK, BLACK, [1] * 3, WHITE, WHITE]),
+    "I of 8 bits": (_of_mode("I", -9, 0, 77, 260), [BLACK, BLACK, [77] * 3, WHITE]),
+    "F": (_of_mode("F", -1.0, 77.0, 300.0), [BLACK, [77] * 3, WHITE]),
+    "RGB": (_of_mode("RGB", (255, 0, 0), (1, 2, 3)), [RED, [1, 2, 3]]),
+    "RGB with a transparent color": (
+        _of_mode("RGB", (255, 0, 0), (1, 2, 3), transparency=(1, 2, 3)),
+        [RED, WHITE],
+    ),
+    "RGBA": (_of_mode("RGBA", (255, 0, 0, 255), (1, 2, 3, 0)), [RED, WHITE]),
+    "RGBa": (_of_mode("RGBa", (255, 0, 0, 255), (0, 0, 0, 0)), [RED, WHITE]),
+    "RGBX": (_of_mode("RGBX", (255, 0, 0, 0), (1, 2, 3, 0)), [RED, [1, 2, 3]]),
+    "CMYK": (_of_mode("CMYK", (0, 255, 255, 0), (0, 0, 0, 255)), [RED, BLACK]),
+    "YCbCr": (_of_mode("YCbCr", (0, 128, 128), (255, 128, 128)), [BLACK, WHITE]),
+    "HSV": (_of_mode("HSV", (0, 255, 255), (0, 0, 0)), [RED, BLACK]),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_becomes_rgb(name: str) -> None:
+    image, expected = MODES[name]
+    assert _rgb(image) == expected
+
+
+def test_lab_images_keep_their_colors() -> None:
+    black, white = _rgb(_of_mode("LAB", (0, 128, 128), (255, 128, 128)))
+    assert max(black) < 10
+    assert min(white) > 245
+
+
+def test_the_modes_of_files() -> None:
+    gray = np.array([[0, 128, 129, 32768, 65535]], np.uint16)
+    for transparency, last in ((None, BLACK), (0, WHITE)):
+        out, more = io.BytesIO(), {} if transparency is None else {"transparency": transparency}
+        Image.fromarray(gray).save(out, "PNG", **more)
+        url = f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+        assert _rgb(image_of_url(url)) == [last, BLACK, [1] * 3, [128] * 3, WHITE]
+    for kind, image in (("JPEG", MODES["CMYK"][0]), ("GIF", MODES["P"][0]), ("BMP", MODES["1"][0])):
+        as_image(image_of_url(url_of(image, kind)))
+
+
+def test_data_urls_as_browsers_read_them() -> None:
+    whole = url_of(drawn(10, 9, 1))
+    head, data = whole.split(",")
+    assert data.endswith("=")
+    expected = np.asarray(as_image(image_of_url(whole)))
+    escaped = data.replace("+", "%2B").replace("/", "%2F").replace("=", "%3D")
+    for url in (
+        whole.replace("data:", "DATA:"),
+        whole.replace("image/png", "Image/PNG"),
+        whole.replace(";base64", ";BASE64"),
+        whole.replace(";base64", ";charset=utf-8; base64"),
+        f"{head},{data.rstrip('=')}",
+        f" {head},{data[:40]}\n{data[40:]}\r\n",
+        f"{head},{escaped}",
+    ):
+        assert is_data_url(url)
+        assert not Conversation([], [url]).waits
+        assert np.array_equal(np.asarray(as_image(image_of_url(url))), expected), url[:40]
+    for bad in (f"{head},{data[:41]}", f"{head},\u00e9", f"{head},a-_b"):
+        with pytest.raises(ValueError, match=r"image_url\.url is not base64"):
+            image_of_url(bad)
+
+
+def test_errors_name_no_objects_of_python() -> None:
+    for file in (b"hello", b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF89a", b"BM", b"RIFF\4\0\0\0WEBP"):
+        with pytest.raises(ValueError, match="image") as caught:
+            as_image(image_of_url(f"data:image/png;base64,{base64.b64encode(file).decode()}"))
+        assert " object at 0x" not in str(caught.value)
+
+
+def _jpeg(**how: Any) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(drawn(50, 40, 1)).save(out, "JPEG", **how)
+    return out.getvalue()
+
+
+def test_the_scans_of_a_jpeg_are_those_of_its_picture() -> None:
+    plain, progressive = _jpeg(), _jpeg(progressive=True)
+    assert num_jpeg_scans(plain) == 1
+    assert num_jpeg_scans(progressive) == progressive.count(b"\xff\xda") > 5
+    video = b"\0\0\0\x18ftypmp42" + b"\xff\xda\0\2" * 500
+    thumbnail = b"\xff\xe2" + (2 + 4 * 300).to_bytes(2) + b"\xff\xda\0\2" * 300
+    for file in (plain + video, plain[:2] + thumbnail + plain[2:]):
+        assert num_jpeg_scans(file) == 1
+        url = f"data:image/jpeg;base64,{base64.b64encode(file).decode()}"
+        assert np.array_equal(
+            np.asarray(as_image(image_of_url(url))), np.asarray(Image.open(io.BytesIO(plain)))
+        )
+    # Neither what pads markers nor a marker without data hides scans.
+    first = progressive.rindex(b"\xff\xda")
+    for between in (b"", b"\xff\xff", b"\xff\0", b"\xff\2\xff\xff", b"\xff\xd3", b"\xff\1\xff"):
+        many = progressive[:first] + (between + progressive[first:-2]) * 200 + progressive[-2:]
+        assert num_jpeg_scans(many) >= 200
+        with pytest.raises(ValueError, match=r"the number of scans of a JPEG is 2\d\d; allowed: up to 100"):
+            image_of_url(f"data:image/jpeg;base64,{base64.b64encode(many).decode()}")
+    assert num_jpeg_scans(b"\xff\xd8" + b"\xff" * 2**22) == 0
 
 
 def test_transparent_pixels_are_white() -> None:

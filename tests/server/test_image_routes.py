@@ -104,6 +104,21 @@ def test_bad_images(client: httpx.Client, urls: list[Any], message: str) -> None
     assert len(answer.text) < 2000
 
 
+@pytest.mark.parametrize("part", [{}, {"image": None}, {"image": [[[1, 2, 3]]]}, {"image_pil": "a"}])
+def test_json_holds_no_image_of_pillow(client: httpx.Client, part: dict[str, Any]) -> None:
+    kind = "image_pil" if "image_pil" in part else "image"
+    messages = [{"role": "user", "content": [{"type": kind, **part}]}]
+    answer = client.post("/v1/chat/completions", json={"messages": messages})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "messages")
+    assert '"image_url": {"url": "data:image/...;base64,..."}' in error["message"]
+    assert "Pillow" not in error["message"]
+    given = {"prompt": "<image>", "multi_modal_data": {"image": part.get("image", 5)}}
+    answer = client.post("/v1/completions", json={"prompt": given})
+    assert answer.status_code == 400
+    assert "Pillow" not in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("side", [6000, 10_000, 30_000])  # beyond our limit, and both of Pillow's
 def test_a_bomb_is_not_decoded(client: httpx.Client, side: int) -> None:
     answer = ask(client, bomb(side, side))
