@@ -441,8 +441,8 @@ def _plain_message(index: int, message: Any, *, as_parts: bool) -> dict[str, Any
     ok = isinstance(message, dict) and isinstance(message.get("role"), str)
     check(ok, name, message, "a dict with a role")
     content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        content = ""
+    if content is None and (message["role"] == "assistant" or message.get("tool_calls")):
+        content = ""  # the message may have calls or reasoning alone
     if isinstance(content, list):
         for part in content:
             ok = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)

@@ -31,6 +31,17 @@ class TokenBytes:
         # At the start of a text, a tokenizer may leave out the leading space that the token has elsewhere.
         return tokenizer.token_bytes(token_id) if "\ufffd" in text else text.encode()
 
+    def sizes(self, token_ids: Sequence[int]) -> list[int]:
+        """Returns how many bytes each token of an output adds to its text."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return [0] * len(token_ids)
+        skip = self.skip_special_tokens
+        return [
+            len(tokenizer.token_bytes(i)) if tokenizer.adds_text(i, skip_special_tokens=skip) else 0
+            for i in token_ids
+        ]
+
 
 class TextOffsets:
     """The character of a text in which each token begins.

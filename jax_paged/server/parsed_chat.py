@@ -22,13 +22,16 @@ class OutputParser:
     Args:
         template: As `formats.response_template` returns it.
         parallel: Whether calls behind the first count; else they are dropped.
+        reasoning_tag: The tag before thoughts; "" if they are a part of the content.
     """
 
-    def __init__(self, template: Any, *, parallel: bool) -> None:
+    def __init__(self, template: Any, *, parallel: bool, reasoning_tag: str = "") -> None:
         from transformers.utils.chat_parsing import ResponseParser  # takes a second, once
 
         self._parser = ResponseParser(template, prefix="")
         self._parallel = parallel
+        self._reasoning_tag = reasoning_tag
+        self._reasoning: list[str] = []  # of each region of the output
         self._calls: list[_Call] = []
         self._last = ""  # text that was parsed
         self._is_first = False  # whether nothing of the arguments that have opened has come
@@ -67,6 +70,22 @@ class OutputParser:
             new["tool_calls"] = list(new["tool_calls"].values())
         return new
 
+    def reasoning_spans(self, text: str) -> list[tuple[int, int]]:
+        """Returns where the thoughts that have been found begin and end in the text of an output.
+
+        Args:
+            text: All that was fed.
+        """
+        spans, end = [], 0
+        for region in filter(None, self._reasoning):
+            begin, tag = text.find(region, end), text.find(self._reasoning_tag, end)
+            if end <= tag < begin + len(region):  # the region may also occur in the tag before it
+                begin = max(begin, text.find(region, tag + len(self._reasoning_tag)))
+            if begin >= 0:
+                end = begin + len(region)
+                spans.append((begin, end))
+        return spans
+
     def _num_up_to_brace(self, text: str) -> int:
         """Returns how many characters there are up to the brace that may begin arguments, or to the end."""
         num = 0
@@ -83,6 +102,10 @@ class OutputParser:
     def _read(self, new: dict[str, Any], events: list[dict[str, Any]]) -> None:
         for event in events:
             field, kind = event["field"].rstrip("0123456789"), event["type"]
+            if field == REASONING and kind == "region_open":
+                self._reasoning.append("")
+            elif field == REASONING and kind == "region_chunk":
+                self._reasoning[-1] += event["text"]
             if field in (CONTENT, REASONING):
                 if kind == "region_chunk":
                     new[field] = new.get(field, "") + event["text"]

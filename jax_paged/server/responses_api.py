@@ -1,6 +1,7 @@
 """POST /v1/responses: text in and out, whole or as typed events; nothing is stored."""
 
 import contextlib
+import itertools
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
@@ -290,10 +291,20 @@ class _Answer:
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": counts["prompt_tokens_details"],
                 "output_tokens": counts["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens(completion)},
                 "total_tokens": counts["total_tokens"],
             },
         }
+
+    def _num_reasoning_tokens(self, completion: CompletionOutput) -> int:
+        """Returns how many tokens of an output belong to its thoughts, at least with a part of their text."""
+        text = completion.text
+        spans = self._parser.reasoning_spans(text) if self._parser else []
+        byte_spans = [(len(text[:i].encode()), len(text[:j].encode())) for i, j in spans]
+        sizes = self._token_bytes.sizes(completion.token_ids) if spans else []
+        ends = itertools.accumulate(sizes)
+        pairs = zip(sizes, ends, strict=True)
+        return sum(any(end - size < j and end > i for i, j in byte_spans) for size, end in pairs)
 
     def take(self, new: CompletionOutput) -> tuple[str, str]:
         """Returns the thoughts and the text that a new part of the output brings."""

@@ -133,7 +133,8 @@ class ChatReader:
             prompt: The conversation's token ids.
         """
         template = response_template(self.format, self.reasoning, self._is_thinking(tokenizer, prompt))
-        return OutputParser(template, parallel=self.parallel)
+        tag = self.reasoning.begin if self.reasoning else ""
+        return OutputParser(template, parallel=self.parallel, reasoning_tag=tag)
 
     def _is_thinking(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
         if self.reasoning is None:

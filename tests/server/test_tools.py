@@ -248,6 +248,14 @@ def test_thoughts(chats_of):
     assert finish_reason == "length"
 
 
+def with_nulls(item):
+    """Returns an item of a response as the model_dump() of openai-python has it."""
+    if item["type"] == "reasoning":
+        return {**item, "encrypted_content": None, "summary": []}
+    parts = [{**part, "annotations": [], "logprobs": part["logprobs"] or None} for part in item["content"]]
+    return {**item, "phase": None, "content": parts}
+
+
 def test_a_grammar_begins_behind_the_thoughts(chats_of):
     chats = chats_of("hermes", "deepseek_r1")
     fields = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 200}
@@ -368,6 +376,8 @@ def test_responses_tell_thoughts_from_text(chats_of, text, thoughts, content):
     TypeAdapter(ResponseAnswer).validate_python(answer, extra="forbid")
     *thinking, message = answer["output"]
     assert message["content"][0]["text"] == content
+    num_tokens = answer["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert num_tokens == len(thoughts)  # each character is a token
     assert [item["content"][0]["text"] for item in thinking] == [thoughts] * bool(thoughts)
     assert [item["type"] for item in thinking] == ["reasoning"] * bool(thoughts)
     events = []
@@ -383,8 +393,53 @@ def test_responses_tell_thoughts_from_text(chats_of, text, thoughts, content):
         )
     items = {e["output_index"]: e["item"] for e in events if e["type"] == "response.output_item.done"}
     assert [items[i] for i in range(len(items))] == events[-1]["response"]["output"]
+    details = events[-1]["response"]["usage"]["output_tokens_details"]
+    assert details == answer["usage"]["output_tokens_details"]
     added = [e["item"]["id"] for e in events if e["type"] == "response.output_item.added"]
     assert added == [item["id"] for item in events[-1]["response"]["output"]]
+
+
+@pytest.mark.parametrize("limit", [3, 14, 60])
+@pytest.mark.parametrize("text", ["<think>\nSo {so}?\n</think>\n\nIt is.", "No thoughts."])
+@pytest.mark.parametrize("as_sdk", [dict, with_nulls])
+def test_the_output_of_a_response_is_accepted_as_input(chats_of, text, limit, as_sdk):
+    client, question = chats_of(reasoning="qwen3").client, {"role": "user", "content": text}
+    body = {"input": [question], "temperature": 0, "max_output_tokens": limit, "top_logprobs": 1}
+    body["include"] = ["message.output_text.logprobs"]
+    outputs = [client.post("/responses", json=body).json()["output"]]
+    with client.stream("POST", "/responses", json={**body, "stream": True}) as stream:
+        lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines]
+    outputs.append([event["item"] for event in events if event["type"] == "response.output_item.done"])
+    for output in outputs:
+        again = client.post("/responses", json={**body, "input": [question, *map(as_sdk, output), question]})
+        assert again.status_code == 200, again.text
+        again = client.post(
+            "/responses", json={**body, "input": [question, *map(as_sdk, output[:1]), question]}
+        )
+        assert again.status_code == 200, again.text
+
+
+@pytest.mark.parametrize("limit", [3, 14, 200])
+@pytest.mark.parametrize("text", ["<think>\nSo {so}?\n</think>\n\nIt is.", "No.", CALLS["hermes"]])
+def test_the_message_of_a_chat_is_accepted_as_input(chats_of, text, limit):
+    chats = chats_of("hermes", "qwen3")
+    message = chats.whole(text, tools=TOOLS, max_tokens=limit)["choices"][0]["message"]
+    streamed = chats.streamed(text, tools=TOOLS, max_tokens=limit)[0][0]["message"]
+    nulls = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
+    question = {"role": "user", "content": "Rain."}
+    for sent in (
+        message,
+        streamed | {"role": "assistant"},
+        {"tool_calls": None, **nulls, **message},
+        {**nulls, **message, "content": message["content"] or None},
+        {"role": "assistant", "content": None, "refusal": "I can't."},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "I can't."}]},
+    ):
+        body = {"messages": [question, sent, question], "tools": TOOLS, "temperature": 0}
+        answer = chats.client.post("/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"] == "Rain."
 
 
 def test_a_free_form_tool_can_be_forced_to_be_told_something():
