@@ -80,7 +80,8 @@ class SamplingParams:
             output so far, in [-2, 2].
         repetition_penalty: Divides the logit of each token of prompt and output if it is positive,
             multiplies it if negative, in [1e-6, 1e6]; 1 changes nothing.
-        seed: Makes the random choices repeatable, in [0, 2**63 - 1]; None takes one of the engine's seeds.
+        seed: Makes the random choices repeatable, in [0, 2**63 - 1]; None or -1 takes one of the engine's
+            seeds.
         stop: Strings that end the output; at most 64, each of at most 256 characters, and 4096 characters in
             total.
         stop_token_ids: Tokens that end the output, in addition to the model's end tokens.
@@ -169,11 +170,13 @@ class SamplingParams:
         self.validate()
 
     def validate(self) -> None:
-        """Checks all values, as construction does.
+        """Checks all values, as construction does, and replaces a seed of -1 by None.
 
         Raises:
             ValueError: If a value is out of range; the message lists every problem.
         """
+        if isinstance(self.seed, int) and self.seed == -1:
+            self.seed = None
         problems = Problems()
         self._note_numbers(problems)
         self._note_stops(problems)
