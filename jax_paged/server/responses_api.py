@@ -187,7 +187,8 @@ class ResponsesRoute(TextRoutes):
                 async for part in parts:
                     is_given = whole is None and call.has_begun
                     events = [] if whole is not None else answer.beginning()
-                    events += answer.deltas(part.outputs[0])
+                    for one in self._runner.with_end_apart(part.outputs[0], call.requests[0].params):
+                        events += answer.deltas(one)
                     if whole is None:
                         whole = part
                     else:

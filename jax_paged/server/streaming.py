@@ -115,7 +115,7 @@ class RequestRunner:
                 index = i * n + completion.index
                 if index not in ended and (completion.token_ids or completion.finish_reason):
                     num_tokens = requests[i].num_tokens[completion.index]
-                    for one in self._with_end_apart(completion, call.requests[i].params):
+                    for one in self.with_end_apart(completion, call.requests[i].params):
                         choice = call.choice(index, one, part) | call.output_ids(one)
                         if index not in begun:
                             choice |= call.prompt_ids("choice", part)
@@ -207,7 +207,7 @@ class RequestRunner:
                     if not request.is_finished:
                         self._abort(request)
 
-    def _with_end_apart(
+    def with_end_apart(
         self, completion: CompletionOutput, params: SamplingParams
     ) -> Sequence[CompletionOutput]:
         """Returns a part of an output whose last token has no text as two parts, the second with that token.

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from server.conftest import Served, serving
 from helpers.scripted_engine import ScriptedExecutor
+from server.conftest import Served, serving
 
 from jax_paged import AsyncLLMEngine, EngineArgs, SamplingParams
 from jax_paged.outputs import CompletionOutput, Logprob
@@ -216,7 +216,7 @@ def completion(**changes: Any) -> CompletionOutput:
 
 
 def test_the_end_token_comes_apart_from_the_text(server: Served) -> None:
-    split = server.server._generation._runner._with_end_apart
+    split = server.server._generation._runner.with_end_apart
     text, end = split(completion(), SamplingParams())
     assert (text.text, text.token_ids, len(text.logprobs or ()), text.finish_reason) == (
         "56",
@@ -246,6 +246,14 @@ def test_tokens_of_a_chunk_are_its_text(server: Served) -> None:
             if content := choice["delta"].get("content"):
                 assert "".join(token["token"] for token in choice["logprobs"]["content"]) == content
         assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+        include = ["message.output_text.logprobs"]
+        answer = server.client.post(
+            "/responses", json={**PATHS["/responses"], "stream": True, "include": include}
+        )
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+        for event in events:
+            if event["type"] == "response.output_text.delta" and event["delta"]:
+                assert "".join(token["token"] for token in event["logprobs"]) == event["delta"]
         options = {"include_usage": True, "continuous_usage_stats": True}
         counted = server.stream("/completions", prompt="text?", logprobs=0, stream_options=options)
         counts = [chunk["usage"]["completion_tokens"] for chunk in counted[:-1]]
