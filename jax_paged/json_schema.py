@@ -66,11 +66,20 @@ class RelaxedSchema:
         return relaxed
 
     def _relax_min_properties(self, schema: dict[str, Any]) -> None:
-        """Lowers minProperties to what repeated keys can't seem to be: llguidance counts each of them."""
-        least, required = schema.get("minProperties"), schema.get("required")
-        most = 1 + (len(set(map(str, required))) if isinstance(required, list) else 0)
-        if isinstance(least, int | float) and least > most:
-            schema["minProperties"] = most
+        """Lowers minProperties to what llguidance counts correctly.
+
+        It counts a repeated key each time, and only keys that the schema does not name.
+        """
+        least, required, named = (schema.get(key) for key in ("minProperties", "required", "properties"))
+        if not isinstance(least, int | float):
+            return
+        names = set(map(str, required)) if isinstance(required, list) else set()
+        if isinstance(named, dict) and not named.keys() <= names:
+            if least > len(names):
+                self._warn(f"minProperties {least} is not enforced, as some of the properties are optional")
+            del schema["minProperties"]
+        elif least > len(names) + 1:
+            most = schema["minProperties"] = len(names) + 1
             self._warn(f"minProperties {least} is enforced as {most}, as a repeated key would count twice")
 
     def _warn(self, text: str) -> None:

@@ -81,7 +81,8 @@ class SamplingParams:
             output so far, in [-2, 2].
         repetition_penalty: Divides the logit of each token of prompt and output if it is positive,
             multiplies it if negative, in [1e-6, 1e6]; 1 changes nothing.
-        seed: Makes the random choices repeatable, in [0, 2**63 - 1]; None takes one of the engine's seeds.
+        seed: Makes the random choices repeatable, in [0, 2**63 - 1]; None or -1 takes one of the engine's
+            seeds.
         stop: Strings that end the output; at most 64, each of at most 256 characters, and 4096 characters in
             total.
         stop_token_ids: Tokens that end the output, in addition to the model's end tokens.
@@ -172,10 +173,14 @@ class SamplingParams:
     def validate(self) -> None:
         """Converts all values to plain Python values and checks them, as construction does.
 
+        A seed of -1 becomes None.
+
         Raises:
             ValueError: If a value is out of range; the message lists every problem.
         """
         make_plain(self)
+        if self.seed == -1:
+            self.seed = None
         problems = Problems()
         self._note_numbers(problems)
         self._note_stops(problems)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 MAX_FORM_CHARACTERS = 128 * 1024
 MAX_SCHEMA_DEPTH = 60
 # How JSON is written, in llguidance's terms. Between its tokens a model that is unsure would write whitespace
-# forever; and with one way to write each key, none that the schema names passes for another. What a schema asks
-# for beyond a grammar, such as uniqueItems, is a warning.
+# forever; and with one way to write each key, none that the schema names passes for another. Constraints that
+# a grammar can't express, such as uniqueItems, are warnings.
 JSON_WRITING: "JsonCompileOptions" = {
     "whitespace_flexible": False,
     "json_allowed_escapes": '"\\bfnrt',

@@ -125,8 +125,12 @@ def end_token_ids(
 
 
 def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the sampling values that a checkpoint asks for; do_sample false means temperature 0."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    if generation_config.get("do_sample") is False:
-        generation_config = {**generation_config, **dict.fromkeys(names[1:4]), "temperature": 0.0}
-    return {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+    """Returns the sampling values that a checkpoint asks for, by the names of SamplingParams.
+
+    do_sample false means temperature 0, and max_new_tokens is the default of max_tokens.
+    """
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
+    values = {**generation_config, "max_tokens": generation_config.get("max_new_tokens")}
+    if values.get("do_sample") is False:
+        values |= {**dict.fromkeys(names[1:4]), "temperature": 0.0}
+    return {name: values[name] for name in names if values.get(name) is not None}

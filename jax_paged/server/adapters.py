@@ -61,7 +61,7 @@ class ServedModels:
         Raises:
             ApiError: If there is no such name.
         """
-        if body.model in (None, self.model_name):
+        if body.model in (None, "", self.model_name):
             return None
         if body.model not in self._adapters:
             raise unknown_model(str(body.model), *self.names)

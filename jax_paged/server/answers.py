@@ -48,6 +48,8 @@ class CompletionChoice(TypedDict):
     finish_reason: FinishReason
     stop_reason: int | str | None
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
 
 
 class CompletionAnswer(TypedDict):
@@ -99,6 +101,7 @@ class ChatChoice(TypedDict):
     finish_reason: ChatFinishReason
     stop_reason: int | str | None
     prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+    token_ids: NotRequired[list[int]]
 
 
 class ChatAnswer(TypedDict):
@@ -108,6 +111,7 @@ class ChatAnswer(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class OutputText(TypedDict):

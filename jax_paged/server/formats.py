@@ -122,12 +122,20 @@ class ReasoningFormat:
         return text.endswith(self.begin) or (self.always and not text.endswith(self.end))
 
 
+def _cut(tag: str) -> str:
+    """Returns a pattern of the first characters of a tag, of all but the last of them, or of none."""
+    pattern = ""
+    for character in reversed(tag[:-1]):
+        pattern = f"(?:{re.escape(character)}{pattern})?"
+    return pattern
+
+
 _HERMES = ToolFormat(
     calls=(CallPattern(rf"{_W}<tool_call>{_KEY}", rf"</tool_call>{_W}"),),
     texts=(CallText('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n"),),
     tags=("<tool_call>", "</tool_call>"),
     whole=rf'{_W}<tool_call>{_W}\{{{_W}"arguments"{_W}:{_W}(?P<arguments>(?:{_STRING}|(?!</tool_call>)[^"])*?){_W},'
-    rf'{_W}"name"{_W}:{_W}"(?P<name>{_QUOTED})"{_W}\}}{_W}(?:</tool_call>{_W}|\Z)',
+    rf'{_W}"name"{_W}:{_W}"(?P<name>{_QUOTED})"{_W}\}}{_W}(?:</tool_call>{_W}|{_cut("</tool_call>")}\Z)',
 )
 
 _LLAMA_KEY = rf'{_W}\{{{_W}(?:"type"{_W}:{_W}"function"{_W},{_W})?"name"{_W}:{_W}"'

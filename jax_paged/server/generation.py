@@ -106,6 +106,7 @@ class GenerationRoutes(TextRoutes):
             client_of(request),
             with_prompt_logprobs=body.prompt_logprobs is not None,
             counts_output=not body.only_prompt,
+            token_ids="choice" if body.return_token_ids else None,
             journal=journal_of(request),
         )
         return await unless_gone(request, self._stream(call, body) if body.stream else self._whole(call))
@@ -141,10 +142,11 @@ class GenerationRoutes(TextRoutes):
         if reader is not None:
             prompt = checked[0].prompt_token_ids
             choice = reader.choices(choice, n, tokenizer, prompt, stream=stream)
+        token_ids = "answer" if body.return_token_ids else None
         if stream:
             head = self._head("chatcmpl", "chat.completion.chunk", adapter, request)
             facts = request.state.record, client_of(request)
-            call = Call(checked, n, head, choice, *facts, journal=journal_of(request))
+            call = Call(checked, n, head, choice, *facts, token_ids=token_ids, journal=journal_of(request))
             return await unless_gone(request, self._stream(call, body, chat_roles(n)))
         call = Call(
             checked,
@@ -154,6 +156,7 @@ class GenerationRoutes(TextRoutes):
             request.state.record,
             client_of(request),
             with_prompt_logprobs=body.prompt_logprobs is not None,
+            token_ids=token_ids,
             journal=journal_of(request),
         )
         return await unless_gone(request, self._whole(call))
@@ -227,7 +230,8 @@ def check_all(
     if getattr(body, "echo", None) and any(request.embeds for request in requests):
         raise ValueError("echo is True; allowed with a soft prompt, whose tokens have no text: False")
     for request in requests:
-        if params.max_tokens not in (None, request.params.max_tokens):  # the engine has cut it
+        # The engine has cut what the client asks for.
+        if body.limits_output and params.max_tokens not in (None, request.params.max_tokens):
             n = len(request.prompt_token_ids)
             raise TooLongError(
                 f"the prompt has {n} tokens and max_tokens is {params.max_tokens}: "
@@ -291,7 +295,7 @@ def check_model(body: Body, model_name: str) -> None:
     Raises:
         ApiError: If it is not.
     """
-    if body.model not in (None, model_name):
+    if body.model not in (None, "", model_name):
         raise unknown_model(str(body.model), model_name)
 
 

@@ -15,6 +15,7 @@ from jax_paged.server.conversation import messages_for
 from jax_paged.server.generation import bad_input, tokenizer_of
 from jax_paged.server.limits import check_sizes
 from jax_paged.server.options import ServerOptions
+from jax_paged.server.parts import Integers
 from jax_paged.server.protocol import Body, Messages
 from jax_paged.server.responses import json_response, unknown_model
 from jax_paged.server.text_reader import TextReader
@@ -45,7 +46,7 @@ class DetokenizeRequest(Body):
 
     prompt_field = "tokens"
 
-    tokens: list[int] = Field(examples=[[5, 6]])
+    tokens: Integers = Field(examples=[[5, 6]])
 
 
 class InformationRoutes:

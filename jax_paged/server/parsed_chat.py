@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax_paged.outputs import CompletionOutput, RequestOutput
@@ -36,6 +36,7 @@ class OutputParser:
         self._last = ""  # text that was parsed
         self._is_first = False  # whether nothing of the arguments that have opened has come
         self._object: _OpenObject | None = None  # what they are, up to its last brace
+        self._is_whole = False  # whether the last brace of the newest arguments has come
 
     @property
     def has_calls(self) -> bool:
@@ -56,14 +57,14 @@ class OutputParser:
                 if self._counts:
                     self._calls[-1].add(new, text[:num])
                 if num < len(text):
-                    self._object = None
+                    self._object, self._is_whole = None, True
             else:
                 num = self._num_up_to_brace(text)
                 self._last = (self._last + text[:num])[-_MOST_BETWEEN:]
                 self._read(new, self._parser.feed(text[:num]))
             text = text[num:]
         if is_last:
-            self._read(new, self._parser.finalize()[1])
+            self._read(new, map(self._without_cut_tag, self._parser.finalize()[1]))
         if REASONING in new:
             new["reasoning_content"] = new[REASONING]  # its older name
         if "tool_calls" in new:
@@ -94,12 +95,23 @@ class OutputParser:
                 return num
         return len(text)
 
+    def _without_cut_tag(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Returns an event of the end of the output without the half of a tag behind whole arguments.
+
+        An output that is cut within the tag that closes a call ends with its first characters.
+        """
+        is_rest = event["field"].startswith(ARGUMENTS) and event["type"] == "region_chunk" and self._is_whole
+        if not is_rest:
+            return event
+        text = event["text"]
+        return {**event, "text": text[: len(text) - len(text.lstrip(_CLOSING))]}
+
     @property
     def _counts(self) -> bool:
         """Whether the newest call is not dropped."""
         return self._parallel or len(self._calls) == 1
 
-    def _read(self, new: dict[str, Any], events: list[dict[str, Any]]) -> None:
+    def _read(self, new: dict[str, Any], events: Iterable[dict[str, Any]]) -> None:
         for event in events:
             field, kind = event["field"].rstrip("0123456789"), event["type"]
             if field == REASONING and kind == "region_open":
@@ -115,7 +127,7 @@ class OutputParser:
             if self._calls and self._counts:
                 self._take(new, field, event)
             if field == ARGUMENTS and kind == "region_open":
-                self._is_first = True
+                self._is_first, self._is_whole = True, False
             elif field == ARGUMENTS and kind == "region_chunk" and self._is_first and event["text"].strip():
                 self._is_first = False
                 self._object = _OpenObject() if event["text"].strip() == "{" else None

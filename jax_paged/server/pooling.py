@@ -20,6 +20,7 @@ from jax_paged.pooling_params import PoolingParams, PoolingTask
 from jax_paged.server.call import Call
 from jax_paged.server.event_stream import until_gone
 from jax_paged.server.generation import TextRoutes, bad_input, check_model, client_of
+from jax_paged.server.parts import Integer
 from jax_paged.server.protocol import Body, Prompts, within
 from jax_paged.server.responses import ApiError, json_response, usage
 
@@ -42,10 +43,10 @@ class PoolingBody(Body):
 
     prompt_field: ClassVar[str] = "input"
 
-    truncate_prompt_tokens: int | None = within(-1)
+    truncate_prompt_tokens: Integer | None = within(-1)
     use_activation: bool | None = None
     normalize: bool | None = Field(None, description="Another name of use_activation, for embeddings.")
-    priority: int | None = None
+    priority: Integer | None = None
     user: Any = None
 
     def pooling_params(self) -> PoolingParams:
@@ -70,7 +71,7 @@ class EmbeddingRequest(ClassifyRequest):
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64: of the bytes of float32 numbers, the lowest first."
     )
-    dimensions: int | None = within(1)
+    dimensions: Integer | None = within(1)
 
 
 class PoolingRequest(EmbeddingRequest):
@@ -95,7 +96,7 @@ class RerankRequest(PoolingBody):
 
     query: str = Field(examples=["What is a block table?"])
     documents: list[str] = Field(min_length=1, examples=[["A list of block ids.", "A piece of furniture."]])
-    top_n: int | None = within(0)
+    top_n: Integer | None = within(0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,12 +4,12 @@ import abc
 import dataclasses
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from jax_paged.checks import check_int
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.server.forms import ResponseFormat, form_of, ignored_guided
-from jax_paged.server.parts import NamedTool, Part, StreamOptions, Tool
+from jax_paged.server.parts import Integer, Integers, NamedTool, Part, StreamOptions, Tool, as_integers
 from jax_paged.server.responses import shortened
 
 _SAMPLING_FIELDS = (
@@ -53,7 +53,6 @@ _NOT_BUILT = (
     "kv_transfer_params",
     "logits_processors",
     "prompt_embeds",
-    "return_token_ids",
     "return_tokens_as_token_ids",
 )
 
@@ -96,7 +95,7 @@ _MESSAGE = {
     "anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}],
 }
 _QUESTION = {"role": "user", "content": "What is a block table?"}
-Prompts = Annotated[Any, WithJsonSchema({"anyOf": _PROMPTS})]
+Prompts = Annotated[Any, BeforeValidator(as_integers), WithJsonSchema({"anyOf": _PROMPTS})]
 Messages = Annotated[
     list[dict[str, Any]],
     WithJsonSchema({"type": "array", "items": _MESSAGE, "minItems": 1, "examples": [[_QUESTION]]}),
@@ -146,22 +145,22 @@ class Generation(Body, abc.ABC):
     top_p: float | None = within(0, 1, exclusiveMinimum=0)
     presence_penalty: float | None = within(-2, 2)
     frequency_penalty: float | None = within(-2, 2)
-    seed: int | None = within(0, 2**63 - 1)
+    seed: Integer | None = within(-1, 2**63 - 1)
     stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     # vLLM's additions to OpenAI's API.
-    top_k: int | None = within(-1, 2**31 - 1)
+    top_k: Integer | None = within(-1, 2**31 - 1)
     min_p: float | None = within(0, 1)
     repetition_penalty: float | None = within(1e-6, 1e6)
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Integers | None = None
     bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = Field(None, json_schema_extra={"minItems": 1})
+    allowed_token_ids: Integers | None = Field(None, json_schema_extra={"minItems": 1})
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = within(0)
+    min_tokens: Integer | None = within(0)
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    priority: int | None = None
+    truncate_prompt_tokens: Integer | None = None
+    priority: Integer | None = None
     cache_salt: str | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -180,6 +179,11 @@ class Generation(Body, abc.ABC):
     def num_outputs(self) -> int:
         """Choices per prompt."""
         return 1
+
+    @property
+    def limits_output(self) -> bool:
+        """True if max_tokens is the client's, and not the model's default."""
+        return True
 
     @property
     def include_usage(self) -> bool:
@@ -218,16 +222,19 @@ class Generation(Body, abc.ABC):
 
     def _given(self, logprobs: int | None) -> dict[str, Any]:
         """Returns the sampling parameters that the request names."""
+        # Values that ask for what happens without the field, as clients send that fill in all of them.
+        neutral = {"best_of": (1, self.num_outputs), "function_call": ("none", "auto")}
         for name, value in (self.model_extra or {}).items():
-            if name in _NOT_BUILT and value:
+            if name in _NOT_BUILT and value and value not in neutral.get(name, ()):
                 raise ValueError(
                     f"{name} is {shortened(repr(value))}; allowed: nothing, as this server does not have it"
                 )
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.asks_for_anything and not self.stream:
             raise ValueError("stream_options is given; allowed: nothing, unless stream is true")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise ValueError("stream_options.include_obfuscation is True; allowed: False")
-        values = {name: getattr(self, name, None) for name in _SAMPLING_FIELDS}
+        fields = type(self).model_fields  # and not what a client has added
+        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS if name in fields}
         values |= {"logit_bias": _int_keys(self.logit_bias), "logprobs": logprobs}
         values["structured_outputs"] = form_of(self._format, self.structured_outputs, self._guided)
         return {k: v for k, v in values.items() if v is not None}
@@ -236,12 +243,15 @@ class Generation(Body, abc.ABC):
 class _Request(Generation):
     """The fields that completions and chats have in common."""
 
-    max_tokens: int | None = within(0)
-    n: int | None = within(1)
-    prompt_logprobs: int | None = within(-1)
+    max_tokens: Integer | None = within(0)
+    n: Integer | None = within(1)
+    prompt_logprobs: Integer | None = within(-1)
     response_format: ResponseFormat | None = None
     use_beam_search: bool | None = None
-    beam_width: int | None = within(1)
+    return_token_ids: bool | None = Field(
+        None, description="Whether the answer has the token ids of the prompt and of the outputs."
+    )
+    beam_width: Integer | None = within(1)
     length_penalty: float | None = within(-10, 10)
 
     @property
@@ -254,12 +264,12 @@ class _Request(Generation):
         given = self._given(logprobs)
         if self.use_beam_search:
             return self._beam_params(given, max_tokens)
-        for name in ("beam_width", "length_penalty"):
-            if getattr(self, name) is not None:
+        for name, neutral in (("beam_width", (None, 1, self.num_outputs)), ("length_penalty", (None, 1))):
+            if getattr(self, name) not in neutral:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}; allowed: nothing, unless use_beam_search is true"
                 )
-        params = SamplingParams(**{**defaults, **given}, max_tokens=max_tokens)
+        params = SamplingParams(**{**defaults, **given, "max_tokens": max_tokens})
         if self.stream and params.best_of is not None and params.best_of > params.n:
             raise ValueError(
                 f"best_of is {params.best_of}; allowed with stream: {params.n}, the value of n, because the "
@@ -271,8 +281,11 @@ class _Request(Generation):
 
     def _beam_params(self, given: dict[str, Any], max_tokens: int | None) -> BeamSearchParams:
         neutral = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+        # Other ways to write that a field changes nothing.
+        also = {"top_k": (-1,), "best_of": (self.num_outputs,)}
         for name, value in given.items():
-            if name not in _BEAM_FIELDS and value != neutral[name]:
+            is_neutral = value in (neutral[name], [], {}, *also.get(name, ()))
+            if name not in _BEAM_FIELDS and not is_neutral:
                 raise ValueError(
                     f"{name} is {shortened(repr(value))}; allowed with use_beam_search: {neutral[name]!r}"
                 )
@@ -306,8 +319,8 @@ class CompletionRequest(_Request):
         description="Text, a list of texts, a list of token ids, or a list of such lists.",
         examples=["def fibonacci(n):"],
     )
-    logprobs: int | None = within(-1)
-    best_of: int | None = within(1)
+    logprobs: Integer | None = within(-1)
+    best_of: Integer | None = within(1)
     echo: bool | None = Field(
         None, description="Whether the text and its log-probabilities begin with the prompt."
     )
@@ -343,9 +356,9 @@ class ChatRequest(_Request):
     prompt_field = "messages"
 
     messages: Messages
-    max_completion_tokens: int | None = within(1)
+    max_completion_tokens: Integer | None = within(1)
     logprobs: bool | None = None
-    top_logprobs: int | None = within(-1)
+    top_logprobs: Integer | None = within(-1)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: an output has one call at most.")
@@ -355,8 +368,12 @@ class ChatRequest(_Request):
     add_generation_prompt: bool | None = Field(None, description="false is an error.")
     add_special_tokens: bool | None = Field(None, description="true is an error: the template adds them.")
 
+    @property
+    def limits_output(self) -> bool:
+        return self.max_tokens is not None or self.max_completion_tokens is not None
+
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError(
                 f"top_logprobs is {self.top_logprobs}; allowed: nothing, unless logprobs is true"
             )
@@ -367,7 +384,7 @@ class ChatRequest(_Request):
         for name in _TEMPLATE_ARGUMENTS & (self.chat_template_kwargs or {}).keys():
             raise ValueError(f"chat_template_kwargs has {name!r}; allowed: variables of templates alone")
         limits = [x for x in (self.max_tokens, self.max_completion_tokens) if x is not None]
-        max_tokens = min(limits, default=None)
+        max_tokens = min(limits, default=defaults.get("max_tokens"))
         if self.use_beam_search and max_tokens is None:
             raise ValueError("max_tokens is None; allowed with use_beam_search: an integer of at least 1")
         return self._params(defaults, max_tokens, self.top_logprobs or 0 if self.logprobs else None)

@@ -39,7 +39,7 @@ from jax_paged.server.generation import (
 from jax_paged.server.limits import check_sizes
 from jax_paged.server.logprobs import TokenBytes, chat_logprobs
 from jax_paged.server.parsed_chat import OutputParser
-from jax_paged.server.parts import Part
+from jax_paged.server.parts import Integer, Part
 from jax_paged.server.protocol import Generation, within
 from jax_paged.server.responses import ApiError, json_response, usage
 from jax_paged.server.tools import ChatReader
@@ -76,9 +76,9 @@ class ResponsesRequest(Generation):
         description="Text of a user, or messages.", examples=["What is a block table?"]
     )
     instructions: str | None = None
-    max_output_tokens: int | None = within(1)
+    max_output_tokens: Integer | None = within(1)
     include: list[str] | None = Field(None, description=f"{_LOGPROBS} is known.")
-    top_logprobs: int | None = within(0)
+    top_logprobs: Integer | None = within(0)
     text: TextOptions | None = None
     tools: Annotated[list[Any] | None, BeforeValidator(_refuse_tools)] = Field(None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
@@ -89,6 +89,10 @@ class ResponsesRequest(Generation):
     # Accepted because clients send them; they change no output.
     parallel_tool_calls: Any = None
     reasoning: Any = None
+
+    @property
+    def limits_output(self) -> bool:
+        return self.max_output_tokens is not None
 
     @property
     def with_logprobs(self) -> bool:
@@ -109,7 +113,9 @@ class ResponsesRequest(Generation):
         if self.max_output_tokens is not None:
             check_int("max_output_tokens", self.max_output_tokens, 1)
         given = self._given((self.top_logprobs or 0) if self.with_logprobs else None)
-        return SamplingParams(**{**defaults, **given}, max_tokens=self.max_output_tokens)
+        # None lasts to the end of the context, unless the model has a default.
+        limit = {"max_tokens": self.max_output_tokens} if self.limits_output else {}
+        return SamplingParams(**{"max_tokens": None, **defaults, **given, **limit})
 
 
 class ResponsesRoute(TextRoutes):
@@ -186,7 +192,8 @@ class ResponsesRoute(TextRoutes):
                 async for part in parts:
                     is_given = whole is None and call.has_begun
                     events = [] if whole is not None else answer.beginning()
-                    events += answer.deltas(part.outputs[0])
+                    for one in self._runner.with_end_apart(part.outputs[0], call.requests[0].params):
+                        events += answer.deltas(one)
                     if whole is None:
                         whole = part
                     else:

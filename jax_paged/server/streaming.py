@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Self
@@ -15,6 +16,7 @@ from jax_paged.engine.new_request import given_output
 from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.engine.request_stream import RequestStream
 from jax_paged.outputs import CompletionOutput, RequestOutput
+from jax_paged.sampling_params import SamplingParams
 from jax_paged.server.access import RequestRecord
 from jax_paged.server.call import Call
 from jax_paged.server.http_protocol import BodyWriter
@@ -57,11 +59,17 @@ class RequestRunner:
         choices = []
         for i, request in enumerate(requests):
             output = request.output
-            own = [call.choice(i * n + x.index, x, output) for x in output.outputs]
+            own = [
+                call.choice(i * n + x.index, x, output)
+                | call.prompt_ids("choice", output)
+                | call.output_ids(x)
+                for x in output.outputs
+            ]
             if call.with_prompt_logprobs:
                 own = [{**choice, "prompt_logprobs": prompt_logprobs(output)} for choice in own]
             choices += own
-        return {**call.head, "choices": choices, "usage": _usage(call, requests)}
+        prompt_ids = call.prompt_ids("answer", requests[0].output)
+        return {**call.head, "choices": choices, "usage": _usage(call, requests), **prompt_ids}
 
     async def events(
         self,
@@ -87,10 +95,15 @@ class RequestRunner:
         """
         n = call.num_outputs
         head = b"data: " + orjson.dumps(call.head)[:-1]
+        begun: set[int] = set()
         ended: set[int] = set()
 
-        def chunk(choice: dict[str, Any], part: RequestOutput, num_tokens: int) -> bytes:
+        def chunk(
+            choice: dict[str, Any], part: RequestOutput, num_tokens: int, more: dict[str, Any] | None = None
+        ) -> bytes:
             event = b'%b,"choices":[%b]' % (head, orjson.dumps(choice))
+            if more:
+                event += b"," + orjson.dumps(more)[1:-1]
             if include_usage:
                 counts = usage([part], num_tokens * call.counts_output) if continuous_usage else None
                 event += b',"usage":' + orjson.dumps(counts)
@@ -102,7 +115,14 @@ class RequestRunner:
                 index = i * n + completion.index
                 if index not in ended and (completion.token_ids or completion.finish_reason):
                     num_tokens = requests[i].num_tokens[completion.index]
-                    found += chunk(call.choice(index, completion, part), part, num_tokens)
+                    for one in self.with_end_apart(completion, call.requests[i].params):
+                        choice = call.choice(index, one, part) | call.output_ids(one)
+                        if index not in begun:
+                            choice |= call.prompt_ids("choice", part)
+                            begun.add(index)
+                        found += chunk(
+                            choice, part, num_tokens - (one.finish_reason != completion.finish_reason)
+                        )
                 if completion.finish_reason:
                     ended.add(index)
             return found
@@ -118,7 +138,8 @@ class RequestRunner:
                         journal.note(i * n, part)
                     if not has_begun:
                         has_begun = True
-                        event = b"".join(chunk(choice, part, 0) for choice in first) + event
+                        ids = call.prompt_ids("answer", part)
+                        event = b"".join(chunk(choice, part, 0, ids) for choice in first) + event
                     writer = (yield event) if event else None
                     if writer is not None and len(requests) == 1 and not part.finished:
                         await requests[0].write_rest(writer, lambda part: chunks(0, part))
@@ -185,6 +206,37 @@ class RequestRunner:
                 for request in running:
                     if not request.is_finished:
                         self._abort(request)
+
+    def with_end_apart(
+        self, completion: CompletionOutput, params: SamplingParams
+    ) -> Sequence[CompletionOutput]:
+        """Returns a part of an output whose last token has no text as two parts, the second with that token.
+
+        Clients take the tokens of a chunk's log-probabilities for the text of the chunk.
+
+        Args:
+            completion: A part of an output.
+            params: Of its request.
+        """
+        logprobs, token_ids, reason = completion.logprobs, completion.token_ids, completion.stop_reason
+        if not logprobs or not completion.text or completion.finish_reason != "stop":
+            return (completion,)
+        is_end = isinstance(reason, int) or (
+            reason is None
+            and not params.ignore_eos
+            and token_ids[-1] in self._engine.engine.config.eos_token_ids
+        )
+        if not is_end or params.include_stop_str_in_output:
+            return (completion,)
+        text = dataclasses.replace(
+            completion,
+            token_ids=token_ids[:-1],
+            logprobs=logprobs[:-1],
+            finish_reason=None,
+            stop_reason=None,
+        )
+        end = dataclasses.replace(completion, text="", token_ids=token_ids[-1:], logprobs=logprobs[-1:])
+        return text, end
 
     def _abort(self, request: "_RunningRequest") -> None:
         self._engine.abort(request.request_id)

@@ -192,7 +192,12 @@ class ChatReaders:
         choice = body.tool_choice
         if not body.tools:
             shown = choice if isinstance(choice, str) else "a function"
-            check(choice in (None, "none"), "tool_choice", shown, "nothing or 'none', as there are no tools")
+            check(
+                choice in (None, "none", "auto"),
+                "tool_choice",
+                shown,
+                "'none' or 'auto', as there are no tools",
+            )
             if self.reasoning is None:
                 return None
             return ChatReader(None, None, (), True, self.reasoning)

@@ -279,6 +279,10 @@ def test_what_only_the_text_config_says() -> None:
         ),
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
         ({"temperature": None, "top_k": 50, "max_length": 9}, {"top_k": 50}),
+        (
+            {"do_sample": False, "max_new_tokens": 2048, "max_tokens": 5},
+            {"temperature": 0.0, "max_tokens": 2048},
+        ),
     ],
 )
 def test_sampling_defaults(folder: Path, generation_config: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -235,6 +235,16 @@ def test_an_output_that_is_cut_off_anywhere_is_still_taken_apart(written):
         thoughts, content, calls = taken_apart(written, [written.text[:end]])
         assert (thoughts, content, calls) == taken_apart(written, list(written.text[:end]) or [""])
         assert [name for name, _ in calls] == [name for name, _ in written.calls][: len(calls)]
+        for (_, arguments), (_, whole) in zip(calls, written.calls, strict=False):
+            assert whole.startswith(arguments), "no part of a tag behind them belongs to them"
+
+
+@pytest.mark.parametrize("end", range(1, len("</tool_call>")))
+def test_a_call_that_is_cut_within_its_closing_tag(end):
+    for text in (hermes(*F), FIRST_HERMES):
+        cut = text.removesuffix("</tool_call>") + "</tool_call>"[:end]
+        for pieces in ([cut], list(cut)):
+            assert taken_apart(Written("hermes", None, cut), pieces) == ("", "", (F,))
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_not_json(canary: int, name: str) -> None:
 MANY = {str(i): 1 for i in range(600)}
 COMPLETION: dict[str, list[Any]] = {
     "prompt": [None, 1, True, {}, [], "", [""], [[]], [["a"]], [1, "a"], [1.5], [-1], [2**63], [None], [{}]],
-    "model": [1, [], {}, True, "", "../../etc/passwd", "\0", "x" * 5000],
+    "model": [1, [], {}, True, "../../etc/passwd", "\0", "x" * 5000],
     "stream": ["yes", 1, [], {}],
     "max_tokens": ["1", 1.5, -1, 0, 2**63, 10**30, 1e999, [], {}, True],
     "temperature": ["1", -1, 1e999, -1e999, [], {}, True],
@@ -156,7 +156,7 @@ COMPLETION: dict[str, list[Any]] = {
     "best_of": [0, -1, 10**9, "1"],
     "logprobs": [-2, 10**6, "1", 1.5],
     "prompt_logprobs": [-2, 10**6, "1"],
-    "seed": [-1, 2**64, "a", 1.5, 10**400],
+    "seed": [-2, 2**64, "a", 1.5, 10**400],
     "stop": [1, [1], [[]], {}, "", [""], ["a"] * 65, "x" * 300, ["x" * 200] * 30],
     "stop_token_ids": ["a", [-1], [10**9], ["a"], 1],
     "logit_bias": [[], {"a": 1}, {"1": "a"}, {"-1": 1}, {"1": 1e999}, {"999999999": 1}, MANY],
@@ -165,7 +165,7 @@ COMPLETION: dict[str, list[Any]] = {
     "min_tokens": [-1, "a", 10**9],
     "priority": [10**30, "a", 1],
     "cache_salt": [1, [], {}],
-    "stream_options": [1, [], {"x": 1}, {"include_usage": "yes"}],
+    "stream_options": [1, [], {"include_usage": True}, {"include_usage": "yes"}],
     "beam_width": [4, -1, "a"],
 }  # fmt: skip
 USER = {"role": "user", "content": "hi"}

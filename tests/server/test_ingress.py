@@ -20,7 +20,7 @@ from jax_paged import AsyncLLMEngine, EngineArgs
 from jax_paged.server import continuation
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.continuation import AnswerPart, ReplicaCall, ReplicaLostError
-from jax_paged.server.ingress import Answering, Ingress, prefix_key
+from jax_paged.server.ingress import Answering, Ingress, _call, prefix_key
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.replica import Replica
 
@@ -390,3 +390,8 @@ def test_requests_that_begin_alike_have_one_key() -> None:
     assert key(prompt=[1] * 300) == key(prompt=[[1] * 400, [2]]) != key(prompt=[1] * 200)
     assert key(input="Hi") is not None
     assert [key(), key(prompt=""), key(prompt=[]), prefix_key(b"[]"), prefix_key(b"{")] == [None] * 5
+
+
+def test_head_is_asked_of_replicas_as_get() -> None:
+    scope = {"type": "http", "method": "HEAD", "path": "/v1/models", "query_string": b"", "headers": []}
+    assert _call(Request(scope), b"").method == "GET"

@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import ASGIApp
 
+import jax_paged
 from jax_paged import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.server.app import OpenAIServer
@@ -39,11 +40,11 @@ def in_fastapi(app: ASGIApp, **settings: Any) -> ASGIApp:
     return outer
 
 
-def in_starlette(app: ASGIApp, **_: Any) -> ASGIApp:
+def in_starlette(app: ASGIApp) -> ASGIApp:
     return Starlette(routes=[Mount("/llm", app)])
 
 
-def nested(app: ASGIApp, **_: Any) -> ASGIApp:
+def nested(app: ASGIApp) -> ASGIApp:
     return Starlette(routes=[Mount("/a", Starlette(routes=[Mount("/llm", app)]))])
 
 
@@ -54,37 +55,39 @@ async def ask(app: ASGIApp, method: str, path: str, root_path: str = "", **setti
 
 
 @pytest.mark.parametrize(
-    ("wrap", "root", "settings"),
+    ("wrap", "root", "proxy"),
     [
-        (in_fastapi, "/llm", {}),
-        (in_starlette, "/llm", {}),
-        (nested, "/a/llm", {}),
-        (in_fastapi, "/llm", {"root_path": "/proxy"}),  # the proxy removes its prefix
-        (in_fastapi, "/proxy/llm", {"root_path": "/proxy"}),  # and does not
+        (in_fastapi, "/llm", ""),
+        (in_starlette, "/llm", ""),
+        (nested, "/a/llm", ""),
+        (in_fastapi, "/llm", "/proxy"),  # the proxy removes its prefix
+        (in_fastapi, "/proxy/llm", "/proxy"),  # and does not
     ],
 )
 def test_every_route_of_a_mounted_application(
-    server: OpenAIServer, wrap: Callable[..., ASGIApp], root: str, settings: dict[str, Any]
+    server: OpenAIServer, wrap: Callable[..., ASGIApp], root: str, proxy: str
 ) -> None:
-    app = wrap(server.app(), **settings)
+    app = wrap(server.app())
+
+    async def get(path: str, **settings: Any) -> httpx.Response:
+        return await ask(app, "GET", path, root_path=proxy, **settings)
 
     async def answers() -> None:
         for path in ("/health", "/ready", "/"):
-            assert (await ask(app, "GET", root + path)).status_code == 200
-        assert (await ask(app, "GET", f"{root}/v1/models")).status_code == 401
+            assert (await get(root + path)).status_code == 200
+        assert (await get(f"{root}/v1/models")).status_code == 401
         for path in ("/v1/models", "/v1/models/scripted", "/metrics", "/docs", "/ui/state", "/openapi.json"):
-            answer = await ask(app, "GET", root + path, headers=KEY)
+            answer = await get(root + path, headers=KEY)
             assert answer.status_code == 200, (path, answer.text)
-        prefix = settings.get("root_path", "")
-        servers = (await ask(app, "GET", f"{root}/openapi.json", headers=KEY)).json()["servers"]
-        assert servers[0] == {"url": prefix + root.removeprefix(prefix)}
+        servers = (await get(f"{root}/openapi.json", headers=KEY)).json()["servers"]
+        assert servers[0] == {"url": proxy + root.removeprefix(proxy)}
         body = {"prompt": "text?", "max_tokens": 9}
-        answer = await ask(app, "POST", f"{root}/v1/completions", json=body, headers=KEY)
+        answer = await ask(app, "POST", f"{root}/v1/completions", root_path=proxy, json=body, headers=KEY)
         assert answer.json()["choices"][0]["text"] == "text"
-        metrics = await ask(app, "GET", f"{root}/metrics", headers=KEY)
+        metrics = await get(f"{root}/metrics", headers=KEY)
         assert 'route="/v1/completions",status="200"} 1' in metrics.text
-        assert (await ask(app, "GET", f"{root}/nothing", headers=KEY)).status_code == 404
-        assert (await ask(app, "GET", "/elsewhere/v1/models", headers=KEY)).status_code == 404
+        assert (await get(f"{root}/nothing", headers=KEY)).status_code == 404
+        assert (await get("/elsewhere/v1/models", headers=KEY)).status_code == 404
 
     asyncio.run(answers())
 
@@ -162,3 +165,18 @@ def test_a_mounted_application_says_that_its_engine_has_failed(server: OpenAISer
     server.life.tick(time.monotonic())
     assert asyncio.run(ask(app, "GET", "/llm/ready")).status_code == 503
     assert asyncio.run(ask(app, "GET", "/own")).status_code == 200
+
+
+def test_the_example_of_the_documentation(
+    scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An application that mounts the server, and uses the engine in a route of its own."""
+    section = Path("docs/server.md").read_text().partition("## Inside another application")[2]
+    monkeypatch.setattr(jax_paged, "AsyncLLMEngine", lambda _: AsyncLLMEngine(*scripted()))
+    names: dict[str, Any] = {}
+    exec(section.partition("```python\n")[2].partition("```")[0], names)
+    with running(names["app"]) as url:
+        assert httpx.get(f"{url}/complete", params={"prompt": "text?"}).text == "text"
+        answer = httpx.post(f"{url}/llm/v1/completions", json={"prompt": "text?"}, headers=KEY)
+        assert answer.json()["choices"][0]["text"] == "text"
+    assert names["engine"].stopped is not None

@@ -242,7 +242,7 @@ BAD = [
     ("/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens is 0", "max_tokens"),
     ("/completions", {"prompt": "a", "max_tokens": 1.5}, "a valid integer", "max_tokens"),
     ("/completions", {"prompt": "a", "top_p": 0}, "top_p is 0", "top_p"),
-    ("/completions", {"prompt": "a", "seed": -1}, "seed is -1", "seed"),
+    ("/completions", {"prompt": "a", "seed": -2}, "seed is -2", "seed"),
     ("/completions", {"prompt": "a", "seed": 2**63}, "seed is 9223372036854775808", "seed"),
     ("/completions", {"prompt": "a", "n": 0}, "n is 0; allowed: an integer of at least 1", "n"),
     ("/completions", {"prompt": "a", "n": True}, "a valid integer", "n"),

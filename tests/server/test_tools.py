@@ -160,6 +160,21 @@ def chats_of(engine):
         server.__exit__(None, None, None)
 
 
+def test_what_is_not_enforced_of_forced_calls_is_a_header(chats_of):
+    digit = {"type": "string", "pattern": r"^(?!x)[0-9]$"}
+    numbers = {"type": "array", "items": {"enum": [1]}, "uniqueItems": True, "maxItems": 1}
+    parameters = {"properties": {"digit": digit, "numbers": numbers}, "required": ["digit", "numbers"]}
+    fields = {"tools": [tool(parameters=parameters)], "tool_choice": "required", "max_tokens": 100}
+    answer = chats_of("hermes").post("Well.", **fields)
+    assert answer.headers["warning"] == (
+        r'299 - "pattern ^(?!x)[0-9]$ is enforced without its look-around and word boundaries", '
+        '299 - "uniqueItems is not enforced"'
+    )
+    ((_, arguments),) = calls_of(answer.json()["choices"][0]["message"])
+    assert json.loads(arguments)["digit"] in "0123456789"
+    assert "warning" not in chats_of("hermes").post("Well.", **{**fields, "tool_choice": "auto"}).headers
+
+
 @pytest.mark.parametrize("tools", CALLS)
 def test_calls_that_are_up_to_the_model(chats_of, tools):
     chats = chats_of(tools)
@@ -328,7 +343,6 @@ BAD = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": "auto", "tools": []}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "required", "use_beam_search": True, "max_tokens": 5}, "tool_choice"),
