@@ -4,6 +4,7 @@ import asyncio
 import json
 import types
 import typing
+from pathlib import Path
 
 import httpx
 import pytest
@@ -482,3 +483,12 @@ def test_detokenize_takes_no_more_tokens_than_the_model(served):
     answer = served.client.post("../detokenize", json={"tokens": [5] * 513})
     assert answer.status_code == 400
     assert "the number of tokens is 513" in answer.json()["error"]["message"]
+
+
+def test_the_document_names_every_route(scripted_server):
+    options = ServerOptions(developer_routes=True)
+    routes = OpenAIServer(scripted_server.server.engine, "m", options).app()._paths
+    document = Path(__file__).resolve().parents[2] / "docs" / "server.md"
+    table = document.read_text(encoding="utf-8").split("\n**Scoring.**")[0]
+    for route in routes:
+        assert f"`{route.replace(':path', '')}`" in table, route
