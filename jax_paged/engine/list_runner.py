@@ -85,11 +85,15 @@ class ListRunner:
 def _steps_of(
     engine: LLMEngine, requests: dict[str, CheckedRequest], is_over: Callable[[], bool]
 ) -> Generator[_Step]:
-    """Runs requests of one engine to their end, or until it is over; yields what each step has brought."""
-    num_left = len(requests)
+    """Runs requests of one engine to their end, or until it is over; yields what each step has brought.
+
+    However it ends, none of the requests is left in the engine.
+    """
+    num_left, added = len(requests), list[str]()
     try:
         for request_id, request in requests.items():
             engine.add_request(request_id, request)
+            added.append(request_id)
         while num_left and not is_over():
             changed = engine.advance()
             # Others may have been added to the engine by hand.
@@ -98,9 +102,7 @@ def _steps_of(
             num_left -= len(ended)
             yield len(changed), ended
     finally:
-        for request_id in requests:
-            engine.abort_request(request_id)
-    engine.drain()
+        engine.end_requests(added)
 
 
 def _side_by_side(runs: Sequence[Generator[_Step]], failed: threading.Event) -> Generator[_Step]:
@@ -122,10 +124,11 @@ def _side_by_side(runs: Sequence[Generator[_Step]], failed: threading.Event) -> 
             steps.put(error)
 
     threads = [threading.Thread(target=take, args=(run,), name=f"replica {i}") for i, run in enumerate(runs)]
-    for thread in threads:
-        thread.start()
-    num_left, error = len(threads), None
+    num_left, error, started = len(threads), None, list[threading.Thread]()
     try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
         while num_left:
             step = steps.get()
             if isinstance(step, tuple):
@@ -137,7 +140,7 @@ def _side_by_side(runs: Sequence[Generator[_Step]], failed: threading.Event) -> 
                 failed.set()
     finally:
         failed.set()
-        for thread in threads:
+        for thread in started:
             thread.join()
     if error is not None:
         raise error
