@@ -64,7 +64,7 @@ class AdapterSlots:
             self._refused_under.clear()
 
     def set_aside(self, group: SequenceGroup) -> None:
-        """Passes over the first waiting request, which has found no slot, so that those behind it are first."""
+        """Passes over the first waiting request, which has found no slot, in favour of those behind it."""
         self._queues.put_aside(group)
         self._refused_under.add(self._conditions())
 

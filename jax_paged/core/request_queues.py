@@ -45,10 +45,9 @@ class RequestQueues:
     def wait(self, group: SequenceGroup) -> None:
         """Moves a request to the waiting ones."""
         self.remove(group)
-        self.waiting[group.request_id] = group
         if group not in self._in_heap:
-            self._in_heap.add(group)
-            heapq.heappush(self._heap, (group.order, group))
+            self._push(group)
+        self.waiting[group.request_id] = group
 
     def run(self, group: SequenceGroup) -> None:
         """Moves a request to the running ones."""
@@ -120,10 +119,22 @@ class RequestQueues:
     def bring_back(self) -> None:
         """Puts all waiting requests that were set aside back into their places."""
         for group in self._aside:
-            self._in_heap.add(group)
-            heapq.heappush(self._heap, (group.order, group))
+            self._push(group)
         self.num_changes_aside += len(self._aside)
         self._aside.clear()
+
+    def _push(self, group: SequenceGroup) -> None:
+        """Adds a request to the heap; if its key can't be compared with the others, the heap stays as it was.
+
+        Keys come from a function of the user.
+        """
+        try:
+            heapq.heappush(self._heap, (group.order, group))
+        except BaseException:
+            self._heap = [entry for entry in self._heap if entry[1] is not group]
+            heapq.heapify(self._heap)
+            raise
+        self._in_heap.add(group)
 
     def _forget_stale_entries(self) -> None:
         """Drops the heap's entries of requests that don't wait any more, once they are the larger part."""

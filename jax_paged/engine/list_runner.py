@@ -88,27 +88,26 @@ def _steps_of(
 ) -> Generator[_Step]:
     """Runs requests of one engine to their end, or until it is over; yields what each step has brought.
 
-    No other thread uses the engine meanwhile.
+    No other thread uses the engine meanwhile. However it ends, none of the requests is left in the engine.
     """
-    left = dict.fromkeys(requests)
+    left, added = len(requests), list[str]()
     with engine.exclusive(is_over) as is_held:
         if not is_held:
             return
         try:
             for request_id, request in requests.items():
                 engine.add_request(request_id, request)
+                added.append(request_id)
             while left and not is_over():
                 changed = engine.advance()
                 # Others may have been added to the engine by hand.
                 own = ((state.group.request_id, state) for state in changed if state.is_finished)
                 ended = {i: state.output() for i, state in own if i in requests}
-                for request_id in ended:
-                    del left[request_id]
+                left -= len(ended)
                 yield len(changed), ended
         finally:
-            with contextlib.suppress(EngineDeadError):  # it was closed, and has forgotten them
-                engine.abort_request(left)
-        engine.drain()
+            with contextlib.suppress(EngineDeadError):  # it was closed, and has no requests any more
+                engine.end_requests(added)
 
 
 def _side_by_side(runs: Sequence[Generator[_Step]], failed: threading.Event) -> Generator[_Step]:
@@ -130,10 +129,11 @@ def _side_by_side(runs: Sequence[Generator[_Step]], failed: threading.Event) -> 
             steps.put(error)
 
     threads = [threading.Thread(target=take, args=(run,), name=f"replica {i}") for i, run in enumerate(runs)]
-    for thread in threads:
-        thread.start()
-    num_left, error = len(threads), None
+    num_left, error, started = len(threads), None, list[threading.Thread]()
     try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
         while num_left:
             step = steps.get()
             if isinstance(step, tuple):
@@ -145,7 +145,7 @@ def _side_by_side(runs: Sequence[Generator[_Step]], failed: threading.Event) -> 
                 failed.set()
     finally:
         failed.set()
-        for thread in threads:
+        for thread in started:
             thread.join()
     if error is not None:
         raise error

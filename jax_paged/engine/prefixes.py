@@ -38,7 +38,7 @@ def pin(engine: "RequestEngine", name: str, prompt: Prompt, cache_salt: str) -> 
         while engine.has_unfinished_requests():
             states += engine.advance()
     finally:
-        engine.abort_request(name)
+        engine.end_requests([name])
     seq = states[-1].group.sequences[0]
     if not seq.output_token_ids or seq.status is SequenceStatus.FINISHED_ABORTED:
         num_free, num_usable = manager.num_free_blocks, manager.num_usable_blocks

@@ -3,6 +3,7 @@
 Nothing here imports JAX: only the executor that LLMEngine makes, if it is given none, does.
 """
 
+import contextlib
 import functools
 import random
 import time
@@ -26,6 +27,7 @@ from jax_paged.engine.assembly import (
 )
 from jax_paged.engine.errors import EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
+from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.invariance import check_invariance
 from jax_paged.engine.new_request import check_arrival_time, request_state
 from jax_paged.engine.output_processor import RequestState
@@ -234,6 +236,19 @@ class RequestEngine(Serialized):
                 self.abort_request(one)
             return None
         return self._loop.abort(request_id)
+
+    def end_requests(self, request_ids: Iterable[str]) -> None:
+        """Aborts the requests of a call that have not ended, and waits for what the device computes for them.
+
+        It is called however the call ends, so that nothing of its requests is left: neither in the queues nor
+        on the device. An engine that has failed or was closed computes nothing more; its requests only end.
+        """
+        if self._closed:
+            return
+        with deferred_interrupt(), contextlib.ExitStack() as stack:
+            stack.callback(lambda: self._loop.failure is not None or self._loop.drain())
+            for request_id in request_ids:  # each of them, even if aborting another raises an error
+                stack.callback(self._loop.abort, request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has anything to do, if only to wait for what the device still works on."""

@@ -44,7 +44,7 @@ def score(
                 if state.is_finished:
                     scores[state.group.request_id] = _logprobs(state.output().outputs[0])
     finally:
-        engine.abort_request(ids)
+        engine.end_requests(ids)
     return [scores[request_id] for request_id in ids]
 
 

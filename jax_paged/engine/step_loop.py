@@ -75,12 +75,25 @@ class StepLoop:
         return bool(self._in_flight or self._plan)
 
     def add(self, state: RequestState) -> None:
-        """Puts a request into the queue; its id is that of no unfinished one."""
-        self.scheduler.add(state.group)
-        self.requests[state.group.request_id] = state
+        """Puts a request into the queue; its id is that of no unfinished one.
+
+        If a custom scheduler or its key function raises an error, the request is not in the queue.
+        """
+        request_id = state.group.request_id
+        with deferred_interrupt():
+            try:
+                self.scheduler.add(state.group)
+            except BaseException:
+                self.scheduler.abort(request_id)
+                raise
+            self.requests[request_id] = state
 
     def abort(self, request_id: str) -> RequestState | None:
         """Ends a request now, also after a failure; returns its state, None if there is none."""
+        with deferred_interrupt():
+            return self._abort(request_id)
+
+    def _abort(self, request_id: str) -> RequestState | None:
         state = self.requests.get(request_id)
         if state is None:
             return None

@@ -186,3 +186,30 @@ def test_aborted_requests_are_not_brought_back() -> None:
     assert not sched.queues.set_aside
     while sched.has_unfinished:
         step(sched, EOS)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("calls", [("ab", "ab"), ("abc",), ("aabbcc", "ba", "cc")])
+def test_requests_of_one_token_take_turns_in_the_only_slot(policy: str, calls: tuple[str, ...]) -> None:
+    """Each finds the slot as it was when a former one was refused: nothing runs."""
+    sched, num_requests = make_scheduler(max_loras=1, policy=policy), 0
+    for adapters in calls:
+        for adapter in adapters:
+            sched.add(adapted(num_requests, adapter, max_tokens=1))
+            num_requests += 1
+        for _ in range(len(adapters)):  # each step ends a request at least
+            step(sched)
+        assert not sched.has_unfinished
+
+
+def test_a_request_waits_for_blocks_beside_a_slot_and_preempts_once_there_are_enough() -> None:
+    """The slot is taken by a request of lower priority, and the blocks by one of higher priority."""
+    sched = make_scheduler(max_loras=1, policy="priority", num_blocks=12)
+    sched.add(adapted(0, "", prompt_len=23, priority=0, max_tokens=2))
+    sched.add(adapted(1, "a", prompt_len=4, priority=2, max_tokens=40, ignore_eos=True))
+    step(sched)
+    sched.add(adapted(2, "b", prompt_len=24, priority=1, max_tokens=4))
+    assert step(sched).preempted == ()  # not even without r1 are there 6 blocks
+    assert not sched.queues.find("r0")
+    assert step(sched).preempted == ("r1",)
+    assert "r2" in sched.queues.running

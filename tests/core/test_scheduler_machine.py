@@ -27,6 +27,18 @@ from jax_paged.core.sequence import SequenceGroup, SequenceStatus
 from jax_paged.sampling_params import BeamSearchParams
 
 MAX_MODEL_LEN = 24
+STOP = 7  # a token that completes a stop string
+TOKENS = st.lists(st.sampled_from([5, 5, 5, 5, EOS, STOP]), min_size=1, max_size=4)
+REQUESTS = st.fixed_dictionaries(
+    {
+        "adapter": st.sampled_from(["", "a", "b", "c"]),
+        "prompt_len": st.integers(1, 14),
+        "n": st.sampled_from([1, 1, 1, 2, 3]),
+        "beam_width": st.sampled_from([0, 0, 0, 0, 2]),
+        "max_tokens": st.sampled_from([1, 1, 4, 9]),
+        "priority": st.integers(0, 2),
+    }
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -35,11 +47,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     counts: ClassVar[collections.Counter[str]] = collections.Counter()
 
     @initialize(
-        num_blocks=st.sampled_from([8, 14, 30]),
+        num_blocks=st.sampled_from([6, 10, 20]),
         block_size=st.sampled_from([2, 4]),
         num_swap_blocks=st.sampled_from([0, 4, 60]),
         caching=st.booleans(),
-        num_state_slots=st.sampled_from([0, 0, 2, 4, 12]),
+        num_state_slots=st.sampled_from([0, 0, 3, 12]),
         max_loras=st.sampled_from([1, 1, 2, 3]),
         max_num_seqs=st.sampled_from([3, 5]),
         budget=st.sampled_from([5, MAX_MODEL_LEN]),
@@ -76,30 +88,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [group for group in self.groups if not group.is_finished]
 
     @precondition(lambda self: len(self.unfinished) < 8)
-    @rule(
-        adapter=st.sampled_from(["", "a", "b", "c", "d"]),
-        prompt_len=st.integers(1, 14),
-        n=st.sampled_from([1, 1, 1, 2, 3]),
-        beam_width=st.sampled_from([0, 0, 0, 0, 2]),
-        max_tokens=st.sampled_from([1, 1, 2, 9]),
-        priority=st.integers(0, 2),
-    )
-    def add(
-        self, adapter: str, prompt_len: int, n: int, beam_width: int, max_tokens: int, priority: int
-    ) -> None:
-        beams = BeamSearchParams(beam_width=beam_width, max_tokens=max_tokens) if beam_width else None
-        group = make_group(
-            len(self.groups),
-            [i % 3 for i in range(prompt_len)],
-            salt=adapter,
-            priority=priority if self.sched.policy == "priority" else 0,
-            beams=beams,
-            n=1 if beams else n,
-            max_tokens=max_tokens,
-        )
-        group.adapter = adapter
-        self.groups.append(group)
-        self.sched.add(group)
+    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=4))
+    def add(self, requests: list[dict[str, Any]]) -> None:
+        for request in requests:
+            values = dict(request)
+            adapter, priority = values.pop("adapter"), values.pop("priority")
+            prompt = [i % 3 for i in range(values.pop("prompt_len"))]
+            if width := values.pop("beam_width"):
+                values["beams"] = BeamSearchParams(beam_width=width, max_tokens=values["max_tokens"])
+                values["n"] = 1
+            if self.sched.policy == "priority":
+                values["priority"] = priority
+            group = make_group(len(self.groups), prompt, salt=adapter, **values)
+            group.adapter = adapter
+            self.groups.append(group)
+            self.sched.add(group)
 
     @precondition(lambda self: self.may_schedule)
     @rule()
@@ -131,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.in_flight[0] = self.sched.edit(output, rows)
 
     @precondition(lambda self: self.in_flight)
-    @rule(tokens=st.lists(st.sampled_from([5, 5, 5, EOS]), min_size=1, max_size=8))
+    @rule(tokens=TOKENS)
     def take_in(self, tokens: list[int]) -> None:
         """The result of the oldest step arrives; samples draw the tokens in turns."""
         output, turns = self.in_flight.popleft(), itertools.cycle(tokens)
@@ -146,9 +149,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 [next(turns), *range(10, 10 + 2 * beams.beam_width)][: 2 * beams.beam_width] if beams else []
             )
             logprobs.append([TokenLogprobs(0.0, 0, top, [-1.0 - i for i in range(len(top))])] * num_tokens)
-        self.sched.update(output, result_of(output, token_ids, logprobs), 0.0)
+        update = self.sched.update(output, result_of(output, token_ids, logprobs), 0.0)
+        for group, seq, new_tokens, _ in update.new_tokens:
+            if STOP in new_tokens and not seq.status.is_finished:
+                self.sched.finish(group, seq, SequenceStatus.FINISHED_STOPPED, 0.0, "stop")
 
-    @rule(num_steps=st.integers(1, 4), tokens=st.lists(st.sampled_from([5, 5, EOS]), min_size=1, max_size=3))
+    @rule(num_steps=st.integers(1, 6), tokens=TOKENS)
     def run_steps(self, num_steps: int, tokens: list[int]) -> None:
         for _ in range(num_steps):
             while self.may_schedule:
@@ -160,15 +166,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self.sched.abort(data.draw(st.sampled_from([group.request_id for group in self.unfinished])))
-
-    @precondition(lambda self: any(group.beam_params is None for group in self.unfinished))
-    @rule(data=st.data())
-    def end_one_sample(self, data: st.DataObject) -> None:
-        """A stop string ends one sample of a request."""
-        groups = [group for group in self.unfinished if group.beam_params is None]
-        group = groups[data.draw(st.integers(0, len(groups) - 1))]
-        seq = group.unfinished[data.draw(st.integers(0, len(group.unfinished) - 1))]
-        self.sched.finish(group, seq, SequenceStatus.FINISHED_STOPPED, 0.0)
 
     @precondition(lambda self: not self.in_flight)
     @rule()
@@ -239,8 +236,8 @@ def run_machine(number: int, num_examples: int) -> collections.Counter[str]:
     return machine.counts
 
 
-def test_whatever_is_scarce_every_request_ends_and_nothing_is_left() -> None:
-    counts = run_machine(0, 60)
+def test_every_request_ends_and_nothing_is_left_whatever_is_scarce() -> None:
+    counts = run_machine(3, 50)
     assert all(
         counts[name] for name in ("preempted", "adapter_loads", "states_to_copy", "set aside", "ahead")
     )

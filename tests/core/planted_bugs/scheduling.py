@@ -308,4 +308,22 @@ SCHEDULING = [
         "                running[other.adapter] -= 2",
         "requests are preempted for a slot that others still use",
     ),
+    Mutation(
+        "core/adapter_slots.py",
+        "if self._refused_under != {self._conditions()} or self._may_preempt():",
+        "if self._may_preempt():",
+        "requests that were set aside are not tried again when a slot is free",
+    ),
+    Mutation(
+        "core/adapter_slots.py",
+        " or self._may_preempt():",
+        ":",
+        "a request that was set aside does not preempt once there are enough blocks",
+    ),
+    Mutation(
+        "core/request_queues.py",
+        "                    del self.running_adapters[group.adapter]",
+        "                    pass",
+        "an adapter keeps its slot after its last request",
+    ),
 ]
