@@ -132,7 +132,10 @@ def bound_persistent_cache() -> None:
     is left to JAX.
     """
     folder = Path(cache_dir("compiled"))
-    if jax.config.jax_compilation_cache_dir == str(folder) and jax.config.jax_compilation_cache_max_size == -1:
+    if (
+        jax.config.jax_compilation_cache_dir == str(folder)
+        and jax.config.jax_compilation_cache_max_size == -1
+    ):
         evict(folder, max_cache_bytes())
 
 
@@ -217,7 +220,9 @@ class CompiledPrograms:
         self._num_traces = 0
         self._num_compiled = 0
         self._start = self._logged = time.monotonic()
-        self._threads = [threading.Thread(target=_compile, args=([self],)) for _ in range(NUM_COMPILE_THREADS)]
+        self._threads = [
+            threading.Thread(target=_compile, args=([self],)) for _ in range(NUM_COMPILE_THREADS)
+        ]
         for thread in self._threads:
             thread.start()
         try:
