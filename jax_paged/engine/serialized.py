@@ -74,9 +74,9 @@ class CallLock:
 class Serialized:
     """An object whose public methods run one at a time; each object has a lock of its own.
 
-    Methods that subclasses add are wrapped when the subclass is made. Exceptions are class methods, properties,
-    which read a single value, names with a leading underscore, and methods marked with `any_thread`. A method
-    may call others of the same object.
+    Methods that subclasses add are wrapped when the subclass is made. Exceptions are class methods,
+    properties, which read a single value, names with a leading underscore, and methods marked with
+    `any_thread`. A method may call others of the same object.
     """
 
     _calls: CallLock

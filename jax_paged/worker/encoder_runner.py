@@ -22,7 +22,7 @@ from jax_paged.models.encoder import EncoderModel
 from jax_paged.models.quantize import kind_to_make
 from jax_paged.models.registry import POOLING_MODELS, get_architecture
 from jax_paged.models.weights import LoadedModel
-from jax_paged.worker.compilation import CompiledPrograms, use_persistent_cache
+from jax_paged.worker.compilation import CompiledPrograms, trim_heap, use_persistent_cache
 from jax_paged.worker.kv_cache import KVCacheLayout
 from jax_paged.worker.mesh import choose_products, device_grids
 from jax_paged.worker.pooling import HIDDEN, POOLED
@@ -227,6 +227,7 @@ class EncoderRunner:
         self.compiled.stop()
         self.served.close()
         self._pending.clear()
+        trim_heap()
 
     def _encode(
         self, rows: list[int], scheduled: Sequence[ScheduledSequence], program: EncodeTextsProgram

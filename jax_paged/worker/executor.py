@@ -336,10 +336,7 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Frees the pool, and the weights unless others use them or the caller brought the model."""
-        from jax_paged.worker.compilation import trim_heap
-
         self.runner.close()
-        trim_heap()
 
     def _forget_images(self) -> None:
         """Drops what other weights have made of images."""

@@ -25,7 +25,7 @@ from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
 from jax_paged.worker.block_tables import write_block_tables
 from jax_paged.worker.buckets import Bucket
-from jax_paged.worker.compilation import CompiledPrograms
+from jax_paged.worker.compilation import CompiledPrograms, trim_heap
 from jax_paged.worker.encoder import encode
 from jax_paged.worker.host_blocks import HostBlocks
 from jax_paged.worker.image_encoder import ImageEncoder
@@ -248,6 +248,7 @@ class ModelRunner:
         self._weights = []
         self._pending.clear()
         del self._compiled, self._context, self._stages, self._seat_arrays, self._shared, self._run
+        trim_heap()
 
     def _step(self, output: SchedulerOutput, logits_rows: LogitsRows) -> PendingStep:
         targets = prompt_logprobs.row_targets(output, self._input_batch)

@@ -297,9 +297,9 @@ def test_ctrl_c_interrupts_a_call_that_waits_for_another_thread(llm, holder):
         os.kill(os.getpid(), signal.SIGINT)
 
     pressing = threading.Thread(target=press)
+    pressing.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            pressing.start()
             llm.generate("abc?", LONG, use_tqdm=False)
     finally:
         may_end.set()
