@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from jax_paged import EngineArgs, LLMEngine, SamplingParams
-from jax_paged.engine.assembly import make_executors
+from jax_paged.engine.assembly import Executors
 from jax_paged.models.weights import random_checkpoint
 from jax_paged.worker.channel import Channel
 
@@ -87,7 +87,10 @@ def step_times(folder: Path, backend: str, **sizes: int) -> list[float]:
         swap_space=0,
     )
     with contextlib.ExitStack() as stack:
-        engine, *_ = [stack.enter_context(LLMEngine(args, each)) for each in make_executors(args)]
+        executors = Executors()
+        engine, *_ = [
+            stack.enter_context(LLMEngine(args, executors.make(i, args))) for i in range(args.num_engines)
+        ]
         engine.executor.wait_until_compiled()
         params = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True)
         for i in range(8):

@@ -107,7 +107,8 @@ class EngineArgs:
         batch_invariant: Whether the tokens and log-probabilities of a request are the same to the bit
             whatever runs beside it, and however it is cut into chunks, preempted or served from the cache
             (on a CPU). Every step is then padded to the largest shape of its kind, and prompts attend token
-            by token.
+            by token. The engine checks at its start that this holds: "auto" backends that fail are replaced
+            by backends that pass, and it is an error if none do.
         disable_cascade_attn: Whether every sequence attends to all of its tokens by itself. False lets those
             that decode with leading blocks in common (samples, beams, cached prefixes) attend to these
             together where that pays; sums are then added up in another order. On a CPU, and neither with

@@ -1,5 +1,6 @@
 """LLM: prompts in, outputs out, for notebooks and scripts."""
 
+import functools
 import inspect
 import os
 from collections.abc import Iterable, Sequence
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from jax_paged.checks import check
 from jax_paged.config import EngineArgs
-from jax_paged.engine.assembly import OwnScheduler, check_alone, local_executors, make_executors
+from jax_paged.engine.assembly import Executors, OwnScheduler, check_alone
 from jax_paged.engine.image_messages import conversation
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.list_runner import ListRunner
@@ -103,12 +104,7 @@ class LLM(PoolingMethods):
         if executor is not None or loaded is not None:
             allowed = "1 with `executor` or `loaded`, of which there is one"
             check_alone(args, allowed)
-        executors = iter([executor]) if args.num_engines == 1 else make_executors(args)
-        if has_parts:
-            executors = local_executors(args, *parts)
-        self._replicas = make_replicas(
-            args.num_engines, lambda _: LLMEngine(args, next(executors), scheduler=scheduler)
-        )
+        self._replicas = _make_engines(args, executor, Executors(*parts if has_parts else ()), scheduler)
         self.llm_engine = self._replicas[0]
         self._runner = ListRunner(self._replicas)
 
@@ -405,6 +401,27 @@ class LLM(PoolingMethods):
         """Returns the engine, of which there must be one for what is asked."""
         check_alone(self.llm_engine.args, f"1 to {what}, which is done to one engine at a time")
         return self.llm_engine
+
+
+def _make_engines(
+    args: EngineArgs, executor: "Executor | None", executors: Executors, scheduler: OwnScheduler | None
+) -> tuple[LLMEngine, ...]:
+    """Makes the engines of an LLM.
+
+    Args:
+        args: Model and limits; say how many.
+        executor: The executor of a single engine; None for those that `executors` makes.
+        executors: Makes the executors.
+        scheduler: As LLMEngine takes it.
+    """
+
+    def make(index: int) -> LLMEngine:
+        nonlocal args
+        engine = LLMEngine(args, executor or functools.partial(executors.make, index), scheduler=scheduler)
+        args = engine.args  # with the backends that the first engine has chosen
+        return engine
+
+    return make_replicas(args.num_engines, make)
 
 
 def _one_each(name: str, given: Any, num: int) -> Sequence[Any]:

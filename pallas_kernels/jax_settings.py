@@ -1,8 +1,8 @@
 """JAX settings under which this package computes: JAX's defaults, whatever the user's program has set.
 
-A user's program may enable 64-bit types, for example. They would change the types of intermediate results, and
-so the results, the memory that they take, and the operands of native code. The functions here apply the default
-settings to a scope of one thread, and leave the rest of the process alone.
+A user's program may enable 64-bit types, for example. They would change the types of intermediate results,
+and so the results, the memory that they take, and the operands of native code. The functions here apply the
+default settings to a scope of one thread, and leave the rest of the process alone.
 """
 
 import contextlib

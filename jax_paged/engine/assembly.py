@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,47 +55,48 @@ def make_executor(args: EngineArgs) -> "Executor":
         from jax_paged.engine.ray_executor import RayExecutor
 
         return RayExecutor(args)
-    return next(local_executors(args))
+    return Executors().make(0, args)
 
 
-def make_executors(args: EngineArgs) -> "Iterator[Executor]":
-    """Makes the executors of all engines, one after the other, when they are asked for.
-
-    Raises:
-        ValueError: As make_executor.
-        SystemExit: As make_executor.
-    """
-    if args.distributed_executor_backend == "uni":
-        yield from local_executors(args)
-        return
-    first = make_executor(args)
-    yield first
-    assert isinstance(first, MultiprocessExecutor), "other processes have the devices"
-    for engine in range(1, args.num_engines):
-        yield MultiprocessExecutor(args, engine, first)
-
-
-def local_executors(args: EngineArgs, *parts: Any) -> "Iterator[Executor]":
-    """Makes executors of this process, one for each engine, when they are asked for; imports JAX.
-
-    The engines of a pipeline come one after the other, and have the same devices.
+class Executors:
+    """Makes the executors of all engines, in the order of the engines.
 
     Args:
-        args: Model and limits; say how many.
-        *parts: The arguments of LocalExecutor behind `args` that change steps.
-
-    Raises:
-        ValueError: As make_executor.
+        *parts: The arguments of LocalExecutor after `args` that change steps.
     """
-    from jax_paged.worker.executor import LocalExecutor
 
-    num_stages = args.pipeline_parallel_size
-    for replica in range(args.data_parallel_size):
-        first_device = replica * num_stages * args.tensor_parallel_size
-        first = LocalExecutor(args, *parts, first_device=first_device)
-        yield first
-        for _ in range(num_stages - 1):
-            yield LocalExecutor(args, *parts, first_device=first_device, beside=first)
+    def __init__(self, *parts: Any) -> None:
+        self._parts = parts
+        self._first: Any = None  # of the engines that share devices with the next one
+
+    def make(self, engine: int, args: EngineArgs) -> "Executor":
+        """Makes the executor of an engine; may be called again for the last one, with other arguments.
+
+        One of this process imports JAX. The engines of a pipeline have the same devices.
+
+        Args:
+            engine: Its index.
+            args: Model and limits.
+
+        Raises:
+            ValueError: As make_executor.
+            SystemExit: As make_executor.
+        """
+        num_stages = args.pipeline_parallel_size
+        if args.distributed_executor_backend == "uni" or self._parts:
+            from jax_paged.worker.executor import LocalExecutor
+
+            replica, follower = divmod(engine, num_stages)
+            first_device = replica * num_stages * args.tensor_parallel_size
+            beside = self._first if follower else None
+            executor = LocalExecutor(args, *self._parts, first_device=first_device, beside=beside)
+            self._first = beside or executor
+            return executor
+        if engine == 0:
+            self._first = make_executor(args)
+            return self._first
+        assert isinstance(self._first, MultiprocessExecutor), "other processes have the devices"
+        return MultiprocessExecutor(args, engine, self._first)
 
 
 def check_alone(args: EngineArgs, allowed: str) -> None:
@@ -138,6 +139,9 @@ def with_end_token(config: EngineConfig, tokenizer: Tokenizer | None) -> EngineC
         return config
     return dataclasses.replace(config, eos_token_ids=config.eos_token_ids | {token_id})
 
+
+# Makes the executor of an engine.
+MakeExecutor = Callable[[EngineArgs], "Executor"]
 
 # A scheduler of the user's own: a class in place of Scheduler, or the key that its requests are ordered by.
 OwnScheduler = type[Scheduler] | Callable[[SequenceGroup], Any]

@@ -30,6 +30,7 @@ from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
+    from jax_paged.engine.assembly import MakeExecutor
     from jax_paged.models.exchange import NewWeights
     from jax_paged.worker.executor import Executor
 
@@ -54,7 +55,9 @@ class AsyncLLMEngine(RequestMethods):
         ValueError: If the model or a setting can't be used.
     """
 
-    def __init__(self, args: EngineArgs, executor: "Executor | None" = None, replica: int = 0) -> None:
+    def __init__(
+        self, args: EngineArgs, executor: "Executor | MakeExecutor | None" = None, replica: int = 0
+    ) -> None:
         self.engine = LLMEngine(args, executor)
         self.replicas = (self,)
         self._replica = replica

@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     from jax_paged.engine.request_engine import RequestEngine
     from jax_paged.outputs import RequestOutput
 
+
+class NotInvariantError(ValueError):
+    """The error of an engine whose steps do not keep what batch_invariant promises."""
+
+
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 24, 4
 
 
@@ -19,7 +24,7 @@ def check_invariance(engine: "RequestEngine") -> None:
         engine: Without requests. Nothing is left of those of the check but a few unused cached blocks.
 
     Raises:
-        ValueError: If they differ: then this model is not batch invariant on this machine.
+        NotInvariantError: If they differ: then this model is not batch invariant on this machine.
     """
     config, rng = engine.config, random.Random(0)
     most = min(config.max_model_len, (config.num_blocks - 1) * config.block_size // 4)
@@ -37,7 +42,7 @@ def check_invariance(engine: "RequestEngine") -> None:
         texts = [text for text in texts if placeholder not in text]
         results.append([token for text in texts for token in _next_tokens(engine, [text], 1)[0]])
     if any(result != alone[: len(result)] for result in results):
-        raise ValueError(
+        raise NotInvariantError(
             "batch_invariant is True; allowed for this model on this machine: False, as the steps for "
             "answers and for prompts add up in different orders"
         )

@@ -1,13 +1,14 @@
 """Several engines for asyncio that look like one to the server; each has a thread and devices of its own."""
 
 import asyncio
+import functools
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from jax_paged.config import EngineArgs
 from jax_paged.core.replica_router import MAX_LAG
-from jax_paged.engine.assembly import check_alone, make_executors
+from jax_paged.engine.assembly import Executors, check_alone
 from jax_paged.engine.async_engine import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError, stopped_by
 from jax_paged.engine.input_processor import CheckedRequest
@@ -46,8 +47,16 @@ class ReplicatedEngine(RequestMethods):
     """
 
     def __init__(self, args: EngineArgs, executors: "Sequence[Executor] | None" = None) -> None:
-        given = make_executors(args) if executors is None else iter(executors)
-        self.replicas = make_replicas(args.num_engines, lambda i: AsyncLLMEngine(args, next(given), i))
+        makers = Executors()
+
+        def make_engine(replica: int) -> AsyncLLMEngine:
+            nonlocal args
+            make = functools.partial(makers.make, replica)
+            engine = AsyncLLMEngine(args, executors[replica] if executors else make, replica)
+            args = engine.engine.args  # with the backends that the first engine has chosen
+            return engine
+
+        self.replicas = make_replicas(args.num_engines, make_engine)
         self.engine = self.replicas[0].engine
         self._placement = Placement(len(self.replicas), self.engine.seeds, MAX_LAG)
         self._placing = threading.Lock()

@@ -17,6 +17,7 @@ from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.engine import prefixes
 from jax_paged.engine.assembly import (
+    MakeExecutor,
     OwnScheduler,
     check_alone,
     described,
@@ -25,6 +26,7 @@ from jax_paged.engine.assembly import (
     make_tokenizer,
     with_end_token,
 )
+from jax_paged.engine.backend_choice import begin_with_passing_backends
 from jax_paged.engine.errors import EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
 from jax_paged.engine.interrupt import deferred_interrupt
@@ -53,8 +55,8 @@ class RequestEngine(Serialized):
 
     Args:
         args: Model and limits.
-        executor: Runs the steps. The engine closes it, also if it can't be made. None makes the one that the
-            arguments ask for.
+        executor: Runs the steps, or a function that makes it from arguments. The engine closes it, also if
+            the engine can't be made. None makes the one that the arguments ask for.
         scheduler: A subclass of Scheduler to take its place; or a function of a new request (a SequenceGroup)
             that returns its key: requests of lower keys go first, and take the blocks of others.
 
@@ -65,32 +67,48 @@ class RequestEngine(Serialized):
     def __init__(
         self,
         args: EngineArgs,
-        executor: "Executor | None" = None,
+        executor: "Executor | MakeExecutor | None" = None,
         *,
         scheduler: OwnScheduler | None = None,
     ) -> None:
-        self.args = args
-        self.num_names = 0  # of pinned prefixes and forks, given so far
-        self.seeds = random.Random(args.seed)  # of requests that bring none
+        self._own_scheduler = scheduler
         self._closed = self._freed = False
         try:
             self.tokenizer = make_tokenizer(args)
-            if executor is None:
-                allowed = "1 for one engine; LLM, ReplicatedEngine and the server run several"
-                check_alone(args, allowed)
-                executor = make_executor(args)
+        except BaseException:
+            if executor is not None and not callable(executor):
+                executor.close()
+            raise
+        if executor is None:
+            allowed = "1 for one engine; LLM, ReplicatedEngine and the server run several"
+            check_alone(args, allowed)
+            executor = make_executor
+        if callable(executor):
+            begin_with_passing_backends(args, executor, self._begin)
+        else:
+            self._begin(args, executor)
+
+    def _begin(self, args: EngineArgs, executor: "Executor") -> None:
+        """Makes all that depends on the executor, and closes it on an error; may be called again then.
+
+        Raises:
+            NotInvariantError: If batch_invariant was asked for and does not hold.
+        """
+        self.args = args
+        self.num_names = 0  # of pinned prefixes and forks, given so far
+        self.seeds = random.Random(args.seed)  # of requests that bring none
+        try:
             self.config = with_end_token(executor.config, self.tokenizer)
             if self.tokenizer and self.config.pooling and self.config.pooling.text.lower_case:
                 self.tokenizer.lower_texts()
             self.input_processor = InputProcessor(self.config, self.tokenizer)
             max_in_flight = 2 if self.config.async_scheduling else 1
-            make = functools.partial(make_scheduler, self.config, scheduler)
+            make = functools.partial(make_scheduler, self.config, self._own_scheduler)
             self._loop = StepLoop(make, executor, max_in_flight)
             if self.config.batch_invariant:
                 check_invariance(self)
         except BaseException:
-            if executor is not None:
-                executor.close()
+            executor.close()
             raise
 
     @property
