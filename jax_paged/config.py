@@ -49,8 +49,8 @@ class EngineArgs:
         model: "pagelet" (built in), a local folder in Hugging Face layout, or a hub id.
         tokenizer: Folder or hub id of the tokenizer; None takes the model's own.
         skip_tokenizer_init: True serves token ids only and loads no tokenizer.
-        dtype: "auto" takes the checkpoint's dtype; else "float32" or "bfloat16", or the dtype itself, such as
-            jnp.bfloat16.
+        dtype: "float32" or "bfloat16", or the dtype itself, such as jnp.bfloat16. "auto" takes the
+            checkpoint's dtype, and bfloat16 for a checkpoint in float16 or in several types, with a warning.
         quantization: "int8" or "fp8" makes kernels of floats small as they are loaded (docs/quantization.md);
             of a quantised checkpoint, None or its own method.
         max_model_len: Maximum tokens of a prompt and its output together, at least 2; None takes the model's

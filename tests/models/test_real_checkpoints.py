@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jax_paged.models.exchange import with_weights
 from jax_paged.models.stored_tensors import INDEX_FILE, StoredTensor
 from jax_paged.models.weights import load_model, random_checkpoint
 
@@ -37,7 +38,6 @@ BERT: dict[str, Any] = {
     "max_position_embeddings": 64,
     "type_vocab_size": 2,
 }
-Edit = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,9 @@ def folder(made: dict[str, Path], tmp_path: Path) -> Path:
     return shutil.copytree(made["LlamaForCausalLM"], tmp_path / "folder")
 
 
-def convert(folder: Path, change: Callable[[str, np.ndarray], np.ndarray], **more: np.ndarray) -> None:
-    """Changes each tensor of a checkpoint, and adds others, whose keys have ":" in place of "."."""
+def convert(folder: Path, change: Callable[[str, np.ndarray], np.ndarray]) -> None:
+    """Changes each tensor of a checkpoint."""
     tensors = {key: change(key, value) for key, value in load_file(folder / "model.safetensors").items()}
-    tensors |= {key.replace(":", "."): value for key, value in more.items()}
     save_file(tensors, folder / "model.safetensors")
 
 
@@ -234,3 +233,14 @@ def test_no_weight_is_read_to_find_what_is_unused(folder: Path, monkeypatch: pyt
     with pytest.raises(ValueError, match=r"unknown.weight is unexpected"):
         load_model(folder)
     assert not read
+
+
+def test_new_weights_may_come_with_tensors_that_no_model_reads(folder: Path) -> None:
+    """A trainer with a value head, such as TRL's, hands over all that it has."""
+    model: Any = load_model(folder).model
+    tensors = load_file(folder / "model.safetensors")
+    more = UNUSED["a value head"] | UNUSED["biases of zeros"] | UNUSED["frequencies"]
+    served: Any = with_weights(model, tensors | more, 256)
+    np.testing.assert_array_equal(served.norm.scale[...], model.norm.scale[...])
+    with pytest.raises(ValueError, match=r"lm_head.bias is unexpected"):
+        with_weights(model, tensors | {"lm_head.bias": np.ones(64, np.float32)}, 256)
