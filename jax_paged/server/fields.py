@@ -1,4 +1,4 @@
-"""Fields of a request that the server does not know: errors, or ignored with a header that says so."""
+"""Fields of a request that are not built, which are errors, and unknown fields, which a header names."""
 
 import functools
 import urllib.parse
@@ -17,15 +17,18 @@ _MAX_LENGTH = 1000  # of the header's value
 def with_known_fields[B: Body](
     handler: Callable[[B, Request], Awaitable[Response]], *, strict: bool
 ) -> Callable[[B, Request], Awaitable[Response]]:
-    """Returns a handler that also looks at the fields of a body which the server does not know.
+    """Returns a handler that also checks the fields of a body which the server does not have.
+
+    Fields that are not built (`Body.unsupported`) are errors, unless their value leaves them off.
 
     Args:
         handler: Of a route.
-        strict: Whether they are errors.
+        strict: Whether fields that the server does not know are errors, too.
     """
 
     @functools.wraps(handler)
     async def checked(body: B, request: Request) -> Response:
+        body.check_unsupported()
         unknown = body.unknown_fields()
         if unknown and strict:
             name = shortened(unknown[0])

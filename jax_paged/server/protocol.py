@@ -7,10 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from jax_paged.checks import check_int
+from jax_paged.ignored_arguments import ANY, OFF, UNSUPPORTED_BY_REQUESTS, Ignored, refused
+from jax_paged.sampling_params import IGNORED as SAMPLING_IGNORED
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.server.forms import ResponseFormat, form_of
 from jax_paged.server.parts import NamedTool, Part, StreamOptions, Tool
-from jax_paged.server.responses import shortened
+from jax_paged.server.responses import ApiError, shortened
 
 _SAMPLING_FIELDS = (
     "temperature",
@@ -108,16 +110,28 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     prompt_field: ClassVar[str] = "prompt"  # what errors call the prompt
+    # Fields that are not built, each with the values that leave it off: any other value is an error.
+    unsupported: ClassVar[Ignored] = dict.fromkeys(_NOT_BUILT, OFF) | UNSUPPORTED_BY_REQUESTS
 
     model: str | None = None
 
     def unknown_fields(self) -> list[str]:
         """Returns the names of the fields that the server does not know."""
-        names = [name for name in self.model_extra or () if name not in _NOT_BUILT]
+        # What the engine ignores with any value is unknown to the server.
+        names = [name for name in self.model_extra or () if self.unsupported.get(name, ANY) is ANY]
         for name, value in self:
             if isinstance(value, Part) or (isinstance(value, ResponseFormat) and value.ignores_extra):
                 names += [f"{name}.{inner}" for inner in value.model_extra or ()]
         return names
+
+    def check_unsupported(self) -> None:
+        """Raises ApiError if a field that is not built has a value that would change the answer."""
+        for name, value in (self.model_extra or {}).items():
+            choices = None if value is None else refused(value, self.unsupported.get(name, ANY))
+            if choices is not None:
+                shown = shortened(repr(value))
+                message = f"{name} is {shown}; allowed: {choices}, as this server does not have it"
+                raise ApiError(message, param=name)
 
     def has_field(self, name: str) -> bool:
         """Returns whether a name is a field of such bodies, or one that a client has added."""
@@ -135,6 +149,15 @@ def within(minimum: float, maximum: float | None = None, **more: float) -> Any:
 
 class Generation(Body, abc.ABC):
     """The fields that all requests for text have."""
+
+    # What SamplingParams refuses is refused here, too.
+    unsupported: ClassVar[Ignored] = {
+        **Body.unsupported,
+        **SAMPLING_IGNORED,
+        "guided_whitespace_pattern": (None,),
+        "modalities": (["text"],),
+        "vllm_xargs": (None, {}),
+    }
 
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="Allowed with stream alone.")
@@ -205,11 +228,6 @@ class Generation(Body, abc.ABC):
 
     def _given(self, logprobs: int | None) -> dict[str, Any]:
         """Returns the sampling parameters that the request names."""
-        for name, value in (self.model_extra or {}).items():
-            if name in _NOT_BUILT and value:
-                raise ValueError(
-                    f"{name} is {shortened(repr(value))}; allowed: nothing, as this server does not have it"
-                )
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is given; allowed: nothing, unless stream is true")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
