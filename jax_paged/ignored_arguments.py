@@ -17,6 +17,20 @@ _SKIPPED = (str(Path(__file__).parent), dataclasses.__file__.removesuffix("py"))
 # The allowed values of an ignored argument; ANY allows every value.
 ANY = None
 Ignored = Mapping[str, tuple[Any, ...] | None]
+# The allowed values of what is not built, where any value that is false leaves it off.
+OFF = (None, False, 0, 0.0, "", [], {})
+
+
+def refused(value: Any, allowed: tuple[Any, ...] | None) -> str | None:
+    """Returns None if a value is allowed; else the allowed values, for an error message.
+
+    Args:
+        value: Of an ignored argument, or of a field of a request.
+        allowed: As an `Ignored` has it.
+    """
+    if allowed is ANY or any(type(value) is type(a) and value == a for a in allowed):
+        return None
+    return "nothing" if allowed is OFF else " or ".join(map(repr, allowed))
 
 
 def ignores[T](ignored: Ignored, *, none_is_default: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
@@ -78,9 +92,7 @@ def ignores[T](ignored: Ignored, *, none_is_default: tuple[str, ...] = ()) -> Ca
 def _check_and_warn(owner: str, values: dict[str, Any], ignored: Ignored) -> None:
     problems = []
     for name, value in plain(values).items():
-        allowed = ignored[name]
-        if allowed is not None and not any(type(value) is type(a) and value == a for a in allowed):
-            choices = " or ".join(map(repr, allowed))
+        if (choices := refused(value, ignored[name])) is not None:
             problems.append(f"{name} is {value!r}; allowed: {choices}, as this engine can do nothing else")
     if problems:
         raise ValueError("\n".join(problems))
@@ -88,6 +100,12 @@ def _check_and_warn(owner: str, values: dict[str, Any], ignored: Ignored) -> Non
     message = f"{owner} ignores {', '.join(values)}, {have} no meaning in this engine"
     warnings.warn(message, UserWarning, skip_file_prefixes=_SKIPPED)
 
+
+# vLLM's settings of single requests that neither LLM.chat nor the server has. They would change the output.
+UNSUPPORTED_BY_REQUESTS: Ignored = {
+    "media_io_kwargs": (None, {}),
+    "mm_processor_kwargs": (None, {}),  # EngineArgs has those for all images
+}
 
 # vLLM's arguments that have no meaning here: how fast something is done, or what is logged ...
 _HARMLESS = """

@@ -20,7 +20,7 @@ from jax_paged.engine.sleeping import Mode
 from jax_paged.engine.snapshot import EngineState
 from jax_paged.engine.tokenizer import Messages
 from jax_paged.engine.weight_updates import Running
-from jax_paged.ignored_arguments import IGNORED
+from jax_paged.ignored_arguments import IGNORED, UNSUPPORTED_BY_REQUESTS, refused
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
@@ -244,9 +244,9 @@ class LLM(PoolingMethods):
         Raises:
             ValueError: As `generate`; also if the tokenizer has no chat template.
         """
-        ok = mm_processor_kwargs in (None, {})
+        allowed = UNSUPPORTED_BY_REQUESTS["mm_processor_kwargs"]
         check(
-            ok,
+            refused(mm_processor_kwargs, allowed) is None,
             "mm_processor_kwargs",
             mm_processor_kwargs,
             "None or empty, as the engine has those for all images",

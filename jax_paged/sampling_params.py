@@ -24,7 +24,7 @@ MAX_STOP_CHARACTERS = 4096
 MAX_BAD_WORDS = 128
 
 # Arguments of vLLM's SamplingParams for features that are not built, with the values that leave them off.
-_IGNORED: Ignored = {
+IGNORED: Ignored = {
     "early_stopping": (False,),
     "flat_logprobs": (False,),
     "guided_decoding": (None,),
@@ -53,7 +53,7 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = 2  # everything, in one output at the end
 
 
-@ignores(_IGNORED)
+@ignores(IGNORED)
 @dataclasses.dataclass
 class SamplingParams:
     """Sampling and stopping of one request; the names and defaults are vLLM's.

@@ -1,4 +1,4 @@
-"""Fields of a request that the server does not know or enforce: errors, or headers of the answer."""
+"""Fields of a request that are not built (errors), unknown or not enforced (headers of the answer)."""
 
 import functools
 import re
@@ -20,15 +20,18 @@ _MAX_LENGTH = 1000  # of a header's value
 def with_known_fields[B: Body](
     handler: Callable[[B, Request], Awaitable[Response]], *, strict: bool
 ) -> Callable[[B, Request], Awaitable[Response]]:
-    """Returns a handler that also looks at the fields of a body which the server does not know.
+    """Returns a handler that also checks the fields of a body which the server does not have.
+
+    Fields that are not built (`Body.unsupported`) are errors, unless their value leaves them off.
 
     Args:
         handler: Of a route.
-        strict: Whether they are errors.
+        strict: Whether fields that the server does not know are errors, too.
     """
 
     @functools.wraps(handler)
     async def checked(body: B, request: Request) -> Response:
+        body.check_unsupported()
         unknown = body.unknown_fields()
         if unknown and strict:
             name = shortened(unknown[0])

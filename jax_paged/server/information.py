@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+from typing import ClassVar
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -10,6 +11,7 @@ from pydantic import ConfigDict, Field
 from jax_paged.checks import check, check_int
 from jax_paged.engine.replicated_engine import ServingEngine
 from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.ignored_arguments import OFF, Ignored
 from jax_paged.server.adapters import ServedModels
 from jax_paged.server.conversation import messages_for
 from jax_paged.server.generation import bad_input, tokenizer_of
@@ -32,6 +34,9 @@ class TokenizeRequest(Body):
             ]
         }
     )
+
+    # They would change the tokens of a conversation.
+    unsupported: ClassVar[Ignored] = {**Body.unsupported, "chat_template_kwargs": OFF, "tools": OFF}
 
     prompt: str | None = Field(None, examples=["def fibonacci(n):"])
     messages: Messages | None = None

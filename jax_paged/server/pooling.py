@@ -14,6 +14,7 @@ from pydantic import AliasChoices, Field, WithJsonSchema
 from jax_paged.checks import check, check_int
 from jax_paged.engine import pooling
 from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.ignored_arguments import Ignored
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.pooling_params import PoolingParams, PoolingTask
@@ -42,6 +43,13 @@ class PoolingBody(Body):
     """The fields that all pooling requests have."""
 
     prompt_field: ClassVar[str] = "input"
+    # They would change the tokens of a text, and the form of the answer.
+    unsupported: ClassVar[Ignored] = {
+        **Body.unsupported,
+        "add_special_tokens": (True,),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+    }
 
     truncate_prompt_tokens: Integer | None = within(-1)
     use_activation: bool | None = None

@@ -7,10 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from jax_paged.checks import check_int
+from jax_paged.ignored_arguments import ANY, OFF, UNSUPPORTED_BY_REQUESTS, Ignored, refused
+from jax_paged.sampling_params import IGNORED as SAMPLING_IGNORED
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.server.forms import ResponseFormat, form_of, ignored_guided
 from jax_paged.server.parts import Integer, Integers, NamedTool, Part, StreamOptions, Tool, as_integers
-from jax_paged.server.responses import shortened
+from jax_paged.server.responses import ApiError, shortened
 
 _SAMPLING_FIELDS = (
     "temperature",
@@ -107,12 +109,15 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     prompt_field: ClassVar[str] = "prompt"  # what errors call the prompt
+    # Fields that are not built, each with the values that leave it off: any other value is an error.
+    unsupported: ClassVar[Ignored] = dict.fromkeys(_NOT_BUILT, OFF) | UNSUPPORTED_BY_REQUESTS
 
     model: str | None = None
 
     def unknown_fields(self) -> list[str]:
         """Returns the names of the fields that the server does not know."""
-        names = [name for name in self.model_extra or () if name not in _NOT_BUILT]
+        # What the engine ignores with any value is unknown to the server.
+        names = [name for name in self.model_extra or () if self.unsupported.get(name, ANY) is ANY]
         for name, value in self:
             if isinstance(value, Part) or (isinstance(value, ResponseFormat) and value.ignores_extra):
                 names += [f"{name}.{inner}" for inner in value.model_extra or ()]
@@ -121,6 +126,19 @@ class Body(BaseModel):
     def warnings(self) -> list[str]:
         """Returns a sentence for each field that has no effect because another one is given."""
         return []
+
+    def is_neutral(self, name: str, value: Any) -> bool:
+        """Returns whether a value of a field that is not built asks for what happens without the field."""
+        return value is None
+
+    def check_unsupported(self) -> None:
+        """Raises ApiError if a field that is not built has a value that would change the answer."""
+        for name, value in (self.model_extra or {}).items():
+            choices = refused(value, self.unsupported.get(name, ANY))
+            if choices is not None and not self.is_neutral(name, value):
+                shown = shortened(repr(value))
+                message = f"{name} is {shown}; allowed: {choices}, as this server does not have it"
+                raise ApiError(message, param=name)
 
     def has_field(self, name: str) -> bool:
         """Returns whether a name is a field of such bodies, or one that a client has added."""
@@ -138,6 +156,15 @@ def within(minimum: float, maximum: float | None = None, **more: float) -> Any:
 
 class Generation(Body, abc.ABC):
     """The fields that all requests for text have."""
+
+    # What SamplingParams refuses is refused here, too.
+    unsupported: ClassVar[Ignored] = {
+        **Body.unsupported,
+        **SAMPLING_IGNORED,
+        "guided_whitespace_pattern": (None,),
+        "modalities": (["text"],),
+        "vllm_xargs": (None, {}),
+    }
 
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="Allowed with stream alone.")
@@ -220,15 +247,14 @@ class Generation(Body, abc.ABC):
             ValueError: If a value is out of range; the message names the field, its value and the range.
         """
 
+    def is_neutral(self, name: str, value: Any) -> bool:
+        """Returns whether a value of a field that is not built asks for what happens without the field."""
+        # Clients that fill in all fields send these values.
+        neutral = {"best_of": (1, self.num_outputs), "function_call": ("none", "auto")}
+        return super().is_neutral(name, value) or value in neutral.get(name, ())
+
     def _given(self, logprobs: int | None) -> dict[str, Any]:
         """Returns the sampling parameters that the request names."""
-        # Values that ask for what happens without the field, as clients send that fill in all of them.
-        neutral = {"best_of": (1, self.num_outputs), "function_call": ("none", "auto")}
-        for name, value in (self.model_extra or {}).items():
-            if name in _NOT_BUILT and value and value not in neutral.get(name, ()):
-                raise ValueError(
-                    f"{name} is {shortened(repr(value))}; allowed: nothing, as this server does not have it"
-                )
         if self.stream_options is not None and self.stream_options.asks_for_anything and not self.stream:
             raise ValueError("stream_options is given; allowed: nothing, unless stream is true")
         if self.stream_options is not None and self.stream_options.include_obfuscation:

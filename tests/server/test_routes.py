@@ -14,6 +14,8 @@ from jax_paged.server import answers
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.logprobs import _length_in
 from jax_paged.server.options import ServerOptions
+from jax_paged.server.pooling import EmbeddingRequest
+from jax_paged.server.responses import ApiError
 
 PROMPT = "def read(self"
 QUESTION = "What is a block table?"
@@ -322,6 +324,67 @@ def test_fields_that_would_change_the_answer_are_no_unknown_ones(served):
     neutral = post(served, "/completions", **body, guided_regex=None, structured_outputs={})
     assert neutral.status_code == 200
     assert "x-ignored-fields" not in neutral.headers
+
+
+_BODIES = {
+    "/completions": {"prompt": "a", "max_tokens": 1},
+    "/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/responses": {"input": "a", "max_output_tokens": 1},
+    "../tokenize": {"prompt": "a"},
+    "../detokenize": {"tokens": [5]},
+}
+_GENERATING = tuple(_BODIES)[:3]
+
+
+@pytest.mark.parametrize(
+    ("paths", "name", "bad", "neutral"),
+    [
+        (tuple(_BODIES), "mm_processor_kwargs", 7, {}),
+        (tuple(_BODIES), "mm_processor_kwargs", {"max_pixels": 512}, None),
+        (tuple(_BODIES), "media_io_kwargs", {"image": {}}, {}),
+        (tuple(_BODIES), "chat_template", "{{ messages }}", ""),
+        (("../tokenize",), "tools", [{"type": "function"}], []),
+        (("../tokenize",), "chat_template_kwargs", {"enable_thinking": False}, {}),
+        (_GENERATING, "thinking_token_budget", 0, -1),
+        (_GENERATING, "repetition_detection", {"max_pattern_size": 2}, None),
+        (_GENERATING, "logprob_token_ids", [5], None),
+        (_GENERATING, "vllm_xargs", {"a": 1}, {}),
+        (_GENERATING, "modalities", ["text", "audio"], ["text"]),
+        (_GENERATING, "guided_whitespace_pattern", " *", None),
+        (("/responses",), "use_beam_search", True, False),
+    ],
+)
+def test_fields_that_are_not_built_are_errors_on_every_route(served, paths, name, bad, neutral):
+    """As in LLM, where the same tables say which values leave them off."""
+    for path in paths:
+        answer = post(served, path, **_BODIES[path], **{name: bad})
+        assert error_of(answer) == (400, None, name), path
+        assert f"{name} is " in answer.json()["error"]["message"]
+        answer = post(served, path, **_BODIES[path], **{name: neutral})
+        assert answer.status_code == 200, answer.text
+        assert "x-ignored-fields" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "neutral"),
+    [
+        ("mm_processor_kwargs", 7, {}),
+        ("add_special_tokens", False, True),
+        ("embed_dtype", "float16", "float32"),
+        ("endianness", "big", "little"),
+    ],
+)
+def test_fields_that_are_not_built_of_embeddings(name, bad, neutral):
+    body = EmbeddingRequest.model_validate({"input": "a", name: neutral})
+    body.check_unsupported()
+    assert body.unknown_fields() == []
+    with pytest.raises(ApiError, match=rf"{name} is .*; allowed: "):
+        EmbeddingRequest.model_validate({"input": "a", name: bad}).check_unsupported()
+
+
+def test_what_llm_ignores_is_ignored_with_a_header(served):
+    answer = post(served, "/completions", **_BODIES["/completions"], spaces_between_special_tokens=False)
+    assert (answer.status_code, answer.headers["x-ignored-fields"]) == (200, "spaces_between_special_tokens")
 
 
 def test_fields_of_vllm(served):
