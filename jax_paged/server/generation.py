@@ -137,7 +137,8 @@ class GenerationRoutes(TextRoutes):
         choice = chat_deltas(num_top, token_bytes) if stream else chat_messages(num_top, token_bytes)
         if reader is not None:
             prompt = checked[0].prompt_token_ids
-            choice = reader.choices(choice, n, tokenizer, prompt, stream=stream)
+            constrained = checked[0].params.structured_outputs is not None
+            choice = reader.choices(choice, n, tokenizer, prompt, stream=stream, has_form=constrained)
         if stream:
             head = self._head("chatcmpl", "chat.completion.chunk", adapter, request)
             facts = request.state.record, client_of(request)
