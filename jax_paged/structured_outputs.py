@@ -46,8 +46,12 @@ class StructuredOutputsParams:
         structural_tag: Text in which tags hold JSON: {"structures": [{"begin", "schema", "end"}, ...],
             "triggers": [...]}, as a dict or as text. Where a trigger has been written, one of the tags that
             begin with it follows.
-        starts_after: Text up to whose end nothing is constrained but the end of the output, such as what
-            closes a model's thinking. None for no such text.
+        starts_after: Text that the form follows, such as the tag that closes a model's reasoning. Nothing
+            before it is constrained. None if the form begins with the output. An output may also be the form
+            alone, without this text.
+        reasoning_tag: Text with which an output begins that has `starts_after`. An output that does not begin
+            with it has the form from the start. None if no text tells them apart: the output is then not
+            constrained before `starts_after`, and it may end there only where it is the form.
 
     Raises:
         ValueError: If none or several are given, or one is too large, too deep or no value of its kind.
@@ -60,6 +64,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     structural_tag: dict[str, Any] | str | None = None
     starts_after: str | None = None
+    reasoning_tag: str | None = None
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -68,6 +73,9 @@ class StructuredOutputsParams:
         check(len(given) == 1, "structured_outputs", given or None, f"exactly one of {', '.join(names)}")
         after = self.starts_after
         check(after is None or (isinstance(after, str) and after), "starts_after", after, "None or text")  # pyright: ignore
+        tag = self.reasoning_tag
+        ok = tag is None or (isinstance(tag, str) and bool(tag) and after is not None)  # pyright: ignore
+        check(ok, "reasoning_tag", tag, "None, or text beside starts_after")
         _CHECKS[given[0]](given[0], getattr(self, given[0]))
 
     @property

@@ -4,6 +4,7 @@ llguidance is imported when a request first asks for a form.
 """
 
 import collections
+import enum
 import functools
 import itertools
 import json
@@ -46,10 +47,13 @@ class Grammar:
         root: Before the first token; only copied.
         end_token_ids: Tokens that end an output.
         num_words: Of a mask, each of 32 tokens; those behind the model's vocabulary mean nothing.
-        starts_after: Text behind which the form begins; "" if it begins with the output.
+        params: Text that the form follows, and the tag of outputs that have this text.
         tokenizer: Of the model.
         ll_tokenizer: The same, for llguidance.
         warnings: A sentence for each constraint of its JSON schemas that is not enforced.
+
+    Attributes:
+        tag_ids: Tokens of the tag; empty if there is none.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class Grammar:
         root: "LLMatcher",
         end_token_ids: frozenset[int],
         num_words: int,
-        starts_after: str,
+        params: StructuredOutputsParams,
         tokenizer: Tokenizer,
         ll_tokenizer: "LLTokenizer",
         warnings: tuple[str, ...] = (),
@@ -66,7 +70,9 @@ class Grammar:
         self._root = root
         self.end_token_ids = end_token_ids
         self.num_words = num_words
-        self._starts_after = starts_after
+        self._starts_after = params.starts_after or ""
+        self._tag = params.reasoning_tag or ""
+        self.tag_ids = tokenizer.encode(self._tag, add_special_tokens=False) if self._tag else []
         self._tokenizer = tokenizer
         self._ll_tokenizer = ll_tokenizer
 
@@ -80,8 +86,13 @@ class Grammar:
         behind = (
             self._behind(prompt_token_ids, len(prompt_token_ids), _MAX_BEHIND) if self._starts_after else ""
         )
-        waits = behind is None or bool(behind.strip())
-        return Matcher(self, self._root.deep_copy(), waits=waits, ignores_eos=ignores_eos)
+        if behind is not None and not behind.strip():
+            phase = _Phase.FORM
+        else:
+            phase = (
+                _Phase.OPEN if self.tag_ids and not self._is_tagged(prompt_token_ids) else _Phase.REASONING
+            )
+        return Matcher(self, self._root.deep_copy(), phase, ignores_eos=ignores_eos)
 
     def begun(self, token_ids: list[int], stop: int) -> "LLMatcher | None":
         """Returns the state behind the text that the form begins behind; None if no text ends with it.
@@ -99,6 +110,16 @@ class Grammar:
                 return state
         return None
 
+    def is_space(self, token_id: int) -> bool:
+        """Returns whether a token is white space."""
+        return not self._tokenizer.decode([token_id], skip_special_tokens=False).strip()
+
+    def _is_tagged(self, token_ids: list[int]) -> bool:
+        """Returns whether a prompt ends with the tag, and maybe white space."""
+        num_tokens = len(self._tag.encode()) + _MAX_BEHIND
+        text = self._tokenizer.decode(token_ids[-num_tokens:], skip_special_tokens=False)
+        return text.rstrip().endswith(self._tag)
+
     def _behind(self, token_ids: list[int], stop: int, num_more: int = 0) -> str | None:
         """Returns what stands behind the text that the form begins behind; None if that is not there.
 
@@ -113,26 +134,38 @@ class Grammar:
         return behind if tag else None
 
 
-class Matcher:
-    """Follows the tokens of one output.
+class _Phase(enum.Enum):
+    """The part of an output that the next token belongs to, as far as its tokens tell."""
 
-    Attributes:
+    OPEN = enum.auto()  # the reasoning tag or the form: the output is a beginning of the tag, maybe empty
+    REASONING = enum.auto()  # text that nothing constrains
+    FORM = enum.auto()
+
+
+class Matcher:
+    """Follows the tokens of one output. Its state is a function of these tokens and the prompt.
+
+    Args:
         grammar: What it follows.
+        state: Of the grammar, before the first token.
+        phase: Of the first token.
+        ignores_eos: Whether the request goes on after an end token.
     """
 
-    def __init__(self, grammar: Grammar, state: "LLMatcher", *, waits: bool, ignores_eos: bool) -> None:
+    def __init__(self, grammar: Grammar, state: "LLMatcher", phase: _Phase, *, ignores_eos: bool) -> None:
         self.grammar = grammar
+        # The state of the form. Before the phase FORM, that of an output which is the form from the start.
         self._state = state
-        self._waits = waits  # for the end of the text that nothing constrains
+        self._phase = phase
+        self._fits = True  # whether all tokens fit `_state`; some may not before the phase FORM
         self._ignores_eos = ignores_eos
         self._num_tokens = 0  # followed
         self._num_when_complete: int | None = None
 
     def copy(self) -> "Matcher":
         """Returns one that goes on from here by itself."""
-        copy = Matcher(
-            self.grammar, self._state.deep_copy(), waits=self._waits, ignores_eos=self._ignores_eos
-        )
+        copy = Matcher(self.grammar, self._state.deep_copy(), self._phase, ignores_eos=self._ignores_eos)
+        copy._fits = self._fits
         copy._num_tokens, copy._num_when_complete = self._num_tokens, self._num_when_complete
         return copy
 
@@ -146,15 +179,33 @@ class Matcher:
             After how many tokens it was complete, so that nothing can follow; None if it is not.
         """
         for n in range(self._num_tokens, len(token_ids)):
-            if self._waits:
-                begun = self.grammar.begun(token_ids, n + 1)
-                if begun is not None:
-                    self._state, self._waits = begun, False
-                    self._num_when_complete = n + 1 if begun.is_stopped() and begun.is_accepting() else None
+            if self._phase is _Phase.OPEN and token_ids[n] != self.grammar.tag_ids[n]:
+                # Masks allow no token that does not fit. One that was drawn without them begins reasoning.
+                fits = self._fits and self._state.validate_tokens([token_ids[n]]) == 1
+                self._phase = _Phase.FORM if fits else _Phase.REASONING
+            if self._phase is not _Phase.FORM:
+                self._follow_both(token_ids, n)
             elif self._num_when_complete is None and self._state.consume_token(token_ids[n]):
                 self._num_when_complete = n + 1 if self._state.is_stopped() else None
         self._num_tokens = len(token_ids)
         return self._num_when_complete
+
+    def _follow_both(self, token_ids: list[int], n: int) -> None:
+        """Takes in token `n` of an output that may have reasoning first, or be the form from the start."""
+        token_id = token_ids[n]
+        if self._fits and self._state.validate_tokens([token_id]):
+            self._state.consume_token(token_id)
+        elif self._fits and not all(map(self.grammar.is_space, token_ids[: n + 1])):
+            self._fits = False  # white space before the form is no part of it
+        if self._phase is _Phase.OPEN:
+            if n + 1 == len(self.grammar.tag_ids):
+                self._phase = _Phase.REASONING
+                self._fits = False
+            return
+        begun = self.grammar.begun(token_ids, n + 1)
+        if begun is not None:
+            self._state, self._phase, self._fits = begun, _Phase.FORM, True
+            self._num_when_complete = n + 1 if begun.is_stopped() and begun.is_accepting() else None
 
     @property
     def problem(self) -> str:
@@ -164,7 +215,7 @@ class Matcher:
 
     def forced(self) -> list[int]:
         """Returns the next tokens where the form leaves one text, as the tokenizer writes it."""
-        if self._waits or self._num_when_complete is not None:
+        if self._phase is not _Phase.FORM or self._num_when_complete is not None:
             return []
         return self._state.compute_ff_tokens()
 
@@ -178,17 +229,23 @@ class Matcher:
         if self._num_when_complete is not None:
             row[:] = -1
             return
-        if self._waits:
+        bits = row.view(np.uint32)
+        if self._phase is _Phase.REASONING:
             row[:] = -1
+        elif not self._fits:
+            row[:] = 0
         else:
             state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             # In both of these llguidance would allow an end token.
             if state.is_error() or (state.is_stopped() and not state.is_accepting()):
                 row[:] = 0
-        if self._waits or self._ignores_eos or not state.is_accepting():  # it may be a piece of text, too
-            bits = row.view(np.uint32)
+        may_end = self._fits and state.is_accepting() and not self._ignores_eos
+        if not may_end:  # an end token may be a piece of text, too
             for token_id in self.grammar.end_token_ids:
                 bits[token_id // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token_id % 32))
+        if self._phase is _Phase.OPEN:
+            tag_id = self.grammar.tag_ids[self._num_tokens]
+            bits[tag_id // 32] |= np.uint32(1 << tag_id % 32)
 
 
 class Grammars:
@@ -215,7 +272,7 @@ class Grammars:
                 are not supported are warnings of the grammar, which are also logged.
         """
         value = getattr(params, params.kind)
-        key = json.dumps([params.kind, value, params.starts_after])
+        key = json.dumps([params.kind, value, params.starts_after, params.reasoning_tag])
         with self._lock:
             found = self._compiled.get(key)
             if found is not None:
@@ -229,8 +286,8 @@ class Grammars:
         except ValueError as error:
             raise ValueError(f"structured_outputs.{params.kind} can't be used: {error}") from error
         num_words = -(-self._ll_tokenizer.vocab_size // 32)
-        after, tokenizers = params.starts_after or "", (self._tokenizer, self._ll_tokenizer)
-        grammar = Grammar(root, self._end_token_ids, num_words, after, *tokenizers, warnings)
+        tokenizers = self._tokenizer, self._ll_tokenizer
+        grammar = Grammar(root, self._end_token_ids, num_words, params, *tokenizers, warnings)
         for warning in warnings:
             _LOGGER.warning("structured_outputs.%s: %s", params.kind, warning)
         with self._lock:

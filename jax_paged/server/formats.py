@@ -97,6 +97,7 @@ class ReasoningFormat:
         end: The tag behind them.
         always: Whether an output begins amid thoughts even where the prompt does not say so.
         answer: The tag before an answer, if the thoughts' end is not followed by it at once.
+        header: The beginning of `begin` that is also the beginning of `answer`.
         tags: What a tokenizer may have as control tokens; none stands for begin and end.
         opening: Pattern of what begins thoughts, if they may begin amid an output.
         closing: Pattern of what ends them; None for `end`.
@@ -107,6 +108,7 @@ class ReasoningFormat:
     end: str
     always: bool = False
     answer: str = ""
+    header: str = ""
     tags: tuple[str, ...] = ()
     opening: str | None = None
     closing: str | None = None
@@ -242,6 +244,7 @@ REASONING_FORMATS = {
         "<|channel|>analysis<|message|>",
         "<|end|>",
         answer="<|channel|>final<|message|>",
+        header="<|channel|>",
         tags=_HARMONY_TAGS,
         opening=rf"(?:{_START})?{_W}<\|channel\|>analysis{_MESSAGE}",
         closing=_HARMONY_END,
@@ -314,7 +317,9 @@ def calls_grammar(
         behind_thoughts: Whether what it describes follows thoughts, often in a line of its own.
     """
     more = f" ({literal(text.between)} call)*" if parallel else ""
-    space = r"/\n{0,2}/ " + literal(text.behind_thoughts) if behind_thoughts else ""
+    # Optional, as the calls may also be all of an output.
+    front = f"({literal(text.behind_thoughts)})?" if text.behind_thoughts else ""
+    space = rf"/\n{{0,2}}/ {front}" if behind_thoughts else ""
     lines = [
         f"start: {space} {literal(text.begin)} call{more} {literal(text.end)}",
         f"call: {' | '.join(f'call{i}' for i in range(len(functions)))}",

@@ -141,7 +141,8 @@ class GenerationRoutes(TextRoutes):
         choice = chat_deltas(num_top, token_bytes) if stream else chat_messages(num_top, token_bytes)
         if reader is not None:
             prompt = checked[0].prompt_token_ids
-            choice = reader.choices(choice, n, tokenizer, prompt, stream=stream)
+            constrained = checked[0].params.structured_outputs is not None
+            choice = reader.choices(choice, n, tokenizer, prompt, stream=stream, has_form=constrained)
         token_ids = "answer" if body.return_token_ids else None
         if stream:
             head = self._head("chatcmpl", "chat.completion.chunk", adapter, request)

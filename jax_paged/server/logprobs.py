@@ -101,13 +101,8 @@ class Echo:
         """Returns the character of a prompt in which each of its tokens begins, at most `most`."""
         offsets, result, end = TextOffsets(0), [], 0
         for token_id in token_ids:
-            data = self.tokenizer.token_bytes(token_id)
-            if not text.startswith(data, end):
-                is_special = not self.tokenizer.adds_text(token_id, skip_special_tokens=True)
-                if is_special:
-                    data = b""  # the tokenizer has added it
-                elif data.startswith(b" ") and text.startswith(data[1:], end):
-                    data = data[1:]  # some tokenizers put a space in front of the text
+            is_special = not self.tokenizer.adds_text(token_id, skip_special_tokens=True)
+            data = _bytes_in(text, end, self.tokenizer.token_bytes(token_id), is_special)
             result.append(min(offsets.take(data), most))
             end += len(data)
         return result
@@ -171,6 +166,17 @@ def prompt_logprobs(output: RequestOutput) -> list[dict[str, dict[str, Any]] | N
         None if entry is None else {str(i): dataclasses.asdict(x) for i, x in entry.items()}
         for entry in output.prompt_logprobs
     ]
+
+
+def _bytes_in(text: bytes, start: int, token: bytes, is_special: bool) -> bytes:
+    """Returns the bytes of a prompt's text, from `start` on, that one of its tokens stands for."""
+    if text.startswith(token, start):
+        return token
+    if is_special:
+        return b""  # the tokenizer has added it
+    # Some tokenizers put a space in front of the text.
+    is_space = token.startswith(b" ") and text.startswith(token[1:], start)
+    return token[is_space:]
 
 
 def _by_text(entry: TokenLogprobDict) -> dict[str, float]:

@@ -6,7 +6,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax_paged.outputs import CompletionOutput, RequestOutput
-from jax_paged.server.formats import ARGUMENTS, BEFORE_ARGUMENTS, CALL, CONTENT, NAME, REASONING
+from jax_paged.server.formats import (
+    ARGUMENTS,
+    BEFORE_ARGUMENTS,
+    CALL,
+    CONTENT,
+    NAME,
+    REASONING,
+    ReasoningFormat,
+)
 from jax_paged.server.responses import MakeChoice
 
 # What may stand behind arguments and close what they stand in.
@@ -22,16 +30,27 @@ class OutputParser:
     Args:
         template: As `formats.response_template` returns it.
         parallel: Whether calls behind the first count; else they are dropped.
-        reasoning_tag: The tag before thoughts; "" if they are a part of the content.
+        reasoning: How the model thinks; None if thoughts are a part of the content.
+        without_reasoning: The template for an output that was expected to begin amid thoughts, and whose
+            grammar let it end without them: then all of it is the answer. None if there is no such output.
     """
 
-    def __init__(self, template: Any, *, parallel: bool, reasoning_tag: str = "") -> None:
+    def __init__(
+        self,
+        template: Any,
+        *,
+        parallel: bool,
+        reasoning: ReasoningFormat | None = None,
+        without_reasoning: Any = None,
+    ) -> None:
         from transformers.utils.chat_parsing import ResponseParser  # takes a second, once
 
         self._parser = ResponseParser(template, prefix="")
         self._parallel = parallel
-        self._reasoning_tag = reasoning_tag
-        self._reasoning: list[str] = []  # of each region of the output
+        self._format = reasoning
+        self._regions: list[str] = []  # of thoughts
+        self._without_reasoning = without_reasoning
+        self._text = ""  # all that was fed, if it may be parsed again
         self._calls: list[_Call] = []
         self._last = ""  # text that was parsed
         self._is_first = False  # whether nothing of the arguments that have opened has come
@@ -43,13 +62,28 @@ class OutputParser:
         """Whether a call has begun."""
         return bool(self._calls)
 
-    def feed(self, text: str, *, is_last: bool) -> dict[str, Any]:
+    def feed(self, text: str, *, is_last: bool, has_ended: bool = False) -> dict[str, Any]:
         """Returns what is new, as a chunk has it.
 
         Args:
             text: What has come since the last call.
             is_last: Whether nothing follows.
+            has_ended: Whether the model has ended the output, which is not cut.
         """
+        new = self._feed(text, is_last=is_last)
+        if self._without_reasoning is None:
+            return new
+        self._text += text
+        assert self._format is not None, "there might have been thoughts"
+        if not (is_last and has_ended) or self.has_calls or self._format.end in self._text:
+            return new
+        self._regions.clear()
+        direct = OutputParser(self._without_reasoning, parallel=self._parallel)
+        new = direct.feed(self._text, is_last=True)
+        self._calls = direct._calls
+        return new
+
+    def _feed(self, text: str, *, is_last: bool) -> dict[str, Any]:
         new: dict[str, Any] = {}
         while text:
             if self._object is not None:  # the parser would take what stands in its strings for tags
@@ -78,10 +112,11 @@ class OutputParser:
             text: All that was fed.
         """
         spans, end = [], 0
-        for region in filter(None, self._reasoning):
-            begin, tag = text.find(region, end), text.find(self._reasoning_tag, end)
+        opening = self._format.begin if self._format else ""
+        for region in filter(None, self._regions):
+            begin, tag = text.find(region, end), text.find(opening, end)
             if end <= tag < begin + len(region):  # the region may also occur in the tag before it
-                begin = max(begin, text.find(region, tag + len(self._reasoning_tag)))
+                begin = max(begin, text.find(region, tag + len(opening)))
             if begin >= 0:
                 end = begin + len(region)
                 spans.append((begin, end))
@@ -115,9 +150,9 @@ class OutputParser:
         for event in events:
             field, kind = event["field"].rstrip("0123456789"), event["type"]
             if field == REASONING and kind == "region_open":
-                self._reasoning.append("")
+                self._regions.append("")
             elif field == REASONING and kind == "region_chunk":
-                self._reasoning[-1] += event["text"]
+                self._regions[-1] += event["text"]
             if field in (CONTENT, REASONING):
                 if kind == "region_chunk":
                     new[field] = new.get(field, "") + event["text"]
@@ -242,7 +277,9 @@ def parsed_choices(choice: MakeChoice, parsers: Sequence[OutputParser], *, strea
     def parsed(index: int, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
         parser = parsers[index]
         made = choice(index, completion, output)
-        new = parser.feed(completion.text, is_last=completion.finish_reason is not None)
+        reason = completion.finish_reason
+        has_ended = reason == "stop" and completion.stop_reason is None
+        new = parser.feed(completion.text, is_last=reason is not None, has_ended=has_ended)
         if parser.has_calls and made["finish_reason"] == "stop":
             made["finish_reason"] = "tool_calls"
         if stream:

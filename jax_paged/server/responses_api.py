@@ -144,7 +144,8 @@ class ResponsesRoute(TextRoutes):
                 with_form=has_form(params),
             )
         note_warnings(request, checked)
-        parser = reader and reader.parser(tokenizer, checked[0].prompt_token_ids)
+        constrained = checked[0].params.structured_outputs is not None
+        parser = reader and reader.parser(tokenizer, checked[0].prompt_token_ids, has_form=constrained)
         name = adapter.lora_name if adapter else self._model_name
         token_bytes = token_bytes_of(self._engine, checked)
         answer = _Answer(body, token_bytes, checked[0].params, name, parser, progress_of(request))
@@ -317,7 +318,9 @@ class _Answer:
         """Returns the thoughts and the text that a new part of the output brings."""
         found = {CONTENT: new.text}
         if self._parser is not None:
-            found = self._parser.feed(new.text, is_last=new.finish_reason is not None)
+            reason = new.finish_reason
+            has_ended = reason == "stop" and new.stop_reason is None
+            found = self._parser.feed(new.text, is_last=reason is not None, has_ended=has_ended)
         thoughts, text = found.get(REASONING, ""), found.get(CONTENT, "")
         self._thoughts += thoughts
         self._text += text

@@ -83,7 +83,8 @@ class ChatReader:
         if self.forced:
             check(form is None, "tool_choice", "a forced call", "'none' or 'auto', as the output has a form")
             behind = self.reasoning.end if self.reasoning else None
-            form = StructuredOutputsParams(grammar=self._grammar(ids), starts_after=behind)
+            tag = self.reasoning.begin if self.reasoning and not self.reasoning.always else None
+            form = StructuredOutputsParams(grammar=self._grammar(ids), starts_after=behind, reasoning_tag=tag)
             params = dataclasses.replace(params, structured_outputs=form)
         return behind_thoughts(params, self.reasoning)
 
@@ -112,6 +113,7 @@ class ChatReader:
         prompt: Sequence[int],
         *,
         stream: bool,
+        has_form: bool,
     ) -> MakeChoice:
         """Returns a function that makes the choices of an answer.
 
@@ -121,20 +123,27 @@ class ChatReader:
             tokenizer: Of the model.
             prompt: The conversation's token ids.
             stream: Whether the choices are parts.
+            has_form: Whether the outputs are constrained.
         """
-        parsers = [self.parser(tokenizer, prompt) for _ in range(num_choices)]
+        parsers = [self.parser(tokenizer, prompt, has_form=has_form) for _ in range(num_choices)]
         return parsed_choices(choice, parsers, stream=stream)
 
-    def parser(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> OutputParser:
+    def parser(self, tokenizer: Tokenizer, prompt: Sequence[int], *, has_form: bool) -> OutputParser:
         """Returns what takes one output apart.
 
         Args:
             tokenizer: Of the model.
             prompt: The conversation's token ids.
+            has_form: Whether the output is constrained.
         """
-        template = response_template(self.format, self.reasoning, self._is_thinking(tokenizer, prompt))
-        tag = self.reasoning.begin if self.reasoning else ""
-        return OutputParser(template, parallel=self.parallel, reasoning_tag=tag)
+        is_thinking = self._is_thinking(tokenizer, prompt)
+        without = response_template(self.format, self.reasoning, False) if is_thinking and has_form else None
+        return OutputParser(
+            response_template(self.format, self.reasoning, is_thinking),
+            parallel=self.parallel,
+            reasoning=self.reasoning,
+            without_reasoning=without,
+        )
 
     def _is_thinking(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
         if self.reasoning is None:
@@ -160,7 +169,11 @@ def behind_thoughts(params: SamplingParams, reasoning: ReasoningFormat | None) -
     form = params.structured_outputs
     if form is None or form.starts_after is not None or reasoning is None:
         return params
-    form = dataclasses.replace(form, starts_after=reasoning.answer or reasoning.end)
+    form = dataclasses.replace(
+        form,
+        starts_after=reasoning.answer or reasoning.end,
+        reasoning_tag=None if reasoning.always else reasoning.header or reasoning.begin,
+    )
     return dataclasses.replace(params, structured_outputs=form)
 
 

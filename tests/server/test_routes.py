@@ -12,7 +12,7 @@ import pytest
 from jax_paged.engine.tokenizer import Tokenizer
 from jax_paged.server import answers
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.logprobs import _length_in
+from jax_paged.server.logprobs import _bytes_in
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.pooling import EmbeddingRequest
 from jax_paged.server.responses import ApiError
@@ -122,7 +122,7 @@ def test_echo_without_logprobs_and_of_beams(served):
     ],
 )
 def test_characters_that_a_prompt_token_stands_for(text, offset, token, is_special, length):
-    assert _length_in(text, offset, token, is_special) == length
+    assert len(_bytes_in(text.encode(), offset, token.encode(), is_special)) == length
 
 
 # Token counts of streams.

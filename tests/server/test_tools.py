@@ -263,6 +263,47 @@ def test_thoughts(chats_of):
     assert finish_reason == "length"
 
 
+NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+NUMBER |= {"additionalProperties": False}
+
+
+@pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1"])
+def test_a_constrained_answer_without_reasoning(chats_of, reasoning):
+    chats = chats_of("hermes", reasoning)
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": NUMBER}}
+    fields = {"response_format": form, "max_tokens": 60}
+    (choice,) = chats.whole('{"a":5}', **fields)["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ('{"a":5}', "stop")
+    assert not choice["message"].get("reasoning")
+    (choice,), _ = chats.streamed('{"a":5}', **fields)
+    assert (choice["message"]["content"], choice["finish_reason"]) == ('{"a":5}', "stop")
+    body = {"input": '{"a":5}', "temperature": 0, "max_output_tokens": 60}
+    body["text"] = {"format": {"type": "json_schema", "name": "a", "schema": NUMBER}}
+    answer = chats.client.post("/responses", json=body).json()
+    (item,) = answer["output"]
+    assert (item["content"][0]["text"], item["status"]) == ('{"a":5}', "completed")
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 0
+    # With reasoning first, it is as before.
+    message, _ = chats.both("<think>\nIs it {so}?</think>No", **fields)
+    assert message["reasoning"] == "Is it {so}?"
+    validate(json.loads(message["content"]), NUMBER)
+
+
+@pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1"])
+def test_a_forced_call_without_reasoning(chats_of, reasoning):
+    text = f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
+    choice = {"type": "function", "function": {"name": "weather"}}
+    chats = chats_of("hermes", reasoning)
+    fields = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 200}
+    (whole,) = chats.whole(text, **fields)["choices"]
+    (streamed,), _ = chats.streamed(text, **fields)
+    for made in (whole, streamed):
+        (call,) = made["message"]["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": PARIS}
+        assert made["finish_reason"] == "tool_calls"
+    assert not whole["message"].get("reasoning")
+
+
 def with_nulls(item):
     """Returns an item of a response as the model_dump() of openai-python has it."""
     if item["type"] == "reasoning":
