@@ -59,12 +59,10 @@ class RequestRunner:
         choices = []
         for i, request in enumerate(requests):
             output = request.output
-            own = [
-                call.choice(i * n + x.index, x, output)
-                | call.prompt_ids("choice", output)
-                | call.output_ids(x)
-                for x in output.outputs
-            ]
+            own = [call.choice(i * n + x.index, x, output) for x in output.outputs]
+            if call.token_ids is not None:
+                ids = [call.prompt_ids("choice", output) | call.output_ids(x) for x in output.outputs]
+                own = [choice | more for choice, more in zip(own, ids, strict=True)]
             if call.with_prompt_logprobs:
                 own = [{**choice, "prompt_logprobs": prompt_logprobs(output)} for choice in own]
             choices += own

@@ -11,6 +11,7 @@ from server.conftest import Served, serving
 from jax_paged import AsyncLLMEngine, EngineArgs, SamplingParams
 from jax_paged.outputs import CompletionOutput, Logprob
 from jax_paged.server.fields import _warnings
+from jax_paged.server.generation import tokenizer_of
 
 CHAT = [{"role": "user", "content": "text?"}]
 PATHS = {
@@ -71,7 +72,7 @@ def test_values_that_change_nothing_in_a_beam_search(server: Served) -> None:
 
 
 def test_integral_floats_in_prompts_and_elsewhere(server: Served) -> None:
-    ids = list(map(float, server.engine.tokenizer.encode("text?")))
+    ids = list(map(float, tokenizer_of(server.server.engine).encode("text?")))
     for prompt in (ids, [ids, ids]):
         assert server.post("/completions", prompt=prompt)["choices"][0]["text"] == "text"
     assert server.post("../detokenize", tokens=ids) == {"prompt": "text?"}
@@ -168,7 +169,7 @@ def test_the_header_of_warnings_holds_anything() -> None:
 
 
 def test_token_ids(server: Served) -> None:
-    tokenizer = server.engine.tokenizer
+    tokenizer = tokenizer_of(server.server.engine)
     ids = [*tokenizer.encode("text"), 2]
     answer = server.post("/completions", prompt=["text?", "text?"], n=2, return_token_ids=True)
     for choice in answer["choices"]:
@@ -182,7 +183,7 @@ def test_token_ids(server: Served) -> None:
 
 
 def test_token_ids_of_a_chat(server: Served) -> None:
-    tokenizer = server.engine.tokenizer
+    tokenizer = tokenizer_of(server.server.engine)
     prompt = tokenizer.encode_chat(CHAT)
     answer = server.post("/chat/completions", messages=CHAT, n=2, return_token_ids=True, max_tokens=6)
     assert answer["prompt_token_ids"] == prompt
@@ -192,7 +193,7 @@ def test_token_ids_of_a_chat(server: Served) -> None:
 
 @pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
 def test_token_ids_of_a_stream(server: Served, path: str) -> None:
-    tokenizer = server.engine.tokenizer
+    tokenizer = tokenizer_of(server.server.engine)
     body = PATHS[path] | {"n": 2, "max_tokens": 5, "return_token_ids": True}
     chunks = server.stream(path, **body)
     is_chat = path == "/chat/completions"
