@@ -45,7 +45,10 @@ def make_plain(instance: Any) -> None:
     """Converts all fields of a dataclass, frozen or not, to plain Python values."""
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
-        converted = plain(value)
+        try:
+            converted = plain(value)
+        except RecursionError:  # nested too deeply, which the checks of the field refuse
+            continue
         if converted is not value:
             object.__setattr__(instance, field.name, converted)
 

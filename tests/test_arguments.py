@@ -305,3 +305,14 @@ def test_values_without_a_plain_equivalent_stay_as_they_are():
         assert plain(value) is value
     nested = {"a": [np.int8(1), (np.bool_(True), ml_dtypes.bfloat16(0.5)), np.str_("b"), Path("c")]}
     assert repr(plain(nested)) == "{'a': [1, (True, 0.5), 'b', 'c']}"
+
+
+def test_values_that_are_nested_too_deeply_are_refused_by_their_checks():
+    schema: dict = {}
+    for _ in range(3000):
+        schema = {"a": schema}
+    endless: dict = {}
+    endless["a"] = endless
+    for value in (schema, endless):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            StructuredOutputsParams(json=value)
