@@ -33,10 +33,10 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     Raises:
         ValueError: If the value is not one of `choices` (and of the same type: True is not 1).
     """
-    value = plain(value)
+    given, value = value, plain(value)
     ok = any(type(value) is type(c) and value == c for c in choices)
     if not ok:
-        check(False, name, value, " or ".join(repr(c) for c in choices) + suggestion(value, choices))
+        check(False, name, given, " or ".join(repr(c) for c in choices) + suggestion(value, choices))
     return value
 
 
@@ -46,11 +46,11 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     Raises:
         ValueError: If the value is not an integer (a bool is not one) in [low, high].
     """
-    value = plain(value)
+    given, value = value, plain(value)
     ok = type(value) is int and value >= low and (high is None or value <= high)
     if not ok:
         allowed = f"an integer of at least {low}" if high is None else f"an integer in [{low}, {high}]"
-        check(False, name, value, allowed)
+        check(False, name, given, allowed)
     return value
 
 
@@ -60,12 +60,12 @@ def check_number(name: str, value: Any, low: float, high: float, *, low_open: bo
     Raises:
         ValueError: If the value is not a finite number in [low, high], or (low, high] if `low_open`.
     """
-    value = plain(value)
+    given, value = value, plain(value)
     ok = type(value) in (int, float)
     # NaN fails every comparison; math.isfinite would overflow on a huge int.
     ok = ok and (value > low if low_open else value >= low) and value <= high and value != math.inf
     if not ok:
-        check(False, name, value, f"a finite number in {'(' if low_open else '['}{low}, {high}]")
+        check(False, name, given, f"a finite number in {'(' if low_open else '['}{low}, {high}]")
     return value
 
 

@@ -94,7 +94,7 @@ class LLM(PoolingMethods):
         is_single = engine_args.get("batch_invariant") or engine_args.get("pipeline_parallel_size", 1) != 1
         num_steps = 1 if is_single else NUM_SCHEDULER_STEPS
         engine_args = {"num_scheduler_steps": num_steps, **engine_args}
-        args = EngineArgs(model=model, tokenizer=tokenizer, **engine_args)
+        args = EngineArgs(model=plain(model), tokenizer=plain(tokenizer), **engine_args)
         parts = loaded, hooks, attend, sampler, logits_processors
         has_parts = any(part is not None for part in (loaded, attend, sampler))
         has_parts = has_parts or bool(hooks) or bool(logits_processors)

@@ -21,9 +21,9 @@ def plain(value: Any) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if kind is list or kind is tuple:
+    if kind is tuple or isinstance(value, list):
         return _plain_items(value)
-    if kind is dict:
+    if isinstance(value, dict):
         keys, values = _plain_items(list(value)), _plain_items(list(value.values()))
         same = all(map(operator.is_, value, keys)) and all(map(operator.is_, value.values(), values))
         return value if same else dict(zip(keys, values, strict=True))
@@ -45,17 +45,22 @@ def make_plain(instance: Any) -> None:
     """Converts all fields of a dataclass, frozen or not, to plain Python values."""
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
-        converted = plain(value)
+        try:
+            converted = plain(value)
+        except RecursionError:  # nested too deeply, which the checks of the field refuse
+            continue
         if converted is not value:
             object.__setattr__(instance, field.name, converted)
 
 
-def _plain_items[T: (list[Any], tuple[Any, ...])](items: T) -> T:
+def _plain_items(items: Any) -> Any:
     # An allow-list may have a hundred thousand token ids: calling `plain` for each would be slow.
     if _PLAIN.issuperset(map(type, items)):
         return items
     converted = [plain(item) for item in items]
-    return items if all(map(operator.is_, items, converted)) else type(items)(converted)
+    if all(map(operator.is_, items, converted)):
+        return items
+    return tuple(converted) if isinstance(items, tuple) else converted
 
 
 def _plain_array(array: Any) -> Any:

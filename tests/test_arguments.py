@@ -1,5 +1,6 @@
 """Arguments of the public classes and methods: NumPy's scalars, paths, dtypes, and misspelt names."""
 
+import collections
 import dataclasses
 import fractions
 import json
@@ -23,6 +24,7 @@ from jax_paged import (
 )
 from jax_paged.config import DTypeName
 from jax_paged.lab.simulator import Request, StepTimeModel
+from jax_paged.plain_values import plain
 from jax_paged.pooling_params import PoolerConfig
 from jax_paged.server.cli import make_batch_parser, parse_args
 from jax_paged.server.options import ServerOptions
@@ -291,3 +293,26 @@ def test_methods_take_the_integers_of_numpy(llm):
         assert llm.generate(prompt, params, priority=np.zeros(1, int))[0].prompt_token_ids == [3, 4, 5]
     engine.record(None)
     assert sum('"add"' in line for line in lines) == 5
+
+
+def test_values_in_subclasses_of_dict_and_list_become_plain():
+    bias = collections.defaultdict(float, {np.int64(5): np.float32(2)})
+    assert exact_type(SamplingParams(logit_bias=bias).logit_bias) == (dict, [(int, float)])
+
+
+def test_values_without_a_plain_equivalent_stay_as_they_are():
+    for value in (object(), {1, 2}, len, [len], {"a": len}, b"a", np.dtype("int32")):
+        assert plain(value) is value
+    nested = {"a": [np.int8(1), (np.bool_(True), ml_dtypes.bfloat16(0.5)), np.str_("b"), Path("c")]}
+    assert repr(plain(nested)) == "{'a': [1, (True, 0.5), 'b', 'c']}"
+
+
+def test_values_that_are_nested_too_deeply_are_refused_by_their_checks():
+    schema: dict = {}
+    for _ in range(3000):
+        schema = {"a": schema}
+    endless: dict = {}
+    endless["a"] = endless
+    for value in (schema, endless):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            StructuredOutputsParams(json=value)

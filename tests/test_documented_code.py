@@ -142,7 +142,7 @@ def test_python_is_in_blocks_that_say_so(document):
         r"^(?: {4})?(?:from \w+ import .*|import \w+$|(?:\w+ = )?(?:LLM|llm\.\w+)\(.*)", outside, re.M
     )
     assert not found
-    comments = re.findall(r"<!-- fragment.*", text)
+    comments = re.findall(r"^ *<!-- fragment.*", text, re.MULTILINE)
     assert len(comments) == sum(block.is_fragment for block in blocks(document))
 
 

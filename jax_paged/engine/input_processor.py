@@ -22,6 +22,7 @@ from jax_paged.models.adapter_files import Adapter
 from jax_paged.plain_values import plain
 from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
+from jax_paged.suggestions import suggestion
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
@@ -367,7 +368,8 @@ def _resolved_args(
     resolved: dict[str, list[float]] = {}
     for name, value in (given or {}).items():
         kind = {"hook_args": "hooks", "extra_args": "logits processors"}[field]
-        check(name in known, f"{field} names", name, f"the {kind} of this engine: {list(known)}")
+        allowed = f"the {kind} of this engine: {list(known)}{suggestion(name, known)}"
+        check(name in known, f"{field} names", name, allowed)
         numbers = as_list(value)
         numbers = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
         check(len(numbers) == known[name], f"{field}[{name!r}]", value, f"{known[name]} numbers")

@@ -19,6 +19,7 @@ from jax_paged.server.launch import load_engine
 from jax_paged.server.logs import configure
 from jax_paged.server.options import ServerOptions
 from jax_paged.server.replica import Replica
+from jax_paged.suggestions import suggestion
 
 try:
     from ray import serve  # pyright: ignore[reportMissingImports]
@@ -53,7 +54,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     fields = {field.name for kind in (EngineArgs, ServerOptions) for field in dataclasses.fields(kind)}
     for name in args.keys() - fields:
-        raise ValueError(f"args has {name!r}; allowed: the fields of EngineArgs and of ServerOptions")
+        allowed = f"the fields of EngineArgs and of ServerOptions{suggestion(name, fields)}"
+        raise ValueError(f"args has {name!r}; allowed: {allowed}")
     values = argparse.Namespace(**args)
     options = with_all_keys(ServerOptions.from_cli_args(values), api_key_of_environment())
     if not (options.api_key or options.allow_unauthenticated):
