@@ -158,10 +158,10 @@ def test_an_error_inside_a_step_stops_the_engine_clearly(folder: str, num_engine
                     trap()  # noqa: B023
                 return super().schedule(now)
 
-            def update(self, *values: Any) -> Any:
+            def update(self, output: Any, result: Any, now: float) -> Any:
                 if place == "update":
                     trap()  # noqa: B023
-                return super().update(*values)
+                return super().update(output, result, now)
 
         schedulers = [Trapped, *[None] * (num_engines - 1)]
         engines = [make_scripted_engine(folder, scheduler=scheduler) for scheduler in schedulers]
