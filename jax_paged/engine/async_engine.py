@@ -72,7 +72,7 @@ class AsyncLLMEngine(RequestMethods):
         self._falling_asleep: tuple[int, Mode, Future[None]] | None = None
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # Thread and executor do not keep this object: an engine that nothing refers to any more ends.
-        this = weakref.ref(self)
+        this: weakref.ref[AsyncLLMEngine] = weakref.ref(self)
         self._thread = threading.Thread(
             target=_run, args=(this, self._calls), name=f"engine {replica}", daemon=True
         )
