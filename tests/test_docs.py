@@ -45,7 +45,7 @@ def lines_of_code(text: str) -> int:
 
 
 def test_the_product_stays_small() -> None:
-    assert sum(lines_of_code(f.read_text(encoding="utf-8")) for f in SERVED) < 34_000
+    assert sum(lines_of_code(f.read_text(encoding="utf-8")) for f in SERVED) < 34_500
 
 
 def test_docstrings_say_something() -> None:

@@ -69,6 +69,10 @@ class CheckedRequest:
         return self.beam_params.beam_width if self.beam_params else self.params.best_of or self.params.n
 
 
+# Text before a word that tokenizers keep apart from it.
+_WORD_CONTEXTS = (" ", "\n", "(")
+
+
 class InputProcessor:
     """Tokenizes and checks requests. It changes nothing, and may be called from any thread.
 
@@ -247,7 +251,9 @@ class InputProcessor:
             if self._tokenizer is None:
                 given = f"bad_words is {params.bad_words!r}"
                 raise ValueError(f"{given}; allowed: None, as the engine has no tokenizer")
-            words = [ids for word in params.bad_words for ids in self._tokens_of_word(word, self._tokenizer)]
+            num_words = len(params.bad_words) + len(params.bad_words_token_ids or ())
+            check_int("the number of bad words", num_words, 0, MAX_BAD_WORDS)
+            words = [ids for word in params.bad_words for ids in tokenizations(word, self._tokenizer)]
             params.bad_words_token_ids = [*(params.bad_words_token_ids or ()), *words]
 
     def _resolve_logprobs(self, params: SamplingParams, name: str) -> None:
@@ -261,16 +267,6 @@ class InputProcessor:
         elif value is not None:
             check_int(name, value, 0, high)
 
-    @staticmethod
-    def _tokens_of_word(word: str, tokenizer: Tokenizer) -> list[list[int]]:
-        """Returns the tokens of a word at the start of a text, and inside one if these differ."""
-        first = tokenizer.encode(word.lstrip(), add_special_tokens=False)
-        check(bool(first), "bad_words", word, "words of at least one token")
-        inside = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-        # As vLLM: a space that is a token of its own is no other word.
-        differs = bool(inside) and inside[0] != first[0] and len(inside) == len(first)
-        return [first, inside] if differs else [first]
-
     def _check_limits(self, params: SamplingParams) -> None:
         """Checks what depends on the model and the engine."""
         config, problems = self._config, Problems()
@@ -280,8 +276,9 @@ class InputProcessor:
         problems.note(check_int, name, num_samples, 1, high)
         for name in ("logprobs", "prompt_logprobs"):
             problems.note(self._resolve_logprobs, params, name)
-        num_words = len(params.bad_words_token_ids or ())
-        problems.note(check_int, "the number of bad words", num_words, 0, MAX_BAD_WORDS)
+        if not params.bad_words:
+            num_words = len(params.bad_words_token_ids or ())
+            problems.note(check_int, "the number of bad words", num_words, 0, MAX_BAD_WORDS)
         ok = self._tokenizer is not None or not params.stop_strings
         problems.note(check, ok, "stop", params.stop, "None, as the engine has no tokenizer")
         problems.raise_if_any()
@@ -377,3 +374,30 @@ def _resolved_args(
             check_number(f"{field}[{name!r}]", number, -FLOAT32_MAX, FLOAT32_MAX)
         resolved[name] = [float(number) for number in numbers]
     return resolved or None
+
+
+def tokenizations(word: str, tokenizer: Tokenizer) -> list[list[int]]:
+    """Returns the token sequences with which a tokenizer begins a word, wherever in a text the word stands.
+
+    A tokenizer may encode a word differently at the start of a text, after a space, at the start of a line
+    and after punctuation. A sequence that ends with another one is left out: if the shorter one is banned,
+    the longer one can't be generated.
+
+    Args:
+        word: The word; spaces before it are ignored.
+        tokenizer: Of the model.
+
+    Raises:
+        ValueError: If the word has no tokens.
+    """
+    text = word.lstrip()
+    found = [tokenizer.encode(text, add_special_tokens=False)]
+    check(bool(found[0]), "bad_words", word, "words of at least one token")
+    found.append(tokenizer.encode(" " + text, add_special_tokens=False))
+    for context in _WORD_CONTEXTS:
+        before = tokenizer.encode(context, add_special_tokens=False)
+        whole = tokenizer.encode(context + text, add_special_tokens=False)
+        if before and whole[: len(before)] == before:
+            found.append(whole[len(before) :])
+    unique = [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
+    return [ids for ids in unique if not any(len(x) < len(ids) and ids[-len(x) :] == x for x in unique)]

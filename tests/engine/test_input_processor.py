@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from jax_paged.config import EngineConfig
 from jax_paged.core.cache_group import CacheGroup
 from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
 
 START = 3  # the decoder's start token
 CONFIG = EngineConfig(
@@ -215,6 +217,46 @@ def test_bad_words_of_a_tokenizer_with_spaces_in_its_tokens() -> None:
     alone, inside = tokenizer.encode("the"), tokenizer.encode(" the")
     assert len(alone) == len(inside) == 1
     assert request.params.bad_words_token_ids == [alone, inside]
+
+
+# Merges of a tokenizer with "▁" for spaces, each in order, and the tokens that ban "word".
+WORD_MERGES = {
+    # "▁word" is one token, and "word" at the start of a text is two.
+    "fewer tokens after a space": (["w o", "r d", "▁ wo", "▁wo rd"], [["wo", "rd"], ["▁word"]]),
+    # The reverse: the form after a space has more tokens and is covered by the word alone.
+    "more tokens after a space": (["w o", "r d", "wo rd"], [["word"]]),
+    # "▁w" takes the first letter, so that the form after a space has as many tokens, but others.
+    "other tokens after a space": (["r d", "▁ w", "▁w o"], [["w", "o", "rd"], ["▁wo", "rd"]]),
+}
+
+
+@pytest.mark.parametrize("case", WORD_MERGES)
+@pytest.mark.parametrize("prepend", ["always", "never"])
+def test_bad_words_are_banned_in_all_tokenizations(tmp_path: Path, case: str, prepend: str) -> None:
+    merges, expected = WORD_MERGES[case]
+    pieces = ["<unk>", *"▁word()\nab", *(merge.replace(" ", "") for merge in merges)]
+    pairs = [tuple(merge.split()) for merge in merges]
+    backend = tokenizers.Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, pairs))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend)
+    backend.decoder = decoders.Metaspace(prepend_scheme=prepend)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    tokenizer = Tokenizer(str(tmp_path))
+    config = dataclasses.replace(CONFIG, vocab_size=len(pieces))
+    request = InputProcessor(config, tokenizer).check([5], SamplingParams(bad_words=["word"]))
+    banned = request.params.bad_words_token_ids or []
+    assert sorted([pieces[i] for i in ids] for ids in banned) == sorted(expected)
+    # Whatever precedes the word, its tokens end with a banned sequence.
+    for text in ("word", " word", "a word", "a\nword", "(word", "a (word", "  word"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert any(ids[-len(x) :] == x for x in banned), text
+
+
+def test_the_limit_of_bad_words_counts_words(processor: InputProcessor) -> None:
+    words = [f"w{i}" for i in range(MAX_BAD_WORDS)]
+    processor.check("abc", SamplingParams(bad_words=words))
+    with pytest.raises(ValueError, match=f"the number of bad words is {MAX_BAD_WORDS + 1}"):
+        processor.check("abc", SamplingParams(bad_words=[*words, "x"]))
 
 
 def test_prompts_are_truncated_from_the_left(processor: InputProcessor, encoding: InputProcessor) -> None:
