@@ -73,7 +73,7 @@ def num_columns(processors: Sequence[LogitsProcessor]) -> int:
 
 def state_shapes(processors: Sequence[LogitsProcessor], num_seats: int) -> list[jax.ShapeDtypeStruct]:
     """Returns the shapes of all leaves of the states, [S, ...]."""
-    leaves = [jnp.asarray(leaf) for p in processors for leaf in jax.tree.leaves(p.state)]
+    leaves = [_array(leaf) for p in processors for leaf in jax.tree.leaves(p.state)]
     return [jax.ShapeDtypeStruct((num_seats, *leaf.shape), leaf.dtype) for leaf in leaves]
 
 
@@ -88,7 +88,7 @@ def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> 
         raise ValueError(f"logits_processors are named {names}; allowed: a name for each")
     logits, number = jax.ShapeDtypeStruct((vocab_size,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     for p in processors:
-        state = jax.tree.map(jnp.asarray, p.state)
+        state = jax.tree.map(_array, p.state)
         args: Any = (jax.ShapeDtypeStruct((p.num_args,), jnp.float32), number, number)
         result = jax.eval_shape(p.fn, logits, state, ExtraArgs(*args))
         ok = isinstance(result, tuple) and len(result) == 2 and _like(result, (logits, state))
@@ -97,6 +97,13 @@ def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> 
                 f"logits processor {p.name!r} returns {result}; allowed: logits of shape ({vocab_size},) in "
                 "float32, and a state like the one it got"
             )
+
+
+def _array(leaf: Any) -> Array:
+    """Returns a leaf of a state as an array; of 32 bits, if the user's program made it of 64 bits."""
+    array = jnp.asarray(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
+    return array if array.dtype == dtype else array.astype(dtype)
 
 
 def _like(ours: Any, theirs: Any) -> bool:
@@ -132,7 +139,7 @@ def process(
     for p in processors:
         mode = columns[:, first_column]
         values = columns[:, first_column + 1 : first_column + 1 + p.num_args]
-        begin, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, p.state))
+        begin, structure = jax.tree.flatten(jax.tree.map(_array, p.state))
         own = states[first_leaf : first_leaf + len(begin)]
 
         def apply(
