@@ -26,9 +26,9 @@ def refused(value: Any, allowed: tuple[Any, ...] | None) -> str | None:
 
     Args:
         value: Of an ignored argument, or of a field of a request.
-        allowed: As an `Ignored` has it.
+        allowed: The allowed values, or ANY.
     """
-    if allowed is ANY or any(type(value) is type(a) and value == a for a in allowed):
+    if allowed is None or any(type(value) is type(a) and value == a for a in allowed):
         return None
     return "nothing" if allowed is OFF else " or ".join(map(repr, allowed))
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -103,7 +104,8 @@ def _array(leaf: Any) -> Array:
     """Returns a leaf of a state as an array; of 32 bits, if the user's program made it of 64 bits."""
     array = jnp.asarray(leaf)
     dtype = jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
-    return array if array.dtype == dtype else array.astype(dtype)
+    # Extended types, such as that of random keys, have one form only.
+    return array.astype(dtype) if isinstance(dtype, np.dtype) else array
 
 
 def _like(ours: Any, theirs: Any) -> bool:
