@@ -1,6 +1,7 @@
 """Finds a model folder in Hugging Face layout and reads its JSON files, without JAX."""
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ HUB_FILES = [
 # Objects in config.json of models that read more than texts, and what may stand outside of text_config.
 _PARTS = ("text_config", "vision_config")
 _OUTER = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def resolve_model_dir(model: str) -> Path:
@@ -127,10 +130,16 @@ def end_token_ids(
 def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
     """Returns the sampling values that a checkpoint asks for, by the names of SamplingParams.
 
-    do_sample false means temperature 0, and max_new_tokens is the default of max_tokens.
+    do_sample false means temperature 0, and max_new_tokens is the default of max_tokens. A value of
+    max_new_tokens that is not a positive integer is ignored, with a warning.
     """
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
-    values = {**generation_config, "max_tokens": generation_config.get("max_new_tokens")}
+    most = generation_config.get("max_new_tokens")
+    if most is not None and (type(most) is not int or most < 1):
+        message = "max_new_tokens of generation_config.json is ignored: it must be 1 or more, got %r"
+        _LOGGER.warning(message, most)
+        most = None
+    values = {**generation_config, "max_tokens": most}
     if values.get("do_sample") is False:
         values |= {**dict.fromkeys(names[1:4]), "temperature": 0.0}
     return {name: values[name] for name in names if values.get(name) is not None}

@@ -283,6 +283,8 @@ def test_what_only_the_text_config_says() -> None:
             {"do_sample": False, "max_new_tokens": 2048, "max_tokens": 5},
             {"temperature": 0.0, "max_tokens": 2048},
         ),
+        ({"max_new_tokens": 0}, {}),
+        ({"max_new_tokens": "many"}, {}),
     ],
 )
 def test_sampling_defaults(folder: Path, generation_config: dict[str, Any], expected: dict[str, Any]) -> None:
