@@ -118,11 +118,12 @@ def test_echo_without_logprobs_and_of_beams(served):
         ("def f", 0, "<s>", True, 0),  # the tokenizer has put it in front
         ("<s>def", 0, "<s>", True, 3),  # the client has
         ("def f", 0, " def", False, 3),  # some tokenizers put a space in front of the text
-        ("好", 0, "\ufffd", False, 1),
+        ("好", 0, b"\xe5", False, 1),
     ],
 )
-def test_characters_that_a_prompt_token_stands_for(text, offset, token, is_special, length):
-    assert len(_bytes_in(text.encode(), offset, token.encode(), is_special)) == length
+def test_bytes_that_a_prompt_token_stands_for(text, offset, token, is_special, length):
+    token = token.encode() if isinstance(token, str) else token
+    assert len(_bytes_in(text.encode(), offset, token, is_special)) == length
 
 
 # Token counts of streams.
