@@ -25,7 +25,7 @@ def refused(value: Any, allowed: tuple[Any, ...] | None) -> str | None:
         value: Of an ignored argument, or of a field of a request.
         allowed: As an `Ignored` has it.
     """
-    if allowed is ANY or any(type(value) is type(a) and value == a for a in allowed):
+    if allowed is None or any(type(value) is type(a) and value == a for a in allowed):
         return None
     return "nothing" if allowed is OFF else " or ".join(map(repr, allowed))
 

@@ -111,7 +111,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
     prompt_field: ClassVar[str] = "prompt"  # what errors call the prompt
     # Fields that are not built, each with the values that leave it off: any other value is an error.
-    unsupported: ClassVar[Ignored] = dict.fromkeys(_NOT_BUILT, OFF) | UNSUPPORTED_BY_REQUESTS
+    unsupported: ClassVar[Ignored] = {**dict.fromkeys(_NOT_BUILT, OFF), **UNSUPPORTED_BY_REQUESTS}
 
     model: str | None = None
 

@@ -205,7 +205,7 @@ class ImageEncoder:
     ) -> list[Float[np.ndarray, "n e"] | Exception]:
         try:
             if isinstance(group[0], Patches):
-                return [_encode_patches(run, weights, image) for image in group]
+                return [_encode_patches(run, weights, group[0])]  # each is a group of its own
             return [*self._encode_tiles(run, weights, group)]
         except Exception as error:  # whatever XLA raises, such as for lack of memory
             if len(group) == 1:
