@@ -204,9 +204,8 @@ class ImageEncoder:
         self, run: Callable[..., Any], weights: list[Array], group: Sequence[Tile | Patches]
     ) -> list[Float[np.ndarray, "n e"] | Exception]:
         try:
-            patches = [image for image in group if isinstance(image, Patches)]
-            if patches:  # an engine has images of one type
-                return [*(_encode_patches(run, weights, image) for image in patches)]
+            if isinstance(group[0], Patches):
+                return [_encode_patches(run, weights, group[0])]  # each is a group of its own
             return [*self._encode_tiles(run, weights, group)]
         except Exception as error:  # whatever XLA raises, such as for lack of memory
             if len(group) == 1:
