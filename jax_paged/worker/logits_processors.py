@@ -100,7 +100,7 @@ def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> 
 def _array(leaf: Any) -> Array:
     """Returns a leaf of a state as an array; of 32 bits, if the user's program made it of 64 bits."""
     array = jnp.asarray(leaf)
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
+    dtype: Any = jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
     return array if array.dtype == dtype else array.astype(dtype)
 
 
