@@ -45,7 +45,6 @@ def test_weights_and_logits_are_float32(folder: Path) -> None:
             call = jax.make_jaxpr(lambda state, tokens: nnx.merge(graphdef, state)(tokens))
             traced = call(state, jnp.zeros((2, 20), jnp.int32))
             (logits,) = traced.out_avals
-            assert isinstance(logits, jax.core.ShapedArray)
-            assert logits.dtype == jnp.float32
+            assert str(logits).startswith("float32[")
             # Python's numbers are float64 scalars in it, which make nothing else float64.
             assert re.findall(r"f64\[\d.*", str(traced)) == []
