@@ -24,7 +24,7 @@ def programs(backend: Any) -> list[str]:
     how["sinks"] = jnp.asarray(np.array([0.5, -3, 60, 4], np.float32))
     x, kernels = jnp.ones((10, 64), jnp.float32), jnp.ones((3, 64, 128), jnp.float32)
     counts = jnp.array([4, 0, 6], jnp.int32)
-    rows = {"xla": "xla", "reference": "reference"}.get(backend, "auto")
+    rows: Any = {"xla": "xla", "reference": "reference"}.get(backend, "auto")
     calls = [
         jax.make_jaxpr(lambda *a: ops.paged_decode(*a, **how))(q[:4], pool, tables, lens),
         jax.make_jaxpr(lambda *a: ops.ragged_attention(*a, **how))(q, pool, tables, lens, start),
