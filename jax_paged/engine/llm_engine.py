@@ -163,6 +163,7 @@ class LLMEngine(RequestEngine):
         """
         self._check_open()
         new_id = self._new_name(f"{request_id}-fork") if new_id is None else new_id
+        seed = SamplingParams(seed=seed).seed
         request_edits.fork(self._loop, request_id, new_id, self._new_seed() if seed is None else seed)
         return new_id
 

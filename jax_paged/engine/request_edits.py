@@ -11,7 +11,6 @@ from jax_paged.core.request_edits import Fork, Rollback, most_taken_back
 from jax_paged.core.sequence import Sequence, SequenceStatus
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.step_loop import StepLoop
-from jax_paged.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +82,6 @@ def fork(loop: StepLoop, request_id: str, new_id: str, seed: int) -> None:
     """See LLMEngine.fork."""
     ok = isinstance(new_id, str) and new_id not in loop.requests
     check(ok, "new_id", new_id, "a string that is not taken")
-    checked_seed = SamplingParams(seed=seed).seed
-    assert checked_seed is not None, "the engine gives every fork a seed"
     state = settled(loop, request_id)
     only_sequence(loop, state)
     editor = loop.scheduler.editor
@@ -92,7 +89,7 @@ def fork(loop: StepLoop, request_id: str, new_id: str, seed: int) -> None:
         "one that runs while max_num_seqs leaves a seat: blocks of it were dropped, so the fork can't wait"
     )
     check(editor.can_fork(state.group), "request_id", request_id, allowed)
-    group = loop.scheduler.edit_request(Fork(request_id, new_id, checked_seed, time.monotonic()))
+    group = loop.scheduler.edit_request(Fork(request_id, new_id, seed, time.monotonic()))
     loop.requests[new_id] = state.forked(group)
 
 

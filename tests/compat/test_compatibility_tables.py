@@ -20,9 +20,10 @@ from jax_paged import (
 from jax_paged.config import _NONE_IS_DEFAULT
 from jax_paged.ignored_arguments import ANY, IGNORED
 from jax_paged.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
-from jax_paged.sampling_params import _IGNORED
+from jax_paged.sampling_params import IGNORED as SAMPLING_IGNORED
 from jax_paged.server.pooling import EmbeddingRequest
 from jax_paged.server.protocol import ChatRequest, CompletionRequest
+from jax_paged.server.responses import ApiError
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "vllm-compatibility.md").read_text(encoding="utf-8")
 TEXT = re.sub(r"^```.*?^```$", "", TEXT, flags=re.MULTILINE | re.DOTALL)
@@ -90,6 +91,7 @@ def test_methods_and_arguments_of_llm():
         "PoolingParams",
         "lora_int_id",
         "llm_engine",
+        "max_seq_length",
     }
     known |= {"token_embed"}  # a task
     num_methods, num_arguments = 0, 0
@@ -113,13 +115,13 @@ def test_methods_and_arguments_of_llm():
 
 def test_parameters():
     checked = 0
-    known = fields(SamplingParams) | fields(BeamSearchParams) | set(_IGNORED) | {"max_model_len"}
+    known = fields(SamplingParams) | fields(BeamSearchParams) | set(SAMPLING_IGNORED) | {"max_model_len"}
     for what, _, here, *_ in rows("SamplingParams"):
         for name in names(what):
             assert (name in known) != is_missing(here), name
             checked += 1
     assert checked > 30
-    for name in _IGNORED:
+    for name in SAMPLING_IGNORED:
         assert f"`{name}`" in section("SamplingParams"), name
 
 
@@ -172,6 +174,12 @@ def test_ignored_arguments():
             assert shown.replace("'", '"') in allowed, (name, value)
 
 
+def check_fields(body: ChatRequest | CompletionRequest) -> None:
+    """Raises an error for a field that is not built, or whose value is not allowed."""
+    body.check_unsupported()
+    body.sampling_params({})
+
+
 def test_fields_of_the_server():
     bodies = {"chat": ChatRequest, "completion": CompletionRequest}
     needed = {"chat": {"messages": [{"role": "user", "content": "a"}]}, "completion": {"prompt": "a"}}
@@ -182,8 +190,8 @@ def test_fields_of_the_server():
             for name in names(part):
                 if here.startswith("an error") and "with" not in part:
                     for kind in kinds:
-                        with pytest.raises(ValueError, match=name):
-                            bodies[kind](**needed[kind], **{name: "x"}).sampling_params({})
+                        with pytest.raises((ValueError, ApiError), match=name):
+                            check_fields(bodies[kind](**needed[kind], **{name: "x"}))
                 else:
                     assert any(name in bodies[kind].model_fields for kind in kinds), name
                 checked += 1

@@ -138,7 +138,7 @@ def test_chat_refuses_what_a_template_does_not_take(llm):
     calls = [*HI, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
     assert llm.chat(calls, LONG, use_tqdm=False)[0].outputs[0].text == "u:hi;a:;a"
     with pytest.raises(ValueError, match=r"messages\[1\].content is None"):
-        llm.chat([*HI, {"role": "assistant", "content": None}], LONG)
+        llm.chat([*HI, {"role": "user", "content": None}], LONG)
 
 
 def test_output_kinds_of_step(scripted):

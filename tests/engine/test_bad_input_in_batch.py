@@ -87,7 +87,7 @@ BAD: dict[str, tuple[Callable[[LLMEngine], None], str]] = {
     "presence_penalty": (_params(presence_penalty=2.5), "presence_penalty"),
     "frequency_penalty": (_params(frequency_penalty=math.inf), "frequency_penalty"),
     "repetition_penalty": (_params(repetition_penalty=0.0), "repetition_penalty"),
-    "seed": (_params(seed=-1), "seed"),
+    "seed": (_params(seed=-2), "seed"),
     "n": (_params(n=0), "n is 0; allowed: an integer of at least 1"),
     "n over the seats": (_params(n=17), r"max_num_seqs is 16\) is 17; allowed: an integer in \[1, 16\]"),
     "best_of": (_params(n=3, best_of=2), r"best_of \(n is 3\) is 2; allowed: an integer of at least 3"),

@@ -313,7 +313,9 @@ def test_a_state_survives_its_process(tmp_path: Path) -> None:
     with LLM("pagelet", **AS_USERS) as llm:
         engine = llm.llm_engine
         for i, text in enumerate(("What is paged attention?", "def f(", "Once")):
-            engine.add_request(str(i), text, SamplingParams(n=1 + i, max_tokens=30, stop=["zq"]))
+            engine.add_request(
+                str(i), text, SamplingParams(n=1 + i, max_tokens=30, stop=["zq"], ignore_eos=True)
+            )
         for _ in range(3):
             engine.step()
         state = engine.state()

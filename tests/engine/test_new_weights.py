@@ -100,6 +100,7 @@ def test_a_training_step_under_a_served_module_is_an_error_until_it_is_handed_ov
         assert after != before
         assert llm.llm_engine.executor.runner.compiled.num_traces == num_traces
         with make(model) as own:
+            own.llm_engine.executor.wait_until_compiled()
             assert values(generate(own)) == after
 
 

@@ -391,7 +391,7 @@ def test_windows_and_encoders_are_exact(tmp_path):
     [
         (lambda e: e.fork("nobody"), "request_id is 'nobody'; allowed: that of a request that has not ended"),
         (lambda e: e.fork("a", "beams"), "new_id is 'beams'; allowed: a string that is not taken"),
-        (lambda e: e.fork("a", seed=-1), "seed is -1"),
+        (lambda e: e.fork("a", seed=-2), "seed is -2"),
         (lambda e: e.fork("beams"), "request_id is 'beams'; allowed: a request that is no beam search"),
         (lambda e: e.rollback("samples", 1), "request_id is 'samples'; allowed: a request with one sequence"),
         (lambda e: e.rollback("a", 50), r"num_tokens is 50; allowed: an integer in \[0, "),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -16,6 +17,7 @@ from helpers.real_model import Request, make_engine, run
 from jax_paged import LLM, BeamSearchParams, Hook, LLMEngine, LoRARequest, SamplingParams
 from jax_paged.models import weight_reading
 from jax_paged.models.weights import load_model, random_checkpoint
+from jax_paged.pallas_kernels.native import products
 
 MODELS = Path(__file__).parents[1] / "models"
 FIXTURES, ADAPTERS = MODELS / "fixtures", MODELS / "adapters"
@@ -254,6 +256,7 @@ def test_sizes_that_can_not_be(name: str, size: int, message: str, monkeypatch: 
         engine_of(FIXTURES / name, size)
 
 
+@pytest.mark.skipif(products.problem(jnp.dtype("float32")) is not None, reason="there is no oneDNN")
 def test_packed_weights_are_not_divided() -> None:
     with pytest.raises(
         ValueError, match=r"matmul_backend is 'onednn'; allowed: 'auto' or 'xla' with tensor_.*"
