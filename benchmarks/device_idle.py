@@ -18,16 +18,16 @@ from collections import deque
 import numpy as np
 
 from jax_paged import EngineArgs, LLMEngine, SamplingParams
-from jax_paged.config import EngineConfig
-from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.runner_output import ModelRunnerOutput
+from jax_paged.config.engine_args import EngineConfig
+from jax_paged.core.kv_cache.cache_group import CacheGroup
+from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.sampling_params import RequestOutputKind
 from jax_paged.worker.batch_builder import BatchBuilder
-from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.logits_rows import plan_logits_rows
-from jax_paged.worker.results import PendingStep
+from jax_paged.worker.sampling.logits_rows import plan_logits_rows
+from jax_paged.worker.step_result import PendingStep
 
 VOCAB_SIZE, NUM_BLOCKS, MAX_MODEL_LEN, BLOCK_SIZE = 1000, 40_000, 2048, 16
 

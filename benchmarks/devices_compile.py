@@ -62,9 +62,9 @@ def compile_step(check: Check, dump: Path) -> dict[str, Any]:
     from jax.experimental import topologies
     from jax.sharding import Mesh
 
-    from jax_paged.worker.buckets import Bucket
-    from jax_paged.worker.compilation import ONE_GRAPH
-    from jax_paged.worker.step import StepProgram
+    from jax_paged.worker.compilation.buckets import Bucket
+    from jax_paged.worker.compilation.compiler import ONE_GRAPH
+    from jax_paged.worker.traced_step import StepProgram
 
     target = (ROOT / "benchmarks" / "targets" / "h100.txtpb").read_text()
     topology = topologies.get_topology_desc(

@@ -9,13 +9,13 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_paged.models.attention import Backend
+from jax_paged.models.parallel.sharding import DeviceGrid
 from jax_paged.models.registry import get_model_class
-from jax_paged.models.sharding import DeviceGrid
-from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.compilation.programs import TraceContext
 from jax_paged.worker.kv_cache import plan_layout
-from jax_paged.worker.programs import TraceContext
-from jax_paged.worker.step import StepProgram
-from jax_paged.worker.weights import flatten
+from jax_paged.worker.loading.weights import flatten
+from jax_paged.worker.traced_step import StepProgram
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -34,8 +34,8 @@ def self_check(is_tiny: bool) -> Iterator[Report]:
     """Runs the check that attention_backend="auto" goes by on a GPU, without what is kept of earlier ones."""
     import jax
 
-    from jax_paged.pallas_kernels.self_check import LONGEST, Suite, Variant
-    from jax_paged.worker.kernel_check import check
+    from jax_paged.pallas_kernels.self_check.runner import LONGEST, Suite, Variant
+    from jax_paged.worker.loading.kernel_check import check
 
     num_heads, kv_heads = heads()
     longest = 64 if is_tiny else LONGEST

@@ -43,9 +43,9 @@ def main() -> None:
     from jax.experimental import topologies
     from jax.sharding import Mesh
 
-    from jax_paged.worker.buckets import plan_buckets
-    from jax_paged.worker.compilation import NUM_COMPILE_THREADS, ONE_GRAPH
-    from jax_paged.worker.step import StepProgram
+    from jax_paged.worker.compilation.buckets import plan_buckets
+    from jax_paged.worker.compilation.compiler import NUM_COMPILE_THREADS, ONE_GRAPH
+    from jax_paged.worker.traced_step import StepProgram
 
     target = (ROOT / "benchmarks" / "targets" / f"{args.gpu}.txtpb").read_text()
     topology = topologies.get_topology_desc(

@@ -17,14 +17,14 @@ import time
 import numpy as np
 
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.sampling_params import SamplingParams
 from jax_paged.worker.batch_builder import BatchBuilder
-from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.logits_rows import plan_logits_rows
+from jax_paged.worker.sampling.logits_rows import plan_logits_rows
 
 NUM_RUNNING, BLOCK_SIZE, VOCAB_SIZE = 256, 16, 128_256
 PARTS = ("schedule", "build", "update")

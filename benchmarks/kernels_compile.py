@@ -183,7 +183,7 @@ def run_here(check: Check, dump: Path) -> dict[str, Any]:
         lower, pool_shape = lower_check[type(check)](check, device)
         lowered = lower()
     lowered_at = time.perf_counter()
-    from jax_paged.worker.compilation import ONE_GRAPH
+    from jax_paged.worker.compilation.compiler import ONE_GRAPH
 
     options: Any = ONE_GRAPH if isinstance(check, StepCheck) and check.one_graph else {}
     compiled = lowered.compile(compiler_options=options)
@@ -270,8 +270,8 @@ def lower_step(check: StepCheck, device: Any) -> tuple[Callable[[], Any], tuple[
     from engine_step import LLAMA_8B, abstract_context
     from jax.sharding import Mesh
 
-    from jax_paged.worker.buckets import Bucket
-    from jax_paged.worker.step import StepProgram
+    from jax_paged.worker.compilation.buckets import Bucket
+    from jax_paged.worker.traced_step import StepProgram
 
     mesh = Mesh(np.array([device]), ("tensor",))
     context = abstract_context(LLAMA_8B, mesh, num_blocks=NUM_BLOCKS, backend=check.backend)

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from serving.checkpoint import HF_CONFIG
 
 from jax_paged import LLM, LoRARequest, SamplingParams
-from jax_paged.models.lora import lora_maps
+from jax_paged.models.features.lora.layers import lora_maps
 from jax_paged.models.weights import LoadedModel, random_model
 
 

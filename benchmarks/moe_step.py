@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_paged.models import moe
+from jax_paged.models.families.mixtral import MixtralConfig
 from jax_paged.models.forward_context import ForwardContext, Module
-from jax_paged.models.mixtral import MixtralConfig
 from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
 
 # Mixtral 8x7B has 4096 and 14336.

@@ -3,7 +3,7 @@
     python benchmarks/router_simulation.py [--users 1000000] [--replicas 1000] [--write]
 
 A model of events and no engine: it leaves out steps, blocks and preemption, and says what a replica does in
-three numbers (see Replica). The choices are those of the real jax_paged.core.replica_router.ReplicaRouter,
+three numbers (see Replica). The choices are those of the real jax_paged.core.replicas.router.ReplicaRouter,
 which is told what a router is told: that a request begins, and that it has ended. Nothing here was measured
 on a GPU: the three numbers are arithmetic, for a model of 8B parameters on an H100 (docs/scale.md).
 
@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from jax_paged.core.replica_router import MAX_LAG, ReplicaRouter
+from jax_paged.core.replicas.router import MAX_LAG, ReplicaRouter
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "router-simulation-2026-11-23"

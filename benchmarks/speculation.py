@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jax_paged import LLM, SamplingParams, StructuredOutputsParams
 
-SOURCE = (Path(__file__).parents[1] / "jax_paged/core/burst_planner.py").read_text(encoding="utf-8")
+SOURCE = (Path(__file__).parents[1] / "jax_paged/core/features/multi_step.py").read_text(encoding="utf-8")
 LINES = "import os\nimport sys\n" * 20
 NUMBERS = "0, 1, 2, 3, " * 30
 SCHEMA = {

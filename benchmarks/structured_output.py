@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jax_paged.core.scheduler_output import Sample, ScheduledSequence, SchedulerOutput
-from jax_paged.engine.grammars import Grammars, token_masks
+from jax_paged.engine.features.structured_output.grammars import Grammars, token_masks
 from jax_paged.structured_outputs import StructuredOutputsParams
 
 NUM_ROWS, VOCAB_SIZE, NUM_STEPS = 64, 131_072, 600

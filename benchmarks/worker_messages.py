@@ -26,7 +26,7 @@ import numpy as np
 from jax_paged import EngineArgs, LLMEngine, SamplingParams
 from jax_paged.engine.assembly import Executors
 from jax_paged.models.weights import random_checkpoint
-from jax_paged.worker.channel import Channel
+from jax_paged.worker.distributed.channel import Channel
 
 SIZES, NUM_MESSAGES, NUM_STEPS = (1, 4, 16, 64, 256), 2000, 200
 CONFIG: dict[str, Any] = {

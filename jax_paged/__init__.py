@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jax_paged.config import AsyncEngineArgs, EngineArgs
-    from jax_paged.engine.async_engine import AsyncLLMEngine
+    from jax_paged.config.engine_args import AsyncEngineArgs, EngineArgs
+    from jax_paged.engine.async_engine.engine import AsyncLLMEngine
     from jax_paged.engine.llm_engine import LLMEngine
     from jax_paged.inputs import (
         EmbedsPrompt,
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     )
     from jax_paged.llm import LLM
     from jax_paged.lora_request import LoRARequest
-    from jax_paged.models.hooks import Hook
+    from jax_paged.models.features.hooks import Hook
     from jax_paged.models.paged_inputs import paged_inputs
     from jax_paged.outputs import (
         ClassificationOutput,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jax_paged.pooling_params import PoolingParams
     from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from jax_paged.structured_outputs import StructuredOutputsParams
-    from jax_paged.worker.logits_processors import ExtraArgs, LogitsProcessor
+    from jax_paged.worker.features.user_functions.logits_processors import ExtraArgs, LogitsProcessor
 
 __all__ = [
     "LLM",
@@ -72,8 +72,8 @@ __all__ = [
 
 _MODULES = {
     "LLM": "llm",
-    "AsyncEngineArgs": "config",
-    "AsyncLLMEngine": "engine.async_engine",
+    "AsyncEngineArgs": "config.engine_args",
+    "AsyncLLMEngine": "engine.async_engine.engine",
     "BeamSearchParams": "sampling_params",
     "CompletionOutput": "outputs",
     "ClassificationOutput": "outputs",
@@ -81,14 +81,14 @@ _MODULES = {
     "EmbeddingOutput": "outputs",
     "EmbeddingRequestOutput": "outputs",
     "EmbedsPrompt": "inputs",
-    "EngineArgs": "config",
+    "EngineArgs": "config.engine_args",
     "ExplicitEncoderDecoderPrompt": "inputs",
-    "ExtraArgs": "worker.logits_processors",
-    "Hook": "models.hooks",
+    "ExtraArgs": "worker.features.user_functions.logits_processors",
+    "Hook": "models.features.hooks",
     "LLMEngine": "engine.llm_engine",
     "LoRARequest": "lora_request",
     "Logprob": "outputs",
-    "LogitsProcessor": "worker.logits_processors",
+    "LogitsProcessor": "worker.features.user_functions.logits_processors",
     "PoolingOutput": "outputs",
     "PoolingParams": "pooling_params",
     "PoolingRequestOutput": "outputs",

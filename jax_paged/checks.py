@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jax_paged.plain_values import plain
-from jax_paged.suggestions import suggestion
+from jax_paged.arguments.plain_values import plain
+from jax_paged.arguments.suggestions import suggestion
 
 
 class TooLongError(ValueError):

@@ -7,28 +7,28 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from jax_paged.arguments.ignored import IGNORED, UNSUPPORTED_BY_REQUESTS, refused
+from jax_paged.arguments.plain_values import plain
+from jax_paged.arguments.suggestions import check_keywords, field_names
 from jax_paged.checks import check
-from jax_paged.config import EngineArgs
+from jax_paged.config.engine_args import EngineArgs
 from jax_paged.engine.assembly import Executors, OwnScheduler, check_alone
-from jax_paged.engine.image_messages import conversation
+from jax_paged.engine.features.multimodal.image_messages import conversation
+from jax_paged.engine.features.snapshot import EngineState
+from jax_paged.engine.features.weights.sleeping import Mode
+from jax_paged.engine.features.weights.weight_updates import Running
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.list_runner import ListRunner
 from jax_paged.engine.llm_engine import LLMEngine
-from jax_paged.engine.replicas import make_replicas
+from jax_paged.engine.replicas.placement import make_replicas
 from jax_paged.engine.serialized import any_thread
-from jax_paged.engine.sleeping import Mode
-from jax_paged.engine.snapshot import EngineState
-from jax_paged.engine.tokenizer import Messages
-from jax_paged.engine.weight_updates import Running
-from jax_paged.ignored_arguments import IGNORED, UNSUPPORTED_BY_REQUESTS, refused
+from jax_paged.engine.text.tokenizer import Messages
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
-from jax_paged.plain_values import plain
 from jax_paged.pooling_llm import PoolingMethods, UseTqdm
 from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
-from jax_paged.suggestions import check_keywords, field_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from jax_paged.lab.pool_map import PoolMap
     from jax_paged.models.attention import Attend
     from jax_paged.models.causal_lm import LanguageModel
-    from jax_paged.models.exchange import NewWeights
-    from jax_paged.models.hooks import Hook
+    from jax_paged.models.features.hooks import Hook
+    from jax_paged.models.loading.new_weights import NewWeights
     from jax_paged.models.weights import LoadedModel
     from jax_paged.worker.executor import Executor
-    from jax_paged.worker.logits_processors import LogitsProcessor
-    from jax_paged.worker.sampler import Sampler
+    from jax_paged.worker.features.user_functions.logits_processors import LogitsProcessor
+    from jax_paged.worker.sampling.sampler import Sampler
 
 # Decode steps in one: whoever waits for whole outputs minds neither tokens in bursts nor late newcomers.
 NUM_SCHEDULER_STEPS = 8

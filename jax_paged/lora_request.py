@@ -2,9 +2,9 @@
 
 import dataclasses
 
+from jax_paged.arguments.plain_values import make_plain
+from jax_paged.arguments.suggestions import suggests_fields
 from jax_paged.checks import Problems, check, check_int
-from jax_paged.plain_values import make_plain
-from jax_paged.suggestions import suggests_fields
 
 
 @suggests_fields

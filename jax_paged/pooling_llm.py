@@ -9,7 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jax_paged.checks import check
-from jax_paged.engine import pooling
+from jax_paged.engine.features import pooling
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.serialized import Serialized

@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any, Literal, Self
 
+from jax_paged.arguments.ignored import ANY, ignores
+from jax_paged.arguments.plain_values import make_plain
+from jax_paged.arguments.suggestions import field_names, suggestions, suggests_fields
 from jax_paged.checks import Problems, check, check_choice, check_int
-from jax_paged.ignored_arguments import ANY, ignores
-from jax_paged.plain_values import make_plain
-from jax_paged.suggestions import field_names, suggestions, suggests_fields
 
 PoolingTask = Literal["embed", "classify", "score", "token_embed"]
 

@@ -1,5 +1,5 @@
 """jax-paged on Ray Serve: a Serve config names `jax_paged.ray_serve:build` as its import path."""
 
-from jax_paged.server.ray_app import build
+from jax_paged.server.ray_serve.app import build
 
 __all__ = ["build"]

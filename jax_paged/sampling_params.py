@@ -7,9 +7,9 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, Literal, Self
 
+from jax_paged.arguments.ignored import ANY, Ignored, ignores
+from jax_paged.arguments.plain_values import make_plain
 from jax_paged.checks import Problems, check, check_choice, check_int, check_number
-from jax_paged.ignored_arguments import ANY, Ignored, ignores
-from jax_paged.plain_values import make_plain
 from jax_paged.structured_outputs import StructuredOutputsParams
 
 # Token ids per request that something is added to the logits of; any number may be forbidden.

@@ -4,9 +4,9 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
+from jax_paged.arguments.ignored import ANY, ignores
+from jax_paged.arguments.plain_values import make_plain
 from jax_paged.checks import check
-from jax_paged.ignored_arguments import ANY, ignores
-from jax_paged.plain_values import make_plain
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_paged.models.kv_place import Place
-from jax_paged.models.sharding import TENSOR, DeviceGrid
+from jax_paged.models.kv_location import Place
+from jax_paged.models.parallel.sharding import TENSOR, DeviceGrid
 from jax_paged.pallas_kernels import ops
 
 Backend = ops.Implementation

@@ -19,12 +19,12 @@ from jax_paged.models.attention import (
     value_dim_of,
     window_of,
 )
+from jax_paged.models.features.multimodal import ImageSpec, PatchSpec
 from jax_paged.models.forward_context import Elsewhere, ForwardContext, Module
 from jax_paged.models.hf_format import WeightTable
-from jax_paged.models.images import ImageSpec, PatchSpec
 from jax_paged.models.layers import Embedding, Linear
 from jax_paged.models.paged_attention import cross_attention, paged_attention
-from jax_paged.models.recurrence import Rule, recur_dense, recur_paged
+from jax_paged.models.recurrent.recurrence import Rule, recur_dense, recur_paged
 from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul
 
 

@@ -15,9 +15,9 @@ from jax_paged.models.attention import (
 )
 from jax_paged.models.causal_lm import LanguageModel, dense_positions
 from jax_paged.models.forward_context import ForwardContext
-from jax_paged.models.kv_place import Place
+from jax_paged.models.kv_location import Place
 from jax_paged.models.paged_attention import write_kv
-from jax_paged.models.sharding import DeviceGrid
+from jax_paged.models.parallel.sharding import DeviceGrid
 
 
 class EncoderDecoderLM(LanguageModel):

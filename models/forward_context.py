@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
-from jax_paged.models.recurrence import Recur, no_states
+from jax_paged.models.parallel.sharding import DeviceGrid, Units
+from jax_paged.models.recurrent.recurrence import Recur, no_states
 from jax_paged.models.rope import Rope, Rotation
-from jax_paged.models.sharding import DeviceGrid, Units
 from jax_paged.pallas_kernels import grouped_loop
 
 

@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jax_paged.models.forward_context import ForwardContext, Module
-from jax_paged.models.sharding import Split, padded
-from jax_paged.models.small_kernels import SmallKernel
+from jax_paged.models.parallel.sharding import Split, padded
+from jax_paged.models.quantization.quantized_linear import SmallKernel
 from jax_paged.pallas_kernels.native import products
 
 

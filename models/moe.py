@@ -13,12 +13,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jax_paged.models.families.llama import LlamaConfig, LlamaDecoderLayer, LlamaMLP
 from jax_paged.models.forward_context import ForwardContext, Module
 from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.layers import ACTIVATIONS, Linear, normal, parameter
-from jax_paged.models.llama import LlamaConfig, LlamaDecoderLayer, LlamaMLP
-from jax_paged.models.sharding import TENSOR, Split, Units, even
-from jax_paged.models.small_kernels import KernelStack, SmallKernel
+from jax_paged.models.parallel.sharding import TENSOR, Split, Units, even
+from jax_paged.models.quantization.quantized_linear import KernelStack, SmallKernel
 from jax_paged.pallas_kernels import grouped_loop
 
 

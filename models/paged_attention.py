@@ -18,7 +18,7 @@ from jax_paged.models.attention import (
     value_dim_of,
     window_of,
 )
-from jax_paged.models.sharding import TENSOR, DeviceGrid
+from jax_paged.models.parallel.sharding import TENSOR, DeviceGrid
 from jax_paged.pallas_kernels import ops
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from jax_paged.models.attention import AttentionMetadata, Backend, StateSpec, num_parts
 from jax_paged.models.causal_lm import CausalLM
-from jax_paged.models.kv_place import Place
+from jax_paged.models.kv_location import Place
 
 
 class PagedInputs(NamedTuple):

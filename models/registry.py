@@ -1,4 +1,4 @@
-"""Which model families there are. A new one is a file beside this one, and a line below.
+"""Which model families there are. A new one is a file in families/, and a line below.
 
 Nothing here imports JAX until a family's class is asked for: the front of the engine checks names only.
 """
@@ -108,4 +108,4 @@ def get_model_class(hf_config: dict[str, Any]) -> "tuple[str, type[LanguageModel
         ValueError: If it names none; the message lists the supported ones.
     """
     name = get_architecture(hf_config)
-    return name, getattr(import_module(f"jax_paged.models.{_ALL[name]}"), name)
+    return name, getattr(import_module(f"jax_paged.models.families.{_ALL[name]}"), name)

@@ -17,15 +17,21 @@ from safetensors.numpy import save_file
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import end_token_ids, read_config, read_generation_config, sampling_defaults
 from jax_paged.models.layers import Float32Param
-from jax_paged.models.mxfp4 import with_decoded
-from jax_paged.models.quantization_config import quantization_of
-from jax_paged.models.quantize import KernelPlace, kind_to_make, outline_kind, outline_small
+from jax_paged.models.loading.stored_tensors import STORED_DTYPES, StoredTensor, read_headers, with_prefix
+from jax_paged.models.loading.weight_reading import (
+    check_stored,
+    read_weights,
+    weight_at,
+    weights_of,
+    without_numbers,
+)
+from jax_paged.models.parallel.sharding import DeviceGrid
+from jax_paged.models.parallel.stages import num_bytes, split_model
+from jax_paged.models.quantization.config import quantization_of
+from jax_paged.models.quantization.mxfp4 import with_decoded
+from jax_paged.models.quantization.quantize import KernelPlace, kind_to_make, outline_kind, outline_small
+from jax_paged.models.quantization.quantized_linear import KIND_DTYPES, SmallForm, SmallKernel
 from jax_paged.models.registry import get_architecture, get_model_class
-from jax_paged.models.sharding import DeviceGrid
-from jax_paged.models.small_kernels import KIND_DTYPES, SmallForm, SmallKernel
-from jax_paged.models.stages import num_bytes, split_model
-from jax_paged.models.stored_tensors import STORED_DTYPES, StoredTensor, read_headers, with_prefix
-from jax_paged.models.weight_reading import check_stored, read_weights, weight_at, weights_of, without_numbers
 
 _LOGGER = logging.getLogger(__name__)
 

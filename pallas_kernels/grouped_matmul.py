@@ -56,7 +56,7 @@ def grouped_matmul(
             return grouped_loop.grouped_matmul(x, kernels, group_sizes)
         case "reference":
             return reference.grouped_matmul(x, kernels, group_sizes)
-    from jax_paged.pallas_kernels import grouped_wgmma
+    from jax_paged.pallas_kernels.gpu import grouped_wgmma
 
     return grouped_wgmma.grouped_matmul(x, kernels, group_sizes, interpret=backend == "pallas_interpret")
 
@@ -70,7 +70,7 @@ def implementation_of(backend: str) -> Literal["loop", "reference", "wgmma"]:
     if backend == "reference":
         return "reference"
     if backend in ("pallas", "pallas_interpret"):
-        from jax_paged.pallas_kernels import tuning
+        from jax_paged.pallas_kernels.gpu import tuning
 
         if tuning.target(interpret=backend == "pallas_interpret").has_wgmma:
             return "wgmma"

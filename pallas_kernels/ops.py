@@ -62,7 +62,7 @@ def resolve_backend(backend: str, *, name: str = "backend") -> Implementation:
                 f"{name} is 'pallas', which needs an NVIDIA GPU; allowed on this machine, whose device is "
                 f"{device.device_kind!r}: 'auto' or 'native' or 'pallas_interpret' or 'xla'"
             )
-        from jax_paged.pallas_kernels import tuning
+        from jax_paged.pallas_kernels.gpu import tuning
 
         tuning.target()
     return implementation
@@ -113,7 +113,7 @@ def write_kv(
     if implementation in _COMPLETE:
         return _COMPLETE[implementation].write_kv(kv_pages, k, v, slot_mapping)
     checks.check_not_latent(backend, kv_pages)
-    from jax_paged.pallas_kernels import write_kv as write_kernel
+    from jax_paged.pallas_kernels.gpu import write_kv as write_kernel
 
     interpret = implementation == "pallas_interpret"
     return write_kernel.write_kv(kv_pages, k, v, slot_mapping, interpret=interpret)
@@ -148,7 +148,7 @@ def copy_blocks(
     if implementation in _COMPLETE:
         return _COMPLETE[implementation].copy_blocks(kv_pages, src, dst)
     checks.check_not_latent(backend, kv_pages)
-    from jax_paged.pallas_kernels import copy_blocks as copy_kernel
+    from jax_paged.pallas_kernels.gpu import copy_blocks as copy_kernel
 
     return copy_kernel.copy_blocks(kv_pages, src, dst, interpret=implementation == "pallas_interpret")
 
@@ -209,14 +209,14 @@ def paged_decode(
     checks.check_not_latent(backend, kv_pages)
     options["interpret"] = implementation == "pallas_interpret"
     if shared_blocks is not None:
-        from jax_paged.pallas_kernels import cascade
+        from jax_paged.pallas_kernels.gpu import cascade
 
         checks.check_none(f"{backend} with shared_blocks", distance_bias=distance_bias)
         del options["window"]
         options["shared_blocks"] = shared_blocks
         return cascade.paged_decode(q, kv_pages, block_tables, context_lens, **options)
     options["distance_bias"] = distance_bias
-    from jax_paged.pallas_kernels import paged_decode as decode_kernel
+    from jax_paged.pallas_kernels.gpu import paged_decode as decode_kernel
 
     return decode_kernel.paged_decode(q, kv_pages, block_tables, context_lens, **options)
 
@@ -278,7 +278,7 @@ def ragged_attention(
         return attend(q, kv_pages, block_tables, context_lens, query_start_loc, **options)
     checks.check_not_latent(backend, kv_pages)
     checks.check_none(backend, shared_blocks=shared_blocks)
-    from jax_paged.pallas_kernels import ragged_prefill
+    from jax_paged.pallas_kernels.gpu import ragged_prefill
 
     options["interpret"] = implementation == "pallas_interpret"
     return ragged_prefill.ragged_attention(

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jax_paged.pallas_kernels.gpu.shared_tiles import SharedTiles, shared_tiles
 from jax_paged.pallas_kernels.quantization import dequantize, is_quantized, rows_of
-from jax_paged.pallas_kernels.shared_tiles import SharedTiles, shared_tiles
 
 # Finite, as the difference of two infinities is NaN. A row with nothing to attend to has an exponent so far
 # above its scores that all its weights are 0.

@@ -22,13 +22,13 @@ from jax_paged import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from jax_paged.config import DTypeName
+from jax_paged.arguments.plain_values import plain
+from jax_paged.config.engine_args import DTypeName
+from jax_paged.config.speculative import SpeculativeConfig
 from jax_paged.lab.simulator import Request, StepTimeModel
-from jax_paged.plain_values import plain
 from jax_paged.pooling_params import PoolerConfig
-from jax_paged.server.cli import make_batch_parser, parse_args
-from jax_paged.server.options import ServerOptions
-from jax_paged.speculative_config import SpeculativeConfig
+from jax_paged.server.launch.cli import make_batch_parser, parse_args
+from jax_paged.server.launch.options import ServerOptions
 
 # The arguments that a class needs, by class.
 CLASSES = {

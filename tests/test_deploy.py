@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from jax_paged.config import EngineArgs
-from jax_paged.server.cli import main, parse_args
-from jax_paged.server.health import check_health, options_of_process
-from jax_paged.server.life import REQUESTS_CUT_OFF
-from jax_paged.server.options import ServerOptions
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.server.launch.cli import main, parse_args
+from jax_paged.server.launch.health import check_health, options_of_process
+from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.lifecycle import REQUESTS_CUT_OFF
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"

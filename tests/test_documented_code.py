@@ -17,9 +17,9 @@ import pytest
 
 import jax_paged
 from jax_paged import LLM
-from jax_paged.cli_args import Parser
-from jax_paged.config import EngineArgs
-from jax_paged.server.cli import make_batch_parser, make_parser
+from jax_paged.arguments.command_line import Parser
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.server.launch.cli import make_batch_parser, make_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(

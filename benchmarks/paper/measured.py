@@ -80,7 +80,7 @@ def make_engine(block_size: int = 16, max_num_seqs: int = 64) -> LLMEngine:
 @functools.cache
 def _text() -> tuple[int, ...]:
     """Returns token ids of text like that which the model has learned."""
-    from jax_paged.engine.tokenizer import Tokenizer
+    from jax_paged.engine.text.tokenizer import Tokenizer
     from jax_paged.models.checkpoint import resolve_model_dir
 
     tokenizer = Tokenizer(str(resolve_model_dir("pagelet")))

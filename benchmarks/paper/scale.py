@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.runner_output import ModelRunnerOutput
+from jax_paged.core.model_runner_output import ModelRunnerOutput
+from jax_paged.core.result_updater import StepUpdate
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.sequence_updater import StepUpdate
 from jax_paged.lab.simulator import simulate
 from paper.devices import OPT_13B
 from paper.lengths import ALPACA, MAX_MODEL_LEN, draw_trace

@@ -109,7 +109,7 @@ class Launcher:
     def _server(self, spec: EngineSpec, settings: Settings) -> Iterator[str]:
         yield str(self.python(spec))
         if spec.kind == "ours":
-            yield from ("-c", "from jax_paged.server.cli import main; main()")
+            yield from ("-c", "from jax_paged.server.launch.cli import main; main()")
             yield f"--kv-cache-memory-bytes={OUR_POOL_BYTES}"
         else:
             yield from ("-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1")

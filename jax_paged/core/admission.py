@@ -4,8 +4,8 @@ import enum
 import math
 from typing import TypedDict
 
-from jax_paged.core.adapter_slots import AdapterSlots
 from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.features.lora import AdapterSlots
 from jax_paged.core.preemption import Preemption
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 from jax_paged.checks import check_int
-from jax_paged.core.block_pool import NULL_BLOCK, BlockPool, distinct, move_tables
-from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.prefix_cache import CachedPrefix, PinnedPrefix, PrefixCache
+from jax_paged.core.kv_cache.block_pool import NULL_BLOCK, BlockPool, distinct, move_tables
+from jax_paged.core.kv_cache.cache_group import CacheGroup
+from jax_paged.core.kv_cache.prefix_cache import CachedPrefix, PinnedPrefix, PrefixCache
+from jax_paged.core.kv_cache.state_slots import StateSlots
 from jax_paged.core.scheduler_output import BlockTables, Copies
 from jax_paged.core.sequence import Sequence
-from jax_paged.core.state_slots import StateSlots
 
 
 class BlockManager:

@@ -5,8 +5,8 @@ from typing import Literal, TypeVar
 
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.request_queues import RequestQueues
+from jax_paged.core.result_updater import SequenceUpdater
 from jax_paged.core.sequence import SequenceGroup, SequenceStatus
-from jax_paged.core.sequence_updater import SequenceUpdater
 from jax_paged.core.step_builder import StepBuilder
 from jax_paged.core.stop_conditions import HOST_TOO_SMALL, POOL_TOO_SMALL, StopConditions
 

@@ -5,25 +5,25 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal
 
-from jax_paged.core.adapter_slots import AdapterSlots
 from jax_paged.core.admission import Admission, Answer
+from jax_paged.core.batch_slots import Seats
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.burst_planner import BurstPlanner
-from jax_paged.core.draft_planner import DraftPlanner
+from jax_paged.core.features.interactive.request_edits import RequestEdit, RequestEditor
+from jax_paged.core.features.interactive.step_edits import take_back, with_rows
+from jax_paged.core.features.lora import AdapterSlots
+from jax_paged.core.features.multi_step import BurstPlanner
+from jax_paged.core.features.speculation.draft_planner import DraftPlanner
+from jax_paged.core.features.speculation.num_drafts import Speculation
 from jax_paged.core.limits import check_limits, check_order
+from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.preemption import Preemption, PreemptionMode
-from jax_paged.core.request_edits import RequestEdit, RequestEditor
 from jax_paged.core.request_queues import RequestQueues
-from jax_paged.core.row_planner import RowPlanner
-from jax_paged.core.runner_output import ModelRunnerOutput
+from jax_paged.core.result_updater import SequenceUpdater, StepUpdate
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.core.seats import Seats
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from jax_paged.core.sequence_updater import SequenceUpdater, StepUpdate
-from jax_paged.core.speculation import Speculation
 from jax_paged.core.step_builder import StepBuilder
-from jax_paged.core.step_edits import take_back, with_rows
 from jax_paged.core.stop_conditions import StopConditions
+from jax_paged.core.token_planner import RowPlanner
 
 Policy = Literal["fcfs", "priority"] | Callable[[SequenceGroup], Any]
 

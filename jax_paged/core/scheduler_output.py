@@ -140,8 +140,8 @@ class AdapterLoad(NamedTuple):
     Args:
         slot: From 1.
         adapter: SequenceGroup.adapter of its requests.
-        weights: What the executor puts there (an Adapter of models/adapter_files.py); the engine adds it
-            when the step is scheduled.
+        weights: What the executor puts there (an Adapter of models/features/lora/adapter_files.py); the
+            engine adds it when the step is scheduled.
     """
 
     slot: int

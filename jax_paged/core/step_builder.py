@@ -1,7 +1,7 @@
 """One step while it is scheduled, and how it becomes a SchedulerOutput."""
 
+from jax_paged.core.batch_slots import Row, Seats
 from jax_paged.core.scheduler_output import BlockTables, Copies, EncoderInput, SchedulerOutput
-from jax_paged.core.seats import Row, Seats
 from jax_paged.core.sequence import Sequence, SequenceGroup
 
 

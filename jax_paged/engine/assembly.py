@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_paged.checks import check
-from jax_paged.config import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.config.launch import launch_of_environment
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import SequenceGroup
-from jax_paged.engine.multiprocess import ExternalExecutor, MultiprocessExecutor
-from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.launch import launch_of_environment
+from jax_paged.engine.distributed.multiprocess import ExternalExecutor, MultiprocessExecutor
+from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.models.checkpoint import resolve_model_dir
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def make_executor(args: EngineArgs) -> "Executor":
     if backend == "ray":
         allowed = "'uni', 'mp' or 'external_launcher' without Ray: pip install 'jax-paged[ray]'"
         check(importlib.util.find_spec("ray") is not None, "distributed_executor_backend", backend, allowed)
-        from jax_paged.engine.ray_executor import RayExecutor
+        from jax_paged.engine.distributed.ray_executor import RayExecutor
 
         return RayExecutor(args)
     return Executors().make(0, args)
@@ -125,7 +125,7 @@ def check_kernels(args: EngineArgs) -> tuple[str, bool]:
     Raises:
         ValueError: If there is no such model.
     """
-    from jax_paged.worker.kernel_check import check_all, suites_of
+    from jax_paged.worker.loading.kernel_check import check_all, suites_of
 
     name = "pallas" if args.attention_backend == "auto" else args.attention_backend
     verdict = check_all(suites_of(args), candidate=name, is_anew=True)

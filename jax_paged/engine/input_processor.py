@@ -5,24 +5,24 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from jax_paged.arguments.plain_values import plain
+from jax_paged.arguments.suggestions import suggestion
 from jax_paged.checks import Problems, TooLongError, check, check_int, check_number
-from jax_paged.config import EngineConfig
-from jax_paged.core.cache_group import blocks_of
+from jax_paged.config.engine_args import EngineConfig
+from jax_paged.core.kv_cache.cache_group import blocks_of
 from jax_paged.core.sequence import PromptEmbeds, StandIn
-from jax_paged.engine import pooling
-from jax_paged.engine.adapters import Adapters
-from jax_paged.engine.given_outputs import GivenOutput
-from jax_paged.engine.grammars import Grammar, Grammars
+from jax_paged.engine.features import pooling
+from jax_paged.engine.features.lora import Adapters
+from jax_paged.engine.features.structured_output.grammars import Grammar, Grammars
 from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, one_salt, with_soft_prompt
-from jax_paged.engine.stop_strings import StopStrings
-from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.engine.replicas.prior_outputs import GivenOutput
+from jax_paged.engine.text.stop_strings import StopStrings
+from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.inputs import Prompt, as_list
 from jax_paged.lora_request import LoRARequest
-from jax_paged.models.adapter_files import Adapter
-from jax_paged.plain_values import plain
+from jax_paged.models.features.lora.adapter_files import Adapter
 from jax_paged.pooling_params import PoolingParams
 from jax_paged.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
-from jax_paged.suggestions import suggestion
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 

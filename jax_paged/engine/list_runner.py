@@ -13,7 +13,7 @@ from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.llm_engine import LLMEngine
-from jax_paged.engine.replicas import Placement
+from jax_paged.engine.replicas.placement import Placement
 from jax_paged.outputs import RequestOutput
 
 # A list is as slow as its slowest engine: a prefix is at home where no other engine has fewer requests.

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
-from jax_paged.engine import kv_access, recordings, request_edits, scoring, sleeping, snapshot, weight_updates
-from jax_paged.engine.kv_access import Inspection
-from jax_paged.engine.request_edits import Verification
+from jax_paged.engine.features import recording, scoring, snapshot
+from jax_paged.engine.features.interactive import kv_access, request_edits
+from jax_paged.engine.features.interactive.kv_access import Inspection
+from jax_paged.engine.features.interactive.request_edits import Verification
+from jax_paged.engine.features.interactive.step_plan import StepPlan
+from jax_paged.engine.features.snapshot import EngineState
+from jax_paged.engine.features.weights import sleeping, weight_updates
 from jax_paged.engine.request_engine import RequestEngine
-from jax_paged.engine.snapshot import EngineState
-from jax_paged.engine.step_plan import StepPlan
 from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import SamplingParams
 
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
     from jax_paged.lab.page_table import PageTable
     from jax_paged.lab.pool_map import PoolMap
     from jax_paged.lab.what_if import Replay
-    from jax_paged.models.exchange import NewWeights
-    from jax_paged.worker.compilation import CompileRecord
+    from jax_paged.models.loading.new_weights import NewWeights
+    from jax_paged.worker.compilation.compiler import CompileRecord
 
 
 class LLMEngine(RequestEngine):
@@ -243,7 +245,7 @@ class LLMEngine(RequestEngine):
             RuntimeError: If requests are running or prefixes are pinned.
         """
         self._check_open()
-        recordings.record(self._loop, sink)
+        recording.record(self._loop, sink)
 
     def replay(self, lines: Iterable[str]) -> "Replay":
         """Computes a recording again, step by step on the device, and checks that it gets the same tokens.
@@ -261,7 +263,7 @@ class LLMEngine(RequestEngine):
             RuntimeError: If requests are running, prefixes are pinned, or the engine is being recorded.
         """
         self._check_open()
-        return recordings.replay(self._loop, self.config, lines)
+        return recording.replay(self._loop, self.config, lines)
 
     def state(self, *, weights: bool = False) -> EngineState:
         """Returns all that it takes to go on elsewhere, or later: `LLM.restore` and `load_state` do.

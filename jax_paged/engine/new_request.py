@@ -9,13 +9,13 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+from jax_paged.arguments.plain_values import plain
 from jax_paged.checks import check
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.output_processor import RequestState
-from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.outputs import RequestOutput
-from jax_paged.plain_values import plain
 from jax_paged.sampling_params import SamplingParams
 
 _ENDED = {"stop": SequenceStatus.FINISHED_STOPPED, "length": SequenceStatus.FINISHED_LENGTH_CAPPED}

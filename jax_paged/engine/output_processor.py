@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from jax_paged.core.sequence import Sequence, SequenceGroup
-from jax_paged.engine.given_outputs import GivenOutput
-from jax_paged.engine.grammars import Grammar, Matcher
-from jax_paged.engine.sample_state import SampleState, logprob_dict, logprob_of_values, logprob_values
-from jax_paged.engine.stop_strings import StopStrings
-from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.models.adapter_files import Adapter
+from jax_paged.engine.features.structured_output.grammars import Grammar, Matcher
+from jax_paged.engine.replicas.prior_outputs import GivenOutput
+from jax_paged.engine.sample_output import SampleState, logprob_dict, logprob_of_values, logprob_values
+from jax_paged.engine.text.stop_strings import StopStrings
+from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.models.features.lora.adapter_files import Adapter
 from jax_paged.outputs import CompletionOutput, RequestOutput, TokenLogprobDict, snapshot
 from jax_paged.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
-    from jax_paged.core.runner_output import TokenLogprobs
+    from jax_paged.core.model_runner_output import TokenLogprobs
 
 
 class RequestState:

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from jax_paged.arguments.suggestions import suggestions
 from jax_paged.checks import TooLongError, check, check_int
-from jax_paged.config import EngineConfig
+from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.sequence import PromptEmbeds, StandIn
-from jax_paged.engine.image_reader import ImageReader
-from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.engine.features.multimodal.image_reader import ImageReader
+from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.inputs import as_list
-from jax_paged.suggestions import suggestions
 
 # Stands in prompts for tokens that are vectors.
 PLACEHOLDER = 0

@@ -12,10 +12,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from jax_paged.checks import check
-from jax_paged.config import EngineArgs
+from jax_paged.config.engine_args import EngineArgs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.engine import prefixes
 from jax_paged.engine.assembly import (
     MakeExecutor,
     OwnScheduler,
@@ -26,15 +25,16 @@ from jax_paged.engine.assembly import (
     make_tokenizer,
     with_end_token,
 )
-from jax_paged.engine.backend_choice import begin_with_passing_backends
+from jax_paged.engine.engine_core import StepLoop
 from jax_paged.engine.errors import EngineAsleepError, EngineDeadError
+from jax_paged.engine.features import pinned_prefixes
+from jax_paged.engine.features.batch_invariance.backend_choice import begin_with_passing_backends
+from jax_paged.engine.features.batch_invariance.invariance import check_invariance
 from jax_paged.engine.input_processor import CheckedRequest, InputProcessor
 from jax_paged.engine.interrupt import deferred_interrupt
-from jax_paged.engine.invariance import check_invariance
 from jax_paged.engine.new_request import check_arrival_time, request_state
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.serialized import Serialized, any_thread
-from jax_paged.engine.step_loop import StepLoop
 from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import RequestOutput
@@ -180,7 +180,7 @@ class RequestEngine(Serialized):
                 says both.
             sampling_params: None takes the model's defaults (its generation_config.json); max_tokens None
                 takes the rest of max_model_len. BeamSearchParams make it a beam search, and PoolingParams a
-                pooling request (engine/pooling.py reads its output).
+                pooling request (engine/features/pooling.py reads its output).
             cache_salt: Only requests of equal salt share cached prefixes.
             priority: Lower is served earlier; 0 unless scheduling_policy is "priority".
             lora_request: The adapter that it is computed with; read from its folder, if it is not there.
@@ -341,7 +341,7 @@ class RequestEngine(Serialized):
             RuntimeError: If requests are running.
         """
         self._check_open()
-        return prefixes.pin(self, self._new_name("prefix"), prompt, cache_salt)
+        return pinned_prefixes.pin(self, self._new_name("prefix"), prompt, cache_salt)
 
     def unpin_prefix(self, name: str) -> None:
         """Lets go of a pinned prefix, by the name that pin_prefix returned.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.block_pool import NULL_BLOCK, BlockPool
+from jax_paged.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from jax_paged.core.sequence import SequenceGroup
 
 BLOCK_DTYPE = np.dtype(

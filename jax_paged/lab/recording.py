@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from jax_paged.checks import check
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.request_edits import DropBlocks, Fork, RequestEdit, Rollback
-from jax_paged.core.request_values import request_of_values, values_of_request
-from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.codec import request_of_values, values_of_request
+from jax_paged.core.features.interactive.request_edits import DropBlocks, Fork, RequestEdit, Rollback
+from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.result_updater import StepUpdate
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from jax_paged.core.sequence_updater import StepUpdate
 from jax_paged.lab.what_if import Replay, Told, arguments_of, step_row, what_if
 
 Note = Callable[..., None]

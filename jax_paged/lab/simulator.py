@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jax_paged.arguments.plain_values import make_plain
+from jax_paged.arguments.suggestions import suggests_fields
 from jax_paged.checks import check, check_int, check_number
-from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
-from jax_paged.plain_values import make_plain
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
-from jax_paged.suggestions import suggests_fields
 
 STEP = np.dtype(
     [

@@ -9,13 +9,13 @@ import numpy as np
 
 from jax_paged.checks import check, check_int
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.request_values import request_of_values
-from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.codec import request_of_values
+from jax_paged.core.features.speculation.num_drafts import Speculation
+from jax_paged.core.kv_cache.cache_group import CacheGroup
+from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceGroup, SequenceStatus
-from jax_paged.core.speculation import Speculation
 
 STEP = np.dtype(
     [

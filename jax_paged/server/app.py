@@ -15,10 +15,19 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jax_paged.engine.errors import EngineAsleepError, EngineDeadError
-from jax_paged.engine.replicated_engine import ServingEngine
-from jax_paged.server.access import AccessLog
-from jax_paged.server.adapters import ServedModels
-from jax_paged.server.answers import (
+from jax_paged.engine.replicas.replicated_engine import ServingEngine
+from jax_paged.server.http.guard import guarded
+from jax_paged.server.http.keys import with_all_keys
+from jax_paged.server.http.limits import BodyLimits, json_route
+from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.lifecycle import Gate, Life
+from jax_paged.server.observability.access import AccessLog
+from jax_paged.server.observability.logs import log_statistics
+from jax_paged.server.observability.metrics import Metrics
+from jax_paged.server.protocol.fields import with_known_fields
+from jax_paged.server.protocol.openapi import answers, describe
+from jax_paged.server.protocol.responses import ApiError, asleep_error, json_response, validation_error
+from jax_paged.server.protocol.schemas import (
     ChatAnswer,
     ClassifyAnswer,
     CompletionAnswer,
@@ -36,26 +45,17 @@ from jax_paged.server.answers import (
     VersionAnswer,
     WeightVersionAnswer,
 )
-from jax_paged.server.developer import DeveloperRoutes
-from jax_paged.server.docs_page import docs_page
-from jax_paged.server.fields import with_known_fields
-from jax_paged.server.generation import GenerationRoutes
-from jax_paged.server.guard import guarded
-from jax_paged.server.information import InformationRoutes
-from jax_paged.server.keys import with_all_keys
-from jax_paged.server.life import Gate, Life
-from jax_paged.server.limits import BodyLimits, json_route
-from jax_paged.server.logs import log_statistics
-from jax_paged.server.metrics import Metrics
-from jax_paged.server.openapi import answers, describe
-from jax_paged.server.options import ServerOptions
-from jax_paged.server.page import PageRoutes
-from jax_paged.server.pooling import PoolingRoutes
-from jax_paged.server.responses import ApiError, asleep_error, json_response, validation_error
-from jax_paged.server.responses_api import ResponsesRoute
+from jax_paged.server.routes.developer import DeveloperRoutes
+from jax_paged.server.routes.docs_page import docs_page
+from jax_paged.server.routes.generation import GenerationRoutes
+from jax_paged.server.routes.information import InformationRoutes
+from jax_paged.server.routes.models import ServedModels
+from jax_paged.server.routes.page import PageRoutes
+from jax_paged.server.routes.pooling import PoolingRoutes
+from jax_paged.server.routes.responses import ResponsesRoute
 from jax_paged.server.streaming import RequestRunner
 from jax_paged.server.text_reader import Lane, TextReader
-from jax_paged.server.waiting import WaitingRoom
+from jax_paged.server.waiting_queue import WaitingRoom
 
 _TICK_S = 0.1
 

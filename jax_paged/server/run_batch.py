@@ -20,12 +20,12 @@ import orjson
 from starlette.types import ASGIApp, Message
 from tqdm import tqdm
 
-from jax_paged.config import EngineArgs
+from jax_paged.config.engine_args import EngineArgs
 from jax_paged.engine.errors import EngineDeadError
-from jax_paged.engine.replicated_engine import ServingEngine, serving_engine
+from jax_paged.engine.replicas.replicated_engine import ServingEngine, serving_engine
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.logs import configure
-from jax_paged.server.options import BatchOptions, ReasoningParser, ServerOptions, ToolCallParser
+from jax_paged.server.launch.options import BatchOptions, ReasoningParser, ServerOptions, ToolCallParser
+from jax_paged.server.observability.logs import configure
 
 _URLS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank")
 _FAILED, _INTERRUPTED = 1, 130

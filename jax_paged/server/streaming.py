@@ -10,20 +10,20 @@ from typing import Any, Self
 import orjson
 
 from jax_paged.core.sequence import RequestMetrics
+from jax_paged.engine.async_engine.request_stream import RequestStream
 from jax_paged.engine.errors import NOT_RUNNING, EngineAsleepError, EngineDeadError
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.new_request import given_output
-from jax_paged.engine.replicated_engine import ServingEngine
-from jax_paged.engine.request_stream import RequestStream
+from jax_paged.engine.replicas.replicated_engine import ServingEngine
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
-from jax_paged.server.access import RequestRecord
-from jax_paged.server.call import Call
-from jax_paged.server.http_protocol import BodyWriter
-from jax_paged.server.logprobs import prompt_logprobs
-from jax_paged.server.metrics import Metrics
-from jax_paged.server.responses import ApiError, asleep_error, request_error, usage
-from jax_paged.server.waiting import WaitingRoom
+from jax_paged.server.generation_call import Call
+from jax_paged.server.http.http_protocol import BodyWriter
+from jax_paged.server.observability.access import RequestRecord
+from jax_paged.server.observability.metrics import Metrics
+from jax_paged.server.protocol.logprobs import prompt_logprobs
+from jax_paged.server.protocol.responses import ApiError, asleep_error, request_error, usage
+from jax_paged.server.waiting_queue import WaitingRoom
 
 _DONE = b"data: [DONE]\n\n"
 

@@ -5,15 +5,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.scheduler_output import SchedulerOutput, TokenMasks
 from jax_paged.pallas_kernels import ops
 from jax_paged.sampling_params import MAX_BIAS_IDS
 from jax_paged.worker.block_tables import pad_changes
-from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.features.cascade import num_saved_tokens, shared_blocks
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.logits_rows import LogitsRows
-from jax_paged.worker.packed_batch import (
+from jax_paged.worker.packed_buffer import (
     KEEPS_DRAW,
     MASK_COLUMN,
     Field,
@@ -21,7 +21,7 @@ from jax_paged.worker.packed_batch import (
     neutral_sampling,
     views,
 )
-from jax_paged.worker.shared_prefixes import num_saved_tokens, shared_blocks
+from jax_paged.worker.sampling.logits_rows import LogitsRows
 
 
 class StepInputs(NamedTuple):

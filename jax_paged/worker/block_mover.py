@@ -14,7 +14,7 @@ from jaxtyping import Array
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.attention import POOL_SPEC
 from jax_paged.pallas_kernels import ops
-from jax_paged.worker.programs import Program, TraceContext
+from jax_paged.worker.compilation.programs import Program, TraceContext
 
 # Blocks that one call moves; the last call of a step is padded.
 SWAP_BLOCKS = 32

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
-from jax_paged.worker.programs import Program, TraceContext
+from jax_paged.worker.compilation.programs import Program, TraceContext
 
 # Changes that one call of WriteBlockTablesProgram takes in.
 NUM_WRITTEN = 1024

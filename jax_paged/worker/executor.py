@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jax_paged.checks import check
-from jax_paged.config import EngineArgs, EngineConfig
-from jax_paged.core.runner_output import ModelRunnerOutput
+from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
 from jax_paged.pallas_kernels.jax_settings import methods_with_default_settings
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from jax_paged.models.attention import Attend
     from jax_paged.models.causal_lm import LanguageModel
-    from jax_paged.models.exchange import NewWeights
-    from jax_paged.models.hooks import Hook
+    from jax_paged.models.features.hooks import Hook
+    from jax_paged.models.loading.new_weights import NewWeights
     from jax_paged.models.weights import LoadedModel
-    from jax_paged.worker.compilation import CompileRecord
-    from jax_paged.worker.logits_processors import LogitsProcessor
-    from jax_paged.worker.process_group import ProcessGroup
-    from jax_paged.worker.sampler import Sampler
+    from jax_paged.worker.compilation.compiler import CompileRecord
+    from jax_paged.worker.distributed.process_group import ProcessGroup
+    from jax_paged.worker.features.user_functions.logits_processors import LogitsProcessor
+    from jax_paged.worker.sampling.sampler import Sampler
 
 
 class Executor(Protocol):
@@ -176,8 +176,8 @@ class LocalExecutor:
         beside: "LocalExecutor | None" = None,
     ) -> None:
         # JAX is loaded by whoever makes an executor, and not by whoever imports the engine.
-        from jax_paged.worker.encoder_runner import EncoderRunner, is_encoder
-        from jax_paged.worker.inspection import Inspector
+        from jax_paged.worker.features.interactive import Inspector
+        from jax_paged.worker.features.pooling.encoder_runner import EncoderRunner, is_encoder
         from jax_paged.worker.model_runner import ModelRunner
 
         backend = args.distributed_executor_backend
@@ -232,11 +232,11 @@ class LocalExecutor:
     ) -> "dict[str, np.ndarray]":
         """Returns what some blocks hold, and perhaps the weights; no step is in flight."""
         self._check_whole("to save or load a state")
-        from jax_paged.worker import memory_state
+        from jax_paged.worker.features import snapshot
 
         arrays = self.runner.arrays
-        kept = memory_state.read_blocks(arrays["kv_cache"], self.runner.host_blocks, blocks, host_blocks)
-        return kept | (memory_state.read_weights(arrays["weights"]) if with_weights else {})
+        kept = snapshot.read_blocks(arrays["kv_cache"], self.runner.host_blocks, blocks, host_blocks)
+        return kept | (snapshot.read_weights(arrays["weights"]) if with_weights else {})
 
     def write_memory(
         self,
@@ -252,22 +252,22 @@ class LocalExecutor:
             ValueError: If an array is missing, or of another shape or type.
         """
         self._check_whole("to save or load a state")
-        from jax_paged.worker import memory_state
+        from jax_paged.worker.features import snapshot
 
         ours = self.runner.arrays
-        memory_state.write_blocks(ours["kv_cache"], self.runner.host_blocks, blocks, host_blocks, arrays)
+        snapshot.write_blocks(ours["kv_cache"], self.runner.host_blocks, blocks, host_blocks, arrays)
         if with_weights:
-            memory_state.write_weights(ours["weights"], arrays)
+            snapshot.write_weights(ours["weights"], arrays)
             self._forget_images()
             self._source = None
 
     def fingerprint(self) -> tuple[str, str]:
         """Returns hashes of the weights as they are served, and of how such kernels are packed here."""
         self._check_whole("to save or load a state")
-        from jax_paged.worker import memory_state
+        from jax_paged.worker.features import snapshot
 
-        packing = memory_state.packing(self.config.matmul_backend, self.runner.context.dtype)
-        return memory_state.fingerprint(self.runner.arrays["weights"]), packing
+        packing = snapshot.packing(self.config.matmul_backend, self.runner.context.dtype)
+        return snapshot.fingerprint(self.runner.arrays["weights"]), packing
 
     def read_kv(
         self, layer: int, block_tables: BlockTables, num_tokens: list[int]

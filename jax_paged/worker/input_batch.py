@@ -12,11 +12,11 @@ import numpy as np
 
 from jax_paged.core.scheduler_output import MAX_END_TOKENS, NewSequence, ScheduledSequence, SchedulerOutput
 from jax_paged.core.sequence import StandIn
-from jax_paged.models.images import Patches
+from jax_paged.models.features.multimodal import Patches
 from jax_paged.sampling_params import LogitsFunction, SamplingParams
-from jax_paged.worker.mrope import mrope_positions
-from jax_paged.worker.packed_batch import NUM_SAMPLING_COLUMNS, pack_sampling
-from jax_paged.worker.token_rules import KnownTokens, TokenRules
+from jax_paged.worker.features.multimodal.mrope import mrope_positions
+from jax_paged.worker.packed_buffer import NUM_SAMPLING_COLUMNS, pack_sampling
+from jax_paged.worker.sampling.token_rules import KnownTokens, TokenRules
 
 
 class TokenCountReset(NamedTuple):

@@ -12,7 +12,7 @@ layers, every second one with a window, and two arrays:
     array            0        0        1        1
 
 Layers may differ in heads. The arrays are then those of the layers with most numbers per token, and where
-others have half or a third of them, two or three of one group share an array (View in models/kv_place.py).
+others have half or a third of them, two or three of one group share an array (View in models/kv_location.py).
 Layers 1, 3, 4 and 5 have a window here, and half as many numbers:
 
     layer            0        1        2        3        4        5
@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array
 
-from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.models.attention import (
     POOL_SPEC,
     AttentionSpec,
@@ -44,8 +44,8 @@ from jax_paged.models.attention import (
     value_dim_of,
     window_of,
 )
-from jax_paged.models.kv_place import NO_GROUP, Place, View
-from jax_paged.models.sharding import repeated
+from jax_paged.models.kv_location import NO_GROUP, Place, View
+from jax_paged.models.parallel.sharding import repeated
 from jax_paged.pallas_kernels.quantization import DTYPES, quantize, row_size, tiles_of
 
 

@@ -12,37 +12,39 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_paged.config import EngineArgs, checks_inputs
-from jax_paged.core.runner_output import ModelRunnerOutput
+from jax_paged.config.engine_args import EngineArgs, checks_inputs
+from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.attention import Attend
 from jax_paged.models.causal_lm import LanguageModel
-from jax_paged.models.hooks import Hook
+from jax_paged.models.features.hooks import Hook
 from jax_paged.models.weights import LoadedModel
-from jax_paged.worker import host_processors, kv_cache, prompt_logprobs
-from jax_paged.worker.adapters import AdapterArrays
+from jax_paged.worker import kv_cache
 from jax_paged.worker.batch_builder import BatchBuilder, empty_sampling_inputs
 from jax_paged.worker.block_mover import BlockMover
 from jax_paged.worker.block_tables import write_block_tables
-from jax_paged.worker.buckets import Bucket
-from jax_paged.worker.compilation import CompiledPrograms, trim_heap
-from jax_paged.worker.encoder import encode
+from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.compilation.compiler import CompiledPrograms, trim_heap
+from jax_paged.worker.compilation.programs import SeatArrays, TraceContext
+from jax_paged.worker.distributed.process_group import OneProcess, ProcessGroup
+from jax_paged.worker.features import prompt_logprobs
+from jax_paged.worker.features.encoder_decoder import encode
+from jax_paged.worker.features.lora import AdapterArrays
+from jax_paged.worker.features.multimodal.image_encoder import ImageEncoder
+from jax_paged.worker.features.pooling.pooler import plan_pooling
+from jax_paged.worker.features.user_functions import host_processors
+from jax_paged.worker.features.user_functions.logits_processors import LogitsProcessor
+from jax_paged.worker.features.user_functions.processor_states import KeptStates
 from jax_paged.worker.host_blocks import HostBlocks
-from jax_paged.worker.image_encoder import ImageEncoder
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.kept_states import KeptStates
-from jax_paged.worker.logits_processors import LogitsProcessor
-from jax_paged.worker.logits_rows import LogitsRows, plan_logits_rows
-from jax_paged.worker.own_stage import OwnStage
-from jax_paged.worker.pooling import plan_pooling
-from jax_paged.worker.process_group import OneProcess, ProcessGroup
-from jax_paged.worker.programs import SeatArrays, TraceContext
-from jax_paged.worker.results import PendingStep
-from jax_paged.worker.sampler import Sampler
+from jax_paged.worker.pipeline.own_stage import OwnStage
+from jax_paged.worker.pipeline.stages import seat_shapes
+from jax_paged.worker.sampling.logits_rows import LogitsRows, plan_logits_rows
+from jax_paged.worker.sampling.sampler import Sampler
+from jax_paged.worker.sampling.token_counts import reset_token_counts
 from jax_paged.worker.served_model import ServedModel
-from jax_paged.worker.stages import seat_shapes
-from jax_paged.worker.step import StepProgram
-from jax_paged.worker.token_counts import reset_token_counts
+from jax_paged.worker.step_result import PendingStep
+from jax_paged.worker.traced_step import StepProgram
 
 
 class ModelRunner:

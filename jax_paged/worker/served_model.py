@@ -11,42 +11,42 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_paged.checks import check
-from jax_paged.config import EngineArgs, EngineConfig
+from jax_paged.config.engine_args import EngineArgs, EngineConfig
 from jax_paged.models.attention import Attend
 from jax_paged.models.causal_lm import CausalLM, LanguageModel
 from jax_paged.models.encoder_decoder import EncoderDecoderLM
-from jax_paged.models.hooks import Hook, check_hooks
-from jax_paged.models.quantize import kind_to_make
+from jax_paged.models.features.hooks import Hook, check_hooks
+from jax_paged.models.quantization.quantize import kind_to_make
 from jax_paged.models.weights import LoadedModel
 from jax_paged.pallas_kernels.quantization import DTYPES
 from jax_paged.worker import kv_cache
-from jax_paged.worker.adapters import LoadAdapterProgram, check_images, plan_additions
 from jax_paged.worker.block_tables import WriteBlockTablesProgram
-from jax_paged.worker.buckets import plan_verifying
-from jax_paged.worker.compilation import (
+from jax_paged.worker.compilation.buckets import plan_verifying
+from jax_paged.worker.compilation.compiler import (
     ONE_GRAPH,
     WIDE_VECTORS,
     CompiledPrograms,
     use_persistent_cache,
 )
-from jax_paged.worker.encoder import plan_encoders
-from jax_paged.worker.image_encoder import check_images_can_be_encoded, plan_images
-from jax_paged.worker.kernel_check import choose_backend
-from jax_paged.worker.load_drafter import load_drafter
-from jax_paged.worker.logits_processors import LogitsProcessor, check_processors
-from jax_paged.worker.mesh import choose_products, device_grids
-from jax_paged.worker.own_stage import lower_part
-from jax_paged.worker.plan_steps import plan_steps
-from jax_paged.worker.pooling import PoolProgram
-from jax_paged.worker.process_group import ProcessGroup
-from jax_paged.worker.programs import Program, TraceContext
-from jax_paged.worker.prompt_logprobs import PromptLogprobsProgram
-from jax_paged.worker.resolve_config import ModelFacts, check_without_states, resolve_config
-from jax_paged.worker.sampler import Sampler
-from jax_paged.worker.stages import Pipeline
-from jax_paged.worker.step_bytes import step_bytes
-from jax_paged.worker.token_counts import ResetTokenCountsProgram
-from jax_paged.worker.weights import ServedWeights, check_order, load, outline_of, pooling_of
+from jax_paged.worker.compilation.plan_steps import plan_steps
+from jax_paged.worker.compilation.programs import Program, TraceContext
+from jax_paged.worker.compilation.step_bytes import step_bytes
+from jax_paged.worker.distributed.process_group import ProcessGroup
+from jax_paged.worker.features.encoder_decoder import plan_encoders
+from jax_paged.worker.features.lora import LoadAdapterProgram, check_images, plan_additions
+from jax_paged.worker.features.multimodal.image_encoder import check_images_can_be_encoded, plan_images
+from jax_paged.worker.features.pooling.pooler import PoolProgram
+from jax_paged.worker.features.prompt_logprobs import PromptLogprobsProgram
+from jax_paged.worker.features.speculation.load_drafter import load_drafter
+from jax_paged.worker.features.user_functions.logits_processors import LogitsProcessor, check_processors
+from jax_paged.worker.loading.kernel_check import choose_backend
+from jax_paged.worker.loading.mesh import choose_products, device_grids
+from jax_paged.worker.loading.resolve_config import ModelFacts, check_without_states, resolve_config
+from jax_paged.worker.loading.weights import ServedWeights, check_order, load, outline_of, pooling_of
+from jax_paged.worker.pipeline.own_stage import lower_part
+from jax_paged.worker.pipeline.stages import Pipeline
+from jax_paged.worker.sampling.sampler import Sampler
+from jax_paged.worker.sampling.token_counts import ResetTokenCountsProgram
 
 
 class ServedModel:

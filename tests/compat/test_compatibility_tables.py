@@ -17,13 +17,13 @@ from jax_paged import (
     LLMEngine,
     SamplingParams,
 )
-from jax_paged.config import _NONE_IS_DEFAULT
-from jax_paged.ignored_arguments import ANY, IGNORED
+from jax_paged.arguments.ignored import ANY, IGNORED
+from jax_paged.config.engine_args import _NONE_IS_DEFAULT
 from jax_paged.outputs import BeamSearchSequence, CompletionOutput, RequestOutput
 from jax_paged.sampling_params import IGNORED as SAMPLING_IGNORED
-from jax_paged.server.pooling import EmbeddingRequest
-from jax_paged.server.protocol import ChatRequest, CompletionRequest
-from jax_paged.server.responses import ApiError
+from jax_paged.server.protocol.requests import ChatRequest, CompletionRequest
+from jax_paged.server.protocol.responses import ApiError
+from jax_paged.server.routes.pooling import EmbeddingRequest
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "vllm-compatibility.md").read_text(encoding="utf-8")
 TEXT = re.sub(r"^```.*?^```$", "", TEXT, flags=re.MULTILINE | re.DOTALL)

@@ -17,8 +17,8 @@ import tokenizers
 from helpers.real_model import largest_buckets
 from tokenizers import models, pre_tokenizers
 
-from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.worker import plan_steps
+from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.worker.compilation import plan_steps
 
 SCRIPTS = Path(__file__).parent.parent / "vllm_scripts"
 T5 = Path(__file__).parent.parent / "models" / "fixtures" / "t5_tied"

@@ -5,9 +5,15 @@ import random
 
 import pytest
 
-from jax_paged.core.ngram_index import NgramIndex
-from jax_paged.core.speculation import Acceptance, Speculation, chosen_drafts, chosen_length, sizes_up_to
-from jax_paged.core.step_times import StepTimes
+from jax_paged.core.features.speculation.ngram_index import NgramIndex
+from jax_paged.core.features.speculation.num_drafts import (
+    Acceptance,
+    Speculation,
+    chosen_drafts,
+    chosen_length,
+    sizes_up_to,
+)
+from jax_paged.core.features.speculation.step_times import StepTimes
 
 
 def expected_draft(tokens: list[int], least: int, most: int, num_tokens: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from helpers.scheduling import found, make_group, make_scheduler, step
 
-from jax_paged.core.request_edits import DropBlocks, Fork
+from jax_paged.core.features.interactive.request_edits import DropBlocks, Fork
 
 
 def test_it_waits_where_another_is_swapped_in() -> None:

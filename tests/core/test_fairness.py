@@ -6,13 +6,13 @@ import random
 import pytest
 from helpers.scheduling import EOS, make_group, make_scheduler, rows, step, take_in
 
-from jax_paged.core.block_pool import BlockPool
-from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.prefix_cache import STATE, CachedPrefix, PrefixCache
+from jax_paged.core.kv_cache.block_pool import BlockPool
+from jax_paged.core.kv_cache.cache_group import CacheGroup
+from jax_paged.core.kv_cache.prefix_cache import STATE, CachedPrefix, PrefixCache
+from jax_paged.core.kv_cache.state_slots import StateSlots
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import Sequence, SequenceStatus
-from jax_paged.core.state_slots import StateSlots
 from jax_paged.core.stop_conditions import POOL_TOO_SMALL
 from jax_paged.sampling_params import BeamSearchParams
 

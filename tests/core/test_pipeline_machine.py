@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.replica_router import ReplicaRouter
+from jax_paged.core.kv_cache.cache_group import CacheGroup
+from jax_paged.core.replicas.router import ReplicaRouter
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_paged.core.conversations import Conversations
-from jax_paged.core.replica_router import ReplicaRouter
+from jax_paged.core.replicas.conversations import Conversations
+from jax_paged.core.replicas.router import ReplicaRouter
 
 KEYS = st.none() | st.integers(0, 20).map(str)
 # What to do: choose for a key; or begin, finish or leave, for one of the requests that can.

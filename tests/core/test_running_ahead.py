@@ -9,7 +9,7 @@ from helpers.scheduling import EOS, NO_LOGPROBS, found, make_group, make_schedul
 from helpers.value_device import ValueDevice
 from test_scheduler_simulation import CROSS, FULL, MAX_MODEL_LEN, WINDOW, Simulation, root_of, total
 
-from jax_paged.core.runner_output import NO_TOKEN
+from jax_paged.core.model_runner_output import NO_TOKEN
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceStatus

@@ -11,7 +11,7 @@ from helpers.scheduling import (
     take_in,
 )
 
-from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
 from jax_paged.sampling_params import SamplingParams

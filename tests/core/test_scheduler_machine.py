@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jax_paged.core.runner_output import TokenLogprobs
+from jax_paged.core.model_runner_output import TokenLogprobs
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceGroup, SequenceStatus
 from jax_paged.sampling_params import BeamSearchParams

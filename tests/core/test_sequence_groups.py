@@ -8,9 +8,9 @@ from helpers import scheduling
 from helpers.scheduling import TableMirror, found, samples_per_row, take_in
 from helpers.toy_device import EOS, VOCAB_SIZE, ToyDevice, reference_beams, root, top_logprobs
 
-from jax_paged.core import beam_search
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.runner_output import TokenLogprobs
+from jax_paged.core.features import beam_search
+from jax_paged.core.model_runner_output import TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus

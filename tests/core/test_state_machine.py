@@ -17,9 +17,14 @@ from hypothesis.stateful import (
 )
 
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.block_pool import NULL_BLOCK
-from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.request_edits import DropBlocks, RequestEditor, Rollback, most_taken_back
+from jax_paged.core.features.interactive.request_edits import (
+    DropBlocks,
+    RequestEditor,
+    Rollback,
+    most_taken_back,
+)
+from jax_paged.core.kv_cache.block_pool import NULL_BLOCK
+from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.request_queues import RequestQueues
 from jax_paged.core.scheduler_output import ScheduledSequence
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup

@@ -5,7 +5,7 @@ from helpers.scheduling import make_group, make_scheduler, step, take_in
 from test_running_ahead import RunningAhead
 from test_scheduler_simulation import Simulation, total
 
-from jax_paged.core.request_edits import Rollback
+from jax_paged.core.features.interactive.request_edits import Rollback
 
 SWAPS = {"preemption_mode": "swap", "num_swap_blocks": 300}
 

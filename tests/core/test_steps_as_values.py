@@ -17,8 +17,8 @@ from helpers.scheduling import (
     take_in,
 )
 
-from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.runner_output import NO_TOKEN, TokenLogprobs
+from jax_paged.core.kv_cache.cache_group import CacheGroup
+from jax_paged.core.model_runner_output import NO_TOKEN, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceGroup, SequenceStatus

@@ -8,7 +8,7 @@ import pytest
 from helpers.scripted_engine import LONG, no_block_lost
 
 from jax_paged import AsyncLLMEngine, SamplingParams
-from jax_paged.engine import async_engine
+from jax_paged.engine.async_engine import engine as engine_module
 from jax_paged.engine.errors import EngineDeadError
 
 
@@ -214,9 +214,9 @@ def test_async_many_streams_of_a_fast_engine_get_joined_parts(scripted, monkeypa
         engine = AsyncLLMEngine(*scripted())
         texts = [f"{'abcdefghij' * 3}{i}" for i in range(8)]
         handed_over: list[int] = []
-        deliver = async_engine.deliver
+        deliver = engine_module.deliver
         monkeypatch.setattr(
-            async_engine, "deliver", lambda items: (handed_over.append(len(items)), deliver(items))[1]
+            engine_module, "deliver", lambda items: (handed_over.append(len(items)), deliver(items))[1]
         )
         try:
             streams = [await engine.submit(f"{text}?", LONG, text) for text in texts]

@@ -27,7 +27,7 @@ from helpers.scripted_engine import ScriptedExecutor, no_block_lost
 from helpers.scripted_engine import run as run_scripted
 
 from jax_paged import AsyncLLMEngine, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
-from jax_paged.core.runner_output import NO_TOKEN
+from jax_paged.core.model_runner_output import NO_TOKEN
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.lab.recording import replay
 from jax_paged.outputs import RequestOutput

@@ -8,9 +8,9 @@ import pytest
 from helpers.scripted_engine import ScriptedExecutor, run
 
 from jax_paged import LLM, EngineArgs, LLMEngine, SamplingParams
-from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler_output import ScheduledSequence
-from jax_paged.engine.replicated_engine import ReplicatedEngine
+from jax_paged.engine.replicas.replicated_engine import ReplicatedEngine
 from jax_paged.worker import executor
 
 type Backends = tuple[str, str]

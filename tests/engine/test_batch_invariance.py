@@ -11,8 +11,8 @@ from helpers.real_model import VOCAB_SIZE, write_checkpoint
 from jax_paged import LLM, RequestOutput, SamplingParams
 from jax_paged.pallas_kernels import native
 from jax_paged.pallas_kernels.native import products
-from jax_paged.worker import plan_steps
-from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.compilation import plan_steps
+from jax_paged.worker.compilation.buckets import Bucket
 
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
 LIMITS: dict[str, Any] = {

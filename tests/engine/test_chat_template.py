@@ -10,8 +10,8 @@ from typing import Any
 import jinja2
 import pytest
 
-from jax_paged.engine import chat_template
-from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.engine.text import chat_template
+from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.models.checkpoint import resolve_model_dir
 
 CHATML = (
@@ -227,7 +227,7 @@ def test_private_names_of_namespaces() -> None:
 def test_pagelet_chats_without_transformers() -> None:
     script = """
 import sys
-from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.models.checkpoint import resolve_model_dir
 tokenizer = Tokenizer(str(resolve_model_dir("pagelet")))
 tokenizer.prepare_chat()

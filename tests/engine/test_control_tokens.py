@@ -10,8 +10,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from jax_paged.engine.control_tokens import ControlTokens
-from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.engine.text.control_tokens import ControlTokens
+from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.models.checkpoint import resolve_model_dir
 
 CONTROL = ("<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")

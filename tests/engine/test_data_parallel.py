@@ -21,7 +21,7 @@ from jax_paged.engine import list_runner
 from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.list_runner import ListRunner
 from jax_paged.lora_request import LoRARequest
-from jax_paged.worker import plan_steps
+from jax_paged.worker.compilation import plan_steps
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",

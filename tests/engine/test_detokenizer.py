@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jax_paged.engine.detokenizer import Detokenizer
-from jax_paged.engine.stop_strings import StopStrings
-from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.engine.text.detokenizer import Detokenizer
+from jax_paged.engine.text.stop_strings import StopStrings
+from jax_paged.engine.text.tokenizer import Tokenizer
 
 TEXT = "The quick brown fox: naïve café 你好, 世界! 🙂 def f(x):\n    return x  # été\n"
 

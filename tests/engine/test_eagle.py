@@ -30,17 +30,17 @@ from helpers.real_model import (
 from helpers.wrapped_executor import WrappedExecutor
 
 from jax_paged import LLM, EngineArgs, LLMEngine, SamplingParams
-from jax_paged.core.runner_output import ModelRunnerOutput
+from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.models.checkpoint import resolve_model_dir
-from jax_paged.models.eagle import EagleConfig
-from jax_paged.models.eagle_checkpoint import load_head
-from jax_paged.models.hooks import reading
-from jax_paged.models.llama import LlamaForCausalLM
+from jax_paged.models.families.eagle import EagleConfig
+from jax_paged.models.families.llama import LlamaForCausalLM
+from jax_paged.models.features.hooks import reading
+from jax_paged.models.loading.eagle_checkpoint import load_head
 from jax_paged.models.weights import load_model, random_model
 from jax_paged.outputs import RequestOutput
-from jax_paged.worker import plan_steps
-from jax_paged.worker.buckets import plan_verifying
+from jax_paged.worker.compilation import plan_steps
+from jax_paged.worker.compilation.buckets import plan_verifying
 
 K = 4
 # Float32 sums in another order move the logits of these heads by less; a lead below it may be lost.

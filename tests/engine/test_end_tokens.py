@@ -8,7 +8,7 @@ import pytest
 from helpers.scripted_engine import EOS, VOCAB_SIZE, ScriptedExecutor
 
 from jax_paged import LLM, EngineArgs, LLMEngine, SamplingParams
-from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.engine.text.tokenizer import Tokenizer
 
 PLAIN, BY_TRANSFORMERS = "TokenizersBackend", "LlamaTokenizerFast"
 

@@ -25,7 +25,7 @@ from helpers.real_model import (
 from helpers.windowed_model import WINDOWED_VOCAB_SIZE, write_windowed_checkpoint
 
 from jax_paged import LLM, BeamSearchParams, LLMEngine, SamplingParams
-from jax_paged.engine.snapshot import EngineState
+from jax_paged.engine.features.snapshot import EngineState
 from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import RequestOutputKind
 

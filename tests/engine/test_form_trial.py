@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jax_paged import StructuredOutputsParams
-from jax_paged.engine import grammars
-from jax_paged.engine.grammars import Grammars
-from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.engine.features.structured_output import grammars
+from jax_paged.engine.features.structured_output.grammars import Grammars
+from jax_paged.engine.text.tokenizer import Tokenizer
 
 TOO_DEEP = "nested too deeply"
 

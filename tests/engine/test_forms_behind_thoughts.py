@@ -11,8 +11,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jax_paged import StructuredOutputsParams
-from jax_paged.engine.grammars import Grammar, Grammars, Matcher
-from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.engine.features.structured_output.grammars import Grammar, Grammars, Matcher
+from jax_paged.engine.text.tokenizer import Tokenizer
 
 # As a byte-level tokenizer has them; "ĊĊ" is a blank line.
 PIECES = ["<eos>", "</th", "ink>", "ink>ĊĊ", 'ink>{"', 'a"', ":1", "ink>b"]

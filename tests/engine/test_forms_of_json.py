@@ -15,9 +15,9 @@ import pydantic
 import pytest
 
 from jax_paged import StructuredOutputsParams
-from jax_paged.engine.grammars import Grammars
-from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.json_schema import without_assertions
+from jax_paged.engine.features.structured_output.grammars import Grammars
+from jax_paged.engine.features.structured_output.json_schema import without_assertions
+from jax_paged.engine.text.tokenizer import Tokenizer
 
 NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}}
 # As pydantic writes the schema of a model with a list of models, a default and a dict.

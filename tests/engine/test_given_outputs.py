@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from jax_paged import LLMEngine, SamplingParams
-from jax_paged.engine.given_outputs import GivenOutput, joined
 from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.replicas.prior_outputs import GivenOutput, joined
 from jax_paged.outputs import CompletionOutput, RequestOutput
 
 PROMPT = list(range(3, 40))

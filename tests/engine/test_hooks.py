@@ -10,7 +10,7 @@ import pytest
 from helpers.real_model import log_softmax
 
 from jax_paged import LLM, Hook, SamplingParams
-from jax_paged.models.hooks import dense
+from jax_paged.models.features.hooks import dense
 from jax_paged.models.weights import load_model
 
 # Float32 sums in another order move activations of this model by a few 1e-6 of the largest, about 20.

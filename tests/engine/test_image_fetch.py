@@ -13,8 +13,8 @@ from helpers.pictures import drawn
 from PIL import Image
 
 from jax_paged import EngineArgs
-from jax_paged.engine import image_fetch
-from jax_paged.engine.image_reader import image_of_url
+from jax_paged.engine.features.multimodal import image_fetch
+from jax_paged.engine.features.multimodal.image_reader import image_of_url
 
 HOST = "127.0.0.1"
 

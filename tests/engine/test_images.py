@@ -26,23 +26,24 @@ from helpers.real_model import (
 from PIL import Image
 
 from jax_paged import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, SamplingParams
-from jax_paged.core.prefix_cache import PrefixCache
-from jax_paged.engine import image_reader, invariance
-from jax_paged.engine.given_outputs import GivenOutput
-from jax_paged.engine.image_messages import Conversation, conversation
-from jax_paged.engine.image_reader import (
+from jax_paged.config.multimodal import ImageSettings
+from jax_paged.core.kv_cache.prefix_cache import PrefixCache
+from jax_paged.engine.features.batch_invariance import invariance
+from jax_paged.engine.features.multimodal import image_reader
+from jax_paged.engine.features.multimodal.image_messages import Conversation, conversation
+from jax_paged.engine.features.multimodal.image_reader import (
     ImageReader,
     as_image,
     image_of_url,
     is_data_url,
     num_jpeg_scans,
 )
-from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.image_settings import ImageSettings
+from jax_paged.engine.replicas.prior_outputs import GivenOutput
+from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.models.families.idefics3 import Idefics3Config
+from jax_paged.models.features.multimodal import ImageSpec
 from jax_paged.models.hf_format import ConfigReader
-from jax_paged.models.idefics3 import Idefics3Config
-from jax_paged.models.images import ImageSpec
-from jax_paged.worker.image_encoder import EncodeImagesProgram, ImageEncoder
+from jax_paged.worker.features.multimodal.image_encoder import EncodeImagesProgram, ImageEncoder
 
 FIXTURES = Path(__file__).parents[1] / "models" / "image_fixtures"
 FOLDER = FIXTURES / "smolvlm_tied"

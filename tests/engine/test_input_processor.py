@@ -11,10 +11,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jax_paged.config import EngineConfig
-from jax_paged.core.cache_group import CacheGroup
+from jax_paged.config.engine_args import EngineConfig
+from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.engine.input_processor import InputProcessor
-from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.sampling_params import MAX_BAD_WORDS, BeamSearchParams, SamplingParams
 
 START = 3  # the decoder's start token
@@ -287,10 +287,10 @@ def test_all_problems_of_a_request_are_listed(processor: InputProcessor) -> None
 
 CHECKS_A_REQUEST = f"""
 import sys
-from jax_paged.config import EngineConfig
-from jax_paged.core.cache_group import CacheGroup
+from jax_paged.config.engine_args import EngineConfig
+from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.engine.input_processor import InputProcessor
-from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.sampling_params import SamplingParams
 
 processor = InputProcessor({CONFIG!r}, Tokenizer(sys.argv[1]))

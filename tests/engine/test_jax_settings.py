@@ -14,7 +14,7 @@ from helpers.real_model import make_executor
 from jax_paged import LLM, EngineArgs, Hook, SamplingParams
 from jax_paged.pallas_kernels import native
 from jax_paged.worker.executor import LocalExecutor
-from jax_paged.worker.logits_processors import LogitsProcessor
+from jax_paged.worker.features.user_functions.logits_processors import LogitsProcessor
 
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
 # A decoder, and an encoder-decoder model.

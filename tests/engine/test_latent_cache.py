@@ -22,13 +22,15 @@ from helpers.real_model import (
 )
 
 from jax_paged import LLMEngine, SamplingParams
-from jax_paged.config import EngineArgs
+from jax_paged.config.engine_args import EngineArgs
 from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec, LatentAttentionSpec
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.weights import load_model
 from jax_paged.pallas_kernels import native
-from jax_paged.worker import kernel_check, packed_batch, shared_prefixes
+from jax_paged.worker import packed_buffer
+from jax_paged.worker.features import cascade
 from jax_paged.worker.kv_cache import plan_layout
+from jax_paged.worker.loading import kernel_check
 
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
 LITE, YARN = FIXTURES / "deepseek_v2_lite", FIXTURES / "deepseek_v2_yarn_groups"
@@ -132,8 +134,8 @@ def test_quantised_latents(kind: str) -> None:
 @pytest.mark.parametrize("backend", ["xla", NATIVE])
 def test_shared_prefixes_are_attended_to_together(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MIN_ROWS": 2, "MIN_TOKENS": 1, "MIN_SAVED_TOKENS": 1}.items():
-        monkeypatch.setattr(shared_prefixes, name, value)
-    monkeypatch.setattr(packed_batch, "MIN_ROWS", 2)
+        monkeypatch.setattr(cascade, name, value)
+    monkeypatch.setattr(packed_buffer, "MIN_ROWS", 2)
     rng, params = np.random.default_rng(1), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     requests = [Request([*PROMPT, *rng.integers(0, 256, i + 1).tolist()], params) for i in range(6)]
     found = []

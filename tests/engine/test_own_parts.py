@@ -10,7 +10,7 @@ from jax_paged import LLM, SamplingParams
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceGroup
-from jax_paged.worker.sampler import SamplingBatch
+from jax_paged.worker.sampling.sampler import SamplingBatch
 
 PROMPTS = ["a", "The cat sat on the mat and looked at", "one two three four five six seven eight"]
 

@@ -16,15 +16,15 @@ from test_data_parallel import KINDS, facts
 from test_tensor_parallel import FIXTURES, MOE, NAMES, config_of, requests
 
 from jax_paged import LLM, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
-from jax_paged.engine.replicated_engine import ReplicatedEngine, serving_engine
-from jax_paged.models.hooks import Hook
+from jax_paged.engine.replicas.replicated_engine import ReplicatedEngine, serving_engine
+from jax_paged.models.features.hooks import Hook
 from jax_paged.models.weights import random_checkpoint
 from jax_paged.outputs import RequestOutput
 from jax_paged.pallas_kernels import xla
 from jax_paged.structured_outputs import StructuredOutputsParams
-from jax_paged.worker import plan_steps
-from jax_paged.worker.logits_processors import ExtraArgs, LogitsProcessor
-from jax_paged.worker.sampler import SamplingBatch
+from jax_paged.worker.compilation import plan_steps
+from jax_paged.worker.features.user_functions.logits_processors import ExtraArgs, LogitsProcessor
+from jax_paged.worker.sampling.sampler import SamplingBatch
 
 WHOLE = ("gemma4_shared", "gemma4_hub_images")  # whose layers share keys and values
 STATES = ("lfm2", "qwen3_5")  # which are not divided into stages

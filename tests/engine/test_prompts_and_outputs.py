@@ -11,7 +11,7 @@ from helpers.scripted_engine import EOS, LONG, TEMPLATE, VOCAB_SIZE, no_block_lo
 
 from jax_paged import LLM, EngineArgs, LLMEngine, SamplingParams
 from jax_paged.engine.assembly import tokenizer_name
-from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.engine.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(

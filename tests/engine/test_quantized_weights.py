@@ -23,11 +23,11 @@ from helpers.real_model import (
 )
 
 from jax_paged import LLM, EngineArgs, LLMEngine, LoRARequest, SamplingParams
-from jax_paged.models.quantize import kernel_places, quantized
-from jax_paged.models.small_kernels import SmallKernel
+from jax_paged.models.quantization.quantize import kernel_places, quantized
+from jax_paged.models.quantization.quantized_linear import SmallKernel
 from jax_paged.models.weights import load_model, random_checkpoint, save_model
 from jax_paged.outputs import RequestOutput
-from jax_paged.worker import plan_steps
+from jax_paged.worker.compilation import plan_steps
 from jax_paged.worker.executor import LocalExecutor
 
 SIZES: dict[str, Any] = {

@@ -15,22 +15,23 @@ from helpers.pictures import drawn
 from helpers.real_model import TOLERANCE, drain, make_engine, make_executor, reset, set_prefix_caching
 
 from jax_paged import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, SamplingParams
-from jax_paged.core.prefix_cache import PrefixCache
+from jax_paged.config.multimodal import ImageSettings
+from jax_paged.core.kv_cache.prefix_cache import PrefixCache
 from jax_paged.core.sequence import StandIn
-from jax_paged.engine import image_reader
-from jax_paged.engine.image_reader import ImageReader
-from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.image_settings import ImageSettings
-from jax_paged.models.images import MAX_PATCHES, ImageSpec, Patches, PatchSpec
-from jax_paged.models.qwen3_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from jax_paged.worker import input_batch, weights
-from jax_paged.worker.image_encoder import (
+from jax_paged.engine.features.multimodal import image_reader
+from jax_paged.engine.features.multimodal.image_reader import ImageReader
+from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.models.families.qwen3_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from jax_paged.models.features.multimodal import MAX_PATCHES, ImageSpec, Patches, PatchSpec
+from jax_paged.worker import input_batch
+from jax_paged.worker.features.multimodal.image_encoder import (
     EncodePatchesProgram,
     _encode_patches,
     check_images_can_be_encoded,
     plan_images,
 )
-from jax_paged.worker.mrope import mrope_positions
+from jax_paged.worker.features.multimodal.mrope import mrope_positions
+from jax_paged.worker.loading import weights
 
 FIXTURES = Path(__file__).parents[1] / "models" / "image_fixtures"
 FOLDER = FIXTURES / "qwen3_vl_tied"

@@ -152,7 +152,7 @@ def test_a_cluster_that_is_full(checkpoint: Path) -> None:
 
 
 def test_every_host_gives_as_many_gpus() -> None:
-    from jax_paged.engine.ray_executor import _bundles
+    from jax_paged.engine.distributed.ray_executor import _bundles
 
     def of(size: int, *counts: int) -> list[float]:
         nodes = [{"Alive": True, "Resources": {"CPU": 8, "GPU": n} if n else {"CPU": 8}} for n in counts]
@@ -169,7 +169,7 @@ def test_every_host_gives_as_many_gpus() -> None:
 
 
 def test_an_actor_works_for_nobody_who_does_not_know_the_secret() -> None:
-    from jax_paged.engine.ray_executor import _accepted
+    from jax_paged.engine.distributed.ray_executor import _accepted
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
         for said in (b"", b"short", b"GET / HTTP/1.1\r\n\r\n", "gehéimnis".encode()):

@@ -24,7 +24,7 @@ from helpers.real_model import (
 
 from jax_paged import LLMEngine, SamplingParams
 from jax_paged.outputs import RequestOutput
-from jax_paged.worker.sampler import IN_PROMPT, SamplingBatch, sample
+from jax_paged.worker.sampling.sampler import IN_PROMPT, SamplingBatch, sample
 
 REQUESTS = mixed_requests(seed=1, count=16, max_prompt=100, max_output=40)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jax_paged.core import beam_search
+from jax_paged.core.features import beam_search
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 

@@ -10,10 +10,10 @@ import pytest
 import tokenizers
 
 from jax_paged import LLMEngine, PoolingParams
-from jax_paged.config import EngineConfig
+from jax_paged.config.engine_args import EngineConfig
 from jax_paged.engine.input_processor import InputProcessor
-from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.models.pooling import PoolingSpec, read_pooling
+from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.models.features.pooling import PoolingSpec, read_pooling
 
 FIXTURES = Path(__file__).parent.parent / "models" / "pooling_fixtures"
 MODULES = [

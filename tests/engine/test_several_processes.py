@@ -33,13 +33,13 @@ from helpers.real_model import (
 from helpers.waiting import wait_until
 
 from jax_paged import AsyncLLMEngine, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
+from jax_paged.config.launch import Launch
+from jax_paged.engine.distributed.multiprocess import MultiprocessExecutor
+from jax_paged.engine.distributed.worker_team import WorkerTeam, begin
 from jax_paged.engine.errors import EngineDeadError
-from jax_paged.engine.multiprocess import MultiprocessExecutor
-from jax_paged.engine.worker_team import WorkerTeam, begin
-from jax_paged.launch import Launch
 from jax_paged.outputs import RequestOutput
-from jax_paged.worker import channel
-from jax_paged.worker.channel import Channel
+from jax_paged.worker.distributed import channel
+from jax_paged.worker.distributed.channel import Channel
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 2000}

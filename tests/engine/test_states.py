@@ -22,8 +22,8 @@ from helpers.real_model import (
 )
 
 from jax_paged import EngineArgs, LLMEngine, SamplingParams
-from jax_paged.core.state_slots import StateSlots
-from jax_paged.models.kv_place import NO_GROUP, Place
+from jax_paged.core.kv_cache.state_slots import StateSlots
+from jax_paged.models.kv_location import NO_GROUP, Place
 from jax_paged.sampling_params import BeamSearchParams
 
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"

@@ -11,7 +11,7 @@ import pytest
 from helpers.real_model import VOCAB_SIZE, Request, add, mixed_requests, reschedule, run
 
 from jax_paged import BeamSearchParams, LLMEngine, SamplingParams
-from jax_paged.engine.step_plan import StepPlan
+from jax_paged.engine.features.interactive.step_plan import StepPlan
 from jax_paged.lab.recording import replay
 from jax_paged.outputs import CompletionOutput, RequestOutput
 

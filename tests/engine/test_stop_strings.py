@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_paged import SamplingParams
-from jax_paged.engine.stop_strings import StopStrings
+from jax_paged.engine.text.stop_strings import StopStrings
 from jax_paged.sampling_params import MAX_STOP_CHARACTERS, MAX_STOP_STRING_LENGTH, MAX_STOP_STRINGS
 
 

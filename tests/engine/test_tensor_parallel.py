@@ -15,7 +15,7 @@ from flax import nnx
 from helpers.real_model import Request, make_engine, run
 
 from jax_paged import LLM, BeamSearchParams, Hook, LLMEngine, LoRARequest, SamplingParams
-from jax_paged.models import weight_reading
+from jax_paged.models.loading import weight_reading
 from jax_paged.models.weights import load_model, random_checkpoint
 from jax_paged.pallas_kernels.native import products
 

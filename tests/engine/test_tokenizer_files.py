@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jax_paged.engine import tokenizer as tokenizer_module
-from jax_paged.engine.tokenizer import Tokenizer
+from jax_paged.engine.text import tokenizer as tokenizer_module
+from jax_paged.engine.text.tokenizer import Tokenizer
 
 PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 

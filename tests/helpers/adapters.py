@@ -8,8 +8,8 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from jax_paged.models.adapter_files import AdapterLimits, read_adapter
-from jax_paged.models.lora import lora_maps
+from jax_paged.models.features.lora.adapter_files import AdapterLimits, read_adapter
+from jax_paged.models.features.lora.layers import lora_maps
 from jax_paged.models.weights import load_model
 
 ADAPTERS = Path(__file__).parents[1] / "models" / "adapters"

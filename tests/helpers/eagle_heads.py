@@ -14,10 +14,10 @@ from helpers.real_model import VOCAB_SIZE
 from safetensors.numpy import load_file, save_file
 
 from jax_paged.models.attention import dense_attention
-from jax_paged.models.eagle import DraftColumns, EagleConfig, EagleHead
-from jax_paged.models.hooks import reading
-from jax_paged.models.llama import LlamaForCausalLM
-from jax_paged.models.weight_reading import weights_of
+from jax_paged.models.families.eagle import DraftColumns, EagleConfig, EagleHead
+from jax_paged.models.families.llama import LlamaForCausalLM
+from jax_paged.models.features.hooks import reading
+from jax_paged.models.loading.weight_reading import weights_of
 
 # What a token attends to in a model, and an entry in its head; None for all.
 Windows = tuple[int | None, int | None]

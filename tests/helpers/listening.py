@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.listening import uvicorn_config
+from jax_paged.server.http.listening import uvicorn_config
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from helpers.scripted_engine import VOCAB_SIZE, ScriptedExecutor
 
-from jax_paged.core.runner_output import NO_TOKEN, ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.model_runner_output import NO_TOKEN, ModelRunnerOutput, TokenLogprobs
 
 
 class RandomExecutor(ScriptedExecutor):

@@ -23,8 +23,8 @@ from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup
 from jax_paged.models.weights import load_model
 from jax_paged.outputs import RequestOutput
-from jax_paged.worker import plan_steps
-from jax_paged.worker.buckets import Bucket, plan_verifying
+from jax_paged.worker.compilation import plan_steps
+from jax_paged.worker.compilation.buckets import Bucket, plan_verifying
 from jax_paged.worker.executor import LocalExecutor
 
 VOCAB_SIZE, EOS = 384, 7

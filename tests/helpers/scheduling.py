@@ -4,12 +4,12 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.kv_cache.cache_group import CacheGroup
+from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.result_updater import StepUpdate
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import BlockTables, SchedulerOutput
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
-from jax_paged.core.sequence_updater import StepUpdate
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 EOS = 2

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax_paged.core.runner_output import ModelRunnerOutput
+from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import (
     BlockTables,
     EncoderInput,

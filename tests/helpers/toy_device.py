@@ -13,7 +13,7 @@ from collections.abc import Sequence as Items
 from helpers.scheduling import TableMirror, found
 
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.block_pool import NULL_BLOCK
+from jax_paged.core.kv_cache.block_pool import NULL_BLOCK
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import BlockTables, ScheduledSequence, SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup

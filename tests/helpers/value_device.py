@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from helpers.toy_device import VOCAB_SIZE, chain_of, extend, next_token, top_logprobs
 
-from jax_paged.core.block_pool import NULL_BLOCK
-from jax_paged.core.cache_group import CacheGroup
-from jax_paged.core.runner_output import NO_TOKEN, TokenLogprobs
+from jax_paged.core.kv_cache.block_pool import NULL_BLOCK
+from jax_paged.core.kv_cache.cache_group import CacheGroup
+from jax_paged.core.model_runner_output import NO_TOKEN, TokenLogprobs
 from jax_paged.core.scheduler_output import BlockTables, NewSequence, SchedulerOutput
 
 

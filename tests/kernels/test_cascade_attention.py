@@ -18,8 +18,8 @@ from helpers.oracle import (
 )
 
 from jax_paged.pallas_kernels import native, ops
+from jax_paged.pallas_kernels.gpu.shared_tiles import shared_tiles
 from jax_paged.pallas_kernels.native import attention
-from jax_paged.pallas_kernels.shared_tiles import shared_tiles
 
 IF_BUILT = pytest.mark.skipif(not native.is_built(), reason=f"native: {native.problem()}")
 # Of the native backend, those of every variant: tiles, AVX-512 with bfloat16 and without, AVX2, and any

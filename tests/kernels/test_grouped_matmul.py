@@ -9,9 +9,9 @@ import pytest
 from helpers.gpus import A100, B200, H100, lowered
 from helpers.oracle import TOLERANCE, relative_error
 
-from jax_paged.pallas_kernels import grouped_wgmma, tuning
+from jax_paged.pallas_kernels.gpu import grouped_wgmma, tuning
+from jax_paged.pallas_kernels.gpu.grouped_wgmma import ALIGNMENT, Tiles, choose_tiles, work_list
 from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul, implementation_of
-from jax_paged.pallas_kernels.grouped_wgmma import ALIGNMENT, Tiles, choose_tiles, work_list
 
 BACKENDS = ["xla", "reference", "pallas_interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 LARGE = tuning.Target((9, 0), 132, 227 * 1024)

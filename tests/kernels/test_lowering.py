@@ -8,8 +8,9 @@ import pytest
 from helpers.gpus import A100, B200, H100, JETSON_THOR, RTX_3090, RTX_5090, V100, lowered
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
-from jax_paged.pallas_kernels import ops, ragged_tile, tuning
-from jax_paged.pallas_kernels.paged_decode import decode_config
+from jax_paged.pallas_kernels import ops
+from jax_paged.pallas_kernels.gpu import ragged_tile, tuning
+from jax_paged.pallas_kernels.gpu.paged_decode import decode_config
 
 
 def lower(gpu, f, *specs, **options):

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, use_abstract_mesh
 from test_lowering import A100, H100
 
-from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.compilation.buckets import Bucket
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from engine_step import abstract_context, lower_for_cuda

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from helpers.oracle import OUT_OF_POOL, TOLERANCE, make_case, paged_decode, ragged_attention, relative_error
 
-from jax_paged.pallas_kernels import native, ops, reference, tuning
+from jax_paged.pallas_kernels import native, ops, reference
+from jax_paged.pallas_kernels.gpu import tuning
 from jax_paged.pallas_kernels.native.sources import digest
 
 S = 16

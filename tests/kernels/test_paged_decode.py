@@ -11,9 +11,10 @@ from helpers.oracle import OUT_OF_POOL, TOLERANCE, make_case, paged_decode, rela
 from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_paged.pallas_kernels import ops, tuning
-from jax_paged.pallas_kernels import paged_decode as kernel
-from jax_paged.pallas_kernels.paged_decode import work_list
+from jax_paged.pallas_kernels import ops
+from jax_paged.pallas_kernels.gpu import paged_decode as kernel
+from jax_paged.pallas_kernels.gpu import tuning
+from jax_paged.pallas_kernels.gpu.paged_decode import work_list
 
 BLOCK = 64
 RACE = "RACE DETECTED"

@@ -22,8 +22,9 @@ from helpers.oracle import (
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.ops.gpu import attention_mgpu
 
-from jax_paged.pallas_kernels import grouped_wgmma, ops, tuning
-from jax_paged.pallas_kernels import paged_decode as decode_kernel
+from jax_paged.pallas_kernels import ops
+from jax_paged.pallas_kernels.gpu import grouped_wgmma, tuning
+from jax_paged.pallas_kernels.gpu import paged_decode as decode_kernel
 
 pytestmark = [
     pytest.mark.slow,

@@ -22,8 +22,9 @@ from helpers.oracle import (
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_paged.pallas_kernels import native, ops, quantized_tile, ragged_prefill, ragged_tile, tuning
-from jax_paged.pallas_kernels import paged_decode as decode_kernel
+from jax_paged.pallas_kernels import native, ops
+from jax_paged.pallas_kernels.gpu import paged_decode as decode_kernel
+from jax_paged.pallas_kernels.gpu import quantized_tile, ragged_prefill, ragged_tile, tuning
 from jax_paged.pallas_kernels.native import attention
 from jax_paged.pallas_kernels.quantization import dequantize, quantize
 

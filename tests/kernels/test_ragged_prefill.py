@@ -10,8 +10,8 @@ from helpers.oracle import OUT_OF_POOL, TOLERANCE, make_case, ragged_attention, 
 from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_paged.pallas_kernels import ragged_prefill, ragged_tile, tuning
-from jax_paged.pallas_kernels.paged_decode import paged_decode
+from jax_paged.pallas_kernels.gpu import ragged_prefill, ragged_tile, tuning
+from jax_paged.pallas_kernels.gpu.paged_decode import paged_decode
 
 RACE = "RACE DETECTED"
 A100 = tuning.Target((8, 0), 108, 163 * 1024)

@@ -6,7 +6,7 @@ import pytest
 
 from jax_paged import BeamSearchParams, SamplingParams
 from jax_paged.core.block_manager import BlockManager
-from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
 from jax_paged.lab.pool_map import pool_map
 

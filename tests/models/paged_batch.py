@@ -11,7 +11,7 @@ from jax_paged.models.attention import (
     StateSpec,
     num_parts,
 )
-from jax_paged.models.kv_place import Place
+from jax_paged.models.kv_location import Place
 
 BLOCK_SIZE = 16
 

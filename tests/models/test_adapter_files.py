@@ -12,9 +12,9 @@ from flax import nnx
 from helpers.adapters import ADAPTERS, CONFIG, FIXTURES, limits_of, merged, reference, write, write_random
 from jax.sharding import AbstractMesh
 
-from jax_paged.models.adapter_files import read_adapter
-from jax_paged.models.lora import LoraLayout, lora_maps, row_functions
-from jax_paged.models.sharding import TENSOR, DeviceGrid
+from jax_paged.models.features.lora.adapter_files import read_adapter
+from jax_paged.models.features.lora.layers import LoraLayout, lora_maps, row_functions
+from jax_paged.models.parallel.sharding import TENSOR, DeviceGrid
 from jax_paged.models.weights import load_model
 
 NAMES = sorted(folder.name for folder in ADAPTERS.iterdir() if folder.name != "soft_prompt")

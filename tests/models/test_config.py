@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jax_paged.models.llama import LlamaConfig, LlamaForCausalLM
+from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
 from jax_paged.models.registry import MODELS, get_model_class
 from jax_paged.models.rope import Rope
 

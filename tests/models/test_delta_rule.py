@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged.models.delta_rule import GatedDeltaRule
-from jax_paged.models.recurrence import TokenRows
+from jax_paged.models.recurrent.delta_rule import GatedDeltaRule
+from jax_paged.models.recurrent.recurrence import TokenRows
 
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 8, 6
 

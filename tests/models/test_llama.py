@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 from test_references import FIXTURES, TOLERANCE, compare
 
-from jax_paged.models.llama import LlamaConfig, LlamaForCausalLM
+from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
+from jax_paged.models.parallel.sharding import Units, even, padded, repeated
 from jax_paged.models.rope import Rope, base_frequencies
-from jax_paged.models.sharding import Units, even, padded, repeated
 from jax_paged.models.weights import load_model
 
 FOLDER = next(f for f in FIXTURES if f.name == "llama3_tied_biases_old_config")

@@ -14,9 +14,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
-from jax_paged.models.mxfp4 import decode, with_decoded
-from jax_paged.models.sharding import TENSOR, DeviceGrid
-from jax_paged.models.stored_tensors import read_headers
+from jax_paged.models.loading.stored_tensors import read_headers
+from jax_paged.models.parallel.sharding import TENSOR, DeviceGrid
+from jax_paged.models.quantization.mxfp4 import decode, with_decoded
 from jax_paged.models.weights import load_model, save_model
 
 FOLDER = Path(__file__).parent / "fixtures" / "gpt_oss_mxfp4"

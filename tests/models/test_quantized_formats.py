@@ -17,10 +17,10 @@ from helpers.quantized_checkpoints import AWQ, FORMATS, FP8, GPTQ, scheme, write
 from safetensors.numpy import save_file
 
 from jax_paged.models.hf_format import ConfigReader
-from jax_paged.models.quantization_config import quantization_of, read_quantization
-from jax_paged.models.quantize import kernel_places, kind_to_make, quantized
-from jax_paged.models.small_kernels import Parts, SmallKernel, multiply, quantize
-from jax_paged.models.stored_tensors import read_headers
+from jax_paged.models.loading.stored_tensors import read_headers
+from jax_paged.models.quantization.config import quantization_of, read_quantization
+from jax_paged.models.quantization.quantize import kernel_places, kind_to_make, quantized
+from jax_paged.models.quantization.quantized_linear import Parts, SmallKernel, multiply, quantize
 from jax_paged.models.weights import load_model, random_checkpoint, save_model
 
 FIXTURES = Path(__file__).parent / "fixtures"

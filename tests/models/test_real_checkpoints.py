@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jax_paged.models.exchange import with_weights
-from jax_paged.models.stored_tensors import INDEX_FILE, StoredTensor
+from jax_paged.models.loading.new_weights import with_weights
+from jax_paged.models.loading.stored_tensors import INDEX_FILE, StoredTensor
 from jax_paged.models.weights import load_model, random_checkpoint
 
 CONFIG: dict[str, Any] = {

@@ -10,7 +10,7 @@ import pytest
 
 from jax_paged.models.attention import AttentionMetadata, StateSpec
 from jax_paged.models.causal_lm import CausalLM
-from jax_paged.models.kv_place import Place
+from jax_paged.models.kv_location import Place
 from jax_paged.models.weights import load_model
 
 FIXTURES = Path(__file__).parent / "fixtures"

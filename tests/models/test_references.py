@@ -15,7 +15,7 @@ from jax_paged.models.encoder_decoder import EncoderDecoderLM
 from jax_paged.models.registry import MODELS
 from jax_paged.models.weights import load_model, loaded_from, save_model
 from jax_paged.pallas_kernels.native import products
-from jax_paged.worker.weights import packed
+from jax_paged.worker.loading.weights import packed
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").iterdir())
 MAX_LEN = 128

@@ -8,8 +8,8 @@ from unittest.mock import MagicMock
 import jax.numpy as jnp
 import numpy as np
 
-from jax_paged.models.idefics3 import Idefics3ForConditionalGeneration
-from jax_paged.models.siglip import SiglipConfig, position_ids
+from jax_paged.models.families.idefics3 import Idefics3ForConditionalGeneration
+from jax_paged.models.families.siglip import SiglipConfig, position_ids
 
 POSITIONS = json.loads((Path(__file__).parent / "siglip_positions.json").read_text())
 ROUNDED = [19, 25, 29, 31, 38, 40, 41, 43, 47, 49, 50, 54, 55, 58, 59, 61, 62]

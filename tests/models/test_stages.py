@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_paged.models.causal_lm import CausalLM
-from jax_paged.models.stages import even_parts, split_model
-from jax_paged.models.weight_reading import weights_of
+from jax_paged.models.loading.weight_reading import weights_of
+from jax_paged.models.parallel.stages import even_parts, split_model
 from jax_paged.models.weights import outline
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -13,9 +13,10 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jax_paged.models import stored_tensors, weights
+from jax_paged.models import weights
 from jax_paged.models.checkpoint import end_token_ids, read_config
-from jax_paged.models.stored_tensors import StoredTensor
+from jax_paged.models.loading import stored_tensors
+from jax_paged.models.loading.stored_tensors import StoredTensor
 from jax_paged.models.weights import load_model, random_checkpoint, random_model, save_model
 
 SHARDED = Path(__file__).parent / "fixtures" / "wide_heads_mlp_bias_sharded"

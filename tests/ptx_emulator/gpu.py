@@ -20,7 +20,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_paged.pallas_kernels import ops, tuning
+from jax_paged.pallas_kernels import ops
+from jax_paged.pallas_kernels.gpu import tuning
 from ptx_emulator import host, ptx
 from ptx_emulator.machine import launch_kernel
 from ptx_emulator.memory import POISON, KernelError

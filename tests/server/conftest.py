@@ -15,11 +15,11 @@ from helpers.waiting import wait_until
 from helpers.wrapped_executor import WrappedExecutor
 
 from jax_paged import AsyncLLMEngine, EngineArgs, LLMEngine
-from jax_paged.core.runner_output import ModelRunnerOutput
+from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import SchedulerOutput
-from jax_paged.engine.replicated_engine import ServingEngine
+from jax_paged.engine.replicas.replicated_engine import ServingEngine
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.options import ServerOptions
+from jax_paged.server.launch.options import ServerOptions
 
 
 class Steps:

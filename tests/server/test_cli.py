@@ -13,9 +13,10 @@ import httpx
 import pytest
 
 from jax_paged import EngineArgs
-from jax_paged.server import launch, ray_launch
-from jax_paged.server.cli import main, make_parser, parse_args
-from jax_paged.server.options import ServerOptions
+from jax_paged.server.launch import server
+from jax_paged.server.launch.cli import main, make_parser, parse_args
+from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.ray_serve import launch
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -141,7 +142,7 @@ def test_bad_arguments_end_with_one_line(line, message, capsys, tmp_path):
 @pytest.mark.usefixtures("kept_process")
 def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    for name in ("jax_paged.ray_serve", "jax_paged.server.ray_app"):
+    for name in ("jax_paged.ray_serve", "jax_paged.server.ray_serve.app"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(SystemExit, match=r"^jax-paged: .*: pip install 'jax-paged\[ray\]'$"):
         main(["--ray", "2", "--port", "0"])
@@ -155,7 +156,7 @@ def test_ctrl_c_while_the_model_loads_ends_quietly(monkeypatch, capsys):
         assert not gc.isenabled()
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(launch, "serving_engine", load)
+    monkeypatch.setattr(server, "serving_engine", load)
     with pytest.raises(SystemExit) as end:
         main(["--port", "0"])
     assert end.value.code == 130
@@ -216,9 +217,9 @@ def test_serves_until_a_signal(processes, end):
 def test_replicas_get_the_gpus_of_their_engines():
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     args, options = EngineArgs(**sizes), ServerOptions(ray=2)
-    assert ray_launch._check_room(args, options, {"GPU": 8.0, "CPU": 1.0}) == 4
-    assert ray_launch._check_room(EngineArgs(), options, {"CPU": 2.0}) == 0
+    assert launch._check_room(args, options, {"GPU": 8.0, "CPU": 1.0}) == 4
+    assert launch._check_room(EngineArgs(), options, {"CPU": 2.0}) == 0
     with pytest.raises(
         ValueError, match="ray is 2; allowed: up to 1 replicas, as there are 7 GPUs and each "
     ):
-        ray_launch._check_room(args, options, {"GPU": 7.0, "CPU": 16.0})
+        launch._check_room(args, options, {"GPU": 7.0, "CPU": 16.0})

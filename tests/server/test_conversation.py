@@ -2,8 +2,8 @@
 
 import pytest
 
-from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.server.conversation import messages_for, messages_of_input
+from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.server.protocol.messages import messages_for, messages_of_input
 
 QUESTION = {"role": "user", "content": "a"}
 TEXT = {

@@ -13,7 +13,7 @@ from helpers.metric_values import metric_values
 from safetensors.numpy import load_file, save_file
 
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.options import ServerOptions
+from jax_paged.server.launch.options import ServerOptions
 
 PAGELET = Path(__file__).parents[2] / "models" / "pagelet"
 BODY: dict[str, Any] = {"prompt": "def read(self", "temperature": 0, "max_tokens": 16}

@@ -5,9 +5,9 @@ import json
 import threading
 import time
 
-from jax_paged.engine.request_stream import RequestStream
+from jax_paged.engine.async_engine.request_stream import RequestStream
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.http_protocol import BODY_WRITER
+from jax_paged.server.http.http_protocol import BODY_WRITER
 
 BODY = {"prompt": "def f(", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 

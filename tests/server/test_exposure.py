@@ -15,10 +15,10 @@ import pytest
 from helpers.listening import listening
 
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.cli import main, parse_args
-from jax_paged.server.keys import with_all_keys
-from jax_paged.server.listening import allow_open_files, check_exposure, check_tls
-from jax_paged.server.options import ServerOptions
+from jax_paged.server.http.keys import with_all_keys
+from jax_paged.server.http.listening import allow_open_files, check_exposure, check_tls
+from jax_paged.server.launch.cli import main, parse_args
+from jax_paged.server.launch.options import ServerOptions
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from jax_paged.server.formats import REASONING_FORMATS, TOOL_FORMATS, response_template
-from jax_paged.server.parsed_chat import OutputParser
+from jax_paged.server.tools.formats import REASONING_FORMATS, TOOL_FORMATS, response_template
+from jax_paged.server.tools.parsed_chat import OutputParser
 
 F = ("f", json.dumps({"a": {"b": [{"c": "}"}]}, "text": 'x; y, "z" </tool {'}))
 G = ("get_more-2", "{}")

@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 from pydantic import TypeAdapter
 
-from jax_paged.engine import grammars
-from jax_paged.server.answers import ResponseAnswer
+from jax_paged.engine.features.structured_output import grammars
+from jax_paged.server.protocol.schemas import ResponseAnswer
 
 SCHEMA = {
     "type": "object",

@@ -9,7 +9,7 @@ from helpers.listening import listening
 from helpers.raw_http import KEY, Answer, ask, connect, head, post, receive
 
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.options import ServerOptions
+from jax_paged.server.launch.options import ServerOptions
 
 OPTIONS = ServerOptions(
     port=0,

@@ -18,10 +18,10 @@ from helpers.real_model import make_executor
 from PIL import Image
 
 from jax_paged import AsyncLLMEngine, EngineArgs
-from jax_paged.engine import image_messages
+from jax_paged.engine.features.multimodal import image_messages
 from jax_paged.server import text_reader
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.options import ServerOptions
+from jax_paged.server.launch.options import ServerOptions
 
 FOLDER = Path(__file__).parents[1] / "models" / "image_fixtures" / "smolvlm_tied"
 

@@ -17,12 +17,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.conftest import Served
 
 from jax_paged import AsyncLLMEngine, EngineArgs
-from jax_paged.server import continuation
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.continuation import AnswerPart, ReplicaCall, ReplicaLostError
-from jax_paged.server.ingress import Answering, Ingress, _call, prefix_key
-from jax_paged.server.options import ServerOptions
-from jax_paged.server.replica import Replica
+from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.ray_serve import continuation
+from jax_paged.server.ray_serve.continuation import AnswerPart, ReplicaCall, ReplicaLostError
+from jax_paged.server.ray_serve.ingress import Answering, Ingress, _call, prefix_key
+from jax_paged.server.ray_serve.replica import Replica
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 ASK = {"messages": [{"role": "user", "content": "What is a block table?"}]}

@@ -18,9 +18,9 @@ from server.conftest import Served, Steps
 
 from jax_paged import AsyncLLMEngine
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.launch import Server
-from jax_paged.server.life import DRAINED, ENGINE_FAILED, REQUESTS_CUT_OFF
-from jax_paged.server.options import ServerOptions
+from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.launch.server import Server
+from jax_paged.server.lifecycle import DRAINED, ENGINE_FAILED, REQUESTS_CUT_OFF
 
 ROOT = Path(__file__).parents[2]
 LONG = "abcdefghijklmnopqrstuvwxyz?"  # the scripted engine answers with the text before the question mark
@@ -193,7 +193,7 @@ def test_a_path_that_ends_with_a_line_break_is_no_route(ending):
 HANGING = """
 import threading
 from jax_paged.engine.llm_engine import LLMEngine
-from jax_paged.server.cli import main
+from jax_paged.server.launch.cli import main
 
 LLMEngine.advance = lambda self: threading.Event().wait()
 main(["--port", "0", "--step-timeout", "0.5", "--max-num-seqs", "2", "--max-num-batched-tokens", "16",

@@ -16,10 +16,10 @@ from helpers.listening import listening
 from helpers.raw_http import KEY, Answer, ask, connect, head, post, receive
 
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.cli import make_parser
-from jax_paged.server.limits import BodyLimits
-from jax_paged.server.options import ServerOptions
-from jax_paged.server.responses import ApiError
+from jax_paged.server.http.limits import BodyLimits
+from jax_paged.server.launch.cli import make_parser
+from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.protocol.responses import ApiError
 from jax_paged.server.text_reader import Lane
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import pytest
 
 from jax_paged import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError
-from jax_paged.server.logs import configure, log_statistics, printable
+from jax_paged.server.observability.logs import configure, log_statistics, printable
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def access(lines, served, num=1):
     """Returns the lines of the requests that were answered, when there are so many."""
 
     def found():
-        return [line for line in lines() if line["logger"] == "jax_paged.server.access"]
+        return [line for line in lines() if line["logger"] == "jax_paged.server.observability.access"]
 
     served.wait_until(lambda: len(found()) >= num, f"{num} requests are logged")
     return found()
@@ -151,7 +151,7 @@ def test_statistics_are_logged_only_while_something_happens(scripted, lines):
     engine = AsyncLLMEngine(*scripted())
 
     def statistics():
-        return [line for line in lines() if line["logger"] == "jax_paged.server.logs"]
+        return [line for line in lines() if line["logger"] == "jax_paged.server.observability.logs"]
 
     async def main():
         logging_task = asyncio.create_task(log_statistics(engine, lambda: 0, 0.05))
@@ -177,7 +177,7 @@ def test_statistics_are_logged_only_while_something_happens(scripted, lines):
 
 def test_importing_and_using_the_package_sets_no_logger_up():
     code = (
-        "import logging, jax_paged.server.launch\n"
+        "import logging, jax_paged.server.launch.server\n"
         "names = [name for name in logging.root.manager.loggerDict if name.startswith('jax_paged')]\n"
         "assert names, 'there are loggers'\n"
         "loggers = [logging.getLogger(name) for name in names]\n"

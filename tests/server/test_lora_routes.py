@@ -14,8 +14,8 @@ from helpers.real_model import make_executor
 
 from jax_paged import AsyncLLMEngine, EngineArgs, LoRARequest, SamplingParams
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.cli import parse_args
-from jax_paged.server.options import ServerOptions
+from jax_paged.server.launch.cli import parse_args
+from jax_paged.server.launch.options import ServerOptions
 
 
 @pytest.fixture(scope="module")

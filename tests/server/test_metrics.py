@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jax_paged import AsyncLLMEngine, CompletionOutput, RequestOutput, SamplingParams
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
-from jax_paged.engine.statistics import Distribution, EngineStatistics
-from jax_paged.server.metrics import Metrics
+from jax_paged.engine.async_engine.statistics import Distribution, EngineStatistics
+from jax_paged.server.observability.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
 SAMPLED = {"prompt": "def read(self", "max_tokens": 24, "temperature": 0.9, "seed": 5}

@@ -22,7 +22,7 @@ import jax_paged
 from jax_paged import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.options import ServerOptions
+from jax_paged.server.launch.options import ServerOptions
 
 KEY = {"Authorization": "Bearer a-key"}
 

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from jax_paged import EngineArgs
-from jax_paged.server.options import ServerOptions
+from jax_paged.server.launch.options import ServerOptions
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed: pip install 'jax-paged[ray]'", allow_module_level=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jax_paged.server.continuation import Progress, ReplicaCall
+from jax_paged.server.ray_serve.continuation import Progress, ReplicaCall
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'jax-paged[ray]'")
 
@@ -38,7 +38,7 @@ def request(key: str | None, request_id: str = "1", progress: Progress | None = 
 
 
 def router(num_seats: int = 2, max_lag: int = 6) -> Any:
-    from jax_paged.server.ray_router import PrefixRouter
+    from jax_paged.server.ray_serve.router import PrefixRouter
 
     class Alone(PrefixRouter):
         """Knows three replicas, and no Serve."""

@@ -9,13 +9,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.server import answers
+from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.logprobs import _bytes_in
-from jax_paged.server.options import ServerOptions
-from jax_paged.server.pooling import EmbeddingRequest
-from jax_paged.server.responses import ApiError
+from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.protocol import schemas
+from jax_paged.server.protocol.logprobs import _bytes_in
+from jax_paged.server.protocol.responses import ApiError
+from jax_paged.server.routes.pooling import EmbeddingRequest
 
 PROMPT = "def read(self"
 QUESTION = "What is a block table?"
@@ -189,7 +189,7 @@ def test_every_get_route_answers_head(served, caplog):
     ]
     paths = [path.replace("{model}", "pagelet") for path in paths]
     assert "/health" in paths
-    caplog.set_level("INFO", "jax_paged.server.access")
+    caplog.set_level("INFO", "jax_paged.server.observability.access")
     for path in [*paths, "/", "/ui/state", "/docs", "/openapi.json"]:
         head, whole = served.client.head(f"..{path}"), served.client.get(f"..{path}")
         assert (head.status_code, head.content) == (200, b""), path
@@ -478,16 +478,16 @@ def test_answers_have_the_documented_forms(served):
     messages = [{"role": "user", "content": QUESTION}]
     more = {"max_tokens": 3, "prompt_logprobs": 1}
     logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": 1, "max_output_tokens": 3}
-    fits(answers.CompletionAnswer, served.post("/completions", prompt="a", **more, logprobs=1))
+    fits(schemas.CompletionAnswer, served.post("/completions", prompt="a", **more, logprobs=1))
     chat = served.post("/chat/completions", messages=messages, **more, logprobs=True, top_logprobs=1)
-    fits(answers.ChatAnswer, chat)
-    fits(answers.ResponseAnswer, served.post("/responses", input="a", **logprobs))
-    fits(answers.TokenizeAnswer, post(served, "../tokenize", prompt="a").json())
-    fits(answers.DetokenizeAnswer, post(served, "../detokenize", tokens=[1]).json())
-    fits(answers.ErrorAnswer, post(served, "/completions").json())
-    forms = {"models": answers.ModelList, "models/pagelet": answers.ModelCard}
-    forms |= {"../version": answers.VersionAnswer}
-    forms |= dict.fromkeys(("../health", "../ping", "../ready"), answers.HealthAnswer)
+    fits(schemas.ChatAnswer, chat)
+    fits(schemas.ResponseAnswer, served.post("/responses", input="a", **logprobs))
+    fits(schemas.TokenizeAnswer, post(served, "../tokenize", prompt="a").json())
+    fits(schemas.DetokenizeAnswer, post(served, "../detokenize", tokens=[1]).json())
+    fits(schemas.ErrorAnswer, post(served, "/completions").json())
+    forms = {"models": schemas.ModelList, "models/pagelet": schemas.ModelCard}
+    forms |= {"../version": schemas.VersionAnswer}
+    forms |= dict.fromkeys(("../health", "../ping", "../ready"), schemas.HealthAnswer)
     for path, form in forms.items():
         fits(form, served.client.get(path).json())
 

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from jax_paged import AsyncLLMEngine
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.server import run_batch
-from jax_paged.server.cli import main
-from jax_paged.server.options import BatchOptions
+from jax_paged.server.launch.cli import main
+from jax_paged.server.launch.options import BatchOptions
 from jax_paged.server.run_batch import Batch, Done, Summary
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ from helpers.scripted_engine import LONG, ScriptedExecutor, no_block_lost
 from server.conftest import Served, serving
 
 from jax_paged import EngineArgs, SamplingParams
-from jax_paged.engine.replicated_engine import ReplicatedEngine
-from jax_paged.server.metrics import Metrics
-from jax_paged.server.state import State
+from jax_paged.engine.replicas.replicated_engine import ReplicatedEngine
+from jax_paged.server.observability.metrics import Metrics
+from jax_paged.server.observability.state import State
 
 PROMPT = "{} is a text that is long enough to be cached, at least in its first part?"
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jax_paged.engine.control_tokens import ControlTokens
+from jax_paged.engine.text.control_tokens import ControlTokens
 from jax_paged.server.text_reader import Lane, TextReader, _num_characters
 
 

@@ -10,8 +10,8 @@ from server.conftest import Served, serving
 
 from jax_paged import AsyncLLMEngine, EngineArgs, SamplingParams
 from jax_paged.outputs import CompletionOutput, Logprob
-from jax_paged.server.fields import _warnings
-from jax_paged.server.generation import tokenizer_of
+from jax_paged.server.protocol.fields import _warnings
+from jax_paged.server.routes.generation import tokenizer_of
 
 CHAT = [{"role": "user", "content": "text?"}]
 PATHS = {

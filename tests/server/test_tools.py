@@ -11,12 +11,12 @@ from jsonschema import validate
 from pydantic import TypeAdapter
 
 from jax_paged import AsyncLLMEngine, EngineArgs
-from jax_paged.engine.tokenizer import Tokenizer
-from jax_paged.server.answers import ResponseAnswer
+from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.server.app import OpenAIServer
-from jax_paged.server.conversation import messages_for
-from jax_paged.server.options import ServerOptions
-from jax_paged.server.tools import _parameters
+from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.protocol.messages import messages_for
+from jax_paged.server.protocol.schemas import ResponseAnswer
+from jax_paged.server.tools.tools import _parameters
 
 WEATHER = {
     "type": "object",

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_paged.server.responses import ApiError
-from jax_paged.server.waiting import WaitingRoom
+from jax_paged.server.protocol.responses import ApiError
+from jax_paged.server.waiting_queue import WaitingRoom
 
 
 async def settle():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.steps import make_output, make_row, new_sequence
 
-from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.scheduler_output import (
     MAX_END_TOKENS,
     BlockTables,
@@ -21,12 +21,12 @@ from jax_paged.core.scheduler_output import (
 from jax_paged.sampling_params import MAX_BIAS_IDS, SamplingParams
 from jax_paged.worker.batch_builder import BatchBuilder, StepInputs, empty_sampling_inputs
 from jax_paged.worker.block_tables import tables_of, write_changes
-from jax_paged.worker.buckets import Bucket, plan_buckets, plan_bursts
-from jax_paged.worker.encoder import build_encoder_inputs
+from jax_paged.worker.compilation.buckets import Bucket, plan_buckets, plan_bursts
+from jax_paged.worker.features.encoder_decoder import build_encoder_inputs
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.logits_rows import plan_logits_rows
-from jax_paged.worker.packed_batch import layout, sampling_batch, unpack
-from jax_paged.worker.token_rules import pack_token_mask
+from jax_paged.worker.packed_buffer import layout, sampling_batch, unpack
+from jax_paged.worker.sampling.logits_rows import plan_logits_rows
+from jax_paged.worker.sampling.token_rules import pack_token_mask
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, VOCAB_SIZE, EOS = 4, 50, 30, 100, 9
 MAX_BLOCKS_PER_SEQ, NUM_SEATS, NUM_WORDS = 8, 10, 4

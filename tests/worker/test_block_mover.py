@@ -12,10 +12,10 @@ import pytest
 from jax import Array
 from jax.sharding import Mesh
 
-from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.models.attention import StateArray
-from jax_paged.models.kv_place import Place
-from jax_paged.models.sharding import TENSOR
+from jax_paged.models.kv_location import Place
+from jax_paged.models.parallel.sharding import TENSOR
 from jax_paged.worker.block_mover import (
     FEW_COPIES,
     SWAP_BLOCKS,
@@ -24,10 +24,10 @@ from jax_paged.worker.block_mover import (
     SwapInProgram,
     SwapOutProgram,
 )
+from jax_paged.worker.compilation.programs import Program, TraceContext
 from jax_paged.worker.host_blocks import HostBlocks
 from jax_paged.worker.kv_cache import KVCacheLayout, kv_cache_sharding
-from jax_paged.worker.programs import Program, TraceContext
-from jax_paged.worker.weights import FlatModel
+from jax_paged.worker.loading.weights import FlatModel
 
 LAYOUT = KVCacheLayout(
     (CacheGroup(),),

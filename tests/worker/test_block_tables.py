@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.steps import make_output, make_row, new_sequence
 
-from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.scheduler_output import Sample
 from jax_paged.worker.batch_builder import BatchBuilder
 from jax_paged.worker.block_tables import (
@@ -20,11 +20,11 @@ from jax_paged.worker.block_tables import (
     write_block_tables,
     write_changes,
 )
-from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.compilation.programs import Program
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.logits_rows import plan_logits_rows
-from jax_paged.worker.packed_batch import num_step_changes, unpack
-from jax_paged.worker.programs import Program
+from jax_paged.worker.packed_buffer import num_step_changes, unpack
+from jax_paged.worker.sampling.logits_rows import plan_logits_rows
 
 SHAPE = 2, 5, 700
 SIZE = int(np.prod(SHAPE))

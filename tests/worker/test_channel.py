@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged.worker import channel
-from jax_paged.worker.channel import Channel
+from jax_paged.worker.distributed import channel
+from jax_paged.worker.distributed.channel import Channel
 
 
 @pytest.fixture

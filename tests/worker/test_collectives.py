@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.real_model import make_engine
 
-from jax_paged.worker.step import StepProgram
+from jax_paged.worker.traced_step import StepProgram
 
 FIXTURES = Path(__file__).parents[1] / "models" / "fixtures"
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")

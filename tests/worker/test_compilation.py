@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import pytest
 from helpers.waiting import wait_until
 
-from jax_paged import config
-from jax_paged.worker import compilation
-from jax_paged.worker.buckets import Bucket, plan_buckets
-from jax_paged.worker.compilation import CompiledPrograms, use_persistent_cache
-from jax_paged.worker.programs import Program
-from jax_paged.worker.step import StepProgram
+from jax_paged.config import engine_args
+from jax_paged.worker.compilation import compiler
+from jax_paged.worker.compilation.buckets import Bucket, plan_buckets
+from jax_paged.worker.compilation.compiler import CompiledPrograms, use_persistent_cache
+from jax_paged.worker.compilation.programs import Program
+from jax_paged.worker.traced_step import StepProgram
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 16, 64, 100, 256])
@@ -265,7 +265,7 @@ def test_nothing_is_compiled_after_the_program_under_way(ends):
 def test_the_heap_is_trimmed_after_compilation_where_the_c_library_can(monkeypatch):
     trimmed = []
     library = types.SimpleNamespace(malloc_trim=trimmed.append)
-    monkeypatch.setattr(compilation.ctypes, "CDLL", lambda _: library)
+    monkeypatch.setattr(compiler.ctypes, "CDLL", lambda _: library)
     compiled = CompiledPrograms(BUCKETS, [], lower)
     compiled.wait()
     for thread in compiled._threads:
@@ -276,8 +276,8 @@ def test_the_heap_is_trimmed_after_compilation_where_the_c_library_can(monkeypat
         def fail(_, error=absent):
             raise error("no such library")
 
-        monkeypatch.setattr(compilation.ctypes, "CDLL", fail)
-        compilation.trim_heap()
+        monkeypatch.setattr(compiler.ctypes, "CDLL", fail)
+        compiler.trim_heap()
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ def no_cache_yet(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("JAX_PAGED_CACHE_GB", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    compilation._warn_not_writable.cache_clear()
+    compiler._warn_not_writable.cache_clear()
     yield tmp_path
     for name, value in kept.items():
         jax.config.update(name, value)
@@ -321,7 +321,7 @@ def unwritable(kind, monkeypatch, tmp_path):
         def refuse(*_, **__):
             raise OSError(30, "Read-only file system")
 
-        monkeypatch.setattr(compilation.tempfile, "TemporaryFile", refuse)
+        monkeypatch.setattr(compiler.tempfile, "TemporaryFile", refuse)
 
 
 @pytest.mark.parametrize(
@@ -349,11 +349,13 @@ def test_a_cache_folder_that_cannot_be_written_to_is_one_warning(kind, monkeypat
 
 
 def test_the_cache_is_under_the_home_directory_or_root_without_any(monkeypatch, no_cache_yet):
-    assert config.cache_dir("compiled") == str(no_cache_yet / ".cache/jax-paged/compiled")
-    monkeypatch.setattr(config.os.path, "expanduser", lambda path: path)  # as for a user without an entry
-    assert config.cache_dir("compiled") == "/.cache/jax-paged/compiled"
+    assert engine_args.cache_dir("compiled") == str(no_cache_yet / ".cache/jax-paged/compiled")
+    monkeypatch.setattr(
+        engine_args.os.path, "expanduser", lambda path: path
+    )  # as for a user without an entry
+    assert engine_args.cache_dir("compiled") == "/.cache/jax-paged/compiled"
     monkeypatch.setenv("XDG_CACHE_HOME", "/else")
-    assert config.cache_dir("compiled") == "/else/jax-paged/compiled"
+    assert engine_args.cache_dir("compiled") == "/else/jax-paged/compiled"
 
 
 def write_entries(folder, num):
@@ -367,7 +369,7 @@ def write_entries(folder, num):
 @pytest.mark.parametrize("max_bytes", [0, 999, 1000, 4500, 10_000, math.inf])
 def test_the_least_recently_used_entries_are_evicted(tmp_path, max_bytes):
     write_entries(tmp_path, 10)
-    compilation.evict(tmp_path, max_bytes)
+    compiler.evict(tmp_path, max_bytes)
     kept = min(10, max_bytes // 1000)
     assert sorted(file.name for file in tmp_path.iterdir()) == [f"{i}-cache" for i in range(int(kept))]
 
@@ -381,9 +383,9 @@ def test_others_may_evict_at_the_same_time(tmp_path, monkeypatch):
         unlink(file, **how)
 
     monkeypatch.setattr(Path, "unlink", unlink_twice)
-    compilation.evict(tmp_path, 3000)
+    compiler.evict(tmp_path, 3000)
     assert len(list(tmp_path.iterdir())) == 3
-    compilation.evict(tmp_path / "missing", 0)
+    compiler.evict(tmp_path / "missing", 0)
 
 
 def test_the_cache_is_bounded_after_compilation(monkeypatch, no_cache_yet):
@@ -407,15 +409,15 @@ def test_a_cache_that_the_user_has_set_up_is_left_alone(monkeypatch, no_cache_ye
     monkeypatch.setenv("JAX_PAGED_CACHE_GB", "0")
     use_persistent_cache()
     write_entries(folder, 3)
-    compilation.bound_persistent_cache()
+    compiler.bound_persistent_cache()
     assert len(list(folder.iterdir())) == 3
 
 
 def test_the_limit_of_the_cache(monkeypatch, no_cache_yet):
-    assert config.max_cache_bytes() == 2 * 2**30
+    assert engine_args.max_cache_bytes() == 2 * 2**30
     for given, expected in (("0", 0), ("0.5", 2**29), ("inf", math.inf)):
         monkeypatch.setenv("JAX_PAGED_CACHE_GB", given)
-        assert config.max_cache_bytes() == expected
+        assert engine_args.max_cache_bytes() == expected
     for wrong in ("much", "-1", "nan"):
         monkeypatch.setenv("JAX_PAGED_CACHE_GB", wrong)
         with pytest.raises(ValueError, match=f"JAX_PAGED_CACHE_GB.*{wrong}"):

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from helpers.steps import execute, make_output, make_row, new_sequence
 
-from jax_paged.config import EngineArgs
+from jax_paged.config.engine_args import EngineArgs
 from jax_paged.core.scheduler_output import EncoderInput, Sample
-from jax_paged.worker import plan_steps
-from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.compilation import plan_steps
+from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.model_runner import ModelRunner
 
 FOLDER = Path(__file__).parent.parent / "models" / "fixtures" / "t5_tied"

@@ -13,12 +13,12 @@ import pytest
 from helpers.ports import reserved_port
 
 from jax_paged import EngineArgs
-from jax_paged.launch import Launch, launch_of_environment
-from jax_paged.worker import channel, handshake
-from jax_paged.worker.channel import Channel
-from jax_paged.worker.follower import Follower, follow_leader
-from jax_paged.worker.leader import Followers, Leader
-from jax_paged.worker.task import Task
+from jax_paged.config.launch import Launch, launch_of_environment
+from jax_paged.worker.distributed import channel, handshake
+from jax_paged.worker.distributed.channel import Channel
+from jax_paged.worker.distributed.follower import Follower, follow_leader
+from jax_paged.worker.distributed.leader import Followers, Leader
+from jax_paged.worker.distributed.task import Task
 
 
 @pytest.fixture

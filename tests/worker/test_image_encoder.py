@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from helpers.steps import make_output, make_row, new_sequence
 
-from jax_paged.core.cache_group import CacheGroup
+from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.sequence import StandIn
-from jax_paged.models.images import Tile
+from jax_paged.models.features.multimodal import Tile
 from jax_paged.worker.batch_builder import BatchBuilder
-from jax_paged.worker.buckets import Bucket
-from jax_paged.worker.image_encoder import EncodeImagesProgram, ImageEncoder
+from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.features.multimodal.image_encoder import EncodeImagesProgram, ImageEncoder
 from jax_paged.worker.input_batch import InputBatch
-from jax_paged.worker.logits_rows import plan_logits_rows
+from jax_paged.worker.sampling.logits_rows import plan_logits_rows
 
 
 class Encoder:

@@ -9,7 +9,7 @@ from helpers.steps import make_output, make_row, new_sequence
 
 from jax_paged.core.scheduler_output import BlockTables, NewSequence, ScheduledSequence
 from jax_paged.worker.input_batch import InputBatch, TokenCountReset
-from jax_paged.worker.token_rules import KnownTokens, TokenRules, pack_token_mask
+from jax_paged.worker.sampling.token_rules import KnownTokens, TokenRules, pack_token_mask
 
 NUM_SEATS, NUM_GROUPS, MAX_BLOCKS, NUM_BLOCKS, VOCAB_SIZE = 6, 3, 12, 1000, 70
 

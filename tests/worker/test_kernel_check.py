@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 
 from jax_paged import LLM, EngineArgs, SamplingParams
-from jax_paged.pallas_kernels import native, self_check
-from jax_paged.pallas_kernels.expert_check import Experts
-from jax_paged.pallas_kernels.self_check import Suite, Variant
-from jax_paged.server.cli import main
-from jax_paged.worker import kernel_check
-from jax_paged.worker.kernel_check import Verdict, check, choose_backend, suites_of
+from jax_paged.pallas_kernels import native
+from jax_paged.pallas_kernels.self_check import runner
+from jax_paged.pallas_kernels.self_check.expert_check import Experts
+from jax_paged.pallas_kernels.self_check.runner import Suite, Variant
+from jax_paged.server.launch.cli import main
+from jax_paged.worker.loading import kernel_check
+from jax_paged.worker.loading.kernel_check import Verdict, check, choose_backend, suites_of
 
 SUITE = Suite((Variant(2, 0.2),), kv_heads=1, head_dim=32, page_size=16, dtype="float32", max_len=96)
 TWO = (
@@ -89,7 +90,7 @@ def test_a_process_that_hangs_ends_even_when_nobody_waits(tmp_path):
     """The engine may be killed before its check is."""
     program = (
         "import sys; sys.path[:] = eval(sys.argv[1]); from pathlib import Path\n"
-        "from jax_paged.worker.kernel_check import *; from test_kernel_check import *\n"
+        "from jax_paged.worker.loading.kernel_check import *; from test_kernel_check import *\n"
         "check(SUITE, Path(sys.argv[2]), candidate=STAND_IN + 'hang', limit_s=8)"
     )
     pids = tmp_path / "pids"
@@ -321,9 +322,9 @@ def test_a_device_that_has_no_kernels_is_unsupported(monkeypatch):
     def refuse(backend):
         raise ValueError("the device Tesla T4 has compute capability 7.5")
 
-    monkeypatch.setattr(self_check, "implementation_of", refuse)
-    with pytest.raises(self_check._Ended, match=r"unsupported.*compute capability 7\.5"):
-        self_check.run(SUITE, "xla", "xla", lambda event: None)
+    monkeypatch.setattr(runner, "implementation_of", refuse)
+    with pytest.raises(runner._Ended, match=r"unsupported.*compute capability 7\.5"):
+        runner.run(SUITE, "xla", "xla", lambda event: None)
 
 
 def test_times_that_differ_by_noise_are_equal():
@@ -398,20 +399,20 @@ def test_shapes_of_a_model_that_is_not_loaded():
 def test_each_kind_of_error_is_seen():
     want = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 64)), jnp.float32)
     want = want.at[2].set(0)
-    error = functools.partial(self_check.error_of, is_move=False)
+    error = functools.partial(runner.error_of, is_move=False)
     assert error(want, want) == 0
     assert error(want.at[1, 1, 5].add(0.01), want) > 0.005
     assert error(want.at[1, 1, 5].set(jnp.nan), want) == float("inf")
     assert error(want.at[2, 0, 0].set(1e-20), want) == float("inf")
     pool = want.at[0].set(jnp.nan)
-    assert self_check.error_of(pool, pool, is_move=True) == 0
-    assert self_check.error_of(pool.at[0, 0, 0].set(1), pool, is_move=True) > 0
+    assert runner.error_of(pool, pool, is_move=True) == 0
+    assert runner.error_of(pool.at[0, 0, 0].set(1), pool, is_move=True) > 0
 
 
 def test_nobody_attends_to_what_is_dead():
     """The suite itself: contexts hold numbers, and all else is NaN, in and before a window."""
     pairs = [(50, 10), (5, 5), (0, 0), (33, 1)]
-    case = self_check.make_case(SUITE, Variant(2, 0.2, window=20), "ragged_attention", pairs, 3)
+    case = runner.make_case(SUITE, Variant(2, 0.2, window=20), "ragged_attention", pairs, 3)
     q, pool, tables, lens, start = map(np.asarray, case.args)
     assert (lens.tolist(), start.tolist()) == ([50, 5, 0, 33], [0, 10, 15, 15, 16])
     assert np.isnan(q[16:]).all()

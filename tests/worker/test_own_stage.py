@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_paged.worker.buckets import Bucket
-from jax_paged.worker.channel import Channel
-from jax_paged.worker.follower import Follower
-from jax_paged.worker.leader import Followers, Leader
-from jax_paged.worker.own_stage import OwnStage
-from jax_paged.worker.programs import SeatArrays
-from jax_paged.worker.stage_links import RemoteArray, StageLinks
-from jax_paged.worker.step import StepProgram
+from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.compilation.programs import SeatArrays
+from jax_paged.worker.distributed.channel import Channel
+from jax_paged.worker.distributed.follower import Follower
+from jax_paged.worker.distributed.leader import Followers, Leader
+from jax_paged.worker.pipeline.own_stage import OwnStage
+from jax_paged.worker.pipeline.stage_links import RemoteArray, StageLinks
+from jax_paged.worker.traced_step import StepProgram
 
 STEP = StepProgram(Bucket(num_tokens=2, num_seqs=2, is_decode=True))
 

@@ -16,9 +16,9 @@ from jax_paged import LLM, EngineArgs, SamplingParams
 from jax_paged.models.layers import Embedding, Linear, PackedKernel
 from jax_paged.models.weights import LoadedModel, load_model
 from jax_paged.pallas_kernels.native import products
-from jax_paged.worker import plan_steps
+from jax_paged.worker.compilation import plan_steps
 from jax_paged.worker.executor import LocalExecutor
-from jax_paged.worker.weights import flatten, packed
+from jax_paged.worker.loading.weights import flatten, packed
 
 PROBLEM = products.problem(jnp.dtype("float32"))
 needs_onednn = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))

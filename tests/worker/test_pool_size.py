@@ -6,11 +6,12 @@ import pytest
 from helpers.real_model import MAX_MODEL_LEN, VOCAB_SIZE
 
 from jax_paged import EngineArgs
-from jax_paged.worker import kv_cache, plan_steps
-from jax_paged.worker.buckets import Bucket, plan_buckets
+from jax_paged.worker import kv_cache
+from jax_paged.worker.compilation import plan_steps
+from jax_paged.worker.compilation.buckets import Bucket, plan_buckets
+from jax_paged.worker.compilation.step_bytes import step_bytes
 from jax_paged.worker.kv_cache import DeviceMemory
 from jax_paged.worker.model_runner import ModelRunner
-from jax_paged.worker.step_bytes import step_bytes
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, tokens, head_dim, float32
 SIZES = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 2, "max_num_batched_tokens": 16}

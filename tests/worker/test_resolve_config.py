@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
-from jax_paged.config import EngineArgs, EngineConfig
-from jax_paged.core.cache_group import CacheGroup
-from jax_paged.worker import resolve_config as resolve_config_module
-from jax_paged.worker.resolve_config import CPU_KV_CACHE_BYTES, ModelFacts, host_memory_bytes, resolve_config
+from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.core.kv_cache.cache_group import CacheGroup
+from jax_paged.worker.loading import resolve_config as resolve_config_module
+from jax_paged.worker.loading.resolve_config import (
+    CPU_KV_CACHE_BYTES,
+    ModelFacts,
+    host_memory_bytes,
+    resolve_config,
+)
 
 FACTS = ModelFacts(
     architecture="LlamaForCausalLM",
@@ -118,7 +123,8 @@ def test_limits_that_do_not_fit_are_named() -> None:
 
 def test_it_needs_no_jax() -> None:
     code = (
-        "import sys, jax_paged.worker.resolve_config, jax_paged.worker.executor, jax_paged.worker.buckets; "
+        "import sys, jax_paged.worker.loading.resolve_config, jax_paged.worker.executor; "
+        "import jax_paged.worker.compilation.buckets; "
         "sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

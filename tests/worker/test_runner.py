@@ -11,15 +11,15 @@ import pytest
 from helpers.real_model import VOCAB_SIZE, DenseModel
 from helpers.steps import execute, make_output, make_row, new_sequence
 
-from jax_paged.config import EngineArgs
-from jax_paged.core.runner_output import NO_TOKEN, ModelRunnerOutput
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.core.model_runner_output import NO_TOKEN, ModelRunnerOutput
 from jax_paged.core.scheduler_output import NewSequence, Sample, ScheduledSequence
 from jax_paged.sampling_params import SamplingParams
-from jax_paged.worker import plan_steps
-from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.compilation import plan_steps
+from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.executor import LocalExecutor
 from jax_paged.worker.model_runner import ModelRunner
-from jax_paged.worker.step import StepProgram
+from jax_paged.worker.traced_step import StepProgram
 
 MAX_LEN, BLOCK_SIZE, NUM_SEATS, NUM_TOKENS = 64, 4, 8, 32
 BUCKETS = [Bucket(True, NUM_SEATS, NUM_SEATS), Bucket(False, NUM_TOKENS, NUM_SEATS)]

@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 
 from jax_paged.sampling_params import SamplingParams
-from jax_paged.worker.sampler import (
+from jax_paged.worker.sampling.sampler import (
     IN_PROMPT,
     SampledTokens,
     SamplingBatch,
@@ -24,7 +24,7 @@ from jax_paged.worker.sampler import (
     sample,
     token_logprobs,
 )
-from jax_paged.worker.token_rules import pack_token_mask
+from jax_paged.worker.sampling.token_rules import pack_token_mask
 
 V = 50
 DRAWS = 20_000

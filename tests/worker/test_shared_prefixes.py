@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from jax_paged.worker import shared_prefixes
-from jax_paged.worker.shared_prefixes import num_saved_tokens, shared_blocks
+from jax_paged.worker.features import cascade
+from jax_paged.worker.features.cascade import num_saved_tokens, shared_blocks
 
 SIZE = 16
 
@@ -103,7 +103,7 @@ def test_long_tables_are_compared_to_their_end() -> None:
 def test_random_trees(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups have in common what they are said to, and save as much as any one group of rows could."""
     for name, value in {"MIN_ROWS": 2, "MIN_TOKENS": 1, "MIN_SAVED_TOKENS": 1}.items():
-        monkeypatch.setattr(shared_prefixes, name, value)
+        monkeypatch.setattr(cascade, name, value)
     rng = np.random.default_rng(seed)
     ids = itertools.count(1)
     tables = [[next(ids) for _ in range(rng.integers(1, 30))]]

@@ -27,12 +27,12 @@ from jax_paged import BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from jax_paged.pallas_kernels import native
 from jax_paged.worker.block_mover import FEW_COPIES, SWAP_BLOCKS, SwapOutProgram
 from jax_paged.worker.block_tables import WriteBlockTablesProgram
-from jax_paged.worker.buckets import Bucket
+from jax_paged.worker.compilation.buckets import Bucket
 from jax_paged.worker.executor import LocalExecutor
+from jax_paged.worker.features.prompt_logprobs import PromptLogprobsProgram
 from jax_paged.worker.model_runner import ModelRunner
-from jax_paged.worker.prompt_logprobs import PromptLogprobsProgram
-from jax_paged.worker.step import StepProgram
-from jax_paged.worker.token_counts import ResetTokenCountsProgram
+from jax_paged.worker.sampling.token_counts import ResetTokenCountsProgram
+from jax_paged.worker.traced_step import StepProgram
 
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -10,17 +10,17 @@ import pytest
 from jax.sharding import Mesh
 from test_block_mover import LAYOUT
 
-from jax_paged.models.sharding import TENSOR
+from jax_paged.models.parallel.sharding import TENSOR
+from jax_paged.worker.compilation.programs import Program, TraceContext
 from jax_paged.worker.input_batch import TokenCountReset
-from jax_paged.worker.programs import Program, TraceContext
-from jax_paged.worker.sampler import IN_PROMPT
-from jax_paged.worker.token_counts import (
+from jax_paged.worker.loading.weights import FlatModel
+from jax_paged.worker.sampling.sampler import IN_PROMPT
+from jax_paged.worker.sampling.token_counts import (
     NUM_RESET_TOKENS,
     ResetTokenCountsProgram,
     add_tokens,
     reset_token_counts,
 )
-from jax_paged.worker.weights import FlatModel
 
 NUM_SEATS, VOCAB_SIZE = 5, 50
 

@@ -12,7 +12,7 @@ from helpers.steps import new_sequence
 from jax_paged import EngineArgs, SamplingParams
 from jax_paged.engine.input_processor import InputProcessor
 from jax_paged.sampling_params import MAX_BIAS_IDS
-from jax_paged.worker.token_rules import KnownTokens, TokenRules
+from jax_paged.worker.sampling.token_rules import KnownTokens, TokenRules
 
 VOCAB_SIZE = 2003
 EOS = frozenset({1998, 1999})

@@ -4,49 +4,49 @@ from planted_bugs.mutation import Mutation
 
 REQUEST_EDITS = [
     Mutation(
-        "core/request_edits.py",
+        "core/features/interactive/request_edits.py",
         "        del seq.block_hashes[len(seq) // manager.block_size :]\n",
         "",
         "hashes of tokens that were taken back are kept",
     ),
     Mutation(
-        "core/request_edits.py",
+        "core/features/interactive/request_edits.py",
         "        manager.prefixes.forget_walk()  #",
         "        #",
         "a walk goes on along tokens that were taken back",
     ),
     Mutation(
-        "core/request_edits.py",
+        "core/features/interactive/request_edits.py",
         "min(seq.num_computed_tokens, len(seq) - 1)",
         "min(seq.num_computed_tokens, len(seq))",
         "the last token that is left is not computed again",
     ),
     Mutation(
-        "core/request_edits.py",
+        "core/features/interactive/request_edits.py",
         "        has_left = manager.lacks(tables, seq.num_computed_tokens)\n",
         "        has_left = False\n",
         "a request goes on behind a window whose blocks are gone",
     ),
     Mutation(
-        "core/request_edits.py",
+        "core/features/interactive/request_edits.py",
         "seq.num_dropped_tokens += (len(held)",
         "seq.num_dropped_tokens = (len(held)",
         "the first of two drops is forgotten",
     ),
     Mutation(
-        "core/request_edits.py",
+        "core/features/interactive/request_edits.py",
         "- 2 - seq.block_places",
         "- 1 - seq.block_places",
         "taken back up to the last kept block",
     ),
     Mutation(
-        "core/request_edits.py",
+        "core/features/interactive/request_edits.py",
         "self._manager.fork(seq, child, seq.num_computed_tokens)",
         "self._manager.fork(seq, child, seq.num_computed_tokens - 1)",
         "a fork of a request lacks its last token",
     ),
     Mutation(
-        "core/request_edits.py",
+        "core/features/interactive/request_edits.py",
         "self._queues.num_seats_taken < self._max_num_seqs",
         "self._queues.num_seats_taken <= self._max_num_seqs",
         "a fork takes a seat that is not there",
@@ -88,13 +88,13 @@ REQUEST_EDITS = [
         "a request with dropped blocks ends in a step that swaps in",
     ),
     Mutation(
-        "core/seats.py",
+        "core/batch_slots.py",
         "token_ids = token_ids + drafts[seq]",
         "token_ids = drafts[seq]",
         "a draft without the token before it",
     ),
     Mutation(
-        "core/seats.py",
+        "core/batch_slots.py",
         "            num_dropped_tokens=seq.num_dropped_tokens,\n",
         "",
         "the executor does not know what was dropped",

@@ -2,7 +2,7 @@
 
 from planted_bugs.mutation import Mutation
 
-_FILE = "core/state_slots.py"
+_FILE = "core/kv_cache/state_slots.py"
 
 STATES = [
     Mutation(
@@ -51,13 +51,13 @@ STATES = [
         _FILE, "            pool.forget(slot)\n        elif", "        elif", "a stale checkpoint is found"
     ),
     Mutation(
-        "core/prefix_cache.py",
+        "core/kv_cache/prefix_cache.py",
         "                is_usable &= self._states.pool.find(content._replace(group=STATE)) is not None\n",
         "",
         "a prefix is used whose state is gone",
     ),
     Mutation(
-        "core/prefix_cache.py",
+        "core/kv_cache/prefix_cache.py",
         "                walk.places.setdefault((content.hash, STATE), i)\n",
         "",
         "a walk that is kept does not hear of states",

@@ -2,7 +2,7 @@
 
 import functools
 
-from jax_paged.pallas_kernels import grouped_wgmma
+from jax_paged.pallas_kernels.gpu import grouped_wgmma
 from jax_paged.pallas_kernels.xla import copy_blocks, paged_decode, ragged_attention, write_kv
 
 __all__ = ["copy_blocks", "grouped_matmul", "paged_decode", "ragged_attention", "write_kv"]

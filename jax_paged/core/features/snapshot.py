@@ -1,0 +1,124 @@
+"""A scheduler without steps in flight as values that JSON can hold, and back.
+
+Which sequences have seats is not kept: in a new scheduler each takes one with its next row.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from jax_paged.core.block_manager import BlockManager
+from jax_paged.core.codec import request_of_values, values_of_request
+from jax_paged.core.kv_cache.prefix_cache import PinnedPrefix
+from jax_paged.core.scheduler import Scheduler
+from jax_paged.core.scheduler_output import BlockTables
+from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
+
+_TIMES = ("arrival_time", "first_scheduled_time", "first_token_time", "finished_time")
+_OF_SEQUENCE = (
+    "index",
+    "seed",
+    "output_token_ids",
+    "num_computed_tokens",
+    "stop_reason",
+    "cumulative_logprobs",
+    "num_dropped_tokens",
+)
+_QUEUES = ("running", "waiting", "swapped")
+
+
+def values_of_scheduler(scheduler: Scheduler) -> dict[str, Any]:
+    """Returns a scheduler but for its requests; no step is in flight."""
+    manager = scheduler.block_manager
+    return {
+        "num_arrivals": scheduler.queues.num_arrivals,
+        "pinned": {name: dataclasses.asdict(prefix) for name, prefix in manager.pinned.items()},
+        "pool": manager.pool.values(),
+        "swap_pool": manager.swap_pool.values(),
+    }
+
+
+def values_of_group(scheduler: Scheduler, group: SequenceGroup) -> dict[str, Any]:
+    """Returns a request as it stands, and where."""
+    manager = scheduler.block_manager
+    queues = ((name, getattr(scheduler.queues, name)) for name in _QUEUES)
+    return values_of_request(group) | {
+        "queue": next((name for name, queue in queues if queue.get(group.request_id) is group), None),
+        "arrival": group.arrival,
+        "metrics": dataclasses.asdict(group.metrics),
+        "sequences": [_values_of_sequence(seq, manager) for seq in group.sequences],
+        "completed": [_values_of_sequence(seq, manager) for seq in group.completed],
+    }
+
+
+def restore_group(scheduler: Scheduler, values: dict[str, Any], shift_s: float) -> SequenceGroup:
+    """Puts a request where it was into a new scheduler, and returns it.
+
+    Args:
+        scheduler: Has the settings of the one that the request comes from.
+        values: What values_of_group returned.
+        shift_s: Is added to the times at which something happened.
+    """
+    group, manager = request_of_values(values), scheduler.block_manager
+    times = {name: values["metrics"][name] for name in _TIMES}
+    shifted = {name: None if time is None else time + shift_s for name, time in times.items()}
+    group.metrics = RequestMetrics(**(values["metrics"] | shifted))
+    prompt = group.sequences[0].prompt_token_ids
+    group.sequences = [_sequence_of_values(prompt, entry, manager) for entry in values["sequences"]]
+    group.completed = [_sequence_of_values(prompt, entry, manager) for entry in values["completed"]]
+    group.arrival, queues = values["arrival"], scheduler.queues
+    group.key = scheduler.key_of(group)
+    puts = {"running": queues.run, "waiting": queues.wait, "swapped": queues.swap}
+    if values["queue"] is not None:
+        puts[values["queue"]](group)
+    return group
+
+
+def restore_scheduler(scheduler: Scheduler, values: dict[str, Any]) -> None:
+    """Gives a new scheduler, whose requests are restored, all else of another; see values_of_scheduler."""
+    manager = scheduler.block_manager
+    scheduler.queues.num_arrivals = values["num_arrivals"]
+    manager.pinned = {name: PinnedPrefix(**fields) for name, fields in values["pinned"].items()}
+    on_device = [*manager.block_tables.values(), *(prefix.tables for prefix in manager.pinned.values())]
+    for pool, name, held in (
+        (manager.pool, "pool", on_device),
+        (manager.swap_pool, "swap_pool", manager.swapped_tables.values()),
+    ):
+        pool.restore(values[name], _counts(held, pool.num_blocks))
+    manager.check_integrity()
+
+
+def kept_blocks(scheduler: Scheduler) -> tuple[list[int], list[int]]:
+    """Returns the blocks whose keys and values somebody may still read: on the device, and in host memory."""
+    manager = scheduler.block_manager
+    pools = manager.pool, manager.swap_pool
+    device, host = (
+        [b for b in range(pool.num_blocks) if pool.ref_counts[b] or pool.contents[b] is not None]
+        for pool in pools
+    )
+    return device, host
+
+
+def _values_of_sequence(seq: Sequence, manager: BlockManager) -> dict[str, Any]:
+    return {name: getattr(seq, name) for name in _OF_SEQUENCE} | {
+        "status": seq.status.name,
+        "block_places": seq.block_places,
+        "tables": manager.block_tables.get(seq),
+        "swapped_tables": manager.swapped_tables.get(seq),
+    }
+
+
+def _sequence_of_values(prompt: list[int], values: dict[str, Any], manager: BlockManager) -> Sequence:
+    kept = {name: values[name] for name in _OF_SEQUENCE}
+    places = tuple(values["block_places"])
+    seq = Sequence(prompt, status=SequenceStatus[values["status"]], block_places=places, **kept)
+    for tables, name in ((manager.block_tables, "tables"), (manager.swapped_tables, "swapped_tables")):
+        if values[name] is not None:
+            tables[seq] = values[name]
+    return seq
+
+
+def _counts(held: Iterable[BlockTables], num_blocks: int) -> list[int]:
+    counts = Counter(block for tables in held for table in tables for block in table)
+    return [0] + [counts[block] for block in range(1, num_blocks)]

@@ -1,0 +1,61 @@
+"""How long steps take, with drafts and without, as the scheduler sees it: by the times that it is told."""
+
+from jax_paged.core.features.speculation.num_drafts import Speculation
+
+# The weight of the newest time, how many times the mean it counts at most, and how many make a mean, which
+# begins with the least of them.
+_NEWEST, _MOST, _MIN_TIMES = 0.2, 1.5, 3
+
+
+class StepTimes:
+    """Keeps the mean time of steps by their size.
+
+    Args:
+        speculation: What steps are taken to cost until their time is known.
+    """
+
+    def __init__(self, speculation: Speculation) -> None:
+        self._speculation = speculation
+        self._plain: dict[int, tuple[float, int]] = {}
+        self._verifying: dict[tuple[int, int], tuple[float, int]] = {}
+
+    def note_plain(self, num_seqs: int, seconds: float) -> None:
+        """Takes in the time of a step in which so many sequences get a token each."""
+        size = _size(num_seqs)
+        self._plain[size] = _mean(self._plain.get(size), seconds)
+
+    def note_verifying(self, num_rows: int, num_passes: int, seconds: float) -> None:
+        """Takes in the time of a step of so many token rows, padding included, and passes of a model."""
+        self._verifying[num_rows, num_passes] = _mean(self._verifying.get((num_rows, num_passes)), seconds)
+
+    def plain(self, num_seqs: int) -> float | None:
+        """Returns the seconds of a step without drafts; None until it is known."""
+        mean, num_times = self._plain.get(_size(num_seqs), (0.0, 0))
+        return mean if num_times >= _MIN_TIMES else None
+
+    def verifying(self, num_rows: int, num_passes: int, num_seqs: int) -> float:
+        """Returns the seconds of a step with drafts; what it is taken to cost until some were seen."""
+        mean, num_times = self._verifying.get((num_rows, num_passes), (0.0, 0))
+        return mean if num_times >= _MIN_TIMES else self.expected(num_rows, num_passes, num_seqs)
+
+    def expected(self, num_rows: int, num_passes: int, num_seqs: int) -> float:
+        """Returns the seconds of a step with drafts by the rows that it has, beside one without."""
+        plain, speculation = self.plain(num_seqs), self._speculation
+        assert plain is not None, "asked for beside a step without drafts"
+        free, share = speculation.num_free_rows, speculation.model_cost
+        before = (free + num_seqs) * (1 + share)
+        return plain * (free + num_rows + share * num_passes * (free + num_seqs)) / before
+
+
+def _size(num_seqs: int) -> int:
+    return (num_seqs - 1).bit_length()
+
+
+def _mean(known: tuple[float, int] | None, seconds: float) -> tuple[float, int]:
+    if known is None:
+        return seconds, 1
+    mean, num_times = known
+    if num_times < _MIN_TIMES:
+        return min(mean, seconds), num_times + 1  # the first runs of a program are slow
+    seconds = min(seconds, _MOST * mean)
+    return mean + _NEWEST * (seconds - mean), num_times + 1

@@ -1,0 +1,198 @@
+"""The executor whose workers are actors of Ray, on any machines of its cluster. Needs Ray."""
+
+import contextlib
+import dataclasses
+import hmac
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import ray  # pyright: ignore[reportMissingImports]
+from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+from ray.util import placement_group, remove_placement_group  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
+    PlacementGroupSchedulingStrategy,
+)
+
+from jax_paged.checks import check
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.launch import Launch
+from jax_paged.engine.distributed.multiprocess import MultiprocessExecutor
+from jax_paged.engine.distributed.worker_team import StartedWorker, begin
+from jax_paged.worker.distributed.channel import Channel
+
+_STDOUT, _STDERR = 1, 2
+# For whoever connects to an actor to say the secret.
+_HELLO_S = 5
+# For another worker to tell why one has ended: connections are quicker than Ray.
+_REASON_S = 1.0
+# For Ray to end an actor by force.
+_KILLING_S = 5.0
+
+
+class RayExecutor(MultiprocessExecutor):
+    """Runs steps in actors of Ray, one for each host, which takes its GPUs; without GPUs, one for each core.
+
+    Ray finds the hosts, starts the actors and notices when they are lost; steps go over connections to them.
+
+    Args:
+        args: Model and limits.
+
+    Raises:
+        ValueError: As MultiprocessExecutor; or if the cluster has no room, or does not start the actors.
+        EngineDeadError: If a worker ends before it is ready.
+    """
+
+    def _start(self, args: EngineArgs) -> Sequence[StartedWorker]:
+        if not ray.is_initialized():
+            ray.init()
+        bundles = _bundles(args.tensor_parallel_size, ray.nodes())
+        group = placement_group(bundles)
+        try:
+            limit_s = args.distributed_timeout_seconds
+            allowed = f"what the cluster has free within {limit_s:g} s, where {bundles} have no place"
+            check(group.wait(limit_s), "tensor_parallel_size", args.tensor_parallel_size, allowed)
+            actors = [_actor(group, place, bundle) for place, bundle in enumerate(bundles)]
+            addresses = ray.get([actor.address.remote() for actor in actors], timeout=limit_s)
+            secret = secrets.token_hex()
+            workers = [
+                RayWorker(actor.work.remote(secret), _connected(address, secret, limit_s), group, actor)
+                for actor, address in zip(actors, addresses, strict=True)
+            ]
+            for rank, worker in enumerate(workers):
+                begin(worker.channel, args, Launch(rank, len(workers), *addresses[0]), None)
+                worker.work.future().add_done_callback(self._noting(rank))
+            return workers
+        except BaseException as error:
+            remove_placement_group(group)
+            if isinstance(error, RayError | OSError):
+                allowed = "another where Ray starts no actors"
+                message = f"distributed_executor_backend is 'ray'; allowed: {allowed}: {error}"
+                raise ValueError(message) from error
+            raise
+
+    def _noting(self, rank: int) -> Callable[[Any], None]:
+        """Returns what Ray is to call, in a thread that may not wait for Ray, when an actor is lost."""
+        reason = f"worker {rank} has ended, or its host"
+
+        def note(_: Any) -> None:
+            timer = threading.Timer(_REASON_S, self._team.fail, args=(reason,))
+            timer.daemon = True
+            with contextlib.suppress(RuntimeError):  # at the end of the program no thread starts any more
+                timer.start()
+
+        return note
+
+
+@dataclasses.dataclass(frozen=True)
+class RayWorker:
+    """A worker that is an actor of Ray. It is a StartedWorker.
+
+    Args:
+        work: Comes to something when it has ended.
+        channel: To it.
+        group: The placement group of all workers.
+        actor: Ray's handle of it.
+    """
+
+    work: Any
+    channel: Channel
+    group: Any
+    actor: Any
+
+    def stop(self) -> None:
+        """Has Ray end it; does not wait."""
+        if ray.is_initialized():  # which would complain at length of an actor that ends by itself
+            ray.kill(self.actor)
+
+    def close(self, *, until: float) -> None:
+        """Ends it, and by force all workers, if it has not ended at a time of time.monotonic."""
+        self.channel.close()
+        if ray.is_initialized():
+            ray.wait([self.work], timeout=max(until - time.monotonic(), 0))
+            remove_placement_group(self.group)
+            ray.wait([self.work], timeout=_KILLING_S)
+
+
+class WorkerActor:
+    """An actor of Ray: it says where it is, and then becomes a worker."""
+
+    def __init__(self) -> None:
+        address = ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
+
+    def address(self) -> tuple[str, int]:
+        """Returns the address of its machine, and a port there that others leave alone."""
+        address, port, *_ = self._listener.getsockname()
+        return address, port
+
+    def work(self, secret: str) -> NoReturn:
+        """Works for the first who connects and knows the secret, and ends with it."""
+        with self._listener:
+            while (connection := _accepted(self._listener, secret)) is None:
+                pass
+        connection.sendall(b".")  # the port is free now for other workers to connect to
+        from jax_paged.worker.distributed.process import main
+
+        os.dup2(_STDERR, _STDOUT)  # what gloo prints is no output of the user's program
+        main(connection.detach())
+
+
+def _bundles(size: int, nodes: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Returns what each host is to give.
+
+    Args:
+        size: Devices of the engine.
+        nodes: Those of the cluster, as Ray describes them.
+
+    Raises:
+        ValueError: If there are too few GPUs, or, where there are none, cores.
+    """
+    resources = [node["Resources"] for node in nodes if node["Alive"]]
+    kind = "GPU" if any(of.get("GPU") for of in resources) else "CPU"
+    counts = [int(of.get(kind, 0)) for of in resources]
+    allowed = f"at most {sum(counts)}, the {kind}s of Ray's cluster"
+    check(size <= sum(counts), "tensor_parallel_size", size, allowed)
+    if kind == "CPU":
+        return [{"CPU": 1.0}] * size
+    # Every worker has the same number.
+    each = max(n for n in range(1, size + 1) if size % n == 0 and sum(c // n for c in counts) >= size // n)
+    return [{"CPU": 1.0, "GPU": float(each)}] * (size // each)
+
+
+def _actor(group: Any, place: int, bundle: dict[str, float]) -> Any:
+    """Starts an actor in a bundle of a placement group."""
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
+    make = ray.remote(num_cpus=1, num_gpus=bundle.get("GPU", 0), scheduling_strategy=strategy)
+    return make(WorkerActor).remote()
+
+
+def _connected(address: tuple[str, int], secret: str, limit_s: float) -> Channel:
+    """Returns a channel to an actor that works."""
+    connection = socket.create_connection(address, timeout=limit_s)
+    connection.sendall(secret.encode())
+    if not connection.recv(1):
+        raise ConnectionResetError(f"the actor at {address} has ended")
+    connection.settimeout(None)
+    return Channel(connection)
+
+
+def _accepted(listener: socket.socket, secret: str) -> socket.socket | None:
+    """Returns a connection of whoever knows the secret; None if another has come."""
+    connection, _ = listener.accept()
+    connection.settimeout(_HELLO_S)
+    try:
+        with connection.makefile("rb") as stream:
+            said = stream.read(len(secret))
+    except OSError:
+        said = b""
+    if hmac.compare_digest(said, secret.encode()):
+        connection.settimeout(None)
+        return connection
+    connection.close()
+    return None

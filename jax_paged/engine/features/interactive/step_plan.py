@@ -1,0 +1,194 @@
+"""The next step before it runs: what it will compute, for whom; to be looked at, and changed by hand."""
+
+import dataclasses
+import html
+from collections.abc import Callable, Iterable
+from typing import Self
+
+from jax_paged.checks import check
+from jax_paged.core.features.interactive.step_edits import with_rows
+from jax_paged.core.scheduler_output import ScheduledSequence, SchedulerOutput
+from jax_paged.core.sequence import Sequence, SequenceGroup
+
+_ROW, _BAR_LEFT, _BAR_WIDTH, _TEXT_LEFT, _WIDTH = 24, 150, 260, 422, 760
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOwner:
+    """Whose tokens a row computes.
+
+    Args:
+        request_id: The request.
+        index: Which of its samples or beams.
+        num_prompt_tokens: Tokens of its prompt.
+    """
+
+    request_id: str
+    index: int
+    num_prompt_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """A step that is scheduled and has not run: a value, which a notebook draws.
+
+    Args:
+        output: What is computed, copied and swapped.
+        owners: One per row of output.scheduled.
+        dropped: Ids of the requests that were taken out of the plan.
+    """
+
+    output: SchedulerOutput
+    owners: tuple[RowOwner, ...]
+    dropped: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, output: SchedulerOutput, find: Callable[[int], tuple[SequenceGroup, Sequence] | None]
+    ) -> Self:
+        """Returns the plan of a step that was just scheduled; find is Scheduler.find."""
+        owners = []
+        for row in output.scheduled:
+            found = find(row.seq_id)
+            assert found is not None, "the rows of a new step have seats"
+            group, seq = found
+            owners.append(RowOwner(group.request_id, group.sequences.index(seq), len(seq.prompt_token_ids)))
+        return cls(output, tuple(owners))
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests that compute something, in the order of their first rows."""
+        return list(dict.fromkeys(owner.request_id for owner in self.owners))
+
+    def without(self, *request_ids: str) -> Self:
+        """Returns the plan without some requests; when they run later, they get the same tokens as now.
+
+        Raises:
+            ValueError: If one of them computes nothing in the plan.
+        """
+        for request_id in request_ids:
+            allowed = f"one of the plan's: {', '.join(map(repr, self.request_ids)) or 'it has none'}"
+            check(request_id in self.request_ids, "request_id", request_id, allowed)
+        return self.only([r for r in self.request_ids if r not in request_ids])
+
+    def only(self, request_ids: Iterable[str]) -> Self:
+        """Returns the plan with these requests alone, in this order.
+
+        Rows of one token stay before longer ones, as kernels want it.
+
+        Raises:
+            ValueError: If one of them computes nothing in the plan, or is named twice.
+        """
+        wanted = list(request_ids)
+        order = {request_id: place for place, request_id in enumerate(wanted)}
+        ok = order.keys() <= set(self.request_ids) and len(order) == len(wanted)
+        check(ok, "request_ids", wanted, f"each of these at most once: {self.request_ids}")
+        rows = [i for i, owner in enumerate(self.owners) if owner.request_id in order]
+        rows.sort(key=lambda i: (self.output.scheduled[i].num_tokens > 1, order[self.owners[i].request_id]))
+        dropped = [request_id for request_id in self.request_ids if request_id not in order]
+        return dataclasses.replace(
+            self,
+            output=with_rows(self.output, rows),
+            owners=tuple(self.owners[i] for i in rows),
+            dropped=(*self.dropped, *dropped),
+        )
+
+    def places_of(self, plan: "StepPlan") -> list[int]:
+        """Returns where the rows of an edited plan are in this one.
+
+        Raises:
+            ValueError: If it is not this plan with fewer requests, or in another order.
+        """
+        places = {row.seq_id: i for i, row in enumerate(self.output.scheduled)}
+        rows = [places.get(row.seq_id, -1) for row in plan.output.scheduled]
+        left_out = {owner.request_id for i, owner in enumerate(self.owners) if i not in rows}
+        ok = -1 not in rows and with_rows(self.output, rows) == plan.output
+        ok = ok and left_out.isdisjoint(self.owners[i].request_id for i in rows)
+        check(ok, "plan", plan, "what schedule() returned, changed by without() and only() alone")
+        return rows
+
+    def check(self, planned: "StepPlan | None") -> None:
+        """Checks that it can run when a certain plan, or none, is waiting for that.
+
+        Raises:
+            ValueError: If it can't.
+        """
+        step_id = None if planned is None else planned.output.step_id
+        if planned is None or self.output.step_id != step_id:
+            raise ValueError(
+                f"this plan is of step {self.output.step_id}, which has run or was dropped since; allowed: "
+                "the plan that schedule() has returned last, once, and before step(). Call schedule() for a "
+                "new one"
+            )
+        planned.places_of(self)
+
+    def __repr__(self) -> str:
+        parts = [f"{o.request_id}: {_words(r, o, n)}" for r, o, n in self._rows()] + self._other_parts()
+        return f"<step {self.output.step_id}: {'; '.join(parts) or 'nothing to compute'}>"
+
+    def _rows(self) -> list[tuple[ScheduledSequence, RowOwner, int]]:
+        """Returns each row with its owner and the tokens that it computes at most."""
+        rows = self.output.scheduled
+        num_tokens = self.output.burst or [row.num_tokens for row in rows]
+        return list(zip(rows, self.owners, num_tokens, strict=True))
+
+    def _other_parts(self) -> list[str]:
+        """Returns what the step does besides its rows."""
+        output = self.output
+        counts = {
+            "blocks are copied": len(output.blocks_to_copy),
+            "blocks are swapped out": len(output.blocks_to_swap_out),
+            "blocks are swapped in": len(output.blocks_to_swap_in),
+            "texts are encoded": len(output.to_encode),
+        }
+        named = {"preempted": output.preempted, "ended": output.ended, "left out": self.dropped}
+        parts = [f"{count} {what}" for what, count in counts.items() if count]
+        return parts + [f"{what}: {', '.join(ids)}" for what, ids in named.items() if ids]
+
+    def _repr_html_(self) -> str:
+        """Returns a drawing: inline SVG, without scripts and without anything loaded from elsewhere."""
+        rows, step = self._rows(), self.output
+        longest = max((row.start + n for row, _, n in rows), default=1)
+        drawn = "".join(_drawn(i, *row, _BAR_WIDTH / longest) for i, row in enumerate(rows))
+        height = _ROW * len(rows) + 2
+        picture = (
+            f'<svg viewBox="0 0 {_WIDTH} {height}" style="display:block;width:100%;max-width:{_WIDTH}px" '
+            f'font-size="12" fill="currentColor">{drawn}</svg>'
+        )
+        kind = "a burst of decode steps" if step.burst else f"{step.num_batched_tokens} tokens"
+        head = f"<b>Step {step.step_id}</b>: {kind}, {len(rows)} rows, {len(step.samples)} samples"
+        key = f"{_key(_bar(0, 14, 'cached'))} in the pool &ensp; {_key(_bar(0, 14, 'new'))} computed now"
+        foot = "".join(f"<div>{html.escape(part)}</div>" for part in self._other_parts())
+        return (
+            f'<div style="font-size:12px;line-height:1.7"><div>{head} &ensp; {key}</div>'
+            f"{picture if rows else ''}{foot}</div>"
+        )
+
+
+def _words(row: ScheduledSequence, owner: RowOwner, num_tokens: int) -> str:
+    stop, length = row.start + num_tokens, owner.num_prompt_tokens
+    if row.start >= length:
+        return f"decodes up to {num_tokens} tokens" if num_tokens > 1 else f"decodes at position {row.start}"
+    whole = "its prompt" if row.num_tokens == length else f"tokens {row.start} to {stop - 1} of {length}"
+    return f"computes {whole}" + (f" of {length} tokens" if row.num_tokens == length else " of its prompt")
+
+
+def _drawn(i: int, row: ScheduledSequence, owner: RowOwner, num_tokens: int, scale: float) -> str:
+    name = owner.request_id if len(owner.request_id) <= 18 else f"{owner.request_id[:17]}…"
+    name += f" #{owner.index}" if owner.index else ""
+    start, width = row.start * scale, max(num_tokens * scale, 3.0)
+    bars = _bar(_BAR_LEFT, start, "cached") + _bar(_BAR_LEFT + min(start, _BAR_WIDTH - 3), width, "new")
+    return (
+        f'<g transform="translate(0 {i * _ROW + 2})"><text x="0" y="14">{html.escape(name)}</text>{bars}'
+        f'<text x="{_TEXT_LEFT}" y="14">{html.escape(_words(row, owner, num_tokens))}</text></g>'
+    )
+
+
+def _bar(left: float, width: float, kind: str) -> str:
+    """Returns a bar: an outline for what is in the pool, and a filled one for what is computed now."""
+    paint = 'fill="none" stroke="currentColor"' if kind == "cached" else 'fill="hsl(210,70%,50%)"'
+    return f'<rect x="{left:.1f}" y="4" width="{width:.1f}" height="12" {paint}/>' if width else ""
+
+
+def _key(bar: str) -> str:
+    return f'<svg viewBox="-1 0 17 20" width="15" height="16" style="vertical-align:-4px">{bar}</svg>'

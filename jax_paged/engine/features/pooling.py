@@ -1,0 +1,221 @@
+"""Pooling requests: which there are, how they are checked, and what they return."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jax_paged.checks import check
+from jax_paged.config.engine_args import EngineConfig
+from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.inputs import Prompt, as_prompts
+from jax_paged.models.features.pooling import PoolingSpec
+from jax_paged.outputs import RequestOutput
+from jax_paged.pooling_params import PoolingParams, PoolingTask
+from jax_paged.sampling_params import SamplingParams
+
+
+def tasks_of(config: EngineConfig) -> tuple[PoolingTask, ...]:
+    """Returns what an engine's model makes of texts."""
+    spec = config.pooling
+    if spec is None:
+        return ()
+    if not spec.labels:
+        return ("embed", "score", "token_embed")
+    return ("classify", "score") if len(spec.labels) == 1 else ("classify",)
+
+
+def resolved(params: PoolingParams, task: PoolingTask | None, config: EngineConfig) -> PoolingParams:
+    """Returns a checked copy of parameters with their task, which the engine's model can do.
+
+    Args:
+        params: As a user passes them.
+        task: Of the method that is called; None takes that of the parameters, or the model's first.
+        config: Of the engine.
+
+    Raises:
+        ValueError: If the model can't do it, or not so; the message names the argument.
+    """
+    check(isinstance(params, PoolingParams), "pooling_params", params, "PoolingParams")
+    tasks, spec = tasks_of(config), config.pooling
+    if spec is None:
+        raise ValueError(
+            f"model is {config.model_name!r}, which only generates; allowed for pooling: a pooling model, or "
+            "runner='pooling'"
+        )
+    wanted = task or params.task or tasks[0]
+    check(wanted in tasks, "task", wanted, f"what {config.architecture} can do, {' or '.join(tasks)}")
+    check(params.task in (None, wanted), "task of the parameters", params.task, repr(wanted))
+    params = dataclasses.replace(params, task=wanted)
+    if params.dimensions is not None:
+        allowed = spec.dimensions
+        is_known = allowed is None or params.dimensions in allowed
+        most = f"up to {spec.embedding_size}" if allowed is None else " or ".join(map(str, allowed)) or "None"
+        ok = not spec.labels and is_known and params.dimensions <= spec.embedding_size
+        why = "" if allowed != () else ", as the model is not known to support it (is_matryoshka)"
+        check(ok, "dimensions", params.dimensions, f"{most}{why}")
+    return params
+
+
+def with_default_prompt(prompt: Any, spec: PoolingSpec | None) -> Any:
+    """Returns a prompt of a pooling request with the model's default prompt in front of its text."""
+    if spec is None or not spec.text.prompt:
+        return prompt
+    if isinstance(prompt, str) and prompt:
+        return spec.text.prompt + prompt
+    if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None and prompt.get("prompt"):
+        return {**prompt, "prompt": spec.text.prompt + str(prompt["prompt"])}
+    return prompt
+
+
+def has_text_limit(config: EngineConfig) -> bool:
+    """Returns whether the checkpoint names a number of tokens that longer texts are truncated to.
+
+    With a smaller max_model_len, which the user has chosen, long texts are errors.
+    """
+    limit = config.pooling.text.max_seq_length if config.pooling else None
+    return limit is not None and limit <= config.max_model_len
+
+
+def is_truncated(params: PoolingParams, config: EngineConfig) -> bool:
+    """Returns whether the text of a pooling request is truncated if it is too long."""
+    return params.truncate_prompt_tokens is not None or has_text_limit(config)
+
+
+def truncated(
+    token_ids: list[int], num_tokens: int, side: Literal["left", "right"], frame: tuple[list[int], list[int]]
+) -> list[int]:
+    """Returns a text of at most `num_tokens` tokens, as transformers truncates it.
+
+    Args:
+        token_ids: Of the text.
+        num_tokens: Tokens that are kept.
+        side: The end of the text that is cut off.
+        frame: The special tokens before and after a text, which are kept; see Tokenizer.frame.
+    """
+    if len(token_ids) <= num_tokens:
+        return token_ids
+    before, after = frame
+    num_before = len(before) if token_ids[: len(before)] == before else 0
+    end = len(token_ids) - len(after)
+    end = end if token_ids[end:] == after else len(token_ids)
+    room = max(0, num_tokens - num_before - (len(token_ids) - end))
+    kept = slice(num_before, num_before + room) if side == "right" else slice(end - room, end)
+    return (token_ids[:num_before] + token_ids[kept] + token_ids[end:])[:num_tokens]
+
+
+def as_sampling(params: PoolingParams, spec: PoolingSpec) -> SamplingParams:
+    """Returns the parameters under which the engine runs a pooling request: its prompt, and a token.
+
+    Args:
+        params: As `resolved` returns them.
+        spec: Of the model.
+
+    Raises:
+        ValueError: If cached prefixes can't be read.
+    """
+    kind = "ALL" if params.task == "token_embed" else spec.type
+    skips = params.skip_reading_prefix_cache
+    allowed = "None or True, unless the last token is pooled: cached tokens have no hidden states"
+    check(skips is not False or kind == "LAST", "skip_reading_prefix_cache", skips, allowed)
+    return SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        ignore_eos=True,
+        detokenize=False,
+        truncate_prompt_tokens=params.truncate_prompt_tokens,
+        skip_reading_prefix_cache=kind != "LAST" if skips is None else skips,
+        pooling=kind,
+        second_text=params.second_text,
+    )
+
+
+def data_of(output: RequestOutput, params: PoolingParams, spec: PoolingSpec) -> np.ndarray:
+    """Returns what a pooling request returns, float32: an embedding, scores, or an embedding per token.
+
+    Args:
+        output: Of the request, which has ended.
+        params: As `resolved` returned them.
+        spec: Of the model.
+
+    Raises:
+        ValueError: If the engine could not compute it.
+    """
+    (completion,) = output.outputs
+    if completion.finish_reason != "length":
+        raise ValueError(f"a text was not pooled: {completion.stop_reason}")
+    captured = completion.captured
+    data = captured["hidden" if params.task == "token_embed" else "pooled"]
+    if not np.isfinite(data).all():
+        raise ValueError("a text was not pooled: its hidden states are not finite")
+    activates = params.use_activation if params.normalize is None else params.normalize
+    if spec.labels:
+        return data if activates is False else _SCORES[spec.activation](data)
+    data = data[..., : params.dimensions]
+    if not (spec.normalize if activates is None else activates):
+        return data
+    return data / np.maximum(np.linalg.norm(data, axis=-1, keepdims=True), 1e-12)
+
+
+def distinct(texts: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Returns the texts that differ, in order, and which of them each text is."""
+    places: dict[str, int] = {}
+    which = [places.setdefault(repr(text), len(places)) for text in texts]
+    first = dict(zip(reversed(which), reversed(texts), strict=True))
+    return [first[i] for i in range(len(places))], which
+
+
+def similarity(a: np.ndarray, b: np.ndarray) -> float:
+    """Returns the cosine of the angle between two embeddings."""
+    norms = np.linalg.norm(a.astype(np.float64)) * np.linalg.norm(b.astype(np.float64))
+    return float(a.astype(np.float64) @ b.astype(np.float64) / max(norms, 1e-24))
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    exp = np.exp(x - x.max())
+    return exp / exp.sum()
+
+
+_SCORES: dict[str, Callable[[np.ndarray], Any]] = {
+    "softmax": _softmax,
+    "sigmoid": lambda x: np.exp(-np.logaddexp(0, -x)),
+    "identity": lambda x: x,
+}
+
+
+def pairs_of(data_1: Any, data_2: Any) -> list[tuple[Any, Any]]:
+    """Returns pairs of texts from two texts or lists of them: one with each of the others, or one with one.
+
+    Raises:
+        ValueError: If these are none, or the lists fit in neither way.
+    """
+    first, second = as_prompts(data_1), as_prompts(data_2)
+    check(bool(first), "data_1", data_1, "at least one text")
+    check(bool(second), "data_2", data_2, "at least one text")
+    if len(first) == 1:
+        first *= len(second)
+    check(len(first) == len(second), "the number of texts in data_1", len(first), f"1 or {len(second)}")
+    return list(zip(first, second, strict=True))
+
+
+def pair_prompt(
+    pair: tuple[Any, Any], params: PoolingParams, config: EngineConfig, tokenizer: Tokenizer | None
+) -> tuple[Prompt, PoolingParams]:
+    """Returns two texts as the prompt of a classifier, and the parameters that say where the second begins.
+
+    Raises:
+        ValueError: If they are not texts, or there is no tokenizer.
+    """
+    first, second = pair
+    for name, text in (("data_1", first), ("data_2", second)):
+        check(isinstance(text, str) and bool(text), name, text, "text that is not empty")
+    if tokenizer is None:
+        raise ValueError("data_1 is text, and the engine has no tokenizer")
+    if config.pooling is not None and config.pooling.label_tokens:
+        return first + second, params  # a chat in two parts, whose tokens may span both
+    max_len = None if is_truncated(params, config) else config.max_model_len
+    token_ids, start = tokenizer.encode_pair(first, second, max_model_len=max_len)
+    if start is not None:
+        params = dataclasses.replace(params, extra_kwargs={"compressed_token_type_ids": start})
+    return {"prompt_token_ids": token_ids}, params

@@ -1,0 +1,87 @@
+"""Recordings of an engine's decisions: written down, and computed again."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from jax_paged.checks import check, check_int
+
+if TYPE_CHECKING:
+    from jax_paged.config.engine_args import EngineConfig
+    from jax_paged.engine.engine_core import StepLoop
+    from jax_paged.lab.what_if import Replay
+
+
+def record(loop: "StepLoop", sink: Callable[[str], object] | None) -> None:
+    """Gives a loop a scheduler that writes everything down, or none that does; see LLMEngine.record."""
+    _check_idle(loop)
+    from jax_paged.lab.recording import RecordedScheduler
+
+    loop.scheduler = loop.make_scheduler() if sink is None else RecordedScheduler(loop.scheduler, sink)
+
+
+def replay(loop: "StepLoop", config: "EngineConfig", lines: Iterable[str]) -> "Replay":
+    """Computes the steps of a recording again; see LLMEngine.replay."""
+    _check_idle(loop)
+    check_not_recorded(loop)
+    from jax_paged.lab.recording import tell
+
+    lines = list(lines)
+    for event in map(json.loads, lines):
+        if event["event"] == "start":
+            _check_fits(event, config)
+        form = event["sampling_params"].get("structured_outputs") if event["event"] == "add" else None
+        adapter = event.get("adapter") if event["event"] == "add" else None
+        check(not adapter, "the adapter of a recorded request", adapter, "none, as adapters are not recorded")
+        check(
+            form is None, "structured_outputs of a recorded request", form, "None, as masks are not recorded"
+        )
+    try:
+        return tell(lines, loop.executor).replay()
+    finally:
+        loop.scheduler = loop.make_scheduler()  # the pool holds what was replayed
+
+
+def check_not_recorded(loop: "StepLoop") -> None:
+    """Checks that a new scheduler would not end a recording.
+
+    Raises:
+        RuntimeError: If it would.
+    """
+    from jax_paged.lab.recording import RecordedScheduler
+
+    if isinstance(loop.scheduler, RecordedScheduler):
+        raise RuntimeError(
+            "this engine is being recorded, which a new scheduler would end; end it with record(None)"
+        )
+
+
+def _check_idle(loop: "StepLoop") -> None:
+    if not loop.drain() or loop.scheduler.block_manager.pinned:
+        raise RuntimeError("requests are running or prefixes pinned; record and replay before them")
+
+
+def _check_fits(start: dict, config: "EngineConfig") -> None:
+    """Checks that a device can run the steps of a scheduler with certain settings."""
+    manager, scheduler = start["block_manager"], start["scheduler"]
+    groups = [{"window": group.window, "is_cross": group.is_cross} for group in config.cache_groups]
+    for name, value, ours in (
+        ("block_size", manager["block_size"], config.block_size),
+        ("groups", manager["groups"], groups),
+    ):
+        check(value == ours, f"{name} of the recording", value, f"the engine's, {ours}")
+    drafts, own = scheduler.get("speculation"), config.speculation
+    is_same = drafts is None or (own is not None and drafts == dataclasses.asdict(own))
+    check(is_same, "speculation of the recording", drafts, f"None, or the engine's, {own}")
+    for name, value, most in (
+        ("num_blocks", manager["num_blocks"], config.num_blocks),
+        ("num_swap_blocks", manager["num_swap_blocks"], config.num_swap_blocks),
+        ("num_state_slots", manager.get("num_state_slots", 0), config.state_slots[0]),
+        ("num_swap_state_slots", manager.get("num_swap_state_slots", 0), config.state_slots[1]),
+        ("max_num_seqs", scheduler["max_num_seqs"], config.max_num_seqs),
+        ("max_num_batched_tokens", scheduler["max_num_batched_tokens"], config.max_num_batched_tokens),
+        ("max_model_len", scheduler["max_model_len"], config.max_model_len),
+        ("burst_size", scheduler["burst_size"], config.num_scheduler_steps),
+    ):
+        check_int(f"{name} of the recording", value, 0, most)

@@ -1,0 +1,224 @@
+"""The text and the log-probabilities of one output of a running request, and what its form allows."""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
+from jax_paged.engine.features.structured_output.grammars import Grammar, Matcher
+from jax_paged.engine.replicas.prior_outputs import GivenOutput
+from jax_paged.engine.text.detokenizer import Detokenizer
+from jax_paged.engine.text.stop_strings import StopStrings
+from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.outputs import CompletionOutput, Logprob, TokenLogprobDict, snapshot
+
+if TYPE_CHECKING:
+    from jax_paged.core.model_runner_output import TokenLogprobs
+
+
+class SampleState:
+    """Text and log-probabilities of one output of a request; the cost of a token does not grow.
+
+    Args:
+        seq: Its tokens, and why it ended; only read.
+        group: Its request; only read.
+        tokenizer: None leaves the text empty.
+        stop: The request's stop strings; None for none.
+        grammar: The form of the output; None if it is open.
+    """
+
+    def __init__(
+        self,
+        seq: Sequence,
+        group: SequenceGroup,
+        tokenizer: Tokenizer | None,
+        stop: StopStrings | None,
+        grammar: Grammar | None,
+    ) -> None:
+        params = group.sampling_params
+        self.seq = seq
+        self.is_finished = False
+        self._group = group
+        self._logprobs: list[TokenLogprobDict] | None = None if params.logprobs is None else []
+        self._num_logprobs = params.logprobs or 0
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer and Detokenizer(
+            tokenizer,
+            seq.prompt_token_ids,
+            stop=stop,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+        )
+        self._stop = stop
+        self._grammar = grammar
+        self._shows_stop_token = params.include_stop_str_in_output
+        self._num_tokens_taken = 0
+        self._num_chars_taken = 0
+
+    def restarted(self, seq: Sequence, group: SequenceGroup) -> "SampleState":
+        """Returns the state of a sequence that goes on from this one's first tokens."""
+        state = SampleState(seq, group, self._tokenizer, self._stop, self._grammar)
+        if self._logprobs is not None:
+            state._logprobs = self._logprobs[: len(seq.output_token_ids)]
+        if state._detokenizer is not None:
+            for token_id in seq.output_token_ids:
+                state._detokenizer.append(token_id)
+        return state
+
+    def go_on_with(self, given: GivenOutput) -> None:
+        """Takes what another engine has drawn of this output; of one that has ended, no text."""
+        if self._logprobs is not None:
+            self._logprobs += given.logprobs or ()
+        self.is_finished = given.finish_reason is not None
+        if self._detokenizer is not None and not self.is_finished:
+            for token_id in given.token_ids:
+                self._detokenizer.append(token_id)
+
+    def rolled_back(self) -> "SampleState":
+        """Returns the state of the same sequence after it has lost tokens; what was taken stays taken."""
+        state = self.restarted(self.seq, self._group)
+        detokenizer = state._detokenizer
+        state._num_tokens_taken = min(self._num_tokens_taken, len(self.seq.output_token_ids))
+        state._num_chars_taken = min(self._num_chars_taken, detokenizer.num_visible if detokenizer else 0)
+        return state
+
+    @functools.cached_property
+    def matcher(self) -> Matcher | None:
+        """What its form allows; None if it is open. It has not followed the output yet."""
+        if self._grammar is None:
+            return None
+        ignores_eos = self._group.sampling_params.ignore_eos
+        return self._grammar.matcher(self.seq.prompt_token_ids, ignores_eos=ignores_eos)
+
+    def add_tokens(
+        self, token_ids: list[int], logprobs: "list[TokenLogprobs]"
+    ) -> tuple[str | None, int] | None:
+        """Takes the tokens that the sequence has just got, as if they had come one at a time.
+
+        Args:
+            token_ids: The last tokens of the sequence. One that ended it adds nothing to the text.
+            logprobs: One per token.
+
+        Returns:
+            The stop string that the text now holds, None if it is its form that is complete; and how many
+            output tokens there are up to there: the tokens after them were not taken. None if it goes on.
+        """
+        if self._detokenizer is None and self._logprobs is None and self._grammar is None:
+            return None
+        complete = self.matcher and self.matcher.follow(self.seq.output_token_ids)
+        hides_last = self.seq.status is SequenceStatus.FINISHED_STOPPED and not self._shows_stop_token
+        num_before = len(self.seq.output_token_ids) - len(token_ids)
+        for i, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
+            if self._logprobs is not None:
+                is_first = self._detokenizer is not None and self._detokenizer.is_at_start
+                entry = logprob_dict(
+                    token_id, logprob, self._num_logprobs, self._tokenizer, starts_text=is_first
+                )
+                self._logprobs.append(entry)
+            if hides_last and i == len(token_ids):
+                continue
+            stop = self._detokenizer.append(token_id) if self._detokenizer else None
+            if stop is not None or num_before + i == complete:
+                return stop, num_before + i
+        return None
+
+    def finish(self) -> str | None:
+        """Adds the text that was held back; returns the stop string that it holds, or None."""
+        self.is_finished = True
+        return self._detokenizer.finish() if self._detokenizer else None
+
+    def values(self) -> dict[str, Any]:
+        """Returns its state as values that JSON can hold."""
+        return {
+            "is_finished": self.is_finished,
+            "logprobs": self._logprobs and [logprob_values(entry) for entry in self._logprobs],
+            "num_taken": [self._num_tokens_taken, self._num_chars_taken],
+            "detokenizer": self._detokenizer and self._detokenizer.values(),
+        }
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Takes over the state of another one of the same request."""
+        self.is_finished = values["is_finished"]
+        if self._logprobs is not None:
+            self._logprobs = [logprob_of_values(entry) for entry in values["logprobs"] or ()]
+        self._num_tokens_taken, self._num_chars_taken = values["num_taken"]
+        if self._detokenizer is not None:
+            self._detokenizer.restore(values["detokenizer"])
+
+    @property
+    def _stop_reason(self) -> int | str | None:
+        reason = self.seq.stop_reason
+        if reason == NO_TOKEN_ALLOWED and self.matcher is not None and self.matcher.problem:
+            return f"{reason}: {self.matcher.problem}"
+        return reason
+
+    def output(self, index: int, *, is_last: bool) -> CompletionOutput:
+        """Returns all of it as it stands, in lists if it `is_last`, else in snapshots."""
+        detokenizer, logprobs = self._detokenizer, self._logprobs
+        return CompletionOutput(
+            index=index,
+            text=detokenizer.text[: detokenizer.num_visible] if detokenizer else "",
+            token_ids=snapshot(self.seq.output_token_ids, is_last=is_last),
+            cumulative_logprob=self.seq.cumulative_logprob,
+            logprobs=None if logprobs is None else snapshot(logprobs, is_last=is_last),
+            finish_reason=self.seq.status.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+
+    def take_delta(self, index: int) -> CompletionOutput:
+        """Returns what has come since this was last called."""
+        first_token, first_char = self._num_tokens_taken, self._num_chars_taken
+        detokenizer, logprobs = self._detokenizer, self._logprobs
+        delta = CompletionOutput(
+            index=index,
+            text=detokenizer.text[first_char : detokenizer.num_visible] if detokenizer else "",
+            token_ids=self.seq.output_token_ids[first_token:],
+            cumulative_logprob=self.seq.cumulative_logprob,
+            logprobs=None if logprobs is None else logprobs[first_token:],
+            finish_reason=self.seq.status.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+        self._num_tokens_taken += len(delta.token_ids)
+        self._num_chars_taken += len(delta.text)
+        return delta
+
+
+def logprob_dict(
+    token_id: int,
+    entry: "TokenLogprobs",
+    k: int,
+    tokenizer: Tokenizer | None,
+    *,
+    starts_text: bool = False,
+) -> TokenLogprobDict:
+    """Returns a token's Logprob and those of the k most likely ones, by token id.
+
+    Args:
+        token_id: The token that was drawn, or that the prompt has.
+        entry: Log-probabilities of its position.
+        k: Number of likely tokens.
+        tokenizer: None leaves the texts out.
+        starts_text: Whether no text precedes it: some tokenizers drop the leading space of the first token.
+    """
+
+    def text(token_id: int) -> str | None:
+        if tokenizer is None:
+            return None
+        if starts_text:
+            return tokenizer.decode([token_id], skip_special_tokens=False)
+        return tokenizer.token_text(token_id)
+
+    result = {token_id: Logprob(entry.logprob, entry.rank, text(token_id))}
+    top = zip(entry.top_token_ids[:k], entry.top_logprobs[:k], strict=True)
+    for rank, (top_id, top_logprob) in enumerate(top, 1):
+        result.setdefault(top_id, Logprob(top_logprob, rank, text(top_id)))
+    return result
+
+
+def logprob_values(entry: TokenLogprobDict) -> list[list[Any]]:
+    return [[token_id, x.logprob, x.rank, x.decoded_token] for token_id, x in entry.items()]
+
+
+def logprob_of_values(values: list[list[Any]]) -> TokenLogprobDict:
+    return {token_id: Logprob(*rest) for token_id, *rest in values}

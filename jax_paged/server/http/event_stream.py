@@ -1,0 +1,73 @@
+"""Answers that wait for the engine: given up when the client leaves, and streams of server-sent events."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, Self
+
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from jax_paged.server.http.http_protocol import BODY_WRITER, BodyWriter
+
+
+async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """Awaits an answer, and cancels it when the client leaves."""
+    return await until_gone(request.receive, answer) or Response(status_code=499)  # which nobody reads
+
+
+async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Returns what comes of some work; cancels it, and returns None, when the client leaves."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+class EventStream(StreamingResponse):
+    """An answer of server-sent events.
+
+    Args:
+        first: The first event.
+        rest: The others; closed after the last one, or when the client leaves. It is sent the BodyWriter of
+            the answer, if the server has one, and may write to it.
+    """
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, BodyWriter | None]) -> None:
+        super().__init__(rest, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._first = first
+        self._rest = rest
+
+    @classmethod
+    async def begin(cls, events: AsyncGenerator[bytes, BodyWriter | None]) -> Self:
+        """Returns the answer as soon as its first event has come.
+
+        Raises:
+            ApiError: If the first event can't be made.
+        """
+        return cls(await anext(events), events)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events until the client leaves."""
+        writer = scope.get("extensions", {}).get(BODY_WRITER)
+        async with contextlib.aclosing(self._rest):
+            await until_gone(receive, self._send(send, writer))
+
+    async def _send(self, send: Send, writer: BodyWriter | None) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        event = self._first
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                event = await self._rest.asend(writer)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

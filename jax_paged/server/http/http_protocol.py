@@ -1,0 +1,344 @@
+"""HTTP/1 on a connection: uvicorn's protocol on httptools, with limits on what a client sends and how slowly.
+
+uvicorn accumulates a head of any size for any time, starts every request of a pipeline, takes trailers for
+headers, and waits forever for a client that reads nothing. What is refused here has not reached the
+application.
+"""
+
+import asyncio
+import functools
+import uuid
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
+
+import httptools
+import orjson
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.protocol.responses import ApiError
+
+# After a refusal, what a client still sends is read and dropped for so long: closing at once would reset the
+# connection, and the client might never see the answer.
+LINGER_S = 2
+
+
+# Under this name a request's scope has the BodyWriter of its answer among the extensions.
+BODY_WRITER = "jax_paged.body_writer"
+
+
+def limited_protocol(options: ServerOptions) -> Callable[..., asyncio.Protocol]:
+    """Returns what makes the protocol of a new connection, as uvicorn calls it."""
+    return functools.partial(_LimitedProtocol, options, _Writes())
+
+
+class _Writes:
+    """What all connections write in one turn of the event loop.
+
+    A write wakes its reader, who takes a core from the engine. With nothing computed between the writes, the
+    reader of several streams is woken once.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[asyncio.Transport, bytes]] = []
+
+    def add(self, transport: asyncio.Transport, data: bytes) -> None:
+        """Writes before anything is called that the event loop is told to call from now on."""
+        if not self._pending:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._pending.append((transport, data))
+
+    def _write(self) -> None:
+        pending, self._pending = self._pending, []
+        for transport, data in pending:
+            if not transport.is_closing():
+                transport.write(data)
+
+
+class BodyWriter:
+    """Writes parts of a body that has begun and has no Content-Length, without a coroutine for each part.
+
+    Args:
+        cycle: The request and its answer.
+        writes: Collects what is written.
+
+    Attributes:
+        on_resume: Called when the client reads again, after `is_paused`.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, writes: _Writes) -> None:
+        self.on_resume: Callable[[], None] | None = None
+        self._cycle = cycle
+        self._writes = writes
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the client does not read as fast as it gets; then nothing is to be written."""
+        return self._cycle.flow.write_paused
+
+    def write(self, part: bytes) -> None:
+        """Writes a part, which is not empty; drops it if the client has left."""
+        if not self._cycle.disconnected:
+            self._writes.add(self._cycle.transport, b"%x\r\n%b\r\n" % (len(part), part))
+
+
+class _Refusal(Exception):
+    """Ends the parsing of a connection with an answer."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _LimitedProtocol(HttpToolsProtocol):
+    def __init__(self, options: ServerOptions, writes: _Writes, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._options = options
+        self._writes = writes
+        self._body_writer: BodyWriter | None = None
+        self._is_refused = False
+        self._in_head = True
+        self._num_head_bytes = 0  # of the first line, the headers and the trailers that are complete
+        self._num_silent_bytes = 0  # of a head; then, since the parser has last reported a part of the body
+        self._has_received = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    # The connection.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore
+        """Begins to wait for a request, unless there are too many connections."""
+        super().connection_made(transport)
+        if len(self.connections) > self._options.max_connections:
+            self._refuse("the server has too many connections; try again later", 503, linger_s=0)
+        else:
+            self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stops all timers."""
+        self._stop_head_timer()
+        self._stop_write_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feeds the parser; what follows a request before it has been answered is dropped.
+
+        HTTP allows a server to answer the first request of a pipeline and to close the connection.
+        """
+        if self._is_refused:
+            return
+        self._has_received = True
+        if self._is_answering():
+            self.cycle.keep_alive = False
+            return
+        self._unset_keepalive_if_required()
+        if self._in_head and self._head_timer is None:
+            self._start_head_timer()
+        self._num_silent_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._read_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            self._on_parser_error(error)
+        if self._num_silent_bytes > self._options.max_header_bytes and not self._is_refused:
+            self._refuse(self._too_long(), 431)
+
+    def _on_parser_error(self, error: httptools.HttpParserError) -> None:
+        cause = error.__context__  # what a callback has raised
+        if isinstance(cause, _Refusal):
+            self._refuse(str(cause), cause.error.status)
+        elif self._is_answering():  # the second of a pipeline begins where the first ends
+            self.cycle.keep_alive = False
+        else:
+            self._refuse(f"this is not HTTP/1.1: {cause or error}", 400)
+
+    def _is_answering(self) -> bool:
+        """Whether a request has been read to its end, and its answer has not been sent to its end."""
+        cycle = self.cycle
+        return cycle is not None and not cycle.more_body and not cycle.response_complete
+
+    # What the parser reports.
+
+    def on_message_begin(self) -> None:
+        """Begins a request, if none is being answered."""
+        if self._is_answering():
+            raise RuntimeError("a pipeline")
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Takes a part of the path."""
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a header; trailers, which come after a body, are dropped."""
+        self._count_head(len(name) + len(value) + 4)  # with ": " and the end of the line
+        if not self._in_head:
+            self._num_silent_bytes = 0
+            return
+        super().on_header(name, value)
+        if len(self.headers) > (limit := self._options.max_headers):
+            _bad(f"the request has too many headers; allowed: {limit}", 431)
+
+    def on_headers_complete(self) -> None:
+        """Checks the headers together, and starts the application."""
+        self._num_silent_bytes = 0
+        self._check_headers()
+        if not self.parser.should_upgrade():
+            self._stop_head_timer()
+            self._in_head = False
+            super().on_headers_complete()
+            self._body_writer = BodyWriter(self.cycle, self._writes)
+            cast("dict[str, Any]", self.cycle.scope)["extensions"] = {BODY_WRITER: self._body_writer}
+
+    def on_body(self, body: bytes) -> None:
+        """Takes a part of the body."""
+        self._num_silent_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Ends the body."""
+        if not self._in_head:
+            super().on_message_complete()
+        elif (
+            not self.parser.should_upgrade()
+        ):  # the answer came first, and the connection is idle from now on
+            self.cycle.more_body = False
+            self._num_head_bytes = self._num_silent_bytes = 0
+            self._stop_head_timer()
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > self._options.max_header_bytes:
+            _bad(self._too_long(), 431)
+
+    def _too_long(self) -> str:
+        return f"the headers are too long; allowed: {self._options.max_header_bytes} bytes"
+
+    def _check_headers(self) -> None:
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            _bad(f"the version of HTTP is {version}; allowed: 1.1", 505)
+        if self.parser.get_method() == b"CONNECT":
+            _bad("the method is CONNECT, and this server is no proxy", 405)
+        values = {name: [v for n, v in self.headers if n == name] for name in (b"host", b"transfer-encoding")}
+        num_hosts, encodings = len(values[b"host"]), values[b"transfer-encoding"]
+        if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
+            _bad(f"the request has {num_hosts} headers Host; allowed: one")
+        # The parser refuses a length beside it, and takes other encodings that end in chunks.
+        if encodings and (version == "1.0" or [e.strip().lower() for e in encodings] != [b"chunked"]):
+            _bad("Transfer-Encoding is not chunked; allowed: chunked, in HTTP/1.1")
+
+    def _read_without_upgrade(self, rest: bytes) -> None:
+        """Reads a request again, and what follows it, without the wish for another protocol.
+
+        The parser skips the body of a request that asks for one, and clients (Java's) send such a wish along
+        with every request, expecting that a server may not grant it.
+        """
+        version, dropped = (
+            self.parser.get_http_version().encode(),
+            (b"upgrade", b"http2-settings", b"connection"),
+        )
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % (name, value) for name, value in self.headers if name not in dropped]
+        if not self.parser.should_keep_alive():
+            lines.append(b"connection: close")
+        self.parser = httptools.HttpRequestParser(self)
+        self._num_head_bytes = self._num_silent_bytes = 0
+        self.data_received(b"\r\n".join([*lines, b"", b""]) + rest)
+
+    # What is too slow.
+
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(self._options.head_timeout, self._on_late_head)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _on_late_head(self) -> None:
+        self._head_timer = None
+        is_answered = self.cycle is not None and self.cycle.more_body  # before its body has ended
+        if self._has_received and not is_answered:
+            self._refuse(f"the headers were not complete after {self._options.head_timeout:g} s", 408)
+        else:  # browsers open connections that they may never use
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        """Begins to watch a client that does not read as fast as it gets."""
+        super().pause_writing()
+        self._watch_writes()
+
+    def resume_writing(self) -> None:
+        """Ends the watch."""
+        self._stop_write_timer()
+        super().resume_writing()
+        if self._body_writer is not None and self._body_writer.on_resume is not None:
+            self._body_writer.on_resume()
+
+    def on_response_complete(self) -> None:
+        """Prepares for the next request."""
+        super().on_response_complete()
+        self._in_head = True
+        self._num_head_bytes = self._num_silent_bytes = 0
+        if self.transport.get_write_buffer_size() > 0:  # closing would wait for the client
+            self._watch_writes()
+
+    def _watch_writes(self) -> None:
+        if self._write_timer is None:
+            size = self.transport.get_write_buffer_size()
+            self._write_timer = self.loop.call_later(self._options.write_timeout, self._check_writes, size)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _check_writes(self, size_before: int) -> None:
+        self._write_timer = None
+        size = self.transport.get_write_buffer_size()
+        if size >= size_before:
+            self.transport.abort()
+        elif size > 0:
+            self._watch_writes()
+
+    # Refusals.
+
+    def _refuse(self, message: str, status: int, *, linger_s: float = LINGER_S) -> None:
+        """Answers with an error where no answer has begun, and closes the connection."""
+        self._is_refused = True
+        self._stop_head_timer()
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True  # for the application the client has left
+            cycle.message_event.set()
+            if cycle.response_started:
+                self.transport.close()
+                return
+        self.transport.write(_answer(ApiError(message, status=status)))
+        if self.transport.can_write_eof():  # not with TLS
+            self.transport.write_eof()
+        self.loop.call_later(linger_s, self.transport.close)
+
+
+def _bad(message: str, status: int = 400) -> NoReturn:
+    raise _Refusal(ApiError(message, status=status))
+
+
+def _answer(error: ApiError) -> bytes:
+    body = orjson.dumps(error.body())
+    lines = [
+        b"content-type: application/json",
+        b"content-length: %d" % len(body),
+        b"x-request-id: " + uuid.uuid4().hex.encode(),
+        b"connection: close",
+    ]
+    if error.status == 503:
+        lines.append(b"retry-after: 1")
+    return STATUS_LINE[error.status] + b"\r\n".join([*lines, b"", body])

@@ -1,0 +1,104 @@
+"""How the server listens: uvicorn's settings, TLS, and who may reach it."""
+
+import ipaddress
+import resource
+import ssl
+from collections.abc import Callable
+from socket import socket
+from typing import Any, cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from jax_paged.server.http.http_protocol import limited_protocol
+from jax_paged.server.launch.options import ServerOptions
+
+# Files that a server has open beside its connections.
+_OWN_FILES = 128
+
+
+def uvicorn_config(app: ASGIApp | str, options: ServerOptions, **settings: Any) -> uvicorn.Config:
+    """Returns the settings of an HTTP server that keeps to the limits.
+
+    Args:
+        app: The application.
+        options: How to listen, and the limits.
+        settings: Further ones of uvicorn's.
+    """
+    return uvicorn.Config(
+        cast("Callable[..., Any] | str", app),
+        options.host,
+        options.port,
+        http=cast("Any", limited_protocol(options)),
+        ws="none",
+        log_config=None,  # uvicorn's own would close the handlers that others have made
+        server_header=False,
+        timeout_keep_alive=cast("int", options.keep_alive_timeout),
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        ssl_ca_certs=options.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if options.ssl_ca_certs else ssl.CERT_NONE,
+        **settings,
+    )
+
+
+def check_tls(options: ServerOptions) -> None:
+    """Checks that the files for TLS can be used.
+
+    Raises:
+        ValueError: If one can't.
+    """
+    if options.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # The password is asked for where the key is encrypted: a terminal must not be.
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"ssl_certfile is {options.ssl_certfile!r} and ssl_keyfile {options.ssl_keyfile!r}; allowed: a "
+            f"certificate and its key, which is not encrypted, in PEM ({error})"
+        ) from error
+    if options.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(options.ssl_ca_certs)
+        except OSError as error:
+            raise ValueError(
+                f"ssl_ca_certs is {options.ssl_ca_certs!r}; allowed: certificates in PEM ({error})"
+            ) from error
+
+
+def check_exposure(listener: socket, options: ServerOptions) -> None:
+    """Checks that a server without keys can be reached from its own machine only, unless that is wished.
+
+    Args:
+        listener: Bound to the address.
+        options: With all keys.
+
+    Raises:
+        ValueError: If others can reach it.
+    """
+    address = listener.getsockname()[0]
+    if options.api_key or options.allow_unauthenticated or ipaddress.ip_address(address).is_loopback:
+        return
+    raise ValueError(
+        f"host is {options.host!r}, which others can reach; allowed without an API key: a loopback address "
+        "such as 127.0.0.1. Set JAX_PAGED_API_KEY or --api-key-file, or pass --allow-unauthenticated"
+    )
+
+
+def allow_open_files(num_connections: int) -> None:
+    """Lets the process have a file open for each of so many connections, and some for itself.
+
+    Raises:
+        ValueError: If the system does not allow as many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_connections + _OWN_FILES
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise ValueError(
+            f"max_connections is {num_connections}; allowed: at most {hard - _OWN_FILES}, as the process may "
+            f"have {hard} files open (ulimit -Hn)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

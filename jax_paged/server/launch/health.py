@@ -1,0 +1,72 @@
+"""The health check of a server on this machine, for containers: `jax-paged health`."""
+
+import http.client
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+
+from jax_paged.checks import check
+from jax_paged.server.launch.options import ServerOptions
+
+# Addresses on which a server accepts connections from everywhere, and the address at which to reach it.
+_WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def check_health(options: ServerOptions, timeout_s: float) -> None:
+    """Asks a server for GET /health at the address and with the protocol that its options name.
+
+    Args:
+        options: The options with which the server was started.
+        timeout_s: Maximum time of the check (seconds).
+
+    Raises:
+        ValueError: If the port is 0.
+        OSError: If the server does not answer, or does not answer with status 200.
+    """
+    check(options.port != 0, "port", 0, "the port on which the server listens")
+    host = _WILDCARDS.get(options.host, options.host)
+    if options.ssl_certfile is None:
+        connection = http.client.HTTPConnection(host, options.port, timeout=timeout_s)
+    else:
+        context = _tls_context(options)
+        connection = http.client.HTTPSConnection(host, options.port, timeout=timeout_s, context=context)
+    try:
+        connection.request("GET", "/health")
+        status = connection.getresponse().status
+    except http.client.HTTPException as error:
+        raise OSError(
+            f"the server on {host}, port {options.port}, does not answer in HTTP: {error!r}"
+        ) from error
+    finally:
+        connection.close()
+    if status != 200:
+        raise OSError(f"the server on {host}, port {options.port}, answers with status {status}")
+
+
+def options_of_process(process_id: int) -> Sequence[str]:
+    """Returns the arguments of `jax-paged` in a process's command line, such as that of process 1.
+
+    The command may follow that of an init process: `docker-init -- jax-paged serve ...`.
+
+    Raises:
+        ValueError: If no such process runs, or its command line does not name `jax-paged`.
+    """
+    path = Path("/proc") / str(process_id) / "cmdline"
+    try:
+        words = path.read_text(encoding="utf-8").split("\0")[:-1]
+    except OSError as error:
+        raise ValueError(f"pid is {process_id}; allowed: the id of a running process ({error})") from error
+    places = [i for i, word in enumerate(words) if Path(word).name in ("jax-paged", "serve.py")]
+    check(bool(places), "pid", process_id, "the id of a process that runs `jax-paged serve`")
+    return words[places[0] + 1 :]
+
+
+def _tls_context(options: ServerOptions) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    # The certificate names the server's public address, and this connection does not leave the machine.
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if options.ssl_ca_certs is not None:
+        # Clients must show a certificate: the server's own is the only one at hand.
+        assert options.ssl_certfile is not None, "checked by ServerOptions"
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    return context

@@ -1,0 +1,321 @@
+"""The server's metrics, for Prometheus: under vLLM's names where vLLM has them, so that its boards work."""
+
+import collections
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from jax_paged.engine.async_engine.engine import AsyncLLMEngine
+from jax_paged.engine.replicas.replicated_engine import ServingEngine
+from jax_paged.outputs import RequestOutput
+from jax_paged.server.protocol.responses import num_prompt_tokens
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_LABELS = ("model_name", "engine")
+# What has no engine yet, where there are several.
+_ANY_ENGINE = "any"
+_FINISH_REASONS = ("stop", "length", "abort", "error")
+_NUM_RECENT = 100
+
+
+class Latency(NamedTuple):
+    """Seconds of a request that has ended.
+
+    Args:
+        first_token: From its arrival to its first token.
+        per_token: Between two tokens, on average; None if it had only one.
+    """
+
+    first_token: float
+    per_token: float | None
+
+
+class Metrics:
+    """Counts requests as they end, and reads the engine's counters, queues and pool when it is scraped.
+
+    Args:
+        engine: Only numbers are read, from any thread.
+        model_name: The label of all metrics that vLLM has too.
+        num_in_front: Returns how many requests wait in front of the engine.
+
+    Attributes:
+        recent: The latencies of the last requests that got a token.
+        num_ended: Requests that have ended, by the reason.
+    """
+
+    def __init__(self, engine: ServingEngine, model_name: str, num_in_front: Callable[[], int]) -> None:
+        self._engine = engine
+        self._num_in_front = num_in_front
+        self.recent: collections.deque[Latency] = collections.deque(maxlen=_NUM_RECENT)
+        self.num_ended: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
+        self._registry = CollectorRegistry()
+        self._labels = [(model_name, str(replica)) for replica in range(len(engine.replicas))]
+        self._registry.register(_EngineCollector(engine, model_name, num_in_front))
+        # Everything that follows is a list, with an entry per engine.
+        ended = self._counter("vllm:request_success", "Requests that ended.", "finished_reason")
+        self._ended = [{r: ended.labels(*labels, r) for r in _FINISH_REASONS} for labels in self._labels]
+        preempted = "How often requests that ended had lost their blocks."
+        preemptions = self._counter("vllm:num_preemptions", preempted)
+        self._preemptions = [preemptions.labels(*labels) for labels in self._labels]
+        self._responses = Counter(
+            "jax_paged_http_responses",
+            "Answers per route and status, refused requests included; 499 if the client had left.",
+            ["route", "status"],
+            registry=self._registry,
+        )
+        length = self._lengths(engine.engine.config.max_model_len)
+        tokens = "Tokens per request that ended: "
+        self._prompt = self._histogram("vllm:request_prompt_tokens", tokens + "its prompt.", length)
+        self._generation = self._histogram("vllm:request_generation_tokens", tokens + "its outputs.", length)
+        self._longest = self._histogram(
+            "vllm:request_max_num_generation_tokens", tokens + "its longest output.", length
+        )
+        seconds = "Seconds per request that ended, "
+        self._first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", seconds + "from its arrival to its first token."
+        )
+        self._total = self._histogram("vllm:e2e_request_latency_seconds", seconds + "from arrival to end.")
+        self._queue = self._histogram("vllm:request_queue_time_seconds", seconds + "until it first ran.")
+        self._inference = self._histogram("vllm:request_inference_time_seconds", seconds + "once it ran.")
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", seconds + "from when it first ran to its first token."
+        )
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds", seconds + "from its first token to its last."
+        )
+        self._per_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean seconds between two tokens of a request."
+        )
+
+    def observe(self, output: RequestOutput, num_tokens: list[int], replica: int = 0) -> None:
+        """Counts a request that has ended.
+
+        Args:
+            output: The last output of the request.
+            num_tokens: Generated tokens per output.
+            replica: The place of the engine that ran it.
+        """
+        times, longest = output.metrics, max(num_tokens)
+        reason = finish_reason(output)
+        self.num_ended[reason] += 1
+        self._ended[replica][reason].inc()
+        self._prompt[replica].observe(num_prompt_tokens(output))
+        self._generation[replica].observe(sum(num_tokens))
+        self._longest[replica].observe(longest)
+        if times.num_preemptions:
+            self._preemptions[replica].inc(times.num_preemptions)
+        arrival, started, first = times.arrival_time, times.first_scheduled_time, times.first_token_time
+        if started is not None:
+            self._queue[replica].observe(started - arrival)
+        if times.finished_time is None:
+            return
+        self._total[replica].observe(times.finished_time - arrival)
+        if started is None or first is None:
+            return
+        self._inference[replica].observe(times.finished_time - started)
+        self._prefill[replica].observe(first - started)
+        self._decode[replica].observe(times.finished_time - first)
+        self._first_token[replica].observe(first - arrival)
+        per_token = (times.finished_time - first) / (longest - 1) if longest > 1 else None
+        if per_token is not None:
+            self._per_token[replica].observe(per_token)
+        self.recent.append(Latency(first - arrival, per_token))
+
+    def num_waiting(self) -> int:
+        """Returns how many requests wait, in front of the engine and in it."""
+        waiting = (len(replica.engine.scheduler.queues.waiting) for replica in self._engine.replicas)
+        return self._num_in_front() + sum(waiting)
+
+    def observe_response(self, route: str, status: int) -> None:
+        """Counts an answer.
+
+        Args:
+            route: The route that answered, or a word for all paths that are no route: what clients send
+                must not make new series.
+            status: Of the answer.
+        """
+        self._responses.labels(route, str(status)).inc()
+
+    def text(self) -> bytes:
+        """Returns all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, [*_LABELS, *labels], registry=self._registry)
+
+    def _histogram(self, name: str, text: str, bounds: Iterable[float] = _SECONDS) -> list[Histogram]:
+        family = Histogram(name, text, _LABELS, buckets=tuple(bounds), registry=self._registry)
+        return [family.labels(*labels) for labels in self._labels]
+
+    @staticmethod
+    def _lengths(max_model_len: int) -> list[int]:
+        """Returns 1, 2, 5, 10, 20, 50 ... up to the length of the longest sequence."""
+        bounds = (10**power * digit for power in itertools.count() for digit in (1, 2, 5))
+        return [*itertools.takewhile(lambda bound: bound < max_model_len, bounds), max_model_len]
+
+
+class _EngineCollector(Collector):
+    """Reads the engines when it is scraped.
+
+    An engine's scheduler is looked up every time: LLMEngine.record() replaces it.
+    """
+
+    def __init__(self, engine: ServingEngine, model_name: str, num_in_front: Callable[[], int]) -> None:
+        self._replicas = engine.replicas
+        self._model_name = model_name
+        self._num_in_front = num_in_front
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields what each engine has done, and what it holds now."""
+        yield from self._gauges()
+        yield from self._counters()
+        yield from self._speculation()
+        for name, text in (
+            ("inter_token_latency", "Seconds between two tokens of a sequence."),
+            ("time_per_output_token", "inter_token_latency_seconds, under the name that older boards use."),
+        ):
+            histogram = HistogramMetricFamily(f"vllm:{name}_seconds", text, labels=_LABELS)
+            for labels, replica in self._each():
+                values = replica.statistics.inter_token
+                counts = itertools.accumulate(list(values.counts))
+                bounds = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
+                histogram.add_metric(labels, list(zip(bounds, counts, strict=True)), values.total)
+            yield histogram
+        yield from self._facts()
+        yield from self._sums()
+
+    def _each(self) -> Iterator[tuple[list[str], AsyncLLMEngine]]:
+        """Yields each engine, with its labels."""
+        for place, replica in enumerate(self._replicas):
+            yield [self._model_name, str(place)], replica
+
+    def _gauges(self) -> Iterator[Metric]:
+        running = self._gauge("vllm:num_requests_running", "Requests that are running.")
+        waiting = self._gauge("vllm:num_requests_waiting", "Requests that are waiting.")
+        usage = "Share of the pool's blocks that requests hold."
+        used = self._gauge("vllm:kv_cache_usage_perc", f"{usage} 1 means all.")
+        older = self._gauge("vllm:gpu_cache_usage_perc", f"{usage} The name that older boards use.")
+        is_one = len(self._replicas) == 1
+        for labels, replica in self._each():
+            queues, manager = replica.engine.scheduler.queues, replica.engine.scheduler.block_manager
+            running.add_metric(labels, len(queues.running))
+            waiting.add_metric(labels, len(queues.waiting) + (self._num_in_front() if is_one else 0))
+            for family in (used, older):
+                family.add_metric(labels, 1 - manager.num_free_blocks / manager.num_usable_blocks)
+        if not is_one:
+            waiting.add_metric([self._model_name, _ANY_ENGINE], self._num_in_front())
+        yield from (running, waiting, used, older)
+
+    def _counters(self) -> Iterator[Metric]:
+        for name, text, attribute in (
+            ("prompt_tokens", "Prompt tokens of requests that got their first token.", "num_prompt_tokens"),
+            ("generation_tokens", "Generated tokens.", "num_generated_tokens"),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "num_prompt_tokens"),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "num_cached_tokens"),
+        ):
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+            for labels, replica in self._each():
+                counter.add_metric(labels, getattr(replica.statistics, attribute))
+            yield counter
+
+    def _speculation(self) -> Iterator[Metric]:
+        """Yields what has become of drafts, if there are any."""
+        drafts = [(labels, replica.engine.scheduler.drafts) for labels, replica in self._each()]
+        if drafts[0][1].speculation is None:
+            return
+        for name, text, value_of in (
+            ("num_drafts", "Rows of a sequence with drafts that were verified.", lambda d: d.num_rows),
+            ("num_draft_tokens", "Drafts that were verified.", lambda d: d.num_drafts),
+            ("num_accepted_tokens", "Drafts that were drawn.", lambda d: sum(d.num_accepted)),
+        ):
+            counter = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=_LABELS)
+            for labels, of_engine in drafts:
+                counter.add_metric(labels, value_of(of_engine))
+            yield counter
+        by_place = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were drawn, by their place behind the last token.",
+            labels=[*_LABELS, "position"],
+        )
+        for labels, of_engine in drafts:
+            for position, value in enumerate(of_engine.num_accepted):
+                by_place.add_metric([*labels, str(position)], value)
+        yield by_place
+
+    def _facts(self) -> Iterator[Metric]:
+        """Yields how the engines are made, and what sleeps."""
+        names = ["block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "engine"]
+        info = GaugeMetricFamily("vllm:cache_config_info", "How the pool is made.", labels=names)
+        states = "What sleeps: awake is 0 while anything does; then the level, 1 or 2, says which is 1."
+        asleep = GaugeMetricFamily("vllm:engine_sleep_state", states, labels=[*_LABELS, "sleep_state"])
+        for labels, replica in self._each():
+            config = replica.engine.config
+            dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+            values = config.block_size, config.num_blocks, dtype, config.enable_prefix_caching, labels[1]
+            info.add_metric([str(value) for value in values], 1)
+            for i, state in enumerate(("awake", "weights_offloaded", "discard_all")):
+                asleep.add_metric([*labels, state], int(replica.engine.sleep_level == i))
+        yield from (info, asleep)
+
+    def _sums(self) -> Iterator[Metric]:
+        """Yields what vLLM has no name for: of all engines together, as it bears no label."""
+        engines = [replica.engine for replica in self._replicas]
+        version = GaugeMetricFamily(
+            "jax_paged_weight_version_info", "The weights.", labels=["weight_version"]
+        )
+        version.add_metric([engines[0].weight_version], 1)
+        yield version
+        progress = [engine.executor.compile_progress for engine in engines]
+        num_compiled, num_programs = map(sum, zip(*progress, strict=True))
+        num_swapped = sum(len(engine.scheduler.queues.swapped) for engine in engines)
+        swapped = "Requests whose blocks are in host memory."
+        yield GaugeMetricFamily("jax_paged_num_requests_swapped", swapped, value=num_swapped)
+        yield GaugeMetricFamily("jax_paged_programs", "Programs to compile.", value=num_programs)
+        yield GaugeMetricFamily("jax_paged_programs_compiled", "Those that are.", value=num_compiled)
+        num_steps = sum(replica.statistics.num_steps for replica in self._replicas)
+        yield CounterMetricFamily("jax_paged_steps", "Steps of the engine.", value=num_steps)
+        shared = "Tokens that steps read once for several sequences, each of these after the first counted."
+        num_shared = sum(engine.num_shared_tokens for engine in engines)
+        yield CounterMetricFamily("jax_paged_shared_tokens", shared, value=num_shared)
+
+    @staticmethod
+    def _gauge(name: str, text: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(name, text, labels=_LABELS)
+
+
+class _Merged(Collector):
+    """The metrics of several replicas."""
+
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        self._families: dict[str, Metric] = {}
+        for replica, text in texts.items():
+            for family in text_string_to_metric_families(text):
+                samples = [x._replace(labels={**x.labels, "replica": replica}) for x in family.samples]
+                family.samples = []
+                self._families.setdefault(family.name, family).samples += samples
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families.values()
+
+
+def with_replicas(texts: Mapping[str, str]) -> bytes:
+    """Returns the metrics of several replicas as one text, in which a label names the replica.
+
+    Args:
+        texts: Metrics of each, by its name.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Merged(texts))
+    return generate_latest(registry)
+
+
+def finish_reason(output: RequestOutput) -> str:
+    """Returns why a request ended: the reason of an output that failed, if there is one, or of the first."""
+    reasons = [completion.finish_reason for completion in output.outputs]
+    return next((reason for reason in ("error", "abort") if reason in reasons), str(reasons[0]))

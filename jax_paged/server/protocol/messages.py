@@ -1,0 +1,149 @@
+"""Messages as clients of OpenAI's API send them, in the form that chat templates take."""
+
+import json
+from typing import Any
+
+from jax_paged.checks import check, check_choice
+from jax_paged.engine.text.tokenizer import Tokenizer
+
+_ROLES = ("user", "assistant", "system", "developer")
+_PARTS = ("input_text", "output_text", "text", "refusal")
+
+
+def messages_for(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages in a template's terms.
+
+    To most templates a developer speaks as the system, and arguments of calls are objects. (Those that a
+    model has written wrong stay text.) Fields that are null are left out, and refusals are text.
+
+    Raises:
+        ValueError: If calls of tools have another form than OpenAI's.
+    """
+    messages = [_present(message) for message in messages]
+    if any("tool_calls" in message for message in messages):
+        messages = [_with_objects(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    source = tokenizer.chat_template_source
+    if source is None or "developer" in source:
+        return messages
+    return [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
+
+
+def _present(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message without fields that are null, and with its refusal as its content."""
+    present = {name: value for name, value in message.items() if value is not None}
+    if present.get("role") != "assistant":
+        return present
+    content, refusal = present.get("content"), present.pop("refusal", None)
+    if isinstance(content, list):
+        present["content"] = [_refusal_as_text(part) for part in content]
+    elif content is None and isinstance(refusal, str):
+        present["content"] = refusal
+    return present
+
+
+def _refusal_as_text(part: Any) -> Any:
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
+
+
+def _with_objects(name: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message whose calls have objects as arguments."""
+    if "tool_calls" not in message:
+        return message
+    calls, rest = message["tool_calls"], {k: v for k, v in message.items() if k != "tool_calls"}
+    if calls is None:
+        return rest
+    check(isinstance(calls, list), f"{name}.tool_calls", calls, "a list")
+    new = []
+    for i, call in enumerate(calls):
+        own = f"{name}.tool_calls[{i}]"
+        check(isinstance(call, dict), own, call, "an object")
+        function = call.get("function")
+        ok = isinstance(function, dict) and isinstance(function.get("name"), str)
+        check(ok, f"{own}.function", function, "an object with a name")
+        arguments = function.get("arguments")
+        arguments = {} if arguments is None else arguments
+        check(isinstance(arguments, str | dict), f"{own}.function.arguments", arguments, "JSON as text")
+        new.append({**call, "function": {**function, "arguments": _object(arguments)}})
+    return {**rest, "tool_calls": new} if new else rest
+
+
+def _object(arguments: str | dict[str, Any]) -> str | dict[str, Any]:
+    if isinstance(arguments, dict):
+        return arguments
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def messages_of_input(items: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+    """Returns the messages of the input of /v1/responses, after the instructions.
+
+    Args:
+        items: Text of a user, or a list of messages with parts of text, and of items of the type "reasoning".
+            The reasoning becomes a part of the assistant's message that follows.
+        instructions: Of the system; None for none.
+
+    Raises:
+        ValueError: If an item has another type, or another form.
+    """
+    first = [] if instructions is None else [{"role": "system", "content": instructions}]
+    if isinstance(items, str):
+        check(bool(items), "input", items, "text that is not empty")
+        return [*first, {"role": "user", "content": items}]
+    check(bool(items), "input", items, "at least one message")
+    messages, reasoning = first, ""
+    for i, item in enumerate(items):
+        name = f"input[{i}]"
+        kind = "message" if item.get("type") is None else item["type"]
+        check_choice(f"{name}.type", kind, ("message", "reasoning"))
+        if kind == "reasoning":
+            reasoning += _reasoning(name, item)
+            continue
+        message = _message(name, item)
+        if reasoning and message["role"] != "assistant":
+            messages.append({"role": "assistant", "content": "", "reasoning_content": reasoning})
+        elif reasoning:
+            message["reasoning_content"] = reasoning
+        reasoning = ""
+        messages.append(message)
+    if reasoning:
+        messages.append({"role": "assistant", "content": "", "reasoning_content": reasoning})
+    return messages
+
+
+def _message(name: str, item: dict[str, Any]) -> dict[str, Any]:
+    check_choice(f"{name}.role", item.get("role"), _ROLES)
+    content = item.get("content")
+    if isinstance(content, list):
+        content = _joined(f"{name}.content", content, _PARTS)
+    check(isinstance(content, str), f"{name}.content", content, "text or a list of parts of text")
+    return {"role": item["role"], "content": content}
+
+
+def _reasoning(name: str, item: dict[str, Any]) -> str:
+    """Returns the text of an item of the type "reasoning", or if it has none, its summary."""
+    encrypted = item.get("encrypted_content")
+    allowed = "null, as this server can't read what another one has encrypted"
+    check(encrypted is None, f"{name}.encrypted_content", encrypted, allowed)
+    for field, part in (("content", "reasoning_text"), ("summary", "summary_text")):
+        parts = [] if item.get(field) is None else item[field]
+        check(isinstance(parts, list), f"{name}.{field}", parts, "a list of parts of text")
+        if parts:
+            return _joined(f"{name}.{field}", parts, (part,))
+    return ""
+
+
+def _joined(name: str, parts: list[Any], types: tuple[str, ...]) -> str:
+    """Returns the text of all parts of an item, each of which has one of some types."""
+    return "".join(_text(f"{name}[{i}]", part, types) for i, part in enumerate(parts))
+
+
+def _text(name: str, part: Any, types: tuple[str, ...]) -> str:
+    check(isinstance(part, dict), name, part, "a part of text")
+    check_choice(f"{name}.type", part.get("type"), types)
+    field = "refusal" if part["type"] == "refusal" else "text"
+    check(isinstance(part.get(field), str), f"{name}.{field}", part.get(field), "text")
+    return part[field]

@@ -1,0 +1,105 @@
+"""The OpenAPI document: what each route takes, answers, and refuses with which status."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import TypeAdapter
+
+from jax_paged.server.protocol.schemas import ErrorAnswer
+
+_DESCRIPTION = (
+    "OpenAI's API, and vLLM's additions to it. Fields that the server does not know are ignored, and the "
+    "header X-Ignored-Fields of the answer names them; with --strict they are errors."
+)
+# Beside each status, the methods of the routes that may answer it.
+_ERRORS = {
+    400: ("The request is wrong; `param` names the field, where it is one.", ("post",)),
+    401: ("The API key is missing or wrong.", ("get", "post")),
+    403: ("Pages of this origin may not send this.", ()),
+    404: ("There is no such model.", ("post",)),
+    408: ("The request came too slowly.", ("get", "post")),
+    413: ("The body is too large.", ("post",)),
+    429: ("Too many requests are waiting; the header Retry-After says when to come back.", ("post",)),
+    431: ("The headers are too large.", ("get", "post")),
+    500: ("The server has failed.", ("get", "post")),
+    503: ("The server does not take requests now: it ends, or has no room for this one.", ("get", "post")),
+}
+# Of each event; what its data are, when parsed, is what OpenAI's clients know.
+_EVENT = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+}
+_CHUNKS = (
+    "The answer, or with `stream` its parts, each an event; the last is [DONE]. If the request fails on the "
+    "way, the last event has the error, and there is no [DONE]."
+)
+# The routes that stream, and how.
+_STREAMED = {
+    "/v1/completions": _CHUNKS,
+    "/v1/chat/completions": _CHUNKS,
+    "/v1/responses": (
+        "The response, or with `stream` typed events; the last is response.completed, response.incomplete or "
+        "response.failed."
+    ),
+}
+
+
+def answers(form: Any, *more: int) -> dict[str, Any]:
+    """Returns the arguments with which a route tells what it answers.
+
+    Args:
+        form: The type of the answer's body.
+        more: Further statuses.
+    """
+    described = {status: {"description": _ERRORS[status][0], "model": ErrorAnswer} for status in more}
+    return {"responses": {200: {"description": "The answer.", "model": form}, **described}}
+
+
+def describe(app: FastAPI, version: str) -> None:
+    """Makes an application tell the truth about its errors.
+
+    Args:
+        app: Its routes are all there.
+        version: Of the server.
+    """
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app, version)
+        return app.openapi_schema
+
+    app.openapi = document
+
+
+def _document(app: FastAPI, version: str) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=version, description=_DESCRIPTION, routes=app.routes)
+    components = document.setdefault("components", {}).setdefault("schemas", {})
+    for name in (
+        "HTTPValidationError",
+        "ValidationError",
+    ):  # FastAPI's own form, which this server does not use
+        components.pop(name, None)
+    components["ErrorAnswer"], infos = _schema_of_errors()
+    components |= infos
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            operation["responses"].pop("422", None)
+            for status, (text, methods) in _ERRORS.items():
+                if method in methods:
+                    operation["responses"].setdefault(str(status), _error(text))
+            if path in _STREAMED:
+                operation["responses"]["200"]["description"] = _STREAMED[path]
+                operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
+    return document
+
+
+def _schema_of_errors() -> tuple[dict[str, Any], dict[str, Any]]:
+    schema = TypeAdapter(ErrorAnswer).json_schema(ref_template="#/components/schemas/{model}")
+    return schema, schema.pop("$defs")
+
+
+def _error(text: str) -> dict[str, Any]:
+    form = {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}
+    return {"description": text, "content": {"application/json": form}}

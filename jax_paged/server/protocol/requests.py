@@ -1,0 +1,435 @@
+"""The requests of the OpenAI API, and the sampling parameters that they ask for."""
+
+import abc
+import dataclasses
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from jax_paged.arguments.ignored import ANY, OFF, UNSUPPORTED_BY_REQUESTS, Ignored, refused
+from jax_paged.checks import check_int
+from jax_paged.sampling_params import IGNORED as SAMPLING_IGNORED
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.server.protocol.parts import (
+    Integer,
+    Integers,
+    NamedTool,
+    Part,
+    StreamOptions,
+    Tool,
+    as_integers,
+)
+from jax_paged.server.protocol.response_format import ResponseFormat, form_of, ignored_guided
+from jax_paged.server.protocol.responses import ApiError, shortened
+
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "truncate_prompt_tokens",
+    "n",
+    "best_of",
+)
+# The fields that a beam search accepts: n is the number of hypotheses it returns, and a seed changes nothing.
+_BEAM_FIELDS = ("temperature", "ignore_eos", "n", "seed")
+
+
+# Fields of OpenAI's API and of vLLM's that would change the output or its form, and are not built: to ignore
+# them, as unknown fields are, would be to answer another question.
+_NOT_BUILT = (
+    "audio",
+    "background",
+    "best_of",
+    "chat_template",
+    "continue_final_message",
+    "documents",
+    "echo",
+    "function_call",
+    "functions",
+    "kv_transfer_params",
+    "logits_processors",
+    "prompt_embeds",
+    "return_tokens_as_token_ids",
+)
+
+
+# What a chat template gets of a request's other fields, and the template itself, which is the server's.
+_TEMPLATE_ARGUMENTS = frozenset(
+    ("add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "tools")
+)
+
+# The forms of fields that the engine checks, in words of its own.
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXT = {"type": "string", "minLength": 1}
+_PROMPTS = [
+    _TEXT,
+    {"type": "array", "items": _TEXT, "minItems": 1},
+    _TOKEN_IDS,
+    {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+    {"type": "object", "description": "A prompt as LLM.generate takes it."},
+]
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_CONTENT = {"anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": _TEXT_PART}]}
+_CALLED = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object", "null"]}},
+}
+_CALL = {"type": "object", "required": ["function"], "properties": {"function": _CALLED}}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
+        "content": _CONTENT,
+        "tool_calls": {"type": ["array", "null"], "items": _CALL},
+    },
+    "anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}],
+}
+_QUESTION = {"role": "user", "content": "What is a block table?"}
+Prompts = Annotated[Any, BeforeValidator(as_integers), WithJsonSchema({"anyOf": _PROMPTS})]
+Messages = Annotated[
+    list[dict[str, Any]],
+    WithJsonSchema({"type": "array", "items": _MESSAGE, "minItems": 1, "examples": [[_QUESTION]]}),
+]
+
+
+class Body(BaseModel):
+    """The body of a request; null means the same as leaving a field out."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    prompt_field: ClassVar[str] = "prompt"  # what errors call the prompt
+    # Fields that are not built, each with the values that leave it off: any other value is an error.
+    unsupported: ClassVar[Ignored] = {**dict.fromkeys(_NOT_BUILT, OFF), **UNSUPPORTED_BY_REQUESTS}
+
+    model: str | None = None
+
+    def unknown_fields(self) -> list[str]:
+        """Returns the names of the fields that the server does not know."""
+        # What the engine ignores with any value is unknown to the server.
+        names = [name for name in self.model_extra or () if self.unsupported.get(name, ANY) is ANY]
+        for name, value in self:
+            if isinstance(value, Part) or (isinstance(value, ResponseFormat) and value.ignores_extra):
+                names += [f"{name}.{inner}" for inner in value.model_extra or ()]
+        return names
+
+    def warnings(self) -> list[str]:
+        """Returns a sentence for each field that has no effect because another one is given."""
+        return []
+
+    def is_neutral(self, name: str, value: Any) -> bool:
+        """Returns whether a value of a field that is not built asks for what happens without the field."""
+        return value is None
+
+    def check_unsupported(self) -> None:
+        """Raises ApiError if a field that is not built has a value that would change the answer."""
+        for name, value in (self.model_extra or {}).items():
+            choices = refused(value, self.unsupported.get(name, ANY))
+            if choices is not None and not self.is_neutral(name, value):
+                shown = shortened(repr(value))
+                message = f"{name} is {shown}; allowed: {choices}, as this server does not have it"
+                raise ApiError(message, param=name)
+
+    def has_field(self, name: str) -> bool:
+        """Returns whether a name is a field of such bodies, or one that a client has added."""
+        return name in type(self).model_fields or name in (self.model_extra or ())
+
+
+def within(minimum: float, maximum: float | None = None, **more: float) -> Any:
+    """Returns a field that may be left out, with the range that the OpenAPI document tells.
+
+    The engine checks it: its messages name the value and the range, and it knows the model.
+    """
+    bounds = {"minimum": minimum, "maximum": maximum, **more}
+    return Field(None, json_schema_extra={k: v for k, v in bounds.items() if v is not None})
+
+
+class Generation(Body, abc.ABC):
+    """The fields that all requests for text have."""
+
+    # What SamplingParams refuses is refused here, too.
+    unsupported: ClassVar[Ignored] = {
+        **Body.unsupported,
+        **SAMPLING_IGNORED,
+        "guided_whitespace_pattern": (None,),
+        "modalities": (["text"],),
+        "vllm_xargs": (None, {}),
+    }
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = Field(None, description="Allowed with stream alone.")
+    temperature: float | None = within(0, 1e6)
+    top_p: float | None = within(0, 1, exclusiveMinimum=0)
+    presence_penalty: float | None = within(-2, 2)
+    frequency_penalty: float | None = within(-2, 2)
+    seed: Integer | None = within(-1, 2**63 - 1)
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    # vLLM's additions to OpenAI's API.
+    top_k: Integer | None = within(-1, 2**31 - 1)
+    min_p: float | None = within(0, 1)
+    repetition_penalty: float | None = within(1e-6, 1e6)
+    stop_token_ids: Integers | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: Integers | None = Field(None, json_schema_extra={"minItems": 1})
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Integer | None = within(0)
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Integer | None = None
+    priority: Integer | None = None
+    cache_salt: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    # Accepted because clients send them; they change no output.
+    user: Any = None
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    @property
+    def num_outputs(self) -> int:
+        """Choices per prompt."""
+        return 1
+
+    @property
+    def limits_output(self) -> bool:
+        """True if max_tokens is the client's, and not the model's default."""
+        return True
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a streamed answer ends with the token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a streamed answer has token counts, too."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def _format(self) -> ResponseFormat | None:
+        """The form of the output, where OpenAI's API has it."""
+        return None
+
+    @property
+    def _guided(self) -> dict[str, Any]:
+        """vLLM's deprecated fields of the form of the output, by what follows "guided_"."""
+        return {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+
+    def warnings(self) -> list[str]:
+        ignored = ignored_guided(self.structured_outputs, self._guided)
+        return [f"{name} is ignored, as structured_outputs is given" for name in ignored]
+
+    @abc.abstractmethod
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
+        """Returns the parameters that the request asks for.
+
+        Args:
+            defaults: The model's values for fields that the request leaves out.
+
+        Raises:
+            ValueError: If a value is out of range; the message names the field, its value and the range.
+        """
+
+    def is_neutral(self, name: str, value: Any) -> bool:
+        """Returns whether a value of a field that is not built asks for what happens without the field."""
+        # Clients that fill in all fields send these values.
+        neutral = {"best_of": (1, self.num_outputs), "function_call": ("none", "auto")}
+        return super().is_neutral(name, value) or value in neutral.get(name, ())
+
+    def _given(self, logprobs: int | None) -> dict[str, Any]:
+        """Returns the sampling parameters that the request names."""
+        if self.stream_options is not None and self.stream_options.asks_for_anything and not self.stream:
+            raise ValueError("stream_options is given; allowed: nothing, unless stream is true")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            raise ValueError("stream_options.include_obfuscation is True; allowed: False")
+        fields = type(self).model_fields  # and not what a client has added
+        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS if name in fields}
+        values |= {"logit_bias": _int_keys(self.logit_bias), "logprobs": logprobs}
+        values["structured_outputs"] = form_of(self._format, self.structured_outputs, self._guided)
+        return {k: v for k, v in values.items() if v is not None}
+
+
+class _Request(Generation):
+    """The fields that completions and chats have in common."""
+
+    max_tokens: Integer | None = within(0)
+    n: Integer | None = within(1)
+    prompt_logprobs: Integer | None = within(-1)
+    response_format: ResponseFormat | None = None
+    use_beam_search: bool | None = None
+    return_token_ids: bool | None = Field(
+        None, description="Whether the answer has the token ids of the prompt and of the outputs."
+    )
+    beam_width: Integer | None = within(1)
+    length_penalty: float | None = within(-10, 10)
+
+    @property
+    def _format(self) -> ResponseFormat | None:
+        return self.response_format
+
+    def _params(
+        self, defaults: dict[str, Any], max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams | BeamSearchParams:
+        given = self._given(logprobs)
+        if self.use_beam_search:
+            return self._beam_params(given, max_tokens)
+        for name, neutral in (("beam_width", (None, 1, self.num_outputs)), ("length_penalty", (None, 1))):
+            if getattr(self, name) not in neutral:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; allowed: nothing, unless use_beam_search is true"
+                )
+        params = SamplingParams(**{**defaults, **given, "max_tokens": max_tokens})
+        if self.stream and params.best_of is not None and params.best_of > params.n:
+            raise ValueError(
+                f"best_of is {params.best_of}; allowed with stream: {params.n}, the value of n, because the "
+                "best outputs are known only at the end"
+            )
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError(f"prompt_logprobs is {self.prompt_logprobs}; allowed with stream: nothing")
+        return params
+
+    def _beam_params(self, given: dict[str, Any], max_tokens: int | None) -> BeamSearchParams:
+        neutral = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+        # Other ways to write that a field changes nothing.
+        also = {"top_k": (-1,), "best_of": (self.num_outputs,)}
+        for name, value in given.items():
+            is_neutral = value in (neutral[name], [], {}, *also.get(name, ()))
+            if name not in _BEAM_FIELDS and not is_neutral:
+                raise ValueError(
+                    f"{name} is {shortened(repr(value))}; allowed with use_beam_search: {neutral[name]!r}"
+                )
+        check_int("n", self.num_outputs, 1)
+        values = {
+            "beam_width": self.num_outputs if self.beam_width is None else self.beam_width,
+            "max_tokens": max_tokens,
+            "ignore_eos": self.ignore_eos,
+            "length_penalty": self.length_penalty,
+            "temperature": self.temperature,
+        }
+        params = BeamSearchParams(**{k: v for k, v in values.items() if v is not None})
+        check_int(f"n (beam_width is {params.beam_width})", self.num_outputs, 1, params.beam_width)
+        if self.stream:
+            raise ValueError(
+                "use_beam_search is True; allowed with stream: False, because the best outputs are known "
+                "only at the end"
+            )
+        return params
+
+    @property
+    def num_outputs(self) -> int:
+        """Choices per prompt."""
+        return 1 if self.n is None else self.n
+
+
+class CompletionRequest(_Request):
+    """Body of POST /v1/completions."""
+
+    prompt: Prompts = Field(
+        description="Text, a list of texts, a list of token ids, or a list of such lists.",
+        examples=["def fibonacci(n):"],
+    )
+    logprobs: Integer | None = within(-1)
+    best_of: Integer | None = within(1)
+    echo: bool | None = Field(
+        None, description="Whether the text and its log-probabilities begin with the prompt."
+    )
+    suffix: Literal[""] | None = None
+    add_special_tokens: bool | None = Field(None, description="false is an error.")
+
+    @property
+    def only_prompt(self) -> bool:
+        """Whether the answer is the prompt alone, with its log-probabilities."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
+        if self.add_special_tokens is False:
+            raise ValueError("add_special_tokens is False; allowed: True")
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        if self.only_prompt and not self.use_beam_search:
+            max_tokens = 1  # the engine always draws a token: this one is left out of the answer
+        return self._params(defaults, max_tokens, self.logprobs)
+
+    def _given(self, logprobs: int | None) -> dict[str, Any]:
+        given = super()._given(logprobs)
+        if self.echo and logprobs is not None and given.setdefault("prompt_logprobs", logprobs) != logprobs:
+            raise ValueError(
+                f"prompt_logprobs is {self.prompt_logprobs}; allowed with echo: {logprobs}, the value of "
+                "logprobs"
+            )
+        return given
+
+
+class ChatRequest(_Request):
+    """Body of POST /v1/chat/completions."""
+
+    prompt_field = "messages"
+
+    messages: Messages
+    max_completion_tokens: Integer | None = within(1)
+    logprobs: bool | None = None
+    top_logprobs: Integer | None = within(-1)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: an output has one call at most.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the chat template, such as enable_thinking."
+    )
+    add_generation_prompt: bool | None = Field(None, description="false is an error.")
+    add_special_tokens: bool | None = Field(None, description="true is an error: the template adds them.")
+
+    @property
+    def limits_output(self) -> bool:
+        return self.max_tokens is not None or self.max_completion_tokens is not None
+
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(
+                f"top_logprobs is {self.top_logprobs}; allowed: nothing, unless logprobs is true"
+            )
+        if self.add_generation_prompt is False:
+            raise ValueError("add_generation_prompt is False; allowed: True")
+        if self.add_special_tokens:
+            raise ValueError("add_special_tokens is True; allowed: False, as the chat template adds them")
+        for name in _TEMPLATE_ARGUMENTS & (self.chat_template_kwargs or {}).keys():
+            raise ValueError(f"chat_template_kwargs has {name!r}; allowed: variables of templates alone")
+        limits = [x for x in (self.max_tokens, self.max_completion_tokens) if x is not None]
+        max_tokens = min(limits, default=defaults.get("max_tokens"))
+        if self.use_beam_search and max_tokens is None:
+            raise ValueError("max_tokens is None; allowed with use_beam_search: an integer of at least 1")
+        return self._params(defaults, max_tokens, self.top_logprobs or 0 if self.logprobs else None)
+
+
+def _int_keys(bias: dict[str, float] | None) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    try:
+        return {int(key): value for key, value in bias.items()}
+    except ValueError as error:
+        raise ValueError(
+            f"logit_bias is {shortened(repr(bias))}; allowed: keys that are token ids"
+        ) from error

@@ -1,0 +1,222 @@
+"""In front of several replicas: sends them HTTP requests, and goes on with another where one is lost."""
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import orjson
+from fastapi import Request
+from fastapi.responses import Response
+
+from jax_paged.server.http.event_stream import EventStream
+from jax_paged.server.observability.metrics import with_replicas
+from jax_paged.server.protocol.responses import ApiError, json_response
+from jax_paged.server.ray_serve.continuation import (
+    AnswerBegin,
+    AnswerPart,
+    Progress,
+    ReplicaCall,
+    ReplicaLostError,
+)
+
+# A request that ends every engine that runs it must not end all of them.
+_MOST_REPLICAS = 3
+# A text that no chat has divided is at home by so many of its first characters, or tokens.
+_PREFIX_LENGTH = 256
+_HEALTH_PATHS = ("/health", "/ping", "/ready")
+_LOGGER = logging.getLogger(__name__)
+
+Answering = AsyncGenerator[AnswerBegin | AnswerPart]
+
+
+class Ingress:
+    """Answers HTTP requests by replicas: as one server would, whichever of them are lost meanwhile.
+
+    A whole answer comes from one replica. A stream goes on at another one: as each draw depends on the seed
+    and the position alone, with the tokens that the first would have drawn.
+
+    Args:
+        send: Sends a request to a replica. Its generator raises ReplicaLostError if that has gone.
+        count: Returns how many replicas run, and how many should.
+        max_body_bytes: Bytes of a request's body.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[ReplicaCall], Answering],
+        count: Callable[[], Awaitable[tuple[int, int]]],
+        max_body_bytes: int,
+    ) -> None:
+        self._send = send
+        self._count = count
+        self._max_body_bytes = max_body_bytes
+
+    async def answer(self, request: Request) -> Response:
+        """Returns the answer to a request; that of a stream as soon as its first event has come."""
+        try:
+            if request.scope["path"] in _HEALTH_PATHS:
+                return await self._health()
+            if request.scope["path"] == "/metrics":
+                return await self._metrics(_call(request, b""))
+            parts = self._parts(_call(request, await self._body(request)))
+            begin = await anext(parts)
+            assert isinstance(begin, AnswerBegin), "it comes first"
+            bodies = _bodies(parts)
+            if not begin.is_stream:
+                return _response(begin, b"".join([body async for body in bodies]))
+            stream = EventStream(await anext(bodies), bodies)
+            stream.raw_headers = list(begin.headers)
+            return stream
+        except ApiError as error:
+            return error.response()
+
+    async def _health(self) -> Response:
+        num_running, num_wanted = await self._count()
+        counts = {"running": num_running, "wanted": num_wanted}
+        if not num_running:
+            raise _unavailable(f"no replica runs, of {num_wanted}")
+        return json_response({"status": "ok", "replicas": counts})
+
+    async def _metrics(self, call: ReplicaCall) -> Response:
+        """Asks all replicas, as none is asked twice, and tells their metrics apart by a label."""
+        texts: dict[str, str] = {}
+        num_running, _ = await self._count()
+        for _ in range(num_running):
+            with contextlib.suppress(ReplicaLostError):
+                begin, *parts = [part async for part in self._send(call)]
+                assert isinstance(begin, AnswerBegin), "it comes first"
+                body = b"".join(part.body for part in parts if isinstance(part, AnswerPart))
+                if begin.status != 200:
+                    return _response(begin, body)
+                texts[call.progress.asked[-1]] = body.decode()
+        if not texts:
+            raise _unavailable("no replica has answered")
+        return Response(with_replicas(texts), media_type="text/plain; version=0.0.4")
+
+    async def _body(self, request: Request) -> bytes:
+        body, limit = bytearray(), self._max_body_bytes
+        async for part in request.stream():
+            body += part
+            if len(body) > limit:
+                raise ApiError(f"the body is longer; allowed: {limit} bytes", status=413)
+        return bytes(body)
+
+    async def _parts(self, call: ReplicaCall) -> Answering:
+        """Yields one answer; its parts come from one replica after the other, as these are lost.
+
+        Raises:
+            ApiError: If it can't begin. What can't go on ends with an event that says so.
+        """
+        progress = call.progress
+        first: AnswerBegin | None = None  # of the stream, if it has begun
+        failure = _unavailable("no replica was asked")
+        for _ in range(_MOST_REPLICAS):
+            begin, held = None, []
+            try:
+                async with contextlib.aclosing(self._send(call)) as parts:
+                    async for part in parts:
+                        if isinstance(part, AnswerBegin):
+                            begin = part
+                            if begin.is_stream and first is None:
+                                first = begin
+                                yield begin
+                            elif first is not None and begin.version != first.version:
+                                raise _unavailable("the replicas that are left have other settings")
+                        elif begin is not None and begin.is_stream:
+                            progress.add(part)
+                            yield part
+                        else:
+                            held.append(part)
+            except ReplicaLostError as error:
+                if progress.is_whole:
+                    return
+                _LOGGER.warning("%s %s: a replica is lost: %s", call.method, call.path, error)
+                failure = _unavailable(f"{_MOST_REPLICAS} replicas were lost, the last one so: {error}")
+                continue
+            except ApiError as error:
+                failure = error
+                break
+            except Exception:
+                _LOGGER.exception("%s %s: a replica has failed", call.method, call.path)
+                failure = ApiError("a replica has failed; the log has the reason", status=500)
+                break
+            if first is not None and held:  # another replica does not take it
+                yield AnswerPart(_error_event(call, orjson.loads(b"".join(part.body for part in held))))
+            elif first is None:
+                assert begin is not None, "a replica answers"
+                yield begin
+                for part in held:
+                    yield part
+            return
+        if first is None:
+            raise failure
+        yield AnswerPart(_error_event(call, failure.body()))
+
+
+async def _bodies(parts: Answering) -> AsyncGenerator[bytes, object]:
+    async with contextlib.aclosing(parts):
+        async for part in parts:
+            assert isinstance(part, AnswerPart), "an answer begins once"
+            yield part.body
+
+
+def _response(begin: AnswerBegin, body: bytes) -> Response:
+    response = Response(body, begin.status)
+    response.raw_headers = list(begin.headers)
+    return response
+
+
+def _call(request: Request, body: bytes) -> ReplicaCall:
+    progress, headers = Progress.begin(), request.headers.raw
+    if "x-request-id" not in request.headers:  # all replicas note the same one
+        headers = [*headers, (b"x-request-id", progress.answer_id.encode())]
+    path, query = request.scope["path"], request.scope["query_string"]
+    key = prefix_key(body) if request.method == "POST" else None
+    # The server in front of the ingress removes the body from the answer to HEAD.
+    method = "GET" if request.method == "HEAD" else request.method
+    return ReplicaCall(method, path, query, tuple(headers), body, progress, key)
+
+
+def prefix_key(body: bytes) -> str | None:
+    """Returns what is equal for requests that begin alike; None where nothing is to be read ahead.
+
+    Conversations are told apart by their messages up to the first one of a user.
+    """
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None  # as a replica will answer
+    if not isinstance(fields, dict):
+        return None
+    text = next((fields[name] for name in ("messages", "input", "prompt") if fields.get(name)), None)
+    if isinstance(text, list) and isinstance(text[0], dict):
+        users = [i for i, message in enumerate(text) if isinstance(message, dict) and _is_users(message)]
+        text = text[: users[0] + 1] if users else text
+    elif isinstance(text, list) and isinstance(text[0], list | str):
+        text = text[0]
+    if isinstance(text, str) or (isinstance(text, list) and isinstance(text[0], int)):
+        text = text[:_PREFIX_LENGTH]
+    if not text:
+        return None
+    whose = [fields.get(name) for name in ("model", "cache_salt", "instructions", "tools")]
+    return hashlib.blake2b(orjson.dumps([*whose, text]), digest_size=16).hexdigest()
+
+
+def _is_users(message: dict[str, Any]) -> bool:
+    return message.get("role") == "user"
+
+
+def _unavailable(message: str) -> ApiError:
+    return ApiError(message, status=503, headers={"Retry-After": "1"})
+
+
+def _error_event(call: ReplicaCall, body: dict[str, Any]) -> bytes:
+    """Returns the last event of a stream that can't go on, in the form of the API that was asked."""
+    if not call.path.endswith("/responses"):
+        return b"data: " + orjson.dumps(body) + b"\n\n"
+    error = body["error"]
+    number = {"sequence_number": call.progress.num_events}
+    event = {"type": "error", "code": error["type"], "message": error["message"], "param": None, **number}
+    return b"event: error\ndata: " + orjson.dumps(event) + b"\n\n"

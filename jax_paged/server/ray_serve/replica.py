@@ -1,0 +1,111 @@
+"""One server of several: called without a network, and told what a client has of an answer."""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import AsyncGenerator
+from importlib.metadata import version
+
+from starlette.types import Message, Scope
+
+from jax_paged.server.app import OpenAIServer
+from jax_paged.server.ray_serve.continuation import (
+    AnswerBegin,
+    AnswerPart,
+    Journal,
+    ReplicaCall,
+    ReplicaLostError,
+)
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Replica:
+    """Answers HTTP requests, and says with every event what it tells the client.
+
+    Args:
+        server: Answers them. The caller closes its engine.
+    """
+
+    def __init__(self, server: OpenAIServer) -> None:
+        self._server = server
+        self._app = server.app()
+        settings = version("jax-paged"), server.engine.engine.args, server.options
+        self._version = hashlib.sha256(repr(settings).encode()).hexdigest()
+
+    def check(self) -> None:
+        """Looks at the engine, and ends the requests of one that hangs, as a server does that has a port.
+
+        Raises:
+            ReplicaLostError: If the engine has stopped.
+        """
+        self._server.life.tick(time.monotonic())
+        if (stopped := self._server.engine.stopped) is not None:
+            raise ReplicaLostError(str(stopped)) from stopped
+
+    async def answer(self, call: ReplicaCall) -> AsyncGenerator[AnswerBegin | AnswerPart]:
+        """Answers a request; closing the generator early aborts it.
+
+        Raises:
+            ReplicaLostError: If the engine has stopped, before the end of the answer.
+            RuntimeError: If the answer breaks off for another reason.
+        """
+        journal = Journal(call.progress)
+        parts: asyncio.Queue[AnswerBegin | AnswerPart | None] = asyncio.Queue(maxsize=1)
+        requests: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
+        is_complete = False
+
+        async def receive() -> Message:
+            if not requests:
+                await asyncio.Event().wait()  # whoever leaves cancels the task
+            return requests.pop()
+
+        async def send(message: Message) -> None:
+            nonlocal is_complete
+            if message["type"] == "http.response.start":
+                begin = AnswerBegin(message["status"], tuple(message["headers"]), self._version)
+                await parts.put(begin)
+                return
+            is_complete = not message.get("more_body", False)
+            if message.get("body"):
+                await parts.put(journal.take(message["body"]))
+
+        async def run() -> None:
+            try:
+                await self._app(_scope(call, journal), receive, send)
+            except Exception:  # it may have been answered, and is raised again for logs
+                if self._server.engine.stopped is None:
+                    _LOGGER.exception("%s %s", call.method, call.path)
+            await parts.put(None)
+
+        task = asyncio.create_task(run())
+        try:
+            while (part := await parts.get()) is not None:
+                if isinstance(part, AnswerBegin) and part.status == 503:
+                    self.check()
+                yield part
+            if not is_complete:
+                self.check()
+                raise RuntimeError("the answer has broken off")
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+def _scope(call: ReplicaCall, journal: Journal) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": call.method,
+        "scheme": "http",
+        "path": call.path,
+        "raw_path": call.path.encode(),
+        "query_string": call.query,
+        "root_path": "",
+        "headers": list(call.headers),
+        "client": None,
+        "server": None,
+        "state": {"journal": journal},
+    }

@@ -1,0 +1,100 @@
+"""Routes for whoever runs the server, not for its clients: the engine sleeps, wakes, gets other weights."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Query, Request
+from fastapi.responses import Response
+from pydantic import Field
+
+from jax_paged.checks import Problems, check, check_choice
+from jax_paged.engine.replicas.replicated_engine import ServingEngine
+from jax_paged.server.http.event_stream import unless_gone
+from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.protocol.requests import Body
+from jax_paged.server.protocol.responses import ApiError, json_response
+from jax_paged.server.routes.generation import bad_input
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class UpdateWeightsRequest(Body):
+    """Body of POST /update_weights."""
+
+    model_path: str = Field(description="Folder of a checkpoint on the server's machine.")
+    running: str = Field("error", description="error, recompute or keep: what becomes of running requests.")
+    weight_version: str | None = Field(None, description="A name; null counts the updates.")
+
+
+class DeveloperRoutes:
+    """Answers with the engine's own methods; whoever may call them can stop the service.
+
+    Args:
+        engine: Sleeps, and gets other weights.
+        options: Whose pages may send requests.
+    """
+
+    def __init__(self, engine: ServingEngine, options: ServerOptions) -> None:
+        self._engine = engine
+        self._options = options
+
+    async def sleep(self, request: Request, level: int = 1, mode: str = "wait") -> Response:
+        """POST /sleep: gives the memory of weights and pool to others; answers when it is free."""
+        self._check(request, ("level", "mode"))
+
+        async def answer() -> Response:
+            await self._done(self._engine.sleep(level, mode))  # pyright: ignore[reportArgumentType]
+            return json_response({"is_sleeping": True})
+
+        return await unless_gone(request, answer())
+
+    async def wake_up(self, request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+        """POST /wake_up: takes the memory again, or what has one of the tags."""
+        self._check(request, ("tags",))
+        await self._done(self._engine.wake_up(tags))
+        return json_response({"is_sleeping": await self._engine.is_sleeping()})
+
+    async def is_sleeping(self) -> Response:
+        """GET /is_sleeping: whether anything sleeps."""
+        return json_response({"is_sleeping": await self._engine.is_sleeping()})
+
+    async def update_weights(self, body: UpdateWeightsRequest, request: Request) -> Response:
+        """POST /update_weights: serves the weights of a folder from the next step on."""
+        self._check(request, ())
+        with bad_input(body):
+            problems, folder = Problems(), Path(os.path.expanduser(body.model_path))
+            choices = "error", "recompute", "keep"
+            problems.note(check, folder.is_dir(), "model_path", body.model_path, "a folder on this machine")
+            problems.note(check_choice, "running", body.running, choices)
+            problems.raise_if_any()
+        running: Any = body.running
+        update = self._engine.update_weights(folder, running=running, weight_version=body.weight_version)
+        await self._done(update)
+        return await self.weight_version()
+
+    async def weight_version(self) -> Response:
+        """GET /weight_version: the name of the weights that draw tokens now."""
+        return json_response({"weight_version": self._engine.engine.weight_version})
+
+    def _check(self, request: Request, names: tuple[str, ...]) -> None:
+        """Refuses web pages that may not send requests, which need no body here, and misspelt names."""
+        origin, allowed = request.headers.get("origin"), self._options.allowed_origins
+        if origin is not None and origin not in allowed and "*" not in allowed:
+            raise ApiError("pages of other origins may not send this; see --allowed-origins", status=403)
+        unknown = sorted(set(request.query_params).difference(names))
+        if unknown:
+            raise ApiError(f"{unknown} are parameters that this route does not know; allowed: {list(names)}")
+
+    async def _done(self, work: Any) -> None:
+        """Waits for the engine; what it refuses is the client's error, and it goes on as before."""
+        try:
+            await work
+        except ValueError as error:
+            _LOGGER.warning("%s", error)  # clients get the beginning of a long message
+            raise ApiError(str(error)) from error
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # of the engine, or of XLA
+                raise
+            raise ApiError(str(error)) from error

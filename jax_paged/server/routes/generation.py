@@ -1,0 +1,345 @@
+"""The routes that generate text: completions and chats."""
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from jax_paged.checks import TooLongError, check
+from jax_paged.engine.errors import EngineAsleepError
+from jax_paged.engine.features.multimodal.image_messages import Conversation, conversation
+from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.replicas.replicated_engine import ServingEngine
+from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.inputs import Prompt, as_prompts
+from jax_paged.lora_request import LoRARequest
+from jax_paged.sampling_params import BeamSearchParams, SamplingParams
+from jax_paged.server.generation_call import Call
+from jax_paged.server.http.event_stream import EventStream, unless_gone
+from jax_paged.server.http.limits import check_sizes
+from jax_paged.server.launch.options import ServerOptions
+from jax_paged.server.protocol.logprobs import Echo, TokenBytes
+from jax_paged.server.protocol.messages import messages_for
+from jax_paged.server.protocol.requests import Body, ChatRequest, CompletionRequest, Generation
+from jax_paged.server.protocol.responses import (
+    ApiError,
+    chat_deltas,
+    chat_messages,
+    chat_roles,
+    completion_choices,
+    json_response,
+    shortened,
+    too_long,
+    unknown_model,
+)
+from jax_paged.server.ray_serve.continuation import Journal, Progress
+from jax_paged.server.routes.models import ServedModels
+from jax_paged.server.streaming import RequestRunner
+from jax_paged.server.text_reader import TextReader
+from jax_paged.server.tools.tools import ChatReader, ChatReaders, blaming_tools
+
+
+class TextRoutes:
+    """What all routes that generate text need.
+
+    Args:
+        engine: Runs the requests.
+        runner: Counts them, and aborts those whose client has left.
+        texts: Tokenizes their texts.
+        models: The names that clients may ask for.
+        options: Limits of what they ask for.
+    """
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        runner: RequestRunner,
+        texts: TextReader,
+        models: ServedModels,
+        options: ServerOptions,
+    ) -> None:
+        self._engine = engine
+        self._config = engine.engine.config
+        self._runner = runner
+        self._texts = texts
+        self._models, self._model_name = models, models.model_name
+        self._options = options
+        self._readers = ChatReaders(options)
+
+
+class GenerationRoutes(TextRoutes):
+    """Checks what clients ask for, runs it, and answers whole or as a stream."""
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        """POST /v1/completions: continues one or more prompts."""
+        adapter = self._models.adapter_of(body)
+        with bad_input(body):
+            check_sizes(body, self._options)
+            params = body.sampling_params(self._config.sampling_defaults)
+            echo = self._echo(body)
+            is_prompt = isinstance(body.prompt, str | list | dict)
+            check(is_prompt, "prompt", body.prompt, "text, a list of token ids, or a list of prompts")
+            prompts = as_prompts(body.prompt)
+            check(bool(prompts), "prompt", prompts, "at least one prompt")
+            _check_no_images(prompts)
+            checked = await self._texts.read(
+                list(prompts),
+                check_all,
+                self._engine,
+                prompts,
+                params,
+                body,
+                adapter,
+                with_form=has_form(params),
+            )
+        note_warnings(request, checked)
+        n = body.num_outputs
+        call = Call(
+            checked,
+            n,
+            self._head("cmpl", "text_completion", adapter, request),
+            completion_choices(len(checked) * n, token_bytes_of(self._engine, checked), echo),
+            request.state.record,
+            client_of(request),
+            with_prompt_logprobs=body.prompt_logprobs is not None,
+            counts_output=not body.only_prompt,
+            token_ids="choice" if body.return_token_ids else None,
+            journal=journal_of(request),
+        )
+        return await unless_gone(request, self._stream(call, body) if body.stream else self._whole(call))
+
+    async def chat_completions(self, body: ChatRequest, request: Request) -> Response:
+        """POST /v1/chat/completions: answers a conversation."""
+        adapter = self._models.adapter_of(body)
+        with bad_input(body):
+            tokenizer = tokenizer_of(self._engine)
+            check_sizes(body, self._options)
+            params = body.sampling_params(self._config.sampling_defaults)
+            reader = self._readers.reader_of(body)
+            chat = conversation(body.messages, self._config, urls_only=True)
+            if chat.waits:
+                chat = await self._texts.fetch(chat.fetched)
+            texts = [chat.messages, *filter(None, (reader and reader.tools, body.chat_template_kwargs))]
+            checked = await self._texts.read(
+                texts,
+                self._check_chat,
+                tokenizer,
+                params,
+                body,
+                chat,
+                reader,
+                adapter,
+                with_form=has_form(params) or bool(reader and reader.forced),
+                has_images=bool(chat.images),
+            )
+        note_warnings(request, checked, reader)
+        n, num_top, stream = body.num_outputs, body.top_logprobs or 0, bool(body.stream)
+        token_bytes = token_bytes_of(self._engine, checked)
+        choice = chat_deltas(num_top, token_bytes) if stream else chat_messages(num_top, token_bytes)
+        if reader is not None:
+            prompt = checked[0].prompt_token_ids
+            constrained = checked[0].params.structured_outputs is not None
+            choice = reader.choices(choice, n, tokenizer, prompt, stream=stream, has_form=constrained)
+        token_ids = "answer" if body.return_token_ids else None
+        if stream:
+            head = self._head("chatcmpl", "chat.completion.chunk", adapter, request)
+            facts = request.state.record, client_of(request)
+            call = Call(checked, n, head, choice, *facts, token_ids=token_ids, journal=journal_of(request))
+            return await unless_gone(request, self._stream(call, body, chat_roles(n)))
+        call = Call(
+            checked,
+            n,
+            self._head("chatcmpl", "chat.completion", adapter, request),
+            choice,
+            request.state.record,
+            client_of(request),
+            with_prompt_logprobs=body.prompt_logprobs is not None,
+            token_ids=token_ids,
+            journal=journal_of(request),
+        )
+        return await unless_gone(request, self._whole(call))
+
+    async def _whole(self, call: Call) -> Response:
+        return json_response(await self._runner.answer(call))
+
+    async def _stream(
+        self, call: Call, body: CompletionRequest | ChatRequest, first: list[dict[str, Any]] | None = None
+    ) -> Response:
+        events = self._runner.events(
+            call,
+            first=first or (),
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+        )
+        return await EventStream.begin(events)
+
+    def _echo(self, body: CompletionRequest) -> Echo | None:
+        if not body.echo:
+            return None
+        if self._config.decoder_start_token_id is not None:
+            raise ValueError("echo is True; allowed: False, as the model reads prompts with an encoder")
+        return Echo(tokenizer_of(self._engine), body.only_prompt, body.truncate_prompt_tokens is not None)
+
+    def _check_chat(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams | BeamSearchParams,
+        body: ChatRequest,
+        chat: Conversation,
+        reader: ChatReader | None,
+        adapter: LoRARequest | None,
+    ) -> list[CheckedRequest]:
+        messages = messages_for(tokenizer, list(chat.messages))
+        tools, variables = reader.tools if reader else None, body.chat_template_kwargs
+        max_len = max_prompt_len(self._engine, body)
+        token_ids = tokenizer.encode_chat(
+            messages, tools=tools, template_kwargs=variables, max_model_len=max_len
+        )
+        prompt = chat.prompt(token_ids)
+        with blaming_tools(reader):
+            if reader is not None:
+                params = reader.params(params, tokenizer)
+            return check_all(self._engine, [prompt], params, body, adapter)
+
+    def _head(self, prefix: str, kind: str, adapter: LoRARequest | None, request: Request) -> dict[str, Any]:
+        progress = progress_of(request)
+        return {
+            "id": f"{prefix}-{progress.answer_id}",
+            "object": kind,
+            "created": progress.created,
+            "model": adapter.lora_name if adapter else self._model_name,
+        }
+
+
+def check_all(
+    engine: ServingEngine,
+    prompts: list[Prompt],
+    params: SamplingParams | BeamSearchParams,
+    body: Generation,
+    adapter: LoRARequest | None = None,
+) -> list[CheckedRequest]:
+    """Tokenizes and checks the prompts of a request.
+
+    Raises:
+        ValueError: If the engine can't run it, or if it could not give all tokens that are asked for.
+    """
+    more = {"cache_salt": body.cache_salt or "", "priority": body.priority or 0, "lora_request": adapter}
+    requests = [engine.engine.check_request(prompt, params, **more) for prompt in prompts]
+    if getattr(body, "echo", None) and any(request.embeds for request in requests):
+        raise ValueError("echo is True; allowed with a soft prompt, whose tokens have no text: False")
+    for request in requests:
+        # The engine has cut what the client asks for.
+        if body.limits_output and params.max_tokens not in (None, request.params.max_tokens):
+            n = len(request.prompt_token_ids)
+            raise TooLongError(
+                f"the prompt has {n} tokens and max_tokens is {params.max_tokens}: "
+                f"{n + params.max_tokens} tokens in all",
+                engine.engine.config.max_model_len,
+            )
+    return requests
+
+
+def token_bytes_of(engine: ServingEngine, requests: Sequence[CheckedRequest]) -> TokenBytes:
+    """Returns the bytes of tokens in the outputs of a call's requests, which have the same parameters."""
+    return TokenBytes(engine.engine.tokenizer, requests[0].params.skip_special_tokens)
+
+
+def max_prompt_len(engine: ServingEngine, body: Generation) -> int | None:
+    """Returns the limit (tokens) of a request's prompt; None if the prompt will be cut."""
+    return engine.engine.config.max_model_len if body.truncate_prompt_tokens is None else None
+
+
+def _check_no_images(prompts: list[Prompt]) -> None:
+    """Raises ValueError if a prompt has multi_modal_data with images: JSON holds none."""
+    for prompt in prompts:
+        data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
+        if isinstance(data, dict) and data.get("image") not in (None, []):
+            raise ValueError(
+                "prompt has images in multi_modal_data; allowed: none, as JSON can't hold them. Send them to "
+                "/v1/chat/completions as image_url"
+            )
+
+
+def has_form(params: SamplingParams | BeamSearchParams) -> bool:
+    """Returns whether outputs have a form, which takes its time to compile."""
+    return isinstance(params, SamplingParams) and params.structured_outputs is not None
+
+
+def note_warnings(
+    request: Request, checked: Sequence[CheckedRequest], reader: ChatReader | None = None
+) -> None:
+    """Notes which constraints of the output are not enforced; `with_known_fields` puts them into a header."""
+    found = [*(reader.warnings if reader else ())]
+    found += [warning for one in checked[:1] if one.grammar is not None for warning in one.grammar.warnings]
+    request.state.warnings = found
+
+
+def tokenizer_of(engine: ServingEngine) -> Tokenizer:
+    """Returns the engine's tokenizer.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    if engine.engine.tokenizer is None:
+        raise ValueError(
+            "the server runs without a tokenizer; allowed: completions of token ids, without echo"
+        )
+    return engine.engine.tokenizer
+
+
+def check_model(body: Body, model_name: str) -> None:
+    """Checks that a request is for the model that is served, or for none in particular.
+
+    Raises:
+        ApiError: If it is not.
+    """
+    if body.model not in (None, "", model_name):
+        raise unknown_model(str(body.model), model_name)
+
+
+def client_of(request: Request) -> str:
+    """Returns who sends a request; "" where no key tells."""
+    return getattr(request.state, "client", "")
+
+
+def journal_of(request: Request) -> Journal | None:
+    """Returns the journal of an answer that several replicas may make; None if this server is alone."""
+    return getattr(request.state, "journal", None)
+
+
+def progress_of(request: Request) -> Progress:
+    """Returns what the client has of an answer: nothing, if this server is alone."""
+    journal = journal_of(request)
+    return Progress.begin() if journal is None else journal.progress
+
+
+@contextlib.contextmanager
+def bad_input(body: Body) -> Iterator[None]:
+    """Turns a ValueError about what the client sent into an answer with status 400."""
+    try:
+        yield
+    except EngineAsleepError:
+        raise  # not about what the client sent
+    except ValueError as error:
+        message = str(error)
+        param = _wrong_field(message, body)
+        if isinstance(error, TooLongError):
+            raise too_long(message, error.max_model_len, param) from error
+        raise ApiError(shortened(message, 600), param=param) from error
+
+
+def _wrong_field(message: str, body: Body) -> str | None:
+    """Returns the field of a body that an error message is about, or None if it names none.
+
+    By convention the subject of a message names the argument: "n is 0", "the number of stop strings is 65".
+    """
+    subject = re.match(r".*?(?= is | has )|\S*", message)
+    assert subject is not None, "the second alternative matches everything"
+    for word in re.findall(r"\w+", subject.group()):
+        name = body.prompt_field if word in ("prompt", "prompt_token_ids") else word
+        if body.has_field(name):
+            return name
+    return None

@@ -1,0 +1,129 @@
+"""The names that clients may ask for: the model, and the adapters that were loaded for it."""
+
+import asyncio
+import itertools
+import json
+import time
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import PlainTextResponse, Response
+from pydantic import Field
+
+from jax_paged.engine.replicas.replicated_engine import ServingEngine
+from jax_paged.lora_request import LoRARequest
+from jax_paged.server.protocol.requests import Body
+from jax_paged.server.protocol.responses import ApiError, shortened, unknown_model
+
+
+class LoadAdapter(Body):
+    """Body of POST /v1/load_lora_adapter."""
+
+    lora_name: str = Field(description="What requests call it, as their model.", min_length=1, max_length=256)
+    lora_path: str = Field(description="A folder on the server's machine.", min_length=1, max_length=4096)
+
+
+class UnloadAdapter(Body):
+    """Body of POST /v1/unload_lora_adapter."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+
+
+class ServedModels:
+    """The model and its adapters, by name. Belongs to the event loop.
+
+    Args:
+        engine: Runs the requests.
+        model_name: The model's name for clients.
+        lora_modules: Adapters to load first, as ServerOptions.lora_modules has them.
+
+    Raises:
+        ValueError: If one of them can't be loaded.
+    """
+
+    def __init__(self, engine: ServingEngine, model_name: str, lora_modules: tuple[str, ...] = ()) -> None:
+        self._engine = engine
+        self.model_name = model_name
+        self._created = int(time.time())
+        self._adapters: dict[str, LoRARequest] = {}
+        self._times: dict[str, int] = {}
+        self._ids = itertools.count(1)
+        self._changing = asyncio.Lock()
+        for text in lora_modules:
+            request = LoRARequest(*_named(text, next(self._ids)))
+            self._check_new(request.lora_name)
+            engine.engine.add_lora(request)
+            self._keep(request)
+
+    def adapter_of(self, body: Body) -> LoRARequest | None:
+        """Returns the adapter that a request names as its model; None for the model.
+
+        Raises:
+            ApiError: If there is no such name.
+        """
+        if body.model in (None, "", self.model_name):
+            return None
+        if body.model not in self._adapters:
+            raise unknown_model(str(body.model), *self.names)
+        return self._adapters[body.model]
+
+    @property
+    def names(self) -> list[str]:
+        """What a request may name as its model."""
+        return [self.model_name, *self._adapters]
+
+    def cards(self) -> list[dict[str, Any]]:
+        """Returns what clients are told of each of them, the model first."""
+        max_model_len = self._engine.engine.config.max_model_len
+        card = {"object": "model", "owned_by": "jax-paged", "max_model_len": max_model_len}
+        model = {"id": self.model_name, "created": self._created, **card}
+        more = {"parent": self.model_name, **card}
+        return [model, *({"id": name, "created": self._times[name], **more} for name in self._adapters)]
+
+    async def load(self, body: LoadAdapter, request: Request) -> Response:
+        """POST /v1/load_lora_adapter: reads an adapter, which requests may then name as their model."""
+        async with self._changing:
+            try:
+                self._check_new(body.lora_name)
+                new = LoRARequest(body.lora_name, next(self._ids), body.lora_path)
+                await self._engine.add_lora(new)
+            except ValueError as error:
+                raise ApiError(shortened(str(error), 2000), param="lora_name") from error
+            self._keep(new)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload(self, body: UnloadAdapter, request: Request) -> Response:
+        """POST /v1/unload_lora_adapter: forgets an adapter; requests that run with it go on."""
+        async with self._changing:
+            known = self._adapters.pop(body.lora_name, None)
+            if known is None:
+                names = ", ".join(map(repr, self._adapters)) or "none is loaded"
+                message = f"lora_name is {shortened(body.lora_name)!r}; allowed: {names}"
+                raise ApiError(message, status=404, param="lora_name")
+            del self._times[body.lora_name]
+            await self._engine.remove_lora(known.lora_int_id)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def _check_new(self, name: str) -> None:
+        if name in self.names:
+            raise ValueError(f"lora_name is {shortened(name)!r}; allowed: a name that is not served yet")
+
+    def _keep(self, request: LoRARequest) -> None:
+        self._adapters[request.lora_name] = request
+        self._times[request.lora_name] = int(time.time())
+
+
+def _named(text: str, number: int) -> tuple[str, int, str]:
+    """Returns name, number and path of "name=path", or of an object of JSON with both."""
+    name, is_pair, path = text.partition("=")
+    if text.startswith("{"):
+        try:
+            given = json.loads(text)
+            name, path = given["name"], given["path"]
+            is_pair = isinstance(name, str) and isinstance(path, str)
+        except (ValueError, TypeError, KeyError):
+            is_pair = ""
+    if not (is_pair and name and path):
+        allowed = 'name=path, or {"name": ..., "path": ...}'
+        raise ValueError(f"lora_modules has {text!r}; allowed: {allowed}")
+    return name, number, path

@@ -1,0 +1,269 @@
+"""The routes that make embeddings, classes and scores of texts; their fields are OpenAI's and vLLM's."""
+
+import base64
+import dataclasses
+import time
+import uuid
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import AliasChoices, Field, WithJsonSchema
+
+from jax_paged.arguments.ignored import Ignored
+from jax_paged.checks import check, check_int
+from jax_paged.engine.features import pooling
+from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.inputs import Prompt, as_prompts
+from jax_paged.outputs import CompletionOutput, RequestOutput
+from jax_paged.pooling_params import PoolingParams, PoolingTask
+from jax_paged.server.generation_call import Call
+from jax_paged.server.http.event_stream import until_gone
+from jax_paged.server.protocol.parts import Integer
+from jax_paged.server.protocol.requests import Body, Prompts, within
+from jax_paged.server.protocol.responses import ApiError, json_response, usage
+from jax_paged.server.routes.generation import TextRoutes, bad_input, check_model, client_of
+
+_MAX_TEXTS = 2048  # of a request, as OpenAI's API has it
+_Texts = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+            ]
+        }
+    ),
+]
+
+
+class PoolingBody(Body):
+    """The fields that all pooling requests have."""
+
+    prompt_field: ClassVar[str] = "input"
+    # They would change the tokens of a text, and the form of the answer.
+    unsupported: ClassVar[Ignored] = {
+        **Body.unsupported,
+        "add_special_tokens": (True,),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+    }
+
+    truncate_prompt_tokens: Integer | None = within(-1)
+    use_activation: bool | None = None
+    normalize: bool | None = Field(None, description="Another name of use_activation, for embeddings.")
+    priority: Integer | None = None
+    user: Any = None
+
+    def pooling_params(self) -> PoolingParams:
+        """Returns the parameters that the request asks for.
+
+        Raises:
+            ValueError: If a value is out of range.
+        """
+        names = [field.name for field in dataclasses.fields(PoolingParams)]
+        return PoolingParams(**{name: getattr(self, name, None) for name in names})
+
+
+class ClassifyRequest(PoolingBody):
+    """Body of POST /classify."""
+
+    input: Prompts = Field(examples=["A block table says where a sequence's keys are."])
+
+
+class EmbeddingRequest(ClassifyRequest):
+    """Body of POST /v1/embeddings."""
+
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64: of the bytes of float32 numbers, the lowest first."
+    )
+    dimensions: Integer | None = within(1)
+
+
+class PoolingRequest(EmbeddingRequest):
+    """Body of POST /pooling."""
+
+    task: Literal["embed", "classify", "token_embed"] | None = None
+
+
+class ScoreRequest(PoolingBody):
+    """Body of POST /score."""
+
+    prompt_field: ClassVar[str] = "text_2"
+
+    text_1: _Texts = Field(validation_alias=AliasChoices("text_1", "data_1", "queries"))
+    text_2: _Texts = Field(validation_alias=AliasChoices("text_2", "data_2", "documents"))
+
+
+class RerankRequest(PoolingBody):
+    """Body of POST /rerank."""
+
+    prompt_field: ClassVar[str] = "documents"
+
+    query: str = Field(examples=["What is a block table?"])
+    documents: list[str] = Field(min_length=1, examples=[["A list of block ids.", "A piece of furniture."]])
+    top_n: Integer | None = within(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pooled:
+    """What came of one prompt."""
+
+    output: RequestOutput
+    data: np.ndarray
+
+
+class PoolingRoutes(TextRoutes):
+    """Checks what clients ask for, pools it, and answers."""
+
+    async def embeddings(self, body: EmbeddingRequest, request: Request) -> Response:
+        """POST /v1/embeddings: an embedding per text."""
+        found = await self._pooled("embed", body, body.input, request)
+        data = [
+            {"object": "embedding", "index": i, "embedding": _encoded(pooled.data, body.encoding_format)}
+            for i, pooled in enumerate(found)
+        ]
+        return self._listed("embd", data, found)
+
+    async def pooling(self, body: PoolingRequest, request: Request) -> Response:
+        """POST /pooling: what the model makes of each text, by `task`."""
+        found = await self._pooled(body.task, body, body.input, request)
+        data = [
+            {"object": "pooling", "index": i, "data": _encoded(pooled.data, body.encoding_format)}
+            for i, pooled in enumerate(found)
+        ]
+        return self._listed("pool", data, found)
+
+    async def classify(self, body: ClassifyRequest, request: Request) -> Response:
+        """POST /classify: the scores of the model's classes per text, and the best class."""
+        found = await self._pooled("classify", body, body.input, request)
+        spec = self._config.pooling
+        assert spec is not None, "it has classified"
+        data = [
+            {
+                "index": i,
+                "label": spec.labels[int(pooled.data.argmax())],
+                "probs": pooled.data.tolist(),
+                "num_classes": len(spec.labels),
+            }
+            for i, pooled in enumerate(found)
+        ]
+        return self._listed("classify", data, found)
+
+    async def score(self, body: ScoreRequest, request: Request) -> Response:
+        """POST /score: how well texts fit, one with each of several or pair by pair."""
+        given = {"text_1": body.text_1, "text_2": body.text_2}
+        scores, found = await self._scores(body, given, request)
+        data = [{"object": "score", "index": i, "score": score} for i, score in enumerate(scores)]
+        return self._listed("score", data, found)
+
+    async def rerank(self, body: RerankRequest, request: Request) -> Response:
+        """POST /rerank: documents by how well they fit a query, best first."""
+        with bad_input(body):
+            if body.top_n is not None:
+                check_int("top_n", body.top_n, 0)
+        given = {"query": body.query, "documents": body.documents}
+        scores, found = await self._scores(body, given, request)
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
+        results = [
+            {"index": i, "document": {"text": body.documents[i]}, "relevance_score": scores[i]} for i in best
+        ]
+        usage = {name: _usage(found)[name] for name in ("prompt_tokens", "total_tokens")}
+        head = {"id": f"rerank-{uuid.uuid4().hex}", "model": self._model_name}
+        return json_response({**head, "usage": usage, "results": results})
+
+    async def _scores(
+        self, body: PoolingBody, given: dict[str, Any], request: Request
+    ) -> tuple[list[float], list[_Pooled]]:
+        with bad_input(body):
+            for name, texts in given.items():
+                each = texts if isinstance(texts, list) else [texts]
+                ok = bool(each) and all(isinstance(text, str) and text for text in each)
+                check(ok, name, texts, "text that is not empty, or a list of such")
+            pairs = pooling.pairs_of(*given.values())
+            name = f"the number of texts in {body.prompt_field}"
+            check_int(name, len(pairs), 1, _MAX_TEXTS)
+        spec = self._config.pooling
+        if spec is None or spec.labels:
+            found = await self._pooled("score", body, pairs, request)
+            return [float(pooled.data[0]) for pooled in found], found
+        texts, which = pooling.distinct([text for pair in pairs for text in pair])
+        found = await self._pooled("embed", body, texts, request, 2 * _MAX_TEXTS)
+        both = zip(which[::2], which[1::2], strict=True)
+        return [pooling.similarity(found[i].data, found[j].data) for i, j in both], found
+
+    async def _pooled(
+        self,
+        task: PoolingTask | None,
+        body: PoolingBody,
+        inputs: Any,
+        request: Request,
+        most: int = _MAX_TEXTS,
+    ) -> list[_Pooled]:
+        check_model(body, self._model_name)
+        with bad_input(body):
+            params = pooling.resolved(body.pooling_params(), task, self._config)
+            is_input = isinstance(inputs, str | list | dict)
+            check(is_input, body.prompt_field, inputs, "text, a list of token ids, or a list of these")
+            prompts = as_prompts(inputs)
+            check(bool(prompts), body.prompt_field, prompts, "at least one text")
+            name = f"the number of prompts in {body.prompt_field}"
+            check_int(name, len(prompts), 1, most)
+            texts = [list(p) if isinstance(p, tuple) else p for p in prompts]
+            checked = await self._texts.read(texts, self._check_all, prompts, params, body.priority or 0)
+        found = await until_gone(request.receive, self._run(checked, params, request))
+        if found is None:
+            raise ApiError("the client has left", status=499)
+        return found
+
+    def _check_all(
+        self, prompts: list[Prompt | tuple[str, str]], params: PoolingParams, priority: int
+    ) -> list[CheckedRequest]:
+        engine = self._engine.engine
+        requests = []
+        for prompt in prompts:
+            own = params
+            if isinstance(prompt, tuple):
+                prompt, own = pooling.pair_prompt(prompt, params, self._config, engine.tokenizer)
+            requests.append(engine.check_request(prompt, own, priority=priority))
+        return requests
+
+    async def _run(
+        self, requests: list[CheckedRequest], params: PoolingParams, request: Request
+    ) -> list[_Pooled]:
+        spec = self._config.pooling
+        assert spec is not None, "the requests were checked"
+
+        def pooled(_: int, __: CompletionOutput, output: RequestOutput) -> Any:
+            return _Pooled(output, pooling.data_of(output, params, spec))
+
+        head, record = {"id": f"pool-{uuid.uuid4().hex}"}, request.state.record
+        call = Call(requests, 1, head, pooled, record, client_of(request), counts_output=False)
+        try:
+            return (await self._runner.answer(call))["choices"]
+        except ValueError as error:
+            raise ApiError(str(error), status=500) from error
+
+    def _listed(self, prefix: str, data: list[dict[str, Any]], found: list[_Pooled]) -> Response:
+        return json_response(
+            {
+                "id": f"{prefix}-{uuid.uuid4().hex}",
+                "object": "list",
+                "created": int(time.time()),
+                "model": self._model_name,
+                "data": data,
+                "usage": _usage(found),
+            }
+        )
+
+
+def _encoded(data: np.ndarray, encoding_format: str | None) -> Any:
+    if encoding_format == "base64":
+        return base64.b64encode(data.astype("<f4").tobytes()).decode()
+    return data.tolist()
+
+
+def _usage(found: list[_Pooled]) -> dict[str, Any]:
+    return usage([pooled.output for pooled in found], 0)

@@ -1,0 +1,425 @@
+"""POST /v1/responses: text in and out, whole or as typed events; nothing is stored."""
+
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from jax_paged.checks import check_int
+from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.lora_request import LoRARequest
+from jax_paged.outputs import CompletionOutput, RequestOutput
+from jax_paged.sampling_params import SamplingParams
+from jax_paged.server.generation_call import Call
+from jax_paged.server.http.event_stream import EventStream, unless_gone
+from jax_paged.server.http.limits import check_sizes
+from jax_paged.server.protocol.logprobs import TokenBytes, chat_logprobs
+from jax_paged.server.protocol.messages import messages_for, messages_of_input
+from jax_paged.server.protocol.parts import Integer, Part
+from jax_paged.server.protocol.requests import Generation, within
+from jax_paged.server.protocol.response_format import TextFormat
+from jax_paged.server.protocol.responses import ApiError, json_response, usage
+from jax_paged.server.ray_serve.continuation import Progress
+from jax_paged.server.routes.generation import (
+    TextRoutes,
+    bad_input,
+    check_all,
+    client_of,
+    has_form,
+    journal_of,
+    max_prompt_len,
+    note_warnings,
+    progress_of,
+    token_bytes_of,
+    tokenizer_of,
+)
+from jax_paged.server.tools.formats import CONTENT, REASONING
+from jax_paged.server.tools.parsed_chat import OutputParser
+from jax_paged.server.tools.tools import ChatReader
+
+_LOGPROBS = "message.output_text.logprobs"  # in `include`
+
+
+def _refuse_stored(value: Any) -> None:
+    if value is not None:
+        raise PydanticCustomError("not_stored", "allowed: null, as this server stores no responses")
+
+
+def _refuse_tools(value: Any) -> Any:
+    if value not in (None, []):
+        raise PydanticCustomError("no_tools", "allowed: none, as calls of tools are in /v1/chat/completions")
+    return value
+
+
+_Stored = Annotated[None, BeforeValidator(_refuse_stored)]
+
+
+class TextOptions(Part):
+    """How the text of a response is made."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Generation):
+    """Body of POST /v1/responses."""
+
+    prompt_field = "input"
+
+    input: str | list[dict[str, Any]] = Field(
+        description="Text of a user, or messages.", examples=["What is a block table?"]
+    )
+    instructions: str | None = None
+    max_output_tokens: Integer | None = within(1)
+    include: list[str] | None = Field(None, description=f"{_LOGPROBS} is known.")
+    top_logprobs: Integer | None = within(0)
+    text: TextOptions | None = None
+    tools: Annotated[list[Any] | None, BeforeValidator(_refuse_tools)] = Field(None, max_length=0)
+    tool_choice: Literal["none", "auto"] | None = None
+    truncation: Literal["disabled"] | None = None
+    previous_response_id: _Stored = None
+    conversation: _Stored = None
+    prompt: None = None
+    # Accepted because clients send them; they change no output.
+    parallel_tool_calls: Any = None
+    reasoning: Any = None
+
+    @property
+    def limits_output(self) -> bool:
+        return self.max_output_tokens is not None
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether the tokens come with log-probabilities."""
+        return _LOGPROBS in (self.include or ())
+
+    @property
+    def _format(self) -> TextFormat | None:
+        return self.text and self.text.format
+
+    @property
+    def text_format(self) -> dict[str, Any]:
+        """The format of the text, as it is answered."""
+        given = self._format
+        return {"type": "text"} if given is None else given.model_dump(by_alias=True, exclude_none=True)
+
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        if self.max_output_tokens is not None:
+            check_int("max_output_tokens", self.max_output_tokens, 1)
+        given = self._given((self.top_logprobs or 0) if self.with_logprobs else None)
+        # None lasts to the end of the context, unless the model has a default.
+        limit = {"max_tokens": self.max_output_tokens} if self.limits_output else {}
+        return SamplingParams(**{"max_tokens": None, **defaults, **given, **limit})
+
+
+class ResponsesRoute(TextRoutes):
+    """Answers requests of OpenAI's Responses API."""
+
+    async def responses(self, body: ResponsesRequest, request: Request) -> Response:
+        """POST /v1/responses: answers a text or a conversation."""
+        adapter = self._models.adapter_of(body)
+        with bad_input(body):
+            tokenizer = tokenizer_of(self._engine)
+            check_sizes(body, self._options)
+            if isinstance(body.input, list):
+                check_int("the number of messages in input", len(body.input), 0, self._options.max_messages)
+            params = body.sampling_params(self._config.sampling_defaults)
+            texts = [body.instructions, body.input]
+            thinking = self._readers.reasoning
+            reader = None if thinking is None else ChatReader(None, None, (), True, thinking)
+            checked = await self._texts.read(
+                texts,
+                self._check,
+                tokenizer,
+                params,
+                body,
+                reader,
+                adapter,
+                with_form=has_form(params),
+            )
+        note_warnings(request, checked)
+        constrained = checked[0].params.structured_outputs is not None
+        parser = reader and reader.parser(tokenizer, checked[0].prompt_token_ids, has_form=constrained)
+        name = adapter.lora_name if adapter else self._model_name
+        token_bytes = token_bytes_of(self._engine, checked)
+        answer = _Answer(body, token_bytes, checked[0].params, name, parser, progress_of(request))
+        facts = request.state.record, client_of(request)
+        head = {"id": answer.response_id}
+        call = Call(checked, 1, head, answer.item, *facts, journal=journal_of(request))
+        return await unless_gone(
+            request, self._stream(answer, call) if body.stream else self._whole(answer, call)
+        )
+
+    def _check(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        body: ResponsesRequest,
+        reader: ChatReader | None,
+        adapter: LoRARequest | None,
+    ) -> list[CheckedRequest]:
+        messages = messages_of_input(body.input, body.instructions)
+        prompt = tokenizer.encode_chat(
+            messages_for(tokenizer, messages), max_model_len=max_prompt_len(self._engine, body)
+        )
+        own = reader.params(params, tokenizer) if reader else params
+        return check_all(self._engine, [prompt], own, body, adapter)
+
+    async def _whole(self, answer: "_Answer", call: Call) -> Response:
+        output = [part async for part in self._runner.parts(call, whole=True)][-1]
+        answer.take(output.outputs[0])
+        return json_response(answer.ended(output))
+
+    async def _stream(self, answer: "_Answer", call: Call) -> Response:
+        return await EventStream.begin(self._events(answer, call))
+
+    async def _events(self, answer: "_Answer", call: Call) -> AsyncGenerator[bytes, object]:
+        """Runs a call; yields typed events. The first come with the first part of the output.
+
+        Those of a part come together, and so do those of the last one and of the end: what a client has of
+        an answer is always some parts of the output, or all.
+        """
+        journal = call.journal
+        numbers = _Numbers(journal.progress.num_events if journal is not None else 0)
+        whole: RequestOutput | None = None
+        try:
+            async with contextlib.aclosing(self._runner.parts(call)) as parts:
+                async for part in parts:
+                    is_given = whole is None and call.has_begun
+                    events = [] if whole is not None else answer.beginning()
+                    for one in self._runner.with_end_apart(part.outputs[0], call.requests[0].params):
+                        events += answer.deltas(one)
+                    if whole is None:
+                        whole = part
+                    else:
+                        whole.extend(part)
+                    if part.finished:
+                        events += answer.ending(whole)
+                        if journal is not None:
+                            journal.end()
+                    if events and not is_given:
+                        yield b"".join(map(numbers.event, events))
+        except ApiError as error:
+            if whole is None or call.moves_on(error):
+                raise
+            if journal is not None:
+                journal.end()
+            yield numbers.event(answer.failure(error))
+
+
+class _Numbers:
+    """Makes server-sent events of objects that have a type, and numbers them.
+
+    Args:
+        first: The number of the first.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+
+    def event(self, content: dict[str, Any]) -> bytes:
+        numbered = {**content, "sequence_number": self._next}
+        self._next += 1
+        return f"event: {content['type']}\ndata: ".encode() + orjson.dumps(numbered) + b"\n\n"
+
+
+class _Answer:
+    """The response object of one request, and the events that tell how it comes to be.
+
+    Args:
+        body: What the client asked for.
+        token_bytes: Of the output.
+        params: What that means.
+        model_name: The model's name for clients.
+        parser: Tells thoughts from the text; None where all is text.
+        progress: Of the answer.
+    """
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        token_bytes: TokenBytes,
+        params: SamplingParams,
+        model_name: str,
+        parser: OutputParser | None,
+        progress: Progress,
+    ) -> None:
+        self.response_id = f"resp_{progress.answer_id}"
+        self._item_id = f"msg_{progress.answer_id}"
+        self._thoughts_id = f"rs_{progress.answer_id}"
+        self._num_top = body.top_logprobs or 0
+        self._token_bytes = token_bytes
+        self._parser = parser
+        self._thoughts = self._text = ""
+        self._has_message = False  # told of
+        self._fields = {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": progress.created,
+            "model": model_name,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_logprobs": self._num_top,
+            "text": {"format": body.text_format},
+            "tools": [],
+            "tool_choice": body.tool_choice or "auto",
+            "parallel_tool_calls": True,
+            "truncation": "disabled",
+            "background": False,
+            "store": False,
+            "previous_response_id": None,
+            "reasoning": None,
+            "user": body.user,
+        }
+
+    def ended(self, output: RequestOutput) -> dict[str, Any]:
+        """Returns the response of an output that has come to its end."""
+        (completion,) = output.outputs
+        counts = usage([output], len(completion.token_ids))
+        is_cut = completion.finish_reason == "length"
+        return {
+            **self._fields,
+            "status": "incomplete" if is_cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": [
+                *([self._thought("completed")] if self._thoughts else []),
+                self.item(0, completion, output),
+            ],
+            "usage": {
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": counts["prompt_tokens_details"],
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens(completion)},
+                "total_tokens": counts["total_tokens"],
+            },
+        }
+
+    def _num_reasoning_tokens(self, completion: CompletionOutput) -> int:
+        """Returns how many tokens of an output belong to its thoughts, at least with a part of their text."""
+        text = completion.text
+        spans = self._parser.reasoning_spans(text) if self._parser else []
+        byte_spans = [(len(text[:i].encode()), len(text[:j].encode())) for i, j in spans]
+        sizes = self._token_bytes.sizes(completion.token_ids) if spans else []
+        ends = itertools.accumulate(sizes)
+        pairs = zip(sizes, ends, strict=True)
+        return sum(any(end - size < j and end > i for i, j in byte_spans) for size, end in pairs)
+
+    def take(self, new: CompletionOutput) -> tuple[str, str]:
+        """Returns the thoughts and the text that a new part of the output brings."""
+        found = {CONTENT: new.text}
+        if self._parser is not None:
+            reason = new.finish_reason
+            has_ended = reason == "stop" and new.stop_reason is None
+            found = self._parser.feed(new.text, is_last=reason is not None, has_ended=has_ended)
+        thoughts, text = found.get(REASONING, ""), found.get(CONTENT, "")
+        self._thoughts += thoughts
+        self._text += text
+        return thoughts, text
+
+    def beginning(self) -> list[dict[str, Any]]:
+        """Returns the events before the output."""
+        response = {**self._unfinished("in_progress"), "error": None}
+        return [
+            {"type": "response.created", "response": response},
+            {"type": "response.in_progress", "response": response},
+        ]
+
+    def deltas(self, new: CompletionOutput) -> list[dict[str, Any]]:
+        """Returns the events of a new part of the output."""
+        is_thinking = bool(self._thoughts)
+        thoughts, text = self.take(new)
+        logprobs = [] if thoughts else chat_logprobs(new, self._num_top, self._token_bytes) or []
+        events = []
+        if thoughts:
+            events += (
+                [] if is_thinking else [self._thinking("response.output_item.added", item=self._thought())]
+            )
+            events.append(self._thinking("response.reasoning_text.delta", content_index=0, delta=thoughts))
+        if text or (logprobs and not self._parser):
+            delta = {"type": "response.output_text.delta", **self._place, "delta": text, "logprobs": logprobs}
+            events += [*self._opening(), delta]
+        return events
+
+    def _opening(self) -> list[dict[str, Any]]:
+        """Returns the events between the thoughts and the text."""
+        if self._has_message:
+            return []
+        self._has_message = True
+        events = []
+        if self._thoughts:
+            done = {"content_index": 0, "text": self._thoughts}
+            events.append(self._thinking("response.reasoning_text.done", **done))
+            events.append(self._thinking("response.output_item.done", item=self._thought("completed")))
+        message = {**self._message("in_progress"), "content": []}
+        return [
+            *events,
+            {
+                "type": "response.output_item.added",
+                "output_index": self._place["output_index"],
+                "item": message,
+            },
+            {"type": "response.content_part.added", **self._place, "part": self._part(None)},
+        ]
+
+    def ending(self, output: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the events after the output."""
+        response, part = self.ended(output), self._part(output.outputs[0])
+        text = {"text": part["text"], "logprobs": part["logprobs"]}
+        index = self._place["output_index"]
+        return [
+            *self._opening(),
+            {"type": "response.output_text.done", **self._place, **text},
+            {"type": "response.content_part.done", **self._place, "part": part},
+            {"type": "response.output_item.done", "output_index": index, "item": response["output"][index]},
+            {"type": f"response.{response['status']}", "response": response},
+        ]
+
+    def item(self, _: int, completion: CompletionOutput, __: RequestOutput) -> dict[str, Any]:
+        """Returns the message of an output that has come to its end."""
+        status = "incomplete" if completion.finish_reason == "length" else "completed"
+        return {**self._message(status), "content": [self._part(completion)]}
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._item_id, "output_index": int(bool(self._thoughts)), "content_index": 0}
+
+    def _thinking(self, kind: str, **fields: Any) -> dict[str, Any]:
+        place = {"output_index": 0} if "item" in fields else {"item_id": self._thoughts_id, "output_index": 0}
+        return {"type": kind, **place, **fields}
+
+    def _thought(self, status: str = "in_progress") -> dict[str, Any]:
+        parts = [] if status == "in_progress" else [{"type": "reasoning_text", "text": self._thoughts}]
+        return {
+            "id": self._thoughts_id,
+            "type": "reasoning",
+            "summary": [],
+            "content": parts,
+            "status": status,
+        }
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """Returns the event of a response that has failed after its first part."""
+        details = {"code": "server_error", "message": str(error)}
+        return {"type": "response.failed", "response": {**self._unfinished("failed"), "error": details}}
+
+    def _unfinished(self, status: str) -> dict[str, Any]:
+        return {**self._fields, "status": status, "incomplete_details": None, "output": [], "usage": None}
+
+    def _message(self, status: str) -> dict[str, Any]:
+        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status}
+
+    def _part(self, completion: CompletionOutput | None) -> dict[str, Any]:
+        text, logprobs = "", None
+        if completion is not None:
+            text, logprobs = self._text, chat_logprobs(completion, self._num_top, self._token_bytes)
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}

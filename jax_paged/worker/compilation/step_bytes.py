@@ -1,0 +1,47 @@
+"""The memory that the steps of an engine need beside weights and pool."""
+
+import dataclasses
+import math
+
+import jax
+
+from jax_paged.sampling_params import MAX_BIAS_IDS
+from jax_paged.worker.compilation.buckets import Bucket, plan_buckets
+from jax_paged.worker.compilation.programs import Program, TraceContext
+from jax_paged.worker.features.multimodal.image_encoder import plan_images
+from jax_paged.worker.pipeline.own_stage import lower_part
+from jax_paged.worker.traced_step import StepProgram
+
+
+def step_bytes(context: TraceContext, burst_size: int, verifying: list[Bucket]) -> int:
+    """Returns the memory that an engine needs beside weights and pool; the largest step tells.
+
+    Args:
+        context: With a small pool: its size does not matter.
+        burst_size: Decode steps of a burst, whose results lie beside those of a step; 1 for no bursts.
+        verifying: Shapes of steps with drafts.
+    """
+    buckets = plan_buckets(context.max_num_seqs, context.max_num_batched_tokens)
+    mixed = sorted(buckets, key=lambda b: b.num_tokens)[-1:]
+    more = {"has_adapters": context.lora is not None, "has_embeds": bool(context.embed_path)}
+    largest = {b.kind: b for b in [*(dataclasses.replace(b, **more) for b in mixed), *verifying]}
+    row_bytes = 4 * (2 * MAX_BIAS_IDS + context.num_mask_words)
+    # What steps without biases and masks read, of every size; and what a step with them brings along.
+    num_rows = {b.num_logits for b in [*buckets, *verifying]}
+    sampling_inputs = row_bytes * (sum(num_rows) + max(num_rows))
+    kept = jax.tree.leaves(context.seat_arrays())
+    seat_arrays = sum(math.prod(x.shape) * x.dtype.itemsize for x in kept)
+    programs: list[Program] = [StepProgram(bucket) for bucket in largest.values()]
+    spec = context.image_spec
+    programs += plan_images(spec, context.max_model_len)[-1:] if spec else []
+    step = max(_program_bytes(program, context) for program in programs)
+    burst_rows = burst_size * context.max_num_seqs if burst_size > 1 else 0
+    return step + sampling_inputs + seat_arrays + 4 * burst_rows * (6 + 2 * context.max_logprobs)
+
+
+def _program_bytes(program: Program, context: TraceContext) -> int:
+    """Returns the memory that a program needs beside its arguments."""
+    memory = lower_part(program, context).compile().memory_analysis()
+    assert memory is not None, "a GPU's compiler tells what a program needs"
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.temp_size_in_bytes + results + memory.generated_code_size_in_bytes

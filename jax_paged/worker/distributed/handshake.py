@@ -1,0 +1,179 @@
+"""How the workers of an engine find each other, and see that all are to do the same."""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import socket
+import time
+from typing import Any
+
+import jax
+
+from jax_paged.checks import check
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.config.launch import Launch
+from jax_paged.models.checkpoint import read_json, resolve_model_dir
+from jax_paged.models.loading.stored_tensors import read_headers
+from jax_paged.worker.distributed.channel import Channel, silence_limit_s
+from jax_paged.worker.distributed.task import Task
+
+_RETRY_S = 0.1
+# For whoever connects to say who it is.
+_HELLO_S = 5
+
+
+def fingerprint(args: EngineArgs, num_workers: int) -> dict[str, str]:
+    """Returns what has to be the same in all workers, by name: arguments, versions and the checkpoint.
+
+    Raises:
+        ValueError: If there is no such checkpoint.
+    """
+    folder = resolve_model_dir(args.model)
+    digest = hashlib.sha256(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
+    for key, tensor in sorted(read_headers(folder).items()):
+        digest.update(f"{key} {tensor.file.name} {tensor.offset} {tensor.shape} {tensor.dtype}\n".encode())
+    return {
+        "jax": jax.__version__,
+        "jax-paged": importlib.metadata.version("jax-paged"),
+        "the checkpoint (config.json, headers of the weights)": digest.hexdigest()[:16],
+        "WORLD_SIZE": str(num_workers),
+        **{field.name: repr(getattr(args, field.name)) for field in dataclasses.fields(args)},
+    }
+
+
+def lead(task: Task) -> tuple[list[Channel], str]:
+    """Waits for all other workers, and checks that they are to do the same.
+
+    Returns:
+        Channels to them, in the order of their ranks; and where they meet as processes of JAX.
+
+    Raises:
+        ValueError: If some do not come, or differ; the message says in what, and all have got it.
+    """
+    launch, ours = task.launch, fingerprint(task.args, task.launch.world_size)
+    if task.peers is None:
+        found = _accepted(launch, task.args.distributed_timeout_seconds)
+    else:
+        found = _greeted(task.peers, task.args.distributed_timeout_seconds)
+    found = dict(sorted(found.items()))
+    problems = [
+        f"{name} is {theirs} in worker {rank}; allowed: {ours.get(name)}, as in worker 0"
+        for rank, (_, hello) in found.items()
+        for name, theirs in hello.get("fingerprint", {}).items()
+        if theirs != ours.get(name)
+    ]
+    problems += [f"worker {rank}: {hello['error']}" for rank, (_, hello) in found.items() if "error" in hello]
+    channels = [channel for channel, _ in found.values()]
+    if problems:
+        for channel in channels:
+            channel.send({"error": "\n".join(problems)})
+        raise ValueError("\n".join(problems))
+    address = _free_address(launch.address)
+    for channel in channels:
+        channel.set_limits(receiving_s=silence_limit_s(task.args.distributed_timeout_seconds))
+        channel.start_heartbeat()
+        channel.send({"address": address})
+    return channels, address
+
+
+def follow(task: Task) -> tuple[Channel, str]:
+    """Finds the first worker; returns a channel to it, and where all meet as processes of JAX.
+
+    Raises:
+        ValueError: If it is not there, or the workers differ.
+    """
+    limit_s = task.args.distributed_timeout_seconds
+    hello: dict[str, Any] = {"rank": task.launch.rank}
+    try:
+        hello["fingerprint"] = fingerprint(task.args, task.launch.world_size)
+    except ValueError as error:
+        hello["error"] = str(error)
+    # Only now: who is connected has to say soon who it is, and headers may come from far away.
+    if task.peers is None:
+        channel = _connected(task.launch, limit_s)
+    else:
+        channel = Channel(socket.socket(fileno=task.peers[0]))
+    channel.send(hello)
+    channel.set_limits(receiving_s=limit_s)
+    try:
+        answer = channel.receive()[0]
+    except OSError as error:
+        raise ValueError(f"worker 0 does not answer: {error}; allowed: one that has all others") from error
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    channel.set_limits(receiving_s=silence_limit_s(limit_s))
+    channel.start_heartbeat()
+    return channel, answer["address"]
+
+
+def _greeted(peers: tuple[int, ...], limit_s: float) -> dict[int, tuple[Channel, dict[str, Any]]]:
+    """Returns a channel to each other worker, of sockets to them, and what it says of itself, by rank."""
+    found: dict[int, tuple[Channel, dict[str, Any]]] = {}
+    for rank, peer in enumerate(peers, 1):
+        channel = Channel(socket.socket(fileno=peer))
+        channel.set_limits(receiving_s=limit_s)
+        try:
+            found[rank] = channel, channel.receive()[0]
+        except TimeoutError as error:
+            allowed = f"one that has read its arguments within {limit_s:g} s (distributed_timeout_seconds)"
+            raise ValueError(f"worker {rank} has said nothing; allowed: {allowed}") from error
+    return found
+
+
+def _accepted(launch: Launch, limit_s: float) -> dict[int, tuple[Channel, dict[str, Any]]]:
+    """Returns a channel to each other worker, and what it says of itself, by rank."""
+    given = f"{launch.address} (MASTER_ADDR), port {launch.port} (MASTER_PORT)"
+    found: dict[int, tuple[Channel, dict[str, Any]]] = {}
+    try:
+        family = socket.AF_INET6 if ":" in launch.address else socket.AF_INET
+        listener = socket.create_server((launch.address, launch.port), family=family)
+    except OSError as error:
+        allowed = "an address of this machine, and a port that nobody uses"
+        raise ValueError(f"worker 0 can't listen at {given}: {error.strerror}; allowed: {allowed}") from error
+    deadline = time.monotonic() + limit_s
+    with listener:
+        while len(found) < launch.world_size - 1:
+            listener.settimeout(max(deadline - time.monotonic(), _RETRY_S))
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError as error:
+                ranks = [0, *sorted(found)]
+                message = f"WORLD_SIZE is {launch.world_size}; allowed: {len(ranks)}, as only the ranks"
+                raise ValueError(f"{message} {ranks} have come to {given} within {limit_s:g} s") from error
+            connection.settimeout(None)
+            channel = Channel(connection)
+            channel.set_limits(receiving_s=_HELLO_S)
+            try:
+                hello = channel.receive()[0]
+                rank = hello["rank"]
+                check(rank in range(1, launch.world_size) and rank not in found, "rank", rank, "a free one")
+                found[rank] = channel, hello
+            except (OSError, ValueError, TypeError, KeyError):
+                channel.close()  # it is none of ours
+    return found
+
+
+def _connected(launch: Launch, limit_s: float) -> Channel:
+    """Returns a channel to the first worker, which may come later."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            connection = socket.create_connection((launch.address, launch.port), timeout=limit_s)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                given = f"{launch.address!r}, port {launch.port} (MASTER_PORT)"
+                message = f"MASTER_ADDR is {given}, where no worker 0 is after {limit_s:g} s: {error}"
+                raise ValueError(f"{message}; allowed: the address of the machine with RANK 0") from error
+            time.sleep(_RETRY_S)
+        else:
+            connection.settimeout(None)
+            return Channel(connection)
+
+
+def _free_address(host: str) -> str:
+    """Returns a host and a port of it that nobody uses."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as probe:
+        port = probe.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

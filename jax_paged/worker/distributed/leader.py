@@ -1,0 +1,172 @@
+"""The first process of an engine that has several: it says what they run, and follows nobody."""
+
+import collections
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_paged.worker.compilation.compiler import CompiledPrograms
+from jax_paged.worker.compilation.programs import Program, SeatArrays
+from jax_paged.worker.distributed.channel import Channel
+from jax_paged.worker.distributed.process_group import WEIGHTS, units
+from jax_paged.worker.pipeline.stage_links import RemoteArray, StageLinks
+
+
+class Followers:
+    """The other processes, as the first one sees them; the engines of a pipeline have the same.
+
+    Args:
+        channels: To each follower, in the order of their ranks.
+        fail: Is called, with the reason, when a follower is lost; by another thread.
+        links: To the other stages, if each process has one.
+    """
+
+    def __init__(
+        self, channels: list[Channel], fail: Callable[[str], None], links: StageLinks | None = None
+    ) -> None:
+        self._channels, self._fail, self.links = channels, fail, links
+        self._compiled: list[set[str]] = [set() for _ in channels]  # names of programs, by follower
+        self._telling = threading.Lock()
+
+    def tell(self, header: Any, arrays: list[np.ndarray]) -> None:
+        """Sends a message to all, who get the messages of all threads in the same order."""
+        with self._telling:
+            for channel in self._channels:
+                channel.send(header, arrays)
+
+    def least(self, value: int) -> int:
+        """Returns the least that any process has passed."""
+        for rank, channel in enumerate(self._channels, 1):
+            value = min(value, self._receive(rank, channel)[0]["least"])
+        self.tell(value, [])
+        return value
+
+    def have_compiled(self, program: Program) -> bool:
+        """Whether all have compiled a program."""
+        return all(str(program) in names for names in self._compiled)
+
+    def wait(self) -> None:
+        """Waits until all are ready, and watches them from then on."""
+        for rank, channel in enumerate(self._channels, 1):
+            while "ready" not in (message := self._receive(rank, channel)[0]):
+                self._compiled[rank - 1].add(message["compiled"])
+            threading.Thread(target=self._watch, args=(rank, channel), daemon=True).start()
+
+    def _receive(self, rank: int, channel: Channel) -> tuple[dict[str, Any], list[np.ndarray]]:
+        try:
+            message, arrays = channel.receive()
+        except TimeoutError as error:
+            raise RuntimeError(f"worker {rank} has stalled, or its host is gone: {error}") from error
+        except OSError as error:
+            raise RuntimeError(f"worker {rank} has ended: {error}") from error
+        if "error" in message:
+            raise ValueError(f"worker {rank}: {message['error']}")
+        return message, arrays
+
+    def _watch(self, rank: int, channel: Channel) -> None:
+        try:
+            while True:
+                message, arrays = self._receive(rank, channel)
+                if "compiled" in message:
+                    self._compiled[rank - 1].add(message["compiled"])
+                else:
+                    self._hand_on(message, arrays)
+        except (RuntimeError, ValueError) as error:
+            self._fail(str(error))
+
+    def _hand_on(self, message: dict[str, Any], arrays: list[np.ndarray]) -> None:
+        """Brings arrays to the stage that they are for; all channels end here."""
+        stage, engine = message["stage"], message["engine"]
+        if stage == 0:
+            assert self.links is not None, "there are stages"
+            self.links.arrive(engine, arrays)
+        else:
+            try:
+                self._channels[stage - 1].send(message, arrays)
+            except OSError as error:
+                raise RuntimeError(f"worker {stage} has ended: {error}") from error
+
+
+class Leader:
+    """Tells its followers what it runs, before it does. It is a ProcessGroup.
+
+    A message names an engine, a function and its arguments. An array that lies on the devices has a number,
+    the same in every process: those that are there from the start have the first ones, and then each array
+    that is returned gets the next. What is in the host's memory travels along.
+
+    Args:
+        followers: The other processes.
+        engine: Which of the engines of a pipeline it is of.
+    """
+
+    def __init__(self, followers: Followers, engine: int = 0) -> None:
+        self._followers, self.engine, self.links = followers, engine, followers.links
+        self.least, self.is_ready = followers.least, followers.have_compiled
+        self._weights: list[Any] = []
+        self._numbers: dict[int, tuple[int, Any]] = {}  # by id of an array: its number, and what watches it
+        self._next = 0
+        self._dropped: collections.deque[int] = collections.deque()  # numbers that mean nothing any more
+
+    def everywhere[**P, T](self, name: str, function: Callable[P, T]) -> Callable[P, T]:
+        """Returns a function that runs in every process; see ProcessGroup."""
+
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            self._announce(name, args)
+            return self._numbered(function(*args, **kwargs))
+
+        return run
+
+    def begin(
+        self, compiled: CompiledPrograms, run: Callable[..., Any], weights: list[Any], kept: Any
+    ) -> Callable[..., Any]:
+        """Waits for all processes, and returns what runs a program in each of them; see ProcessGroup."""
+        self._weights = weights
+        self._numbered(kept)
+        if self.engine == 0:
+            self._followers.wait()
+
+        def run_everywhere(program: Program, *args: Any) -> Any:
+            self._announce(str(program), args)
+            return self._numbered(run(program, *args))
+
+        return run_everywhere
+
+    def _announce(self, name: str, args: tuple[Any, ...]) -> None:
+        arrays: list[np.ndarray] = []
+        codes = [self._code(arg, arrays) for arg in args]
+        # Others may end at any time, in any thread.
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        self._followers.tell([self.engine, name, codes, dropped], arrays)
+
+    def _code(self, arg: Any, arrays: list[np.ndarray]) -> Any:
+        """Returns what stands for an argument in a message, and adds to the arrays that travel along."""
+        if arg is self._weights:
+            return WEIGHTS
+        if isinstance(arg, SeatArrays):
+            return {"seats": [self._code(x, arrays) for x in arg]}
+        if isinstance(arg, RemoteArray):
+            # Whoever gets the message would wait for it too, and keep others waiting.
+            arg.wait()
+        first = arg[0] if isinstance(arg, list) and arg else arg
+        if isinstance(first, jax.Array | RemoteArray):
+            return self._numbers[id(first)][0]
+        if isinstance(arg, list):
+            return [self._code(x, arrays) for x in arg]
+        arrays.append(np.asarray(arg))
+        return None
+
+    def _numbered[T](self, result: T) -> T:
+        for unit in units(result):
+            array = unit[0] if isinstance(unit, list) else unit
+            if id(array) in self._numbers:  # a stage hands back what other stages alone change
+                self._dropped.append(self._numbers[id(array)][0])
+            self._numbers[id(array)] = self._next, weakref.ref(array, self._forget(id(array)))
+            self._next += 1
+        return result
+
+    def _forget(self, key: int) -> Callable[[Any], None]:
+        return lambda _: self._dropped.append(self._numbers.pop(key)[0])

@@ -1,0 +1,107 @@
+"""The encoder of an encoder-decoder model: it runs once per request and writes what its decoder reads."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jax_paged.config.engine_args import EngineConfig
+from jax_paged.core.kv_cache.cache_group import CacheGroup
+from jax_paged.core.scheduler_output import EncoderInput, SchedulerOutput
+from jax_paged.worker.compilation.programs import Program, TraceContext
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodeProgram(Program):
+    """Encodes one text of up to num_tokens tokens, and writes keys and values to the pool."""
+
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"encode {self.num_tokens}"
+
+    def trace(self, context: TraceContext) -> jax.stages.Traced:
+        def encode_text(
+            weights: list[Array], pool: list[Array], tokens: Array, length: Array, slots: Array
+        ) -> list[Array]:
+            model: Any = context.merge(weights)
+            how = {"places": context.layout.places, "backend": context.backend, "grid": context.grid}
+            return model.write_encoded(tokens, length, pool, slots, **how)
+
+        pool, n = context.pool(), self.num_tokens
+        shapes = ((n,), (), (len(context.layout.groups), n))
+        inputs = [context.shape(shape, jnp.int32) for shape in shapes]
+        jitted = jax.jit(encode_text, donate_argnums=1, out_shardings=[context.pool_sharding] * len(pool))
+        return jitted.trace(context.weights, pool, *inputs)
+
+
+def plan_encoders(max_model_len: int) -> list[EncodeProgram]:
+    """Returns the programs for the few lengths that texts are padded to, in ascending order."""
+    lengths = [n for n in (32, 128, 512, 2048) if n < max_model_len]
+    return [EncodeProgram(n) for n in (*lengths, max_model_len)]
+
+
+def encode(
+    run: Callable[..., Any],
+    programs: list[EncodeProgram],
+    output: SchedulerOutput,
+    config: EngineConfig,
+    weights: list[Array],
+    kv_cache: list[Array],
+) -> list[Array]:
+    """Runs the encoder for requests that begin in a step: what their decoder attends to goes to the pool.
+
+    Args:
+        run: Runs a program.
+        programs: In ascending order of their sizes.
+        output: The step.
+        config: Of the engine.
+        weights: Of the model.
+        kv_cache: The pool; donated if there is anything to encode.
+
+    Returns:
+        The pool.
+    """
+    for text in output.to_encode:
+        program = next(p for p in programs if p.num_tokens >= len(text.token_ids))
+        inputs = build_encoder_inputs(
+            text,
+            program.num_tokens,
+            groups=config.cache_groups,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+        )
+        kv_cache = run(program, weights, kv_cache, *inputs)
+    return kv_cache
+
+
+def build_encoder_inputs(
+    text: EncoderInput, size: int, *, groups: tuple[CacheGroup, ...], num_blocks: int, block_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pads a text for the encoder.
+
+    Args:
+        text: The text, and the block tables of its request.
+        size: N, what it is padded to.
+        groups: Cache groups, G; only those of cross attention are written.
+        num_blocks: Blocks of the pool.
+        block_size: Tokens per block.
+
+    Returns:
+        int32 tokens [N], length [] and slots [G, N].
+    """
+    num_tokens = len(text.token_ids)
+    tokens = np.zeros(size, np.int32)
+    tokens[:num_tokens] = text.token_ids
+    slots = np.full((len(groups), size), num_blocks * block_size, np.int32)
+    position = np.arange(num_tokens)
+    for g, group in enumerate(groups):
+        if group.is_cross:
+            blocks = np.array(text.block_tables[g], np.int32)[position // block_size]
+            assert blocks.min() > 0, "a token would be written to the null block"
+            slots[g, :num_tokens] = blocks * block_size + position % block_size
+    return tokens, np.array(num_tokens, np.int32), slots

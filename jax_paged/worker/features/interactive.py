@@ -1,0 +1,206 @@
+"""What a running sequence has in the pool, and what it makes of it: read, and nothing is changed."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jax_paged.checks import check, check_int
+from jax_paged.core.kv_cache.block_pool import NULL_BLOCK
+from jax_paged.core.scheduler_output import BlockTables, InspectionInput
+from jax_paged.models.attention import AttentionMetadata, KVCacheSpec, window_of
+from jax_paged.models.kv_location import NO_GROUP
+from jax_paged.pallas_kernels.quantization import dequantize, rows_of
+from jax_paged.worker.compilation.programs import Program, TraceContext
+from jax_paged.worker.model_runner import ModelRunner
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectProgram(Program):
+    """Computes tokens of one sequence on a copy of its blocks, which stand one after the other there.
+
+    Its arguments are weights, pool, int32 [1 + G * M] (the blocks to copy, the null block first), and
+    AttentionMetadata of one row over the copy. It returns the hidden state of the last token as logits,
+    float32 [V], and by layer float32 [H, T, M * S].
+
+    Args:
+        num_tokens: Token rows, T.
+        num_blocks: Columns of the block tables, M.
+        layers: Whose attention it returns.
+    """
+
+    num_tokens: int
+    num_blocks: int
+    layers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"inspect {self.num_tokens}x{self.num_blocks}"
+
+    def trace(self, context: TraceContext) -> jax.stages.Traced:
+        num_groups, layout = len(context.layout.groups), context.layout
+
+        def inspect(
+            weights: list[Array], kv_cache: list[Array], blocks: Array, tokens: Array, metadata: Any
+        ) -> tuple[Array, dict[int, Array]]:
+            model = context.merge(weights)
+            pool = [x[blocks] for x in kv_cache]
+            specs, found = model.kv_cache_specs(), {}
+            paged = model.paged_context(pool, metadata)
+
+            def attend(layer: int, q: Array, k: Array | None, v: Array | None, **options: Any) -> Array:
+                out = paged.attend(layer, q, k, v, **options)
+                # A layer that attends to another's keys is not that layer.
+                if layer in self.layers and k is not None:
+                    array, group, view = layout.places[layer]
+                    pages = pool[array][metadata.block_tables[group, 0]]
+                    if view is not None:
+                        pages = view.pages(pages, layout.num_devices)[view.part :: view.num_parts]
+                    keys = dequantize(rows_of(pages[:, 0]), q.dtype)
+                    last = metadata.context_lens[group, 0] - metadata.query_start_loc[1]
+                    places = last + jnp.arange(self.num_tokens)
+                    found[layer] = probabilities(specs[layer], q, keys, places, **options)
+                return out
+
+            hidden = model.hidden(tokens, dataclasses.replace(paged, attend=attend))
+            return context.logits(model, hidden[metadata.query_start_loc[1] - 1]), found
+
+        t, m = self.num_tokens, self.num_blocks
+        shapes = ((t,), (num_groups, t), (num_groups, 1, m), (num_groups, 1), (2,))
+        metadata = self.metadata([context.shape(shape, np.int32) for shape in shapes], context)
+        inputs = context.shape((1 + num_groups * m,), np.int32), context.shape((t,), np.int32), metadata
+        return jax.jit(inspect).trace(context.weights, context.pool(), *inputs)
+
+    def metadata(self, arrays: Iterable[Any], context: TraceContext) -> AttentionMetadata:
+        """Returns metadata of one row; the arrays (or shapes) are in the order of AttentionMetadata."""
+        static = {
+            "is_decode": self.num_tokens == 1,
+            "backend": context.backend,
+            "places": context.layout.places,
+            "attend": context.attend,
+            "grid": context.grid,
+        }
+        return AttentionMetadata(*arrays, **static)
+
+
+def probabilities(
+    spec: KVCacheSpec,
+    q: Float[Array, "t h d"],
+    keys: Float[Array, "m k s d"],
+    places: Array,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
+    distance_bias: Array | None = None,
+) -> Float[Array, "h t n"]:
+    """Returns how much each token attends to each slot, plainly; with sinks, less than 1 in all.
+
+    Args:
+        spec: Of the layer.
+        q: Queries.
+        keys: Pages of keys, in order.
+        places: int32 [T], the slot of each query's own token.
+        scale: As dense_attention takes it; so are the three that follow.
+    """
+    keys = jnp.repeat(
+        keys.transpose(0, 2, 1, 3).reshape(-1, *keys.shape[1::2]), q.shape[1] // keys.shape[1], 1
+    )
+    scores = jnp.einsum("thd,nhd->htn", q, keys, preferred_element_type=jnp.float32) * scale
+    distance = places[:, None] - jnp.arange(len(keys))
+    if soft_cap is not None:
+        scores = jnp.tanh(scores / soft_cap) * soft_cap
+    if distance_bias is not None:
+        scores += distance_bias[:, jnp.clip(distance, 0, distance_bias.shape[1] - 1)]
+    window = window_of(spec)
+    live = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    scores = jnp.where(live, scores, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (*scores.shape[:2], 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    return jnp.where(live, jax.nn.softmax(scores)[..., : len(keys)], 0)
+
+
+class Inspector:
+    """Reads the pool of a runner; what it needs is compiled when it is asked for.
+
+    Args:
+        runner: Owner of weights and pool.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._compiled: dict[Program, jax.stages.Compiled] = {}
+        dtype = runner.context.dtype
+        self._gather = jax.jit(lambda pool, blocks: dequantize(rows_of(pool[blocks]), dtype))
+
+    def read_kv(
+        self, layer: int, block_tables: BlockTables, num_tokens: list[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See Executor.read_kv."""
+        layout = self._runner.context.layout
+        check_int("layer", layer, 0, len(layout.places) - 1)
+        array, group, view = layout.places[layer]
+        allowed = "a layer that attends: this one keeps a state of each sequence"
+        check(group != NO_GROUP, "layer", layer, allowed)
+        table, n = block_tables[group], num_tokens[group]
+        blocks = _padded(table, _power_of_two(len(table)))
+        pages = np.asarray(self._gather(self._runner.arrays["kv_cache"][array], blocks))[: len(table)]
+        if view is not None:
+            pages = np.asarray(view.pages(pages, layout.num_devices))[view.part :: view.num_parts]
+        kv = pages.transpose(1, 0, 3, 2, 4).reshape(pages.shape[1], -1, *pages.shape[2::2])
+        is_held = np.repeat(np.array(table) != NULL_BLOCK, self._runner.config.block_size)[:n]
+        return kv[0, :n][is_held], kv[-1, :n, :, : layout.value_dim][is_held]
+
+    def inspect(self, query: InspectionInput) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+        """See Executor.inspect."""
+        context, n = self._runner.context, len(query.token_ids)
+        groups = context.layout.groups
+        own = [i for i, place in enumerate(context.layout.places) if not groups[place.group].is_cross]
+        ok = context.attend is None or not query.layers
+        check(ok, "layers", query.layers, "none with attention of your own, of which nothing is known")
+        for layer in query.layers:
+            check_int("layers", layer, 0, len(own) - 1)
+        size = context.block_size
+        num_slots = query.start + n - query.num_dropped_tokens
+        t = _power_of_two(n)
+        m = _power_of_two(-(-max(num_slots, query.num_encoder_tokens) // size))
+        positions = np.arange(query.start, query.start + n)
+        # In the copy, block i of group g is block 1 + g * m + i.
+        tables = 1 + np.arange(len(groups) * m).reshape(len(groups), 1, m)
+        # What the pool holds stays: only keys and values that it has not got yet are written.
+        slots = np.where(
+            positions < query.num_computed_tokens,
+            (1 + len(groups) * m) * size,
+            tables[:, :, 0] * size + positions - query.num_dropped_tokens,
+        )
+        lens = [query.num_encoder_tokens if group.is_cross else num_slots for group in groups]
+        blocks = np.concatenate([[NULL_BLOCK], *(_padded(table[:m], m) for table in query.block_tables)])
+        program = InspectProgram(t, m, tuple(own[layer] for layer in query.layers))
+        arrays = (
+            _padded(positions, t),
+            np.stack([_padded(row, t, (1 + len(groups) * m) * size) for row in slots]),
+            tables.astype(np.int32),
+            np.array(lens, np.int32)[:, None],
+            np.array([0, n], np.int32),
+        )
+        inputs = blocks.astype(np.int32), _padded(query.token_ids, t), program.metadata(arrays, context)
+        if program not in self._compiled:
+            self._compiled[program] = program.lower(context).compile()
+        held = self._runner.arrays
+        logits, found = self._compiled[program](held["weights"], held["kv_cache"], *inputs)
+        shown = {layer: np.asarray(found[own[layer]])[:, :n, :num_slots] for layer in query.layers}
+        return np.asarray(logits), shown
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _padded(values: Any, length: int, value: int = 0) -> np.ndarray:
+    padded = np.full(length, value, np.int32)
+    padded[: len(values)] = values
+    return padded

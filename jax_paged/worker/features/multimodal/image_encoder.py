@@ -1,0 +1,232 @@
+"""The encoder of images: it runs before the step that first needs one, and what it returns is kept."""
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.models.features.multimodal import MAX_PATCHES, ImageSpec, Patches, PatchSpec, Tile
+from jax_paged.worker.compilation.programs import Program, TraceContext
+from jax_paged.worker.input_batch import InputBatch
+
+_LOGGER = logging.getLogger(__name__)
+
+# Tiles that are encoded together.
+NUM_TILES = (1, 4)
+# Patches of the smallest program. The sizes of the others double; each is rounded up to whole squares.
+MIN_PATCHES = 256
+# Characters of an error message that a request ends with; XLA may list all buffers.
+_MAX_ERROR = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodeImagesProgram(Program):
+    """Encodes so many tiles, as encode_images does; returns float32 [tiles, tokens, E]."""
+
+    num_tiles: int
+
+    def __str__(self) -> str:
+        return f"images {self.num_tiles}"
+
+    def trace(self, context: TraceContext) -> jax.stages.Traced:
+        spec, n = context.image_spec, self.num_tiles
+        assert isinstance(spec, ImageSpec), "only a model that cuts images into tiles has it"
+
+        def encode(
+            weights: list[Array], tiles: UInt8[Array, "b 3 s s"], scale: Array, offset: Array
+        ) -> Float[Array, "b n e"]:
+            model: Any = context.merge(weights)
+            return model.encode_images(tiles, scale, offset).astype(jnp.float32)
+
+        channels = context.shape((n, 3), jnp.float32)
+        tiles = context.shape((n, 3, spec.tile_size, spec.tile_size), jnp.uint8)
+        jitted = jax.jit(encode, out_shardings=context.replicated)
+        return jitted.trace(context.weights, tiles, channels, channels)
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodePatchesProgram(Program):
+    """Encodes an image of up to so many patches, as encode_images does; returns float32 [tokens, numbers]."""
+
+    num_patches: int
+
+    def __str__(self) -> str:
+        return f"image of {self.num_patches}"
+
+    def trace(self, context: TraceContext) -> jax.stages.Traced:
+        spec = context.image_spec
+        assert isinstance(spec, PatchSpec), "only a model that cuts images into patches has it"
+
+        def encode(weights: list[Array], *image: Array) -> Float[Array, "m v"]:
+            model: Any = context.merge(weights)
+            return model.encode_images(*image).astype(jnp.float32)
+
+        patches = context.shape((self.num_patches, 3 * spec.patch_size**2), jnp.uint8)
+        channels, grid = context.shape((3,), jnp.float32), context.shape((2,), jnp.int32)
+        jitted = jax.jit(encode, out_shardings=context.replicated)
+        return jitted.trace(context.weights, patches, channels, channels, grid)
+
+
+def plan_images(spec: ImageSpec | PatchSpec, max_model_len: int) -> list[Program]:
+    """Returns the programs that encode images, the largest last.
+
+    Args:
+        spec: How prompts have images.
+        max_model_len: Maximum tokens of a prompt.
+    """
+    if isinstance(spec, ImageSpec):
+        return [EncodeImagesProgram(n) for n in NUM_TILES]
+    square = spec.merge_size**2
+    most = min(MAX_PATCHES, max_model_len * square)
+    num_sizes = 1 + (-(-most // MIN_PATCHES) - 1).bit_length()
+    sizes = (_padded(MIN_PATCHES << i, square) for i in range(num_sizes))
+    return [EncodePatchesProgram(size) for size in dict.fromkeys(sizes)]
+
+
+def check_images_can_be_encoded(context: TraceContext) -> None:
+    """Traces the smallest program that encodes images, if the model reads any; computes nothing.
+
+    Raises:
+        ValueError: If the shapes of the model's configuration do not fit together.
+    """
+    if context.image_spec is None:
+        return
+    program = plan_images(context.image_spec, context.max_model_len)[0]
+    try:
+        program.trace(context)
+    except Exception as error:  # of whichever layer does not fit
+        raise ValueError(
+            f"the model can't encode images: {_shown(error)}. Check vision_config of its config.json"
+        ) from error
+
+
+def _padded(num_patches: int, square: int) -> int:
+    """Returns the number of patches of the smallest program that holds `num_patches`.
+
+    Args:
+        num_patches: Patches of an image.
+        square: Patches that become one token: every program has a multiple of them.
+    """
+    size = max(MIN_PATCHES, 1 << (num_patches - 1).bit_length())
+    return -(-size // square) * square
+
+
+def _encode_patches(
+    run: Callable[..., Any], weights: list[Array], image: Patches
+) -> Float[np.ndarray, "n e"]:
+    n, num_tokens = len(image.pixels), image.grid[0] * image.grid[1]
+    pixels = np.pad(image.pixels, ((0, _padded(n, n // num_tokens) - n), (0, 0)))
+    args = pixels, image.scale, image.offset, np.array(image.grid, np.int32)
+    out = np.asarray(run(EncodePatchesProgram(len(pixels)), weights, *args))
+    return out[:num_tokens].copy()
+
+
+def _shown(error: Exception) -> str:
+    text = str(error) or repr(error)
+    return text if len(text) <= _MAX_ERROR else f"{text[:_MAX_ERROR]}..."
+
+
+class ImageEncoder:
+    """Encodes what a step needs of images, each of their tiles once.
+
+    Args:
+        max_bytes: Of the vectors that are kept; those used last stay.
+        batch_invariant: Whether the vectors of a tile may not depend on how many are encoded with it.
+    """
+
+    def __init__(self, max_bytes: int, *, batch_invariant: bool = False) -> None:
+        self._sizes = NUM_TILES[-1:] if batch_invariant else NUM_TILES
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
+
+    def encode(
+        self,
+        run: Callable[..., Any],
+        weights: list[Array],
+        output: SchedulerOutput,
+        batch: InputBatch,
+    ) -> dict[int, str]:
+        """Gives the seats of a step the vectors of all tokens that it computes.
+
+        Args:
+            run: Runs a program.
+            weights: Of the model.
+            output: The step.
+            batch: The seats; updated.
+
+        Returns:
+            Error messages by the seats of sequences that an image could not be encoded for: they have to end.
+            What the step computes for them means nothing.
+        """
+        needed = batch.missing_stand_ins(output)
+        if not needed:
+            return {}
+        found = {s.digest: self._kept[s.digest] for _, s in needed if s.digest in self._kept}
+        new = {s.digest: s.data for _, s in needed if s.digest not in found}
+        errors: dict[int, str] = {}
+        failed: dict[str, str] = {}
+        for digest, result in zip(new, self._encoded(run, weights, list(new.values())), strict=True):
+            if isinstance(result, Exception):
+                _LOGGER.error("an image could not be encoded", exc_info=result)
+                failed[digest] = f"an image could not be encoded: {_shown(result)}"
+            else:
+                found[digest] = result
+        for seat, stand_in in needed:
+            if stand_in.digest in failed:
+                errors[seat] = failed[stand_in.digest]
+            else:
+                batch.embeds.setdefault(seat, {})[stand_in.start] = found[stand_in.digest]
+        self._keep(found)
+        return errors
+
+    def clear(self) -> None:
+        """Forgets all vectors: they were made with other weights."""
+        self._kept.clear()
+        self._num_bytes = 0
+
+    def _encoded(
+        self, run: Callable[..., Any], weights: list[Array], images: list[Tile] | list[Patches]
+    ) -> list[Float[np.ndarray, "n e"] | Exception]:
+        """Returns the vectors of each image or tile, or the error that its encoding has failed with."""
+        size = 1 if isinstance(next(iter(images), None), Patches) else self._sizes[-1]
+        groups = [images[i : i + size] for i in range(0, len(images), size)]
+        return [result for group in groups for result in self._encoded_group(run, weights, group)]
+
+    def _encoded_group(
+        self, run: Callable[..., Any], weights: list[Array], group: Sequence[Tile | Patches]
+    ) -> list[Float[np.ndarray, "n e"] | Exception]:
+        try:
+            if isinstance(group[0], Patches):
+                return [_encode_patches(run, weights, group[0])]  # each is a group of its own
+            return [*self._encode_tiles(run, weights, group)]
+        except Exception as error:  # whatever XLA raises, such as for lack of memory
+            if len(group) == 1:
+                return [error]
+        # The images may be of several requests: those that can be encoded alone are.
+        return [result for image in group for result in self._encoded_group(run, weights, [image])]
+
+    def _encode_tiles(
+        self, run: Callable[..., Any], weights: list[Array], tiles: Sequence[Any]
+    ) -> list[Float[np.ndarray, "n e"]]:
+        size = next(n for n in self._sizes if n >= len(tiles))
+        # Padded with the last one, whose vectors are dropped.
+        columns = zip(*tiles, *[tiles[-1]] * (size - len(tiles)), strict=True)
+        out = np.asarray(run(EncodeImagesProgram(size), weights, *map(np.stack, columns)))
+        return [x.copy() for x in out[: len(tiles)]]
+
+    def _keep(self, found: dict[str, np.ndarray]) -> None:
+        for digest, vectors in found.items():
+            if digest not in self._kept:
+                self._num_bytes += vectors.nbytes
+            self._kept[digest] = vectors
+            self._kept.move_to_end(digest)
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= self._kept.popitem(last=False)[1].nbytes

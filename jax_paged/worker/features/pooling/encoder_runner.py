@@ -1,0 +1,268 @@
+"""The device side of an engine whose model reads whole texts and has no cache: programs by length, batch."""
+
+import collections
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jax_paged.checks import check
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
+from jax_paged.core.scheduler_output import NewSequence, ScheduledSequence, SchedulerOutput
+from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.models.checkpoint import read_config, resolve_model_dir
+from jax_paged.models.families.encoder import EncoderModel
+from jax_paged.models.quantization.quantize import kind_to_make
+from jax_paged.models.registry import POOLING_MODELS, get_architecture
+from jax_paged.models.weights import LoadedModel
+from jax_paged.worker.compilation.compiler import CompiledPrograms, trim_heap, use_persistent_cache
+from jax_paged.worker.compilation.programs import Program, TraceContext
+from jax_paged.worker.features.pooling.pooler import HIDDEN, POOLED
+from jax_paged.worker.kv_cache import KVCacheLayout
+from jax_paged.worker.loading.mesh import choose_products, device_grids
+from jax_paged.worker.loading.resolve_config import ModelFacts, resolve_config
+from jax_paged.worker.loading.weights import ServedWeights, load, pooling_of
+
+# Nobody takes one: they are there so that the scheduler, which keeps a share free, finds some.
+_NUM_BLOCKS = 16
+# The least that texts are padded to; larger sizes double.
+_MIN_LENGTH = 16
+# Texts of a program: no row is padding, as a batch is split into these.
+_BATCH_SIZES = (64, 16, 4, 1)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class EncodeTextsProgram(Program):
+    """Pools B texts of up to N tokens.
+
+    Its arguments are weights, int32 tokens [B, N], and int32 [3, B]: how many tokens each text has, where
+    its second text begins, and of which token the hidden state is taken, -1 for the mean. It returns
+    float32 [B, P], and the hidden states [B, N, E].
+    """
+
+    num_tokens: int
+    num_texts: int
+
+    def __str__(self) -> str:
+        return f"encode {self.num_tokens}x{self.num_texts}"
+
+    def trace(self, context: TraceContext) -> jax.stages.Traced:
+        def encode(weights: list[Array], tokens: Array, texts: Array) -> tuple[Array, Array]:
+            model: Any = context.merge(weights)
+            lens, second_texts, places = texts
+            hidden = model.encode(tokens, lens, second_texts)
+            position = jnp.arange(self.num_tokens)
+            is_live = position < lens[:, None]
+            mean = is_live / lens[:, None]
+            share = jnp.where(places[:, None] < 0, mean, position == places[:, None])
+            states = jnp.where(is_live[:, :, None], hidden.astype(jnp.float32), 0)
+            return model.pooled(jnp.einsum("bn,bne->be", share.astype(jnp.float32), states)), hidden
+
+        shapes = (self.num_texts, self.num_tokens), (3, self.num_texts)
+        inputs = [context.shape(shape, jnp.int32) for shape in shapes]
+        return jax.jit(encode, out_shardings=context.replicated).trace(context.weights, *inputs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _PendingBatch:
+    """Texts that the device works on.
+
+    Args:
+        rows: Their indices among the step's rows.
+        kinds: What is kept of each, as SamplingParams.pooling has it.
+        pooled: Of EncodeTextsProgram.
+        hidden: Of EncodeTextsProgram.
+    """
+
+    rows: list[int]
+    kinds: list[str | None]
+    pooled: Array
+    hidden: Array
+
+
+class EncoderRunner:
+    """Runs the steps of one scheduler, whose rows are whole texts, on one device.
+
+    It has what LocalExecutor asks of a ModelRunner. A step draws no tokens: those in its result mean nothing.
+
+    Args:
+        args: Model and limits.
+        loaded: A model in memory to serve, in place of args.model; its weights stay the caller's.
+        first_device: The first of its devices, among those that JAX sees.
+
+    Raises:
+        ValueError: If the model can't be loaded or a limit does not fit it.
+    """
+
+    def __init__(
+        self, args: EngineArgs, loaded: LoadedModel | LanguageModel | None, first_device: int = 0
+    ) -> None:
+        use_persistent_cache()
+        allowed = "1, as an encoder runs on one device"
+        check(args.tensor_parallel_size == 1, "tensor_parallel_size", args.tensor_parallel_size, allowed)
+        num_stages = args.pipeline_parallel_size
+        check(num_stages == 1, "pipeline_parallel_size", num_stages, allowed)
+        (grid,) = device_grids(args, first_device, 1)
+        is_own, (loaded,) = loaded is None, load(args, loaded, (grid,), (0,))
+        allowed = "False, as texts of another batch take another program"
+        check(not args.batch_invariant, "batch_invariant", True, allowed)
+        self._replicated = NamedSharding(grid.mesh, PartitionSpec())
+        matmul_backend = choose_products(args, loaded.dtype)
+        packs = matmul_backend == "onednn"
+        kind = kind_to_make([loaded.model], args.quantization)
+        self.served = ServedWeights(loaded.model, is_own=is_own, packs=packs, kind=kind, grid=grid, extra=[])
+        facts = ModelFacts(
+            architecture=loaded.architecture,
+            dtype=str(loaded.dtype),
+            vocab_size=loaded.vocab_size,
+            max_model_len=loaded.max_model_len,
+            weight_bytes=loaded.weight_bytes,
+            cache_groups=(),
+            block_bytes=1,
+            eos_token_ids=frozenset(),
+            sampling_defaults={},
+            pooling=pooling_of(args, loaded, is_own=is_own),
+        )
+        # A text is computed in one step, and keeps nothing.
+        whole = {"enable_chunked_prefill": False, "enable_prefix_caching": False, "num_scheduler_steps": 1}
+        self.config = resolve_config(
+            dataclasses.replace(args, num_gpu_blocks_override=_NUM_BLOCKS, **whole),
+            facts,
+            platform=grid.devices[0].platform,
+            backend="xla",
+            matmul_backend=matmul_backend,
+            free_bytes=lambda _: 0,
+        )
+        layout = KVCacheLayout((), (), 0, 1, 1, loaded.dtype)
+        weakref.finalize(self, self.served.close).atexit = False
+        self.context = context = TraceContext(
+            model=self.served.model,
+            weights=self.served.arrays,
+            layout=layout,
+            num_blocks=self.config.num_blocks,
+            block_size=self.config.block_size,
+            dtype=loaded.dtype,
+            vocab_size=loaded.vocab_size,
+            max_model_len=self.config.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_logprobs=0,
+            backend="xla",
+            batch_invariant=False,
+            mesh=grid.mesh,
+            pooling=facts.pooling,
+        )
+        self.arrays: dict[str, list[Array]] = {"weights": self.served.arrays, "kv_cache": []}
+        self.host_blocks: list[np.ndarray] = []
+        self._texts: dict[int, NewSequence] = {}
+        self._pending: collections.deque[tuple[SchedulerOutput, list[_PendingBatch]]] = collections.deque()
+        self.buckets = plan_texts(self.config.max_model_len, self.config.max_num_batched_tokens)
+        self.compiled = CompiledPrograms([], list(self.buckets), lambda p: p.lower(context))
+        weakref.finalize(self, self.compiled.abandon).atexit = False
+
+    @property
+    def num_traces(self) -> int:
+        """How many programs were traced so far."""
+        return self.compiled.num_traces
+
+    def wait_until_compiled(self) -> None:
+        """Returns when everything is compiled; until then a step waits for the programs that it needs."""
+        self.compiled.wait()
+
+    def dispatch(self, output: SchedulerOutput) -> None:
+        """Begins a step: texts of about the same length are computed together."""
+        if output.step_id == 0:
+            self._texts.clear()
+        for seq_id in output.released_seq_ids:
+            del self._texts[seq_id]
+        self._texts |= {new.seq_id: new for new in output.new_sequences}
+        order = sorted(range(len(output.scheduled)), key=lambda i: output.scheduled[i].num_tokens)
+        batches = []
+        while order:
+            longest = output.scheduled[order[-1]].num_tokens
+            size = min(p.num_tokens for p in self.buckets if p.num_tokens >= longest)
+            fitting = [i for i in order if 2 * output.scheduled[i].num_tokens > size or size == _MIN_LENGTH]
+            sizes = [p.num_texts for p in self.buckets if p.num_tokens == size]
+            num = max(n for n in sizes if n <= len(fitting))
+            batches.append(self._encode(fitting[:num], output.scheduled, EncodeTextsProgram(size, num)))
+            order = [i for i in order if i not in fitting[:num]]
+        self._pending.append((output, batches))
+
+    def result(self) -> ModelRunnerOutput:
+        """Waits for the oldest step that was dispatched, and returns its result."""
+        output, batches = self._pending.popleft()
+        captured: dict[int, dict[str, np.ndarray]] = {}
+        for batch in batches:
+            pooled = np.asarray(batch.pooled)
+            hidden = np.asarray(batch.hidden).astype(np.float32) if "ALL" in batch.kinds else None
+            for j, (i, kind) in enumerate(zip(batch.rows, batch.kinds, strict=True)):
+                captured[i] = {POOLED: pooled[j]}
+                if kind == "ALL" and hidden is not None:
+                    captured[i] = {HIDDEN: hidden[j, : output.scheduled[i].num_tokens]}
+        num_rows, num_samples = len(output.scheduled), len(output.samples)
+        return ModelRunnerOutput(
+            step_id=output.step_id,
+            token_ids=[[0]] * num_samples,
+            logprobs=[[TokenLogprobs(0.0, 0, [], [])]] * num_samples,
+            is_finite=[True] * num_rows,
+            prompt_logprobs=[[] for _ in range(num_rows)],
+            captured=captured,
+        )
+
+    def allocate(self) -> None:
+        """Does nothing, as there is no pool."""
+
+    def free(self) -> None:
+        """Does nothing, as there is no pool."""
+
+    def close(self) -> None:
+        """Frees the weights, unless they are the caller's; the runner is done."""
+        self.compiled.stop()
+        self.served.close()
+        self._pending.clear()
+        trim_heap()
+
+    def _encode(
+        self, rows: list[int], scheduled: Sequence[ScheduledSequence], program: EncodeTextsProgram
+    ) -> _PendingBatch:
+        tokens = np.zeros((len(rows), program.num_tokens), np.int32)
+        texts, kinds = np.zeros((3, len(rows)), np.int32), []
+        for j, i in enumerate(rows):
+            n, params = scheduled[i].num_tokens, self._texts[scheduled[i].seq_id].sampling_params
+            kinds.append(params.pooling)
+            tokens[j, :n] = scheduled[i].token_ids
+            place = {"LAST": n - 1, "CLS": 0}.get(params.pooling or "", -1)
+            texts[:, j] = n, n if params.second_text is None else params.second_text, place
+        placed = jax.device_put((tokens, texts), self._replicated)
+        pooled, hidden = self.compiled.run(program, self.served.arrays, *placed)
+        pooled.copy_to_host_async()
+        return _PendingBatch(rows, kinds, pooled, hidden)
+
+
+def is_encoder(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -> bool:
+    """Returns whether the model that an engine serves is one for EncoderRunner; reads no weights."""
+    if loaded is not None:
+        model = loaded.model if isinstance(loaded, LoadedModel) else loaded
+        return isinstance(model, EncoderModel)
+    hf_config = read_config(resolve_model_dir(args.model), args.hf_overrides or {})
+    return POOLING_MODELS.get(get_architecture(hf_config)) == "encoder"
+
+
+def plan_texts(max_model_len: int, max_num_batched_tokens: int) -> list[EncodeTextsProgram]:
+    """Returns the programs for the few lengths and batches that texts are padded to, in ascending order."""
+    lengths = [_MIN_LENGTH]
+    while lengths[-1] < max_model_len:
+        lengths.append(2 * lengths[-1])
+    return [
+        EncodeTextsProgram(n, b)
+        for n in (*lengths[:-1], max_model_len)
+        for b in reversed(_BATCH_SIZES)
+        if b == 1 or b * (n // 2 + 1) <= max_num_batched_tokens
+    ]

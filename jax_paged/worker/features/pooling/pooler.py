@@ -1,0 +1,139 @@
+"""Pooled hidden states of texts: computed from what a step leaves of all its token rows."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jax_paged.core.scheduler_output import SchedulerOutput
+from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.worker.compilation.programs import Program, TraceContext
+from jax_paged.worker.input_batch import InputBatch
+
+# What is captured of a row, by name: its sum of hidden states, or all of them.
+POOLED, HIDDEN = "pooled", "hidden"
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolProgram(Program):
+    """Weighted sums of hidden states, and the logits of classes that a classifier makes of them.
+
+    Its arguments are weights, the hidden states of a mixed step, and int32 [2, T]: of each token row the sum
+    that it is added to (S for none), and the bits of its weight. It returns float32 [S, P].
+
+    Args:
+        hidden_size: Columns of the hidden states.
+    """
+
+    hidden_size: int
+
+    def __str__(self) -> str:
+        return "pool"
+
+    def trace(self, context: TraceContext) -> jax.stages.Traced:
+        def compute(weights: list[Array], hidden: Array, packed: Array) -> Array:
+            sums = weighted_sums(hidden, packed, context.max_num_seqs)
+            return finish(context.merge(weights), sums, context)
+
+        num_rows = context.max_num_batched_tokens
+        hidden = context.shape((num_rows, self.hidden_size), context.dtype)
+        packed = context.shape((2, num_rows), jnp.int32)
+        return jax.jit(compute, out_shardings=context.replicated).trace(context.weights, hidden, packed)
+
+
+def weighted_sums(
+    hidden: Float[Array, "t e"], packed: Int[Array, "2 t"], num_sums: int
+) -> Float[Array, "s e"]:
+    """Returns sums of rows, in float32; a row that belongs to none may hold anything."""
+    weights = lax.bitcast_convert_type(packed[1], jnp.float32)[:, None]
+    rows = jnp.where(weights == 0, 0, hidden.astype(jnp.float32) * weights)
+    return jnp.zeros((num_sums, hidden.shape[1])).at[packed[0]].add(rows, mode="drop")
+
+
+def finish(model: LanguageModel, sums: Float[Array, "s e"], context: TraceContext) -> Float[Array, "s p"]:
+    """Returns what pooled hidden states become: embeddings as they are, or logits of classes."""
+    spec = context.pooling
+    if spec is None or not spec.label_tokens:
+        return model.pooled(sums)
+    logits = model.logits(sums.astype(context.dtype))[:, jnp.array(spec.label_tokens)]
+    return logits[:, 1:] - logits[:, :1] if spec.is_two_way else logits
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PendingPooled:
+    """Pooled hidden states that the device computes for rows of a step.
+
+    Args:
+        places: By the row's index, the sum that is its.
+        whole: By the row's index, its first token row, and how many there are, of those that get all.
+        sums: Of PoolProgram; None if no row has a sum.
+        hidden: Hidden states of the step; None if no row gets all.
+    """
+
+    places: dict[int, int]
+    whole: dict[int, tuple[int, int]]
+    sums: Array | None
+    hidden: Array | None
+
+    def read(self) -> dict[int, dict[str, np.ndarray]]:
+        """Waits for them; returns them by the row's index and by name."""
+        sums, hidden = np.asarray(self.sums), np.asarray(self.hidden)
+        rows = {i: {POOLED: sums[place]} for i, place in self.places.items()}
+        return rows | {i: {HIDDEN: hidden[a : a + n].astype(np.float32)} for i, (a, n) in self.whole.items()}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlannedPooling:
+    """What is pooled of a step.
+
+    Args:
+        packed: Of PoolProgram.
+        places: As in PendingPooled.
+        whole: As in PendingPooled.
+    """
+
+    packed: np.ndarray
+    places: dict[int, int]
+    whole: dict[int, tuple[int, int]]
+
+    def begin(self, run: Callable[..., Any], weights: list[Array], hidden: Array) -> PendingPooled:
+        """Starts computing it; the arguments are those of prompt_logprobs.begin."""
+        sums = None
+        if self.places:
+            sums = run(PoolProgram(hidden.shape[1]), weights, hidden, self.packed)
+            sums.copy_to_host_async()
+        return PendingPooled(self.places, self.whole, sums, hidden if self.whole else None)
+
+
+def plan_pooling(output: SchedulerOutput, batch: InputBatch, context: TraceContext) -> PlannedPooling | None:
+    """Returns what is pooled of a step, by the requests that are in `batch`; None for nothing."""
+    if not batch.pooling:
+        return None
+    packed = np.zeros((2, context.max_num_batched_tokens), np.int32)
+    packed[0] = context.max_num_seqs
+    weights, first = packed[1].view(np.float32), 0
+    places: dict[int, int] = {}
+    whole: dict[int, tuple[int, int]] = {}
+    seats = batch.seats_of([row.seq_id for row in output.scheduled]).tolist()
+    for i, (row, seat) in enumerate(zip(output.scheduled, seats, strict=True)):
+        kind, prompt_len = batch.pooling.get(seat, (None, 0))
+        end = first + row.num_tokens
+        rows = slice(first, end)
+        first = end
+        if kind == "ALL":
+            whole[i] = rows.start, row.num_tokens
+            continue
+        if kind == "LAST":
+            rows = slice(end - 1, end if row.start + row.num_tokens == prompt_len else end - 1)
+        elif kind == "CLS":
+            rows = slice(rows.start, rows.start + (row.start == 0))
+        if kind is not None and rows.start < rows.stop:
+            places[i] = len(places)
+            packed[0, rows] = places[i]
+            weights[rows] = 1 / prompt_len if kind == "MEAN" else 1
+    return PlannedPooling(packed, places, whole) if places or whole else None

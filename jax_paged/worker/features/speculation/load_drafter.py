@@ -1,0 +1,69 @@
+"""What drafts for the model of an engine: loaded, and checked against that model."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jax_paged.checks import check
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.models.checkpoint import resolve_model_dir
+from jax_paged.models.kv_location import Place
+from jax_paged.models.loading.eagle_checkpoint import load_head
+from jax_paged.models.parallel.sharding import DeviceGrid
+from jax_paged.models.weights import LoadedModel, load_model
+from jax_paged.worker.features.speculation.draft_model import DraftModel, check_draft, check_groups
+from jax_paged.worker.features.speculation.drafter import Drafter
+from jax_paged.worker.features.speculation.eagle_drafter import EagleDrafter
+from jax_paged.worker.kv_cache import KVCacheLayout, plan_layout
+from jax_paged.worker.loading.weights import flatten, packed, placed
+
+
+def load_drafter(
+    args: EngineArgs, loaded: LoadedModel, layout: KVCacheLayout, grid: DeviceGrid, *, packs: bool
+) -> tuple[Drafter | None, list[Array]]:
+    """Loads what drafts on the device, in the type of the model that is served; returns it and its weights.
+
+    Args:
+        args: Name it.
+        loaded: The model that is served.
+        layout: Of its pool.
+        grid: The devices that share the weights.
+        packs: Whether oneDNN multiplies.
+
+    Raises:
+        ValueError: If it can't be loaded, or does not fit the model.
+    """
+    speculative = args.speculative
+    if speculative is None or speculative.model is None:
+        return None, []
+    name = speculative.model
+    if speculative.kind == "eagle3":
+        head = load_head(resolve_model_dir(name), loaded, grid)
+        window, group = _widest(layout)
+        # An entry stands one place before its token: what has left the window of that may be gone.
+        window = None if window is None else max(1, window - 1)
+        own = plan_layout([head.kv_cache_spec(window)], layout.dtype, grid.num_devices)
+        own = dataclasses.replace(own, groups=layout.groups, places=(Place(0, group),))
+        paths = head.config.features_of(loaded.config.num_hidden_layers)
+        flat, weights, splits = flatten(packed(head, in_place=True) if packs else head)
+        weights = placed(weights, splits, grid, are_in_order=True)
+        return EagleDrafter(flat, own, paths, head.config.hidden_size, loaded.dtype, window), weights
+    dtype = "float32" if loaded.dtype == jnp.float32 else "bfloat16"
+    draft = load_model(resolve_model_dir(name), dtype, None, {}, grid)
+    check_draft(draft, loaded, args.max_model_len, name)
+    own = plan_layout(draft.model.kv_cache_specs(), layout.dtype, grid.num_devices)
+    allowed = "one whose layers keep no state of each sequence, which can't take drafts back"
+    check(not own.states, "model of speculative_config", name, allowed)
+    check_groups(own, layout, name)
+    flat, weights, splits = flatten(packed(draft.model, in_place=True) if packs else draft.model)
+    weights = placed(weights, splits, grid, are_in_order=True)
+    return DraftModel(flat, own), weights
+
+
+def _widest(layout: KVCacheLayout) -> tuple[int | None, int]:
+    """Returns the window and the index of the cache group whose layers see most of a text."""
+    for group, found in enumerate(layout.groups):
+        if found.window is None and not found.is_cross:
+            return None, group
+    return max((found.window or 0, group) for group, found in enumerate(layout.groups))

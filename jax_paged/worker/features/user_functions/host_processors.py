@@ -1,0 +1,137 @@
+"""Python functions that change the logits of a request, one token at a time: vLLM's old logits processors.
+
+The step draws as always; then the rows of such requests are computed again from their hidden states, pass the
+functions on the host, and are drawn anew. Each token waits for the host twice.
+"""
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jax_paged.sampling_params import MAX_BIAS_IDS, LogitsFunction
+from jax_paged.worker.compilation.compiler import CompiledPrograms
+from jax_paged.worker.compilation.programs import Program, TraceContext, packed_results
+from jax_paged.worker.input_batch import InputBatch
+from jax_paged.worker.packed_buffer import NUM_SAMPLING_COLUMNS, sampling_batch
+from jax_paged.worker.sampling.sampler import sample
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLogitsProgram(Program):
+    """The logits float32 [1, V] of one token row, of weights and the hidden states of a mixed step.
+
+    Args:
+        hidden_size: Columns of the hidden states.
+    """
+
+    hidden_size: int
+
+    def __str__(self) -> str:
+        return "row logits"
+
+    def trace(self, context: TraceContext) -> jax.stages.Traced:
+        def compute(weights: list[Array], hidden: Array, row: Array) -> Array:
+            return context.logits(context.merge(weights), hidden[row])
+
+        hidden = context.shape((context.max_num_batched_tokens, self.hidden_size), context.dtype)
+        jitted = jax.jit(compute, out_shardings=context.replicated)
+        return jitted.trace(context.weights, hidden, context.shape((1,), jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class RedrawProgram(Program):
+    """Draws from one row of changed logits; what it returns is what StepProgram says of a row.
+
+    Its arguments are the model's logits, the changed ones, a row of `sampling`, the position, and rows of
+    bias_ids, bias_values and token_mask.
+    """
+
+    def __str__(self) -> str:
+        return "redraw"
+
+    def trace(self, context: TraceContext) -> jax.stages.Traced:
+        def draw(
+            logits: Array, processed: Array, sampling: Array, position: Array, *rows: Array
+        ) -> tuple[Array, Array]:
+            fields = {"sampling": sampling, "sample_positions": position, "count_seats": position * 0}
+            batch = sampling_batch(fields, jnp.zeros_like(logits, jnp.int32), *rows)
+            how = {"is_processed": context.is_processed, "own": context.sampler}
+            return packed_results(
+                sample(logits, batch, max_logprobs=context.max_logprobs, processed=processed, **how)
+            )
+
+        logits = context.shape((1, context.vocab_size), jnp.float32)
+        inputs = [
+            context.shape((1, NUM_SAMPLING_COLUMNS), jnp.int32),
+            context.shape((1,), jnp.int32),
+            context.shape((1, MAX_BIAS_IDS), jnp.int32),
+            context.shape((1, MAX_BIAS_IDS), jnp.float32),
+            context.shape((1, context.num_mask_words), jnp.int32),
+        ]
+        jitted = jax.jit(draw, out_shardings=(context.replicated, context.replicated))
+        return jitted.trace(logits, logits, *inputs)
+
+
+def redraw(
+    compiled: CompiledPrograms,
+    weights: list[Array],
+    hidden: Array,
+    batch: InputBatch,
+    fields: dict[str, np.ndarray],
+    sampling_inputs: Sequence[Array | np.ndarray],
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Draws the tokens of requests with functions of their own.
+
+    Args:
+        compiled: Gets the programs when they are needed first.
+        weights: Of the model.
+        hidden: The hidden states of the step, which is a mixed one.
+        batch: The seats.
+        fields: Of the step's buffer.
+        sampling_inputs: bias_ids, bias_values and token_mask of the step.
+
+    Returns:
+        By row of logits, what StepProgram returns of it: int32 [4] and [1 + 2N].
+    """
+    redrawn, run = {}, compiled.run
+    row_logits, drawing = RowLogitsProgram(hidden.shape[1]), RedrawProgram()
+    for program in (row_logits, drawing):
+        compiled.add(program)
+    for j, seat in enumerate(fields["sample_seats"].tolist()):
+        functions = batch.functions.get(seat)
+        if functions is None:
+            continue
+        row, position = fields["logits_rows"][j : j + 1], fields["sample_positions"][j : j + 1]
+        logits = run(row_logits, weights, hidden, row)
+        prompt, output = batch.known_tokens[seat].before(int(position[0]))
+        changed = _applied(functions, prompt, output, np.asarray(logits)[0].copy())
+        rows = [np.asarray(x)[j : j + 1] for x in sampling_inputs]
+        results, details = run(drawing, logits, changed[None], fields["sampling"][j : j + 1], position, *rows)
+        redrawn[j] = np.asarray(results)[:, 0], np.asarray(details)[0]
+    return redrawn
+
+
+def _applied(
+    functions: list[LogitsFunction], prompt: list[int], output: list[int], logits: np.ndarray
+) -> np.ndarray:
+    """Returns the logits after all functions; NaN, which ends the request alone, if one of them fails."""
+    shape = logits.shape
+    try:
+        for function in functions:
+            takes_prompt = len(inspect.signature(function).parameters) == 3
+            logits = function(*([prompt] if takes_prompt else []), output, logits)
+        logits = np.asarray(logits, np.float32)
+        if logits.shape != shape:
+            raise ValueError(f"the logits have shape {logits.shape}; allowed: {shape}")
+        return logits
+    except Exception:
+        _LOGGER.exception("a logits processor has failed; its request ends")
+        return np.full(shape, np.nan, np.float32)

@@ -1,0 +1,407 @@
+"""Which backend `auto` means: on a GPU the Pallas kernels are checked there once, and trusted from then on.
+
+The check is pallas_kernels/self_check/runner.py, in a process of its own that is killed when its time is
+over. The verdict is kept in a file. It holds until something changes that it depends on: the GPU, its
+driver, what compiles the kernels, the kernels themselves, the shapes of the model.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+from jaxtyping import Array
+
+from jax_paged.config.engine_args import EngineArgs, cache_dir
+from jax_paged.models.attention import Attend, StateSpec, value_dim_of, window_of
+from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.models.checkpoint import resolve_model_dir
+from jax_paged.models.forward_context import ForwardContext
+from jax_paged.models.parallel.sharding import TENSOR, DeviceGrid, repeated
+from jax_paged.models.recurrent.recurrence import recur_dense
+from jax_paged.models.weights import LoadedModel, outline
+from jax_paged.pallas_kernels import native, ops
+from jax_paged.pallas_kernels.ops import resolve_backend
+from jax_paged.pallas_kernels.self_check import runner
+from jax_paged.pallas_kernels.self_check.expert_check import Experts
+from jax_paged.pallas_kernels.self_check.runner import Suite, Variant
+from jax_paged.worker.loading.weights import check_divided, flatten
+
+_LOGGER = logging.getLogger(__name__)
+
+# Most of it is compiling: some twenty programs.
+LIMIT_S = 240.0
+# The process finds the same modules as this one, however they were found here.
+_PROGRAM = """
+import json, sys
+task = json.loads(sys.argv[1])
+sys.path[:] = task["path"]
+from jax_paged.pallas_kernels.self_check import runner
+runner.main(task)
+"""
+_COMPILERS = "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin nvidia-cuda-nvcc-cu12 nvidia-cuda-nvcc"
+_OUTPUT_CHARACTERS = 2000
+# Times on a GPU that others use differ by so much.
+_NOISE = 1.03
+
+Outcome = Literal["passed", "slower", "wrong", "crashed", "hung", "unsupported", "not run"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a check has found.
+
+    Args:
+        outcome: "unsupported" if the kernels refuse these shapes or this device; "not run" if something else
+            than the kernels has failed, such as memory that was not free: then nothing is known of them.
+        reason: In a line.
+        seconds: That the check took.
+        rows: Of the table, as self_check.py describes them.
+        output: The end of what the process has printed, if the kernels have not passed.
+    """
+
+    outcome: Outcome
+    reason: str
+    seconds: float
+    rows: tuple[dict[str, Any], ...] = ()
+    output: str = ""
+
+    def table(self) -> str:
+        """Returns all of it for people to read."""
+        lines = [f"{'':<64}{'':>6}{'is':>10}{'at most':>10}"]
+        for row in self.rows:
+            mark = " TOO LARGE" if _is_over(row) else ""
+            lines.append(f"{row['case']:<64}{row['what']:>6}{row['value']:>10.3g}{row['limit']:>10.3g}{mark}")
+        return "\n".join([*lines, f"{self.outcome}: {self.reason} ({self.seconds:.0f} s)", self.output])
+
+
+def choose_backend(
+    args: EngineArgs, loaded: LoadedModel | LanguageModel | None, attend: Attend | None
+) -> tuple[ops.Implementation, str]:
+    """Returns which kernels attend, and why. On a GPU, `auto` checks them if they were not yet.
+
+    Args:
+        args: Name the backend and the model.
+        loaded: A model in memory in place of it.
+        attend: Attends in the kernels' place; then none are checked.
+
+    Raises:
+        ValueError: If the backend can't be used here, or there is no such model.
+    """
+    backend = resolve_backend(args.attention_backend, name="attention_backend")
+    if args.attention_backend != "auto":
+        return backend, "asked for"
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        if backend == "xla":
+            _LOGGER.warning("attention runs in XLA; the native backend is quicker, but %s", native.problem())
+        return backend, "auto, on a CPU"
+    if device.platform != "gpu" or attend is not None:
+        return backend, f"auto, {'with attention of your own' if attend else 'without an NVIDIA GPU'}"
+    if args.speculative is not None and args.speculative.model is not None:
+        why = (
+            "kernels are not checked with the shapes of what drafts; attention_backend='pallas' asks for them"
+        )
+        _LOGGER.warning("attention runs in XLA: %s", why)
+        return backend, f"auto; {why}"
+    verdict = check_all(suites_of(args, loaded))
+    if verdict.outcome == "passed":
+        _LOGGER.info("attention runs in the Pallas kernels: %s", verdict.reason)
+        return "pallas", f"auto: {verdict.reason}"
+    command = _command(args)
+    advice = f". Please open an issue with what `{command}` prints"
+    if verdict.outcome in ("unsupported", "not run"):
+        advice = f". `{command}` shows more"
+    why = f"pallas {verdict.outcome}: {verdict.reason}"
+    _LOGGER.warning("attention runs in XLA, not in the Pallas kernels; %s%s", why, advice)
+    return backend, f"auto; {why}"
+
+
+def _command(args: EngineArgs) -> str:
+    """Returns the command that checks the same kernels by hand."""
+    options = [f"--model {args.model}"]
+    for name in ("dtype", "block_size", "max_model_len", "kv_cache_dtype"):
+        if (value := getattr(args, name)) != getattr(EngineArgs, name):
+            options.append(f"--{name.replace('_', '-')} {value}")
+    return f"jax-paged check-kernels {' '.join(options)}"
+
+
+def suites_of(args: EngineArgs, loaded: LoadedModel | LanguageModel | None = None) -> list[Suite]:
+    """Returns the shapes with which a device calls the kernels, whether or not the model is loaded yet.
+
+    They are found by running the model on shapes alone, with attention that takes notes. Layers that differ
+    in the heads of keys and values have a suite each.
+
+    Raises:
+        ValueError: If the model can't be divided among so many devices.
+    """
+    if loaded is None:
+        model = outline(
+            resolve_model_dir(args.model), args.dtype, args.max_model_len, args.hf_overrides or {}
+        )
+    else:
+        model = loaded.model if isinstance(loaded, LoadedModel) else loaded
+    specs, found = model.kv_cache_specs(), dict[tuple[int, int, int | None], dict[Any, Variant]]()
+    flat, weights, splits = flatten(model)
+    size = args.tensor_parallel_size
+    grid = DeviceGrid(AbstractMesh((size,), (TENSOR,)), args.enable_expert_parallel)
+    check_divided(model, grid)
+
+    def attend(
+        layer: int,
+        q: Array,
+        k: Array | None,
+        v: Array | None,
+        *,
+        scale: float,
+        soft_cap: float | None = None,
+        **more: Any,
+    ) -> Array:
+        spec = specs[layer]
+        assert not isinstance(spec, StateSpec), "the layer attends"
+        by_head = (more.get(name) is not None for name in ("distance_bias", "sinks"))
+        asked = window_of(spec), soft_cap, *by_head
+        variants = found.setdefault((spec.num_kv_heads, spec.head_dim, value_dim_of(spec)), {})
+        # Layers that differ in their scale only run the same kernels.
+        variants.setdefault(asked, Variant(q.shape[-2] // size, float(scale), *asked))
+        return q[..., : value_dim_of(spec)]
+
+    def cross_attend(layer: int, q: Array, *, scale: float) -> Array:
+        return attend(layer, q, q, q, scale=scale)
+
+    products = dict[Experts, None]()
+
+    def multiply(x: Array, kernels: Array, group_sizes: Array) -> Array:
+        products[Experts(x.shape[0], *kernels.shape)] = None  # the rows of one token
+        return jnp.zeros((x.shape[0], kernels.shape[2]), x.dtype)
+
+    def run(weights: list[Array]) -> Array:
+        model, token = flat.merge(weights), jnp.zeros(1, jnp.int32)
+        recur = functools.partial(recur_dense, specs, token.shape)
+        context = ForwardContext(model, token, attend, cross_attend, multiply, recur=recur)
+        return model.hidden(token, dataclasses.replace(context, grid=grid if size > 1 else None))
+
+    shapes = [grid.shape(x.shape, split) for x, split in zip(weights, splits, strict=True)]
+    hidden = jax.eval_shape(
+        run, [jax.ShapeDtypeStruct(*x) for x in zip(shapes, (x.dtype for x in weights), strict=True)]
+    )
+    max_len = args.max_model_len or model.config.max_position_embeddings
+    return [
+        Suite(
+            variants=tuple(variants.values()),
+            kv_heads=repeated(num_kv_heads, 1)[0].on(size),
+            head_dim=head_dim,
+            page_size=args.block_size,
+            dtype=str(hidden.dtype),
+            max_len=min(max_len, runner.LONGEST),
+            kv_cache_dtype=args.kv_cache_dtype,
+            experts=tuple(products),
+            value_dim=value_dim,
+        )
+        for (num_kv_heads, head_dim, value_dim), variants in found.items()
+    ]
+
+
+def check_all(suites: list[Suite], **options: Any) -> Verdict:
+    """Returns the verdict of `check` on the first suite that does not pass, or else on the last."""
+    verdict = check(suites[0], **options)
+    for suite in suites[1:]:
+        if verdict.outcome == "passed":
+            verdict = check(suite, **options)
+    return verdict
+
+
+def check(
+    suite: Suite,
+    folder: Path | None = None,
+    *,
+    candidate: str = "pallas",
+    rival: str = "xla",
+    limit_s: float = LIMIT_S,
+    is_anew: bool = False,
+) -> Verdict:
+    """Returns the verdict on kernels, the one that is kept if there is one. One check runs at a time.
+
+    Args:
+        suite: The shapes.
+        folder: Where verdicts are kept; None for config.cache_dir's.
+        candidate: Backend, or module with the four ops, that is checked.
+        rival: That the candidate has to be at least as fast as.
+        limit_s: Seconds after which the check is killed.
+        is_anew: Whether it runs even if there is a verdict.
+    """
+    if suite.value_dim is not None:
+        return Verdict("unsupported", "the kernels take no latent cache", 0.0)
+    task = {"candidate": candidate, "rival": rival, "suite": dataclasses.asdict(suite)}
+    key = json.loads(json.dumps(task | _machine()))  # as it is read again
+    folder = folder or Path(cache_dir("kernel-checks"))
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    file = folder / f"{digest[:32]}.json"
+    if not is_anew and (verdict := _kept(file, key)) is not None:
+        return verdict
+    with _alone(folder):
+        # Perhaps somebody else has just checked the same.
+        if not is_anew and (verdict := _kept(file, key)) is not None:
+            return verdict
+        verdict = _run(task | {"device_kind": key["device"]}, limit_s)
+        if verdict.outcome != "not run":
+            with contextlib.suppress(OSError):  # which was said
+                _keep(file, key, verdict)
+        return verdict
+
+
+def _machine() -> dict[str, Any]:
+    """Returns what a verdict depends on beside the shapes."""
+    device, sources = jax.devices()[0], hashlib.sha256()
+    for source in sorted(Path(ops.__file__).parent.rglob("*.py")):
+        sources.update(source.name.encode() + source.read_bytes())
+    versions = {}
+    for name in _COMPILERS.split():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "device": device.device_kind,
+        "driver": _driver(),
+        "runtime": device.client.platform_version,
+        "versions": versions,
+        "kernels": sources.hexdigest(),
+    }
+
+
+def _driver() -> str | None:
+    """Returns the version of NVIDIA's driver; None without one."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    text = ctypes.create_string_buffer(96)
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    nvml.nvmlSystemGetDriverVersion(text, len(text))
+    nvml.nvmlShutdown()
+    return text.value.decode()
+
+
+def _kept(file: Path, key: dict[str, Any]) -> Verdict | None:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if values["key"] != key:
+            return None
+        return Verdict(**values["verdict"] | {"rows": tuple(values["verdict"]["rows"])})
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        _LOGGER.warning("%s holds no verdict (%r); the kernels are checked anew", file, error)
+        return None
+
+
+def _keep(file: Path, key: dict[str, Any], verdict: Verdict) -> None:
+    """Writes a file that others see whole or not at all."""
+    part = file.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps({"key": key, "verdict": dataclasses.asdict(verdict)}, indent=1), "utf-8")
+    part.replace(file)
+
+
+def _alone(folder: Path) -> contextlib.AbstractContextManager[Any]:
+    """Waits until nobody else checks: two would spoil each other's times. The lock ends with its process."""
+    import fcntl  # where there are NVIDIA GPUs for JAX, there is fcntl
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _LOGGER.info("another process checks kernels; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        _warn_not_kept(folder, str(error))
+        return contextlib.nullcontext()
+    return lock
+
+
+@functools.cache
+def _warn_not_kept(folder: Path, reason: str) -> None:
+    """Logs a warning, once per process for the same folder and reason."""
+    _LOGGER.warning("%s can't keep verdicts on kernels, so every start checks: %s", folder, reason)
+
+
+def _run(task: dict[str, Any], limit_s: float) -> Verdict:
+    """Runs a check in a process of its own."""
+    text = "checking the kernels of backend %s on %s, once for this model: at most %.0f s"
+    _LOGGER.info(text, task["candidate"], task["device_kind"], limit_s)
+    start, platforms = time.monotonic(), jax.config.jax_platforms
+    with tempfile.TemporaryDirectory() as scratch:
+        events, printed = Path(scratch) / "events", Path(scratch) / "printed"
+        task |= {"path": sys.path, "events": str(events), "limit_s": limit_s, "platforms": platforms}
+        command = [sys.executable, "-c", _PROGRAM, json.dumps(task)]
+        with printed.open("wb") as out:
+            pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            try:
+                process = subprocess.Popen(command, start_new_session=True, **pipes)
+            except OSError as error:
+                return Verdict("not run", f"Python can't be started: {error}", 0.0)
+        how = f"not done after {limit_s:.0f} s"
+        try:
+            code = process.wait(limit_s)
+            how = f"the process ended with {code if code >= 0 else signal.Signals(-code).name}"
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+        found = events.read_text(encoding="utf-8").splitlines() if events.exists() else []
+        outcome, reason, rows = _judge(found, "hung" if code is None else "crashed", how)
+        output = printed.read_text(encoding="utf-8", errors="replace")[-_OUTPUT_CHARACTERS:]
+    return Verdict(outcome, reason, time.monotonic() - start, rows, "" if outcome == "passed" else output)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """Ends a process with all that it has started; one that the driver holds on to is left behind."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            _LOGGER.warning("process %d, which checked the kernels, can't be ended", process.pid)
+
+
+def _is_over(row: dict[str, Any]) -> bool:
+    return row["value"] > row["limit"] * (_NOISE if row["what"] == "us" else 1)
+
+
+def _judge(lines: list[str], end: Outcome, how: str) -> tuple[Outcome, str, tuple[dict[str, Any], ...]]:
+    """Returns outcome, reason and rows, from the events of a process and how it has ended."""
+    events: list[dict[str, Any]] = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # the last one may be cut off
+            events.append(json.loads(line))
+    rows = tuple(event["row"] for event in events if "row" in event)
+    if not events or "end" not in events[-1]:
+        case = next((event["begin"] for event in reversed(events) if "begin" in event), None)
+        return ("not run", how, rows) if case is None else (end, f"{case}: {how}", rows)
+    if events[-1]["end"] != "done":
+        return events[-1]["end"], events[-1]["reason"], rows
+    over = [row for row in rows if _is_over(row)]
+    over = [row for row in over if row["what"] == "error"] or over
+    if over:
+        texts = [f"{r['case']} ({r['what']} {r['value']:.3g}, at most {r['limit']:.3g})" for r in over]
+        return "wrong" if over[0]["what"] == "error" else "slower", "; ".join(texts), rows
+    gains = [row["limit"] / row["value"] for row in rows if row["what"] == "us"]
+    mean = math.prod(gains) ** (1 / len(gains))
+    return "passed", f"right on this device, and {mean:.1f} times as fast as XLA", rows

@@ -1,0 +1,62 @@
+"""The devices of an engine, and what multiplies by weights on them."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_paged.checks import check
+from jax_paged.config.engine_args import EngineArgs
+from jax_paged.models.parallel.sharding import TENSOR, DeviceGrid
+from jax_paged.pallas_kernels.native import products
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def device_grids(args: EngineArgs, first_device: int, num_stages: int) -> tuple[DeviceGrid, ...]:
+    """Returns the devices that the model of an engine is divided among, for each stage of it.
+
+    Args:
+        args: Say how many a stage has.
+        first_device: The first of them, among those that JAX sees.
+        num_stages: Stages of this process.
+
+    Raises:
+        ValueError: If there are not so many.
+    """
+    size, devices = args.tensor_parallel_size, jax.devices()[first_device:]
+    allowed = f"at most {len(devices)}, the devices that JAX sees"
+    if first_device:
+        allowed += f" from number {first_device} on"
+    hint = ""
+    if jax.default_backend() == "cpu":
+        hint = " (a CPU is as many as XLA_FLAGS=--xla_force_host_platform_device_count=N says)"
+    check(size <= len(devices), "tensor_parallel_size", size, allowed + hint)
+    seen = f"as JAX sees {jax.device_count()} devices"
+    most = len(devices) // size
+    allowed = f"at most {most}, {seen}, and each stage takes {size}{hint}"
+    check(num_stages <= most, "pipeline_parallel_size", num_stages, allowed)
+    most = jax.device_count() // (size * num_stages)
+    allowed = f"at most {most}, {seen}, and each engine takes {size * num_stages}{hint}"
+    check(args.data_parallel_size <= most, "data_parallel_size", args.data_parallel_size, allowed)
+    parts = np.array(devices[: size * num_stages]).reshape(num_stages, size)
+    return tuple(DeviceGrid(Mesh(part, (TENSOR,)), args.enable_expert_parallel) for part in parts)
+
+
+def choose_products(args: EngineArgs, dtype: jnp.dtype) -> products.Products:
+    """Returns what multiplies by weights of a type.
+
+    Raises:
+        ValueError: If what is asked for can't be had here, or not on several devices.
+    """
+    backend = products.resolve_products(args.matmul_backend, dtype, name="matmul_backend")
+    if args.tensor_parallel_size > 1:
+        allowed = "'auto' or 'xla' with tensor_parallel_size above 1, as packed weights are not divided"
+        check(args.matmul_backend != "onednn", "matmul_backend", args.matmul_backend, allowed)
+        return "xla"
+    if args.matmul_backend == "auto" and backend == "xla" and jax.default_backend() == "cpu":
+        problem = products.problem(dtype)
+        _LOGGER.warning("XLA packs the weights in every step; oneDNN does it once, but %s", problem)
+    return backend

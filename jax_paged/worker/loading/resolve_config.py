@@ -1,0 +1,295 @@
+"""EngineArgs, what a model says of itself, and the device -> EngineConfig. Needs no JAX."""
+
+import dataclasses
+import logging
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jax_paged.checks import check, check_int
+from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.core.features.speculation.num_drafts import Speculation
+from jax_paged.core.kv_cache.cache_group import CacheGroup, blocks_of
+from jax_paged.models.features.pooling import PoolingSpec
+
+_LOGGER = logging.getLogger(__name__)
+
+# The pool of an engine on a CPU that is given no size. A sequence of max_model_len may need a larger pool,
+# which then has up to vLLM's default for CPUs, and up to a share of the machine's memory.
+CPU_KV_CACHE_BYTES = 256 * 2**20
+_MAX_CPU_KV_CACHE_BYTES = 4 * 2**30
+_CPU_KV_CACHE_SHARE = 1 / 4
+# Token rows whose products take as long as reading the weights. On two cores by oneDNN, the layers of a model
+# of 120 M parameters take 5.2 ms for one row, 6.5 for 8 and 21.4 for 64; on an H100 it is arithmetic: 990
+# TFLOP/s in bfloat16 against 3.35 TB/s.
+_FREE_ROWS_CPU, _FREE_ROWS_GPU = 16, 256
+# Slots for states per sequence: its own, and one for a checkpoint of a prefix.
+_STATE_SLOTS_PER_SEQ = 2
+# Slots of the pool: they are numbered by int32.
+MAX_SLOTS = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What the settings of an engine depend on, of a model that is loaded.
+
+    Args:
+        architecture: The name under "architectures" in config.json.
+        dtype: Of weights and activations: "float32" or "bfloat16".
+        vocab_size: Rows of the embedding.
+        max_model_len: Maximum tokens that the model was made for.
+        weight_bytes: Of all weights.
+        cache_groups: What its layers need of a sequence's past.
+        block_bytes: Of one block in all arrays of the pool together; of the stage that has most of them.
+        eos_token_ids: Its end tokens.
+        sampling_defaults: What generation_config.json says of sampling, in the words of SamplingParams.
+        decoder_start_token_id: Of an encoder-decoder model; None for a decoder.
+        pooling: What it makes of texts; None if it only draws tokens.
+        state_bytes: Of what all layers keep of one sequence, whatever its length.
+        draft_cost: What a pass of its draft model costs, as a share of one of its own.
+    """
+
+    architecture: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    weight_bytes: int
+    cache_groups: tuple[CacheGroup, ...]
+    block_bytes: int
+    eos_token_ids: frozenset[int]
+    sampling_defaults: dict[str, Any]
+    decoder_start_token_id: int | None = None
+    pooling: PoolingSpec | None = None
+    state_bytes: int = 0
+    draft_cost: float = 0.0
+
+
+def resolve_config(
+    args: EngineArgs,
+    model: ModelFacts,
+    *,
+    platform: str,
+    backend: str,
+    matmul_backend: str,
+    free_bytes: Callable[[EngineConfig], int],
+) -> EngineConfig:
+    """Resolves every setting against the model and the device.
+
+    Args:
+        args: What the user asks for.
+        model: The model.
+        platform: "cpu", "gpu" or another of JAX's names.
+        backend: Which kernels attend.
+        matmul_backend: What multiplies by weights.
+        free_bytes: Returns the bytes that the device has left for the pool of an engine with a
+            configuration whose pool is empty. Is called if no setting says how large the pool is, and the
+            device is no CPU.
+
+    Raises:
+        ValueError: If a limit does not fit the model or the others.
+    """
+    on_cpu = platform == "cpu"
+    max_model_len = model.max_model_len if args.max_model_len is None else args.max_model_len
+    check_int("max_model_len", max_model_len, 2, model.max_model_len)
+    max_num_seqs = args.max_num_seqs or (64 if on_cpu else 256)
+    # With packed products of bfloat16 such a step is about as long as one of 512 tokens in float32.
+    is_slow = on_cpu and not (model.dtype == "bfloat16" and matmul_backend == "onednn")
+    max_num_batched_tokens = args.max_num_batched_tokens or (512 if is_slow else 2048)
+    if args.batch_invariant and args.max_num_batched_tokens is None and matmul_backend == "xla":
+        # Decode steps are as large (see plan_invariant_buckets): prompts are slow then, rather than answers.
+        max_num_batched_tokens = max_num_seqs
+    if not args.enable_chunked_prefill:
+        if args.max_num_batched_tokens is None:
+            max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
+        name = "max_num_batched_tokens (with enable_chunked_prefill=False)"
+        check_int(name, max_num_batched_tokens, max_model_len)
+    if args.batch_invariant:
+        ok = on_cpu and backend in ("native", "xla")
+        allowed = "False here: only attention on a CPU, by 'native' or 'xla', adds up every row by itself"
+        check(ok, "batch_invariant", True, allowed)
+    has_full_attention = any(g.window is None and not g.is_cross for g in model.cache_groups)
+    can_share = on_cpu and backend in ("native", "xla") and has_full_attention and not args.batch_invariant
+    # No more than what all running sequences can fill.
+    max_swapped = max_num_seqs * -(-max_model_len // args.block_size) * len(model.cache_groups)
+    num_stages = args.pipeline_parallel_size
+    swap_bytes = int(args.swap_space * 2**30)
+    num_swap_slots = _num_state_slots(model, swap_bytes, max_num_seqs)
+    swap_bytes -= num_swap_slots * model.state_bytes
+    max_logprobs = model.vocab_size if args.max_logprobs == -1 else min(args.max_logprobs, model.vocab_size)
+    config = EngineConfig(
+        model_name=args.model,
+        architecture=model.architecture,
+        dtype=model.dtype,
+        backend=backend,
+        matmul_backend=matmul_backend,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        block_size=args.block_size,
+        num_blocks=0,
+        num_swap_blocks=min(swap_bytes // model.block_bytes // num_stages, max_swapped),
+        state_slots=(0, num_swap_slots),
+        cache_groups=model.cache_groups,
+        kv_cache_bytes=0,
+        weight_bytes=model.weight_bytes,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_logprobs=max_logprobs,
+        eos_token_ids=model.eos_token_ids,
+        sampling_defaults=model.sampling_defaults,
+        decoder_start_token_id=model.decoder_start_token_id,
+        pooling=model.pooling,
+        enable_prefix_caching=args.enable_prefix_caching,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        scheduling_policy=args.scheduling_policy,
+        preemption_mode=args.preemption_mode,
+        delay_factor=args.scheduler_delay_factor,
+        batch_invariant=args.batch_invariant,
+        cascade_attention=can_share and not args.disable_cascade_attn,
+        async_scheduling=args.async_scheduling,
+        num_scheduler_steps=args.num_scheduler_steps,
+        seed=args.seed,
+        kv_cache_dtype=args.kv_cache_dtype,
+        distributed_executor_backend=args.distributed_executor_backend,
+        pipeline_parallel_size=num_stages,
+        speculation=_speculation(args, model, max_num_batched_tokens, on_cpu=on_cpu),
+    )
+    num_blocks, num_slots = _pool_size(args, config, model, on_cpu, free_bytes)
+    num_bytes = num_blocks * model.block_bytes + num_slots * model.state_bytes
+    slots = num_slots, num_swap_slots
+    config = dataclasses.replace(config, num_blocks=num_blocks, kv_cache_bytes=num_bytes, state_slots=slots)
+    is_default = args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None
+    return _with_texts_that_fit(config, model) if is_default else config
+
+
+def check_without_states(args: EngineArgs) -> None:
+    """Checks that an engine is asked for nothing that layers with states can't do.
+
+    Raises:
+        ValueError: If it is; the message says why.
+    """
+    why = "as layers of the model keep a state of each sequence"
+    given = args.speculative_config
+    check(given is None, "speculative_config", given, f"None, {why}, which can't take drafts back")
+    allowed = f"False, {why}, whose sums depend on where a step begins"
+    check(not args.batch_invariant, "batch_invariant", args.batch_invariant, allowed)
+    size = args.pipeline_parallel_size
+    check(size == 1, "pipeline_parallel_size", size, f"1, {why}, which is not divided")
+
+
+def _speculation(
+    args: EngineArgs, model: ModelFacts, max_num_batched_tokens: int, *, on_cpu: bool
+) -> Speculation | None:
+    given = args.speculative
+    if given is None:
+        return None
+    check_int("max_num_batched_tokens (with speculative_config)", max_num_batched_tokens, 2)
+    return Speculation(
+        method=given.kind,
+        num_tokens=min(given.num_tokens, max_num_batched_tokens - 1),
+        min_match=given.prompt_lookup_min,
+        max_match=given.prompt_lookup_max,
+        num_free_rows=_FREE_ROWS_CPU if on_cpu else _FREE_ROWS_GPU,
+        model_cost=model.draft_cost,
+        is_adaptive=given.adaptive,
+    )
+
+
+def _num_state_slots(model: ModelFacts, num_bytes: int, most: int) -> int:
+    """Returns the slots for states that take at most half of a memory."""
+    return min(most, num_bytes // 2 // model.state_bytes) if model.state_bytes else 0
+
+
+def host_memory_bytes() -> int:
+    """Returns the memory of this machine, or what its container (cgroup) may use."""
+    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    file = Path("/sys/fs/cgroup/memory.max")
+    limit = file.read_text().strip() if file.is_file() else "max"
+    return min(num_bytes, int(limit)) if limit.isdigit() else num_bytes
+
+
+def _default_cpu_bytes(args: EngineArgs, config: EngineConfig, model: ModelFacts) -> int:
+    """Returns the bytes of a CPU's pool: enough for a sequence of max_model_len, if that is not too much."""
+    num_engines, size = args.pipeline_parallel_size, config.block_size
+    # A window moves between steps: one step writes all its tokens before a block leaves the window.
+    step = config.max_num_batched_tokens
+    num_blocks = 1 + sum(blocks_of(group, config.max_model_len, size, step) for group in config.cache_groups)
+    needed = num_blocks * num_engines * model.block_bytes
+    most_slots = 1 + _STATE_SLOTS_PER_SEQ * config.max_num_seqs
+    needed += _num_state_slots(model, max(CPU_KV_CACHE_BYTES, 2 * needed), most_slots) * model.state_bytes
+    share = int(host_memory_bytes() * _CPU_KV_CACHE_SHARE) // args.data_parallel_size
+    return max(CPU_KV_CACHE_BYTES, min(needed, share, _MAX_CPU_KV_CACHE_BYTES))
+
+
+def _with_texts_that_fit(config: EngineConfig, model: ModelFacts) -> EngineConfig:
+    """Returns a configuration whose pool holds a sequence of max_model_len, which is reduced if it has to be.
+
+    Reducing it rejects no prompt that the pool could hold.
+    """
+
+    def num_blocks(num_tokens: int) -> int:
+        # A text for an encoder may be long while its output is short.
+        own = [group for group in config.cache_groups if not group.is_cross]
+        return (
+            sum(blocks_of(g, num_tokens, config.block_size) for g in own)
+            + len(config.cache_groups)
+            - len(own)
+        )
+
+    usable, asked = config.num_blocks - 1, config.max_model_len
+    if num_blocks(asked) <= usable or num_blocks(2) > usable:
+        return config
+    fits, low, high = 2, 2, asked
+    while low <= high:
+        middle = (low + high) // 2
+        if num_blocks(middle) <= usable:
+            fits, low = middle, middle + 1
+        else:
+            high = middle - 1
+    num_engines = config.pipeline_parallel_size
+    per_block = config.kv_cache_bytes / config.num_blocks if model.state_bytes else model.block_bytes
+    needed = math.ceil((1 + num_blocks(asked)) * per_block) * num_engines
+    _LOGGER.warning(
+        "max_model_len is reduced from %d to %d tokens, as the pool of %.2f GiB holds no longer text. Pass "
+        "kv_cache_memory_bytes=%d or more for longer texts, or max_model_len=%d to have no warning",
+        asked,
+        fits,
+        config.kv_cache_bytes / 2**30,
+        needed,
+        fits,
+    )
+    return dataclasses.replace(config, max_model_len=fits)
+
+
+def _pool_size(
+    args: EngineArgs,
+    config: EngineConfig,
+    model: ModelFacts,
+    on_cpu: bool,
+    free_bytes: Callable[[EngineConfig], int],
+) -> tuple[int, int]:
+    """Returns the blocks and the slots for states, the null block's included."""
+    block_bytes, most_slots = model.block_bytes, 1 + _STATE_SLOTS_PER_SEQ * config.max_num_seqs
+    max_blocks, num_engines = MAX_SLOTS // args.block_size, args.pipeline_parallel_size
+    if args.num_gpu_blocks_override is not None:
+        limits = 2 * num_engines, max_blocks * num_engines
+        check_int("num_gpu_blocks_override", args.num_gpu_blocks_override, *limits)
+        return args.num_gpu_blocks_override // num_engines, most_slots if model.state_bytes else 0
+    num_bytes = args.kv_cache_memory_bytes
+    if num_bytes is None:
+        num_bytes = _default_cpu_bytes(args, config, model) if on_cpu else free_bytes(config)
+    num_slots = _num_state_slots(model, num_bytes, most_slots)
+    num_blocks = (num_bytes - num_slots * model.state_bytes) // block_bytes // num_engines
+    if model.state_bytes and num_slots < 2:
+        raise ValueError(
+            f"the pool would have {num_bytes} bytes; allowed: at least four times {model.state_bytes} bytes, "
+            "as half of them are for the states of sequences (kv_cache_memory_bytes)"
+        )
+    if num_blocks < 2:
+        each = "" if num_engines == 1 else f" for each of {num_engines} engines"
+        raise ValueError(
+            f"the pool would have {num_bytes} bytes; allowed: at least two blocks of {block_bytes} "
+            f"bytes{each} (kv_cache_memory_bytes)"
+        )
+    return min(num_blocks, max_blocks), num_slots

@@ -1,0 +1,235 @@
+"""One int32 buffer per step, moved to the device in one transfer: its fields, and how the device reads them.
+
+The fields lie one after the other (floats as their bits). T token rows, B rows, L rows of logits (B of them,
+but T in steps with drafts), G cache groups, C changes of block tables:
+
+    of the token rows:   tokens [T] | positions [T] | slot_mapping [G, T]
+    of the rows:         seats [B] | context_lens [G, B] | query_start_loc [B + 1] | shared_blocks [B]
+    of the block tables: table_changes [2, C]
+    of the logits rows:  logits_rows [L] | sample_positions [L] | sample_seats [L] | count_seats [L]
+                         | sampling [L, 12] | forced_tokens [L, K]
+    of hooks:            hook_args [B, A] | processor_args [L, P]
+    of bursts:           max_draws [B] | end_tokens [B, E]
+    of drafts:           num_drafts [L]
+    of adapters:         adapter_slots [B]
+    of embeddings:       has_embeds [T]
+    of states:           state_slots [3, B]
+    of M-RoPE:           mrope_positions [3, T]
+
+The block tables themselves lie on the device, by seat (block_tables.py); a row that is not used has a seat
+that does not exist. A token that the host does not know yet is NO_TOKEN, always the last of its row.
+logits_rows holds the token row after which each row of logits stands, sample_positions the position of the
+token that is drawn from it, and sample_seats the seat that gets it. count_seats holds the seat whose token
+counts its penalties read; a row of logits without penalties has a seat that does not exist. The columns of
+`sampling` are FLOATS, then INTS. forced_tokens holds what is chosen whatever is drawn, in each of a burst's K
+steps (K is 1 elsewhere), -1 for what is drawn. hook_args holds, for each row and each hook, whether it is on,
+and its arguments: A columns in all; processor_args the same for each row of logits and each logits processor,
+where 2 stands for one that begins. A row of a burst draws at most max_draws tokens, and none after one of
+its E = MAX_END_TOKENS end tokens, which are padded with -1. num_drafts says of each row of logits behind how
+many drafts it stands: the token rows up to its own, and their rows of logits, are those in front of it.
+adapter_slots holds the slot of each row's
+adapter, 0 for none, and has_embeds which token rows have a vector of their own; only steps that need these
+fields have them. state_slots is that of AttentionMetadata, and empty if no layer keeps a state; so is
+mrope_positions, which only models have whose image tokens stand in rows and columns.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jax_paged.core.scheduler_output import MAX_END_TOKENS
+from jax_paged.models.attention import Attend, AttentionMetadata, Backend
+from jax_paged.models.kv_location import Place
+from jax_paged.models.parallel.sharding import DeviceGrid
+from jax_paged.sampling_params import SamplingParams
+from jax_paged.worker.compilation.buckets import Bucket
+from jax_paged.worker.features.cascade import MIN_ROWS
+from jax_paged.worker.sampling.sampler import SamplingBatch
+
+FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logprob_temperature",
+)
+INTS = ("top_k", "seed_low", "seed_high", "wants_logprobs", "has_token_mask")
+NUM_SAMPLING_COLUMNS = len(FLOATS) + len(INTS)
+MASK_COLUMN = len(FLOATS) + INTS.index("has_token_mask")
+# In that column: of the mask of a form; 1 is another mask.
+KEEPS_DRAW = 2
+
+
+def num_step_changes(bucket: Bucket, num_groups: int) -> int:
+    """Returns C, how many changes of block tables a step takes along.
+
+    In a decode step each row may append a block and lose one that has left a window, in each group. More
+    changes than these are written ahead of a step.
+    """
+    return 2 * num_groups * bucket.num_seqs
+
+
+class Field(NamedTuple):
+    """Where a field lies in a bucket's buffer."""
+
+    start: int
+    shape: tuple[int, ...]
+
+
+def layout(
+    bucket: Bucket,
+    num_groups: int,
+    num_hook_columns: int = 0,
+    num_processor_columns: int = 0,
+    has_states: bool = False,
+    has_mrope: bool = False,
+) -> tuple[dict[str, Field], int]:
+    """Returns the fields of a bucket's buffer, and the buffer's length."""
+    t, b, g = bucket.num_tokens, bucket.num_seqs, num_groups
+    num_logits = bucket.num_logits
+    shapes: dict[str, tuple[int, ...]] = {
+        "tokens": (t,),
+        "positions": (t,),
+        "slot_mapping": (g, t),
+        "seats": (b,),
+        "context_lens": (g, b),
+        "query_start_loc": (b + 1,),
+        "shared_blocks": (b,),
+        "table_changes": (2, num_step_changes(bucket, g)),
+        "logits_rows": (num_logits,),
+        "sample_positions": (num_logits,),
+        "sample_seats": (num_logits,),
+        "count_seats": (num_logits,),
+        "sampling": (num_logits, NUM_SAMPLING_COLUMNS),
+        "forced_tokens": (num_logits, bucket.num_steps),
+        "hook_args": (b, num_hook_columns),
+        "processor_args": (num_logits, num_processor_columns),
+        "state_slots": (3 * has_states, b),
+    }
+    if bucket.num_steps > 1:
+        shapes |= {"max_draws": (b,), "end_tokens": (b, MAX_END_TOKENS)}
+    if bucket.num_drafts:
+        shapes["num_drafts"] = (num_logits,)
+    if bucket.has_adapters:
+        shapes["adapter_slots"] = (b,)
+    if bucket.has_embeds:
+        shapes["has_embeds"] = (t,)
+    if has_mrope:
+        shapes["mrope_positions"] = (3, t)
+    fields, start = {}, 0
+    for name, shape in shapes.items():
+        fields[name] = Field(start, shape)
+        start += math.prod(shape)
+    return fields, start
+
+
+def views(packed: np.ndarray, fields: dict[str, Field]) -> dict[str, np.ndarray]:
+    """Returns the fields of a buffer on the host, to be written to."""
+    return {
+        name: packed[start : start + math.prod(shape)].reshape(shape)
+        for name, (start, shape) in fields.items()
+    }
+
+
+def unpack(
+    packed: Array,
+    bucket: Bucket,
+    num_groups: int,
+    num_hook_columns: int = 0,
+    num_processor_columns: int = 0,
+    has_states: bool = False,
+    has_mrope: bool = False,
+) -> dict[str, Array]:
+    """Returns the fields of a bucket's buffer, on the device; `sampling` stays packed."""
+    fields, _ = layout(bucket, num_groups, num_hook_columns, num_processor_columns, has_states, has_mrope)
+    return {
+        name: lax.slice_in_dim(packed, start, start + math.prod(shape)).reshape(shape)
+        for name, (start, shape) in fields.items()
+    }
+
+
+def pack_sampling(
+    params: SamplingParams,
+    *,
+    seed: int,
+    wants_logprobs: bool,
+    logprob_temperature: float,
+) -> np.ndarray:
+    """Returns a row of the field `sampling`, int32 [12]; all but MASK_COLUMN stays while a sequence lives."""
+    floats = [getattr(params, name) for name in FLOATS[:-1]]
+    floats = np.array([*floats, logprob_temperature], np.float32).view(np.int32)
+    seed_words = np.array([seed], np.uint64).view(np.int32)
+    ints = [max(params.top_k, 0), *seed_words, wants_logprobs, False]
+    return np.concatenate([floats, np.array(ints, np.int32)])
+
+
+def neutral_sampling() -> np.ndarray:
+    """Returns the row of `sampling` of logits that nothing is drawn from: greedy, and without effects."""
+    return pack_sampling(
+        SamplingParams(temperature=0.0),
+        seed=0,
+        wants_logprobs=False,
+        logprob_temperature=1.0,
+    )
+
+
+def attention_metadata(
+    fields: dict[str, Array],
+    block_tables: Array,
+    bucket: Bucket,
+    backend: Backend,
+    places: tuple[Place, ...],
+    is_row_by_row: bool,
+    attend: Attend | None,
+    grid: DeviceGrid | None,
+    shares_prefixes: bool,
+) -> AttentionMetadata:
+    """Returns what the model reads: part of an unpacked buffer, and the block tables of its rows."""
+    names = ("positions", "slot_mapping", "context_lens", "query_start_loc")
+    return AttentionMetadata(
+        **{name: fields[name] for name in names},
+        block_tables=block_tables,
+        is_decode=bucket.is_decode,
+        backend=backend,
+        places=places,
+        is_row_by_row=is_row_by_row,
+        attend=attend,
+        grid=grid,
+        shared_blocks=fields["shared_blocks"] if shares_prefixes and bucket.num_seqs >= MIN_ROWS else None,
+    )
+
+
+def sampling_batch(
+    fields: dict[str, Array],
+    token_counts: Array,
+    bias_ids: Array,
+    bias_values: Array,
+    token_mask: Array,
+    drafts: Array | None = None,
+) -> SamplingBatch:
+    """Returns what the sampler reads: part of an unpacked buffer, and the arrays beside it."""
+    columns = fields["sampling"].T
+    floats = lax.bitcast_convert_type(columns[: len(FLOATS)], jnp.float32)
+    ints = dict(zip(INTS, columns[len(FLOATS) :], strict=True))
+    seed = jnp.stack([ints["seed_low"], ints["seed_high"]], axis=1)
+    return SamplingBatch(
+        **dict(zip(FLOATS, floats, strict=True)),
+        top_k=ints["top_k"],
+        seed=lax.bitcast_convert_type(seed, jnp.uint32),
+        position=fields["sample_positions"],
+        wants_logprobs=ints["wants_logprobs"] != 0,
+        count_seats=fields["count_seats"],
+        token_counts=token_counts,
+        has_token_mask=ints["has_token_mask"] != 0,
+        keeps_draw=ints["has_token_mask"] == KEEPS_DRAW,
+        token_mask=token_mask,
+        bias_ids=bias_ids,
+        bias_values=bias_values,
+        drafts=drafts,
+    )

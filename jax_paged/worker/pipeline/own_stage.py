@@ -1,0 +1,104 @@
+"""A stage of a pipeline that has a process of its own: what it does of each program.
+
+    process 0   tokens --> embeddings, layers --> hidden states
+    process 1                                     `--> layers --> hidden states
+    process 2                                                     `--> layers, norm, logits, sampler
+      ^                                                                             |
+      `------------ results, and the tokens that were drawn last, of all seats -----'
+
+All processes call the same programs in the same order, each with its own part of the pool and its own arrays
+by seat. The first one waits for a step of an engine before it begins the engine's next, which reads the
+tokens of the one before: the stages work on steps of other engines meanwhile.
+"""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array
+
+from jax_paged.worker.compilation.compiler import CompiledPrograms
+from jax_paged.worker.compilation.programs import Program, SeatArrays, TraceContext
+from jax_paged.worker.features.pooling.pooler import PoolProgram
+from jax_paged.worker.features.prompt_logprobs import PromptLogprobsProgram
+from jax_paged.worker.pipeline.stage_links import RemoteArray, StageLinks
+from jax_paged.worker.pipeline.stages import StagedProgram, StageProgram
+from jax_paged.worker.sampling.token_counts import ResetTokenCountsProgram
+from jax_paged.worker.traced_step import StepProgram
+
+
+def lower_part(program: Program, context: TraceContext) -> Any:
+    """Traces and lowers what a stage does in place of a program: all of it, if there are no others."""
+    match program:
+        case _ if context.is_last:
+            return program.lower(context)
+        case StepProgram(bucket):
+            return StageProgram(bucket).lower(context)
+        case ResetTokenCountsProgram() | PromptLogprobsProgram() | PoolProgram():
+            return StagedProgram([], lambda *_: None)  # the last stage's alone, which OwnStage knows
+        case _:
+            return program.lower(context)
+
+
+class OwnStage:
+    """Runs the part of programs that a stage has in them, for one engine.
+
+    Args:
+        engine: Which of the engines.
+        links: To the other stages.
+        context: What the programs are traced for.
+        compiled: The programs.
+    """
+
+    def __init__(
+        self, engine: int, links: StageLinks, context: TraceContext, compiled: CompiledPrograms
+    ) -> None:
+        self._engine, self._links, self._compiled = engine, links, compiled
+        self._is_first, self._is_last = not context.before_size, context.is_last
+        self._pools = context.pooling is not None
+
+    def run(self, program: Program, *args: Any) -> Any:
+        """Runs a program on arguments; what only the last stage has is a RemoteArray elsewhere."""
+        match program:
+            case StepProgram():
+                return self._step(program, *args)
+            case ResetTokenCountsProgram() if not self._is_last:
+                return args[0]
+            case PromptLogprobsProgram() | PoolProgram():
+                if not self._is_last:
+                    return RemoteArray(self._told())
+                result = self._call(program, *args)
+                self._links.give(self._engine, [result])
+                return result
+            case _:
+                return self._call(program, *args)
+
+    def _step(
+        self,
+        program: StepProgram,
+        weights: list[Array],
+        kv_cache: list[Array],
+        seats: SeatArrays[Any],
+        packed: np.ndarray,
+        *more: Any,
+    ) -> tuple[Any, ...]:
+        links, engine = self._links, self._engine
+        given = np.asarray(seats.last_tokens) if self._is_first else links.take(engine).result()[0]
+        if not self._is_last:
+            args = weights, kv_cache, seats.block_tables, packed, given
+            hidden, kv_cache, tables = self._call(program, *args)
+            links.give(engine, [hidden])
+            told = self._told()
+            last_tokens, *results = (RemoteArray(told, place) for place in range(4))
+            return *results, kv_cache, seats._replace(block_tables=tables, last_tokens=last_tokens), {}
+        step = self._call(program, weights, kv_cache, seats, packed, *more, given)
+        results, details, hidden, _, seats, _ = step
+        links.give(engine, [seats.last_tokens, results, details, *([hidden] if self._pools else [])])
+        return step
+
+    def _told(self) -> Any:
+        """Returns what comes to the results of the last stage, in the first one."""
+        return self._links.take(self._engine) if self._is_first else None
+
+    def _call(self, program: Program, *args: Any) -> Any:
+        with self._links.computing:
+            return self._compiled.run(program, *args)

@@ -1,0 +1,97 @@
+"""Apertus: a Llama with normed queries and keys, and MLPs without a gate, whose activation is trained.
+
+Source: Project Apertus, Apertus: Democratizing Open and Compliant LLMs, 2025; Huang and Schlag, Deriving
+Activation Functions Using Integration, 2024.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jax_paged.models.families.blocks import UngatedMLP, renamed
+from jax_paged.models.families.llama import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from jax_paged.models.forward_context import ForwardContext, Module
+from jax_paged.models.hf_format import ConfigReader, WeightTable
+from jax_paged.models.layers import parameter
+
+TABLE = renamed(
+    {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ApertusConfig(LlamaConfig):
+    """Shape of an Apertus."""
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "hidden_act": "xielu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 12000000.0,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 12000000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    }
+    activations: ClassVar[tuple[str, ...]] = ("xielu",)
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        return super().read(read) | {"mlp_bias": False, "qk_norm": True}
+
+
+class XIELU(Module):
+    """A square for what is positive and an exponential for the rest, with a slope of beta between them."""
+
+    def __init__(self, *, dtype: jnp.dtype) -> None:
+        # softplus makes 0.8 and 0.3 of them; to the second, beta is added.
+        self.alpha_p = parameter(jnp.log(jnp.expm1(jnp.full(1, 0.8))).astype(dtype), (None,))
+        self.alpha_n = parameter(jnp.log(jnp.expm1(jnp.full(1, 0.3))).astype(dtype), (None,))
+        self.beta = parameter(jnp.asarray(0.5, dtype), ())
+
+    def forward(self, x: Float[Array, "*t i"], context: ForwardContext) -> Float[Array, "*t i"]:
+        x32, beta = x.astype(jnp.float32), self.beta[...].astype(jnp.float32)
+        alpha_p, alpha_n = (jax.nn.softplus(a[...].astype(jnp.float32)) for a in (self.alpha_p, self.alpha_n))
+        # As in transformers. Of a number above 0 the exponential may be infinite, and so may its gradient.
+        negative = jnp.minimum(x32, -1e-6)
+        curved = jnp.where(x32 > 0, alpha_p * x32 * x32, (jnp.expm1(negative) - x32) * (beta + alpha_n))
+        return (curved + beta * x32).astype(x.dtype)
+
+
+class ApertusMLP(UngatedMLP):
+    """An MLP with the activation above."""
+
+    def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        self.act_fn = XIELU(dtype=dtype)
+
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        return self.down_proj(self.act_fn(self.up_proj(x, context), context), context)
+
+
+class ApertusDecoderLayer(LlamaDecoderLayer):
+    """A Llama's layer with the MLP above."""
+
+    @classmethod
+    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
+        return ApertusMLP
+
+
+class ApertusForCausalLM(LlamaForCausalLM):
+    """A Llama with the layers above."""
+
+    config_class: ClassVar[type[LlamaConfig]] = ApertusConfig
+    layer_class: ClassVar[Callable[..., Module]] = ApertusDecoderLayer
+    weight_table: ClassVar[WeightTable] = dataclasses.replace(
+        TABLE,
+        rows=((r"layers\.(\d+)\.mlp\.act_fn\.(\w+)", r"model.layers.\1.mlp.act_fn.\2", False), *TABLE.rows),
+        ignored=rf"{TABLE.ignored}|model\.layers\.\d+\.mlp\.act_fn\.eps",
+    )

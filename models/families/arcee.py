@@ -1,0 +1,26 @@
+"""Arcee's AFM: a Llama whose MLPs have no gate, and square what they activate.
+
+Source: So et al., Primer, 2021, for the activation; semantics as in Hugging Face's ArceeForCausalLM.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from jax_paged.models.families.blocks import UngatedDecoderLayer
+from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
+from jax_paged.models.forward_context import Module
+
+
+@dataclasses.dataclass(frozen=True)
+class ArceeConfig(LlamaConfig):
+    """Shape of an AFM."""
+
+    defaults: ClassVar[dict[str, Any]] = {"hidden_act": "relu2", "rms_norm_eps": 1e-5}
+
+
+class ArceeForCausalLM(LlamaForCausalLM):
+    """A Llama with the config above and other MLPs."""
+
+    config_class: ClassVar[type[LlamaConfig]] = ArceeConfig
+    layer_class: ClassVar[Callable[..., Module]] = UngatedDecoderLayer

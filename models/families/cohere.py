@@ -1,0 +1,84 @@
+"""Command R (Cohere) and Command R7B and A (Cohere 2): parallel layers, LayerNorm, pairs that are neighbours.
+
+Source: names and semantics of the weights as in Hugging Face's CohereForCausalLM and Cohere2ForCausalLM.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from jaxtyping import Array, Float
+
+from jax_paged.models.families.blocks import HeadsLayerNormAttention, ParallelDecoderLayer, UnbiasedLayerNorm
+from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
+from jax_paged.models.forward_context import Module
+from jax_paged.models.hf_format import ConfigReader
+from jax_paged.models.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CohereConfig(LlamaConfig):
+    """Shape of a Command R.
+
+    Args:
+        logit_scale: Factor of the logits.
+    """
+
+    logit_scale: float
+
+    defaults: ClassVar[dict[str, Any]] = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True}
+    epsilon_name: ClassVar[str] = "layer_norm_eps"
+    is_interleaved: ClassVar[bool] = True
+    norms_queries: ClassVar[tuple[bool, ...]] = (False, True)
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        return super().read(read) | {
+            "mlp_bias": False,
+            "logit_scale": read.number("logit_scale", 0.0625),
+            "qk_norm": read.choice("use_qk_norm", False, cls.norms_queries),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cohere2Config(CohereConfig):
+    """Shape of a Command R7B or A; layers without a window have no rotary positions."""
+
+    defaults: ClassVar[dict[str, Any]] = CohereConfig.defaults | {
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    }
+    norms_queries: ClassVar[tuple[bool, ...]] = (False,)
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        fields = super().read(read)
+        return fields | {"windows": cls.patterned_windows(read, fields["num_hidden_layers"])}
+
+    def rope_of(self, layer: int) -> Rope:
+        return Rope(()) if self.windows[layer] is None else self.rope
+
+
+class CohereDecoderLayer(ParallelDecoderLayer):
+    """A parallel layer with other norms."""
+
+    attention_class: ClassVar[Callable[..., Module]] = HeadsLayerNormAttention
+    norm_class: ClassVar[Callable[..., Module]] = UnbiasedLayerNorm
+
+
+class CohereForCausalLM(LlamaForCausalLM):
+    """A Llama with the layers above and scaled logits."""
+
+    config: CohereConfig
+    config_class: ClassVar[type[LlamaConfig]] = CohereConfig
+    layer_class: ClassVar[Callable[..., Module]] = CohereDecoderLayer
+    norm_class: ClassVar[Callable[..., Any]] = UnbiasedLayerNorm
+
+    def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        return super().logits(hidden) * self.config.logit_scale
+
+
+class Cohere2ForCausalLM(CohereForCausalLM):
+    """The modules of Command R with the config of Command R7B."""
+
+    config_class: ClassVar[type[LlamaConfig]] = Cohere2Config

@@ -1,0 +1,362 @@
+"""Encoders that read whole texts without a cache: BERT, RoBERTa and XLM-R, ModernBERT.
+
+Source: Devlin et al., BERT, 2019; Liu et al., RoBERTa, 2019; Warner et al., ModernBERT, 2024; names and
+semantics of the weights as in Hugging Face's models.
+"""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jax_paged.models.attention import KVCacheSpec
+from jax_paged.models.causal_lm import LanguageModel, dense_positions
+from jax_paged.models.forward_context import ForwardContext, Module
+from jax_paged.models.hf_format import ConfigReader, WeightTable
+from jax_paged.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
+from jax_paged.models.quantization.config import read_quantization
+from jax_paged.models.rope import Rope, read_rope
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderConfig:
+    """Shape of a BERT or a relative; most names are those of config.json.
+
+    Args:
+        max_position_embeddings: Maximum tokens of a text.
+        first_position: Row of the table of positions that the first token has.
+        type_vocab_size: Kinds of texts that are told apart; 0 for none.
+        ropes: Rotary positions of each layer; empty if positions are embedded.
+        windows: How far to either side the tokens of each layer attend, None for all; empty for no windows.
+        num_labels: Classes of a classifier; 0 of any other model.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    first_position: int = 0
+    type_vocab_size: int = 0
+    ropes: tuple[Rope, ...] = ()
+    windows: tuple[int | None, ...] = ()
+    hidden_act: str = "gelu"
+    norm_eps: float = 1e-12
+    num_labels: int = 0
+    initializer_range: float = 0.02
+
+    @classmethod
+    def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
+        """Reads a config.json.
+
+        Args:
+            hf_config: The parsed config.json.
+            max_model_len: Not used: no encoder reads longer texts than it was made for.
+
+        Raises:
+            ValueError: If values are missing, out of range or not supported; the message lists all of them.
+        """
+        read = ConfigReader(hf_config)
+        fields = cls.read(read)
+        read.finish()
+        return cls(**fields)
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass; a relative adds its own."""
+        hidden_size, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
+        ok, allowed = hidden_size % heads == 0, f"a multiple of num_attention_heads, which is {heads}"
+        read.check(ok, "hidden_size", hidden_size, allowed, also_needs=("num_attention_heads",))
+        read_quantization(read)
+        read.choice("position_embedding_type", "absolute", ("absolute",))
+        return {
+            "vocab_size": read.integer("vocab_size"),
+            "hidden_size": hidden_size,
+            "intermediate_size": read.integer("intermediate_size"),
+            "num_hidden_layers": read.integer("num_hidden_layers"),
+            "num_attention_heads": heads,
+            "max_position_embeddings": read.integer("max_position_embeddings"),
+            "type_vocab_size": read.integer("type_vocab_size", 2),
+            "hidden_act": read.choice("hidden_act", "gelu", tuple(ACTIVATIONS)),
+            "norm_eps": read.number("layer_norm_eps", 1e-12),
+            "num_labels": read.num_labels(),
+            "initializer_range": read.number("initializer_range", 0.02, low_open=False),
+        }
+
+
+class RobertaConfig(EncoderConfig):
+    """Shape of a RoBERTa: its positions begin behind that of padding."""
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        fields = super().read(read)
+        first = read.integer("pad_token_id", 1, low=0) + 1
+        num_positions = fields["max_position_embeddings"] - first
+        read.check(num_positions > 0, "max_position_embeddings", num_positions + first, f"above {first}")
+        return fields | {"first_position": first, "max_position_embeddings": num_positions}
+
+
+class ModernBertConfig(EncoderConfig):
+    """Shape of a ModernBERT: rotary positions, and layers that attend to their surroundings only."""
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        fields = super().read(read)
+        for name in ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"):
+            read.choice(name, False, (False,))
+        read.choice("classifier_activation", "gelu", ("gelu",))
+        num_layers, limit = fields["num_hidden_layers"], fields["max_position_embeddings"]
+        every = read.integer("global_attn_every_n_layers", 3)
+        types = ["sliding_attention" if i % every else "full_attention" for i in range(num_layers)]
+        windows = read.windows(num_layers, types, read.integer("local_attention", 128) // 2)
+        head_dim = fields["hidden_size"] // fields["num_attention_heads"]
+        given, ropes = read.table("rope_parameters"), {}
+        for kind, name, theta in (
+            ("full_attention", "global_rope_theta", 160000.0),
+            ("sliding_attention", "local_rope_theta", 10000.0),
+        ):
+            values = read.nested("rope_parameters", given.get(kind) or {})
+            ropes[kind] = read_rope(values, head_dim, limit, read.number(name, theta))
+        return fields | {
+            "type_vocab_size": 0,
+            "windows": windows,
+            "ropes": tuple(ropes["full_attention" if w is None else "sliding_attention"] for w in windows),
+            "hidden_act": read.choice("hidden_activation", "gelu", tuple(ACTIVATIONS)),
+            "norm_eps": read.number("norm_eps", 1e-5),
+        }
+
+
+class EncoderLayer(Module):
+    """Attention of every token to the whole text, then an MLP; each followed by a norm, or in front of it."""
+
+    same_input: ClassVar[tuple[str, ...]] = ("query", "key", "value")
+
+    def __init__(self, config: EncoderConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.config, self.layer = config, layer
+        e, i, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        make = functools.partial(Linear, bias=True, std=std, dtype=dtype, rngs=rngs)
+        self.query, self.key, self.value = (make(e, e, split=(None, None)) for _ in range(3))
+        self.out = make(e, e, split=(None, None))
+        self.attn_norm = LayerNorm(e, epsilon=config.norm_eps, dtype=dtype)
+        self.up = make(e, i, split=(None, None))
+        self.down = make(i, e, split=(None, None))
+        self.mlp_norm = LayerNorm(e, epsilon=config.norm_eps, dtype=dtype)
+
+    def attend(self, q: Array, k: Array, v: Array, context: ForwardContext) -> Array:
+        """Returns the attention of every token, of queries, keys and values whose heads are joined."""
+        heads = (*q.shape[:-1], self.config.num_attention_heads, -1)
+        q, k, v = (y.reshape(heads) for y in (q, k, v))
+        if self.config.ropes:
+            rotate = context.rotations[self.config.ropes[self.layer]]
+            q, k = rotate(q), rotate(k)
+        out = context.attend(self.layer, q, k, v, scale=q.shape[-1] ** -0.5)
+        return out.reshape(*out.shape[:-2], -1)
+
+    def forward(self, x: Float[Array, "b n e"], context: ForwardContext) -> Float[Array, "b n e"]:
+        q, k, v = self.query(x, context), self.key(x, context), self.value(x, context)
+        x = self.attn_norm(x + self.out(self.attend(q, k, v, context), context), context)
+        inner = ACTIVATIONS[self.config.hidden_act](self.up(x, context))
+        return self.mlp_norm(x + self.down(inner, context), context)
+
+
+class ModernBertLayer(EncoderLayer):
+    """The same with the norms in front, without biases, and with a gated MLP."""
+
+    same_input: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: EncoderConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.config, self.layer = config, layer
+        e, i, std = config.hidden_size, config.intermediate_size, config.initializer_range
+        make = functools.partial(Linear, bias=False, std=std, dtype=dtype, rngs=rngs)
+        norm = functools.partial(LayerNorm, e, epsilon=config.norm_eps, bias=False, dtype=dtype)
+        self.qkv = make(e, 3 * e, split=(None, None))
+        self.out = make(e, e, split=(None, None))
+        self.attn_norm = norm() if layer else None  # the embeddings are normed
+        self.up = make(e, 2 * i, split=(None, None))
+        self.down = make(i, e, split=(None, None))
+        self.mlp_norm = norm()
+
+    def forward(self, x: Float[Array, "b n e"], context: ForwardContext) -> Float[Array, "b n e"]:
+        y = x if self.attn_norm is None else self.attn_norm(x, context)
+        q, k, v = jnp.split(self.qkv(y, context), 3, axis=-1)
+        x = x + self.out(self.attend(q, k, v, context), context)
+        inner, gate = jnp.split(self.up(self.mlp_norm(x, context), context), 2, axis=-1)
+        return x + self.down(ACTIVATIONS[self.config.hidden_act](inner) * gate, context)
+
+
+class EncoderModel(LanguageModel):
+    """An encoder; it draws no tokens, and caches nothing."""
+
+    layer_class: ClassVar[type[EncoderLayer]] = EncoderLayer
+
+    def __init__(self, config: EncoderConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.config = config
+        e, std, is_modern = config.hidden_size, config.initializer_range, bool(config.ropes)
+        table = functools.partial(Embedding, features=e, std=std, dtype=dtype, rngs=rngs)
+        norm = functools.partial(LayerNorm, e, epsilon=config.norm_eps, bias=not is_modern, dtype=dtype)
+        num_positions = config.max_position_embeddings + config.first_position
+        self.words = table(config.vocab_size)
+        self.positions = None if is_modern else table(num_positions)
+        self.types = table(config.type_vocab_size) if config.type_vocab_size else None
+        self.norm = norm()
+        layers = range(config.num_hidden_layers)
+        self.layers = nnx.List([self.layer_class(config, i, dtype=dtype, rngs=rngs) for i in layers])
+        self.final_norm = norm() if is_modern else None
+        make = functools.partial(Linear, split=(None, None), std=std, dtype=dtype, rngs=rngs)
+        num_labels = config.num_labels
+        self.dense = make(e, e, bias=not is_modern) if num_labels else None
+        self.dense_norm = norm() if num_labels and is_modern else None
+        self.classifier = make(e, num_labels, bias=True) if num_labels else None
+
+    def hidden(
+        self, tokens: Int[Array, "b n"], context: ForwardContext, types: Int[Array, "b n"] | None = None
+    ) -> Float[Array, "b n e"]:
+        """Returns the last hidden state of every token; `types` tells the two texts of a pair apart."""
+        x = self.words(tokens, context)
+        if self.positions is not None:
+            x += self.positions(context.positions + self.config.first_position, context)
+        if self.types is not None:
+            x += self.types(jnp.zeros_like(tokens) if types is None else types, context)
+        x = self.norm(x, context)
+        rotations = {rope: rope.at(context.positions) for rope in dict.fromkeys(self.config.ropes)}
+        context = dataclasses.replace(context, rotations=rotations)
+        for layer in self.layers:
+            x = layer(x, context)
+        return x if self.final_norm is None else self.final_norm(x, context)
+
+    def encode(
+        self, tokens: Int[Array, "b n"], lens: Int[Array, " b"], second_texts: Int[Array, " b"]
+    ) -> Float[Array, "b n e"]:
+        """Returns the last hidden state of every token of a padded batch, arbitrary in padding.
+
+        Args:
+            tokens: int32, token ids.
+            lens: int32, tokens of each text; what is behind them is not attended to.
+            second_texts: int32, where the second text of each pair begins.
+        """
+        windows = self.config.windows
+
+        def attend(layer: int, q: Array, k: Any, v: Any, **options: Any) -> Array:
+            window = windows[layer] if windows else None
+            return jax.nn.dot_product_attention(
+                q, k, v, key_value_seq_lengths=lens, local_window_size=window, **options
+            )
+
+        positions = dense_positions(tokens)
+        types = (positions >= second_texts[:, None]).astype(jnp.int32)
+        return self.hidden(tokens, ForwardContext(self, positions, attend), types)
+
+    def pooled(self, hidden: Float[Array, "b e"]) -> Float[Array, "b p"]:
+        if self.dense is None or self.classifier is None:
+            return hidden
+        context = ForwardContext(self, jnp.zeros(hidden.shape[:1], jnp.int32), _no_attention)
+        x = self.dense(hidden.astype(self.words.embedding.dtype), context)
+        x = jnp.tanh(x) if self.dense_norm is None else self.dense_norm(ACTIVATIONS["gelu"](x), context)
+        return self.classifier(x, context).astype(jnp.float32)
+
+    def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        raise AssertionError("an encoder draws no tokens")
+
+    @property
+    def head(self) -> None:
+        return None
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        return []
+
+
+def _no_attention(layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+    raise AssertionError("the head of a classifier does not attend")
+
+
+def _table(prefix: str, names: dict[str, str], ignored: str) -> WeightTable:
+    """Returns the table of weights of which `names` has the modules: ours, and the checkpoint's."""
+    kinds = ((r"(?:scale|embedding)", "weight", False), ("kernel", "weight", True), ("bias", "bias", False))
+    rows = [
+        (rf"{ours}\.{kind}", f"{theirs}.{key}", transposed)
+        for ours, theirs in names.items()
+        for kind, key, transposed in kinds
+    ]
+    return WeightTable(tuple(rows), {}, ignored, prefix)
+
+
+def _bert_table(prefix: str, dense: str, classifier: str) -> WeightTable:
+    layer = rf"{prefix}.encoder.layer.\1."
+    names = {
+        "words": f"{prefix}.embeddings.word_embeddings",
+        "positions": f"{prefix}.embeddings.position_embeddings",
+        "types": f"{prefix}.embeddings.token_type_embeddings",
+        "norm": f"{prefix}.embeddings.LayerNorm",
+        r"layers\.(\d+)\.(query|key|value)": layer + r"attention.self.\2",
+        r"layers\.(\d+)\.out": layer + "attention.output.dense",
+        r"layers\.(\d+)\.attn_norm": layer + "attention.output.LayerNorm",
+        r"layers\.(\d+)\.up": layer + "intermediate.dense",
+        r"layers\.(\d+)\.down": layer + "output.dense",
+        r"layers\.(\d+)\.mlp_norm": layer + "output.LayerNorm",
+        "dense": dense,
+        "classifier": classifier,
+    }
+    return _table(f"{prefix}.", names, rf"{prefix}\.(pooler\..*|embeddings\.position_ids)|(cls|lm_head)\..*")
+
+
+class BertModel(EncoderModel):
+    """A BERT."""
+
+    config_class: ClassVar[type[EncoderConfig]] = EncoderConfig
+    weight_table: ClassVar[WeightTable] = _bert_table("bert", "bert.pooler.dense", "classifier")
+
+
+class BertForSequenceClassification(BertModel):
+    """A BERT that classifies."""
+
+
+class RobertaModel(EncoderModel):
+    """A RoBERTa."""
+
+    config_class: ClassVar[type[EncoderConfig]] = RobertaConfig
+    weight_table: ClassVar[WeightTable] = _bert_table("roberta", "classifier.dense", "classifier.out_proj")
+
+
+class RobertaForSequenceClassification(RobertaModel):
+    """A RoBERTa that classifies."""
+
+
+class XLMRobertaModel(RobertaModel):
+    """A RoBERTa of many languages."""
+
+
+class XLMRobertaForSequenceClassification(RobertaModel):
+    """A RoBERTa of many languages that classifies."""
+
+
+class ModernBertModel(EncoderModel):
+    """A ModernBERT."""
+
+    config_class: ClassVar[type[EncoderConfig]] = ModernBertConfig
+    layer_class: ClassVar[type[EncoderLayer]] = ModernBertLayer
+    weight_table: ClassVar[WeightTable] = _table(
+        "model.",
+        {
+            "words": "model.embeddings.tok_embeddings",
+            "norm": "model.embeddings.norm",
+            r"layers\.(\d+)\.qkv": r"model.layers.\1.attn.Wqkv",
+            r"layers\.(\d+)\.out": r"model.layers.\1.attn.Wo",
+            r"layers\.(\d+)\.(attn_norm|mlp_norm)": r"model.layers.\1.\2",
+            r"layers\.(\d+)\.up": r"model.layers.\1.mlp.Wi",
+            r"layers\.(\d+)\.down": r"model.layers.\1.mlp.Wo",
+            "final_norm": "model.final_norm",
+            "dense": "head.dense",
+            "dense_norm": "head.norm",
+            "classifier": "classifier",
+        },
+        r"(head|decoder)\..*",
+    )
+
+
+class ModernBertForSequenceClassification(ModernBertModel):
+    """A ModernBERT that classifies."""

@@ -1,0 +1,311 @@
+"""The text models of Gemma 4: wide heads in layers without a window, and layers that share keys and values.
+
+    layer            0    1    2    3    4    5    6    7        num_kv_shared_layers = 4
+    window           -w-  -w-  -w-       -w-  -w-  -w-
+    attends to       0    1    2    3    2    2    2    3        those that share have no cache of their own
+
+Small models give every layer a vector of its own for every token, beside the residual stream.
+
+Source: Gemma 4, 2026; semantics as in Hugging Face's Gemma4ForCausalLM.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from jax_paged.models.families.gemma import Gemma2ForCausalLM
+from jax_paged.models.families.gemma4_config import Gemma4ConditionalConfig, Gemma4Config
+from jax_paged.models.families.llama import WEIGHT_TABLE, LlamaConfig, LlamaMLP
+from jax_paged.models.forward_context import ForwardContext, Module
+from jax_paged.models.hf_format import WeightTable, of_text_model
+from jax_paged.models.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, parameter
+from jax_paged.models.moe import FusedExperts, RoutedTokens, Router
+from jax_paged.models.parallel.sharding import even, repeated
+
+GEMMA4_TABLE = dataclasses.replace(
+    WEIGHT_TABLE,
+    rows=(
+        (r"layers\.(\d+)\.(layer_scalar|router\.\w*scale)", r"model.layers.\1.\2", False),
+        (r"layers\.(\d+)\.router\.proj\.kernel", r"model.layers.\1.router.proj.weight", True),
+        (r"layers\.(\d+)\.experts\.(\w+)", r"model.layers.\1.experts.\2", True),
+        (r"layers\.(\d+)\.(\w*norm\w*)\.scale", r"model.layers.\1.\2.weight", False),
+        (r"layers\.(\d+)\.(per_layer_\w+)\.kernel", r"model.layers.\1.\2.weight", True),
+        (r"per_layer_inputs\.(\w+)\.embedding", r"model.\1.weight", False),
+        (r"per_layer_inputs\.(\w+)\.kernel", r"model.\1.weight", True),
+        (r"per_layer_inputs\.(\w+)\.scale", r"model.\1.weight", False),
+        *WEIGHT_TABLE.rows,
+    ),
+    # Checkpoints on the hub have these for layers that share those of another, too.
+    ignored=r"model\.layers\.\d+\.self_attn\.([kv]_proj|[kv]_norm)\.weight",
+)
+
+
+def unit_norm(x: Float[Array, "... e"], epsilon: float) -> Float[Array, "... e"]:
+    """Returns x in float32, divided by its root mean square."""
+    x32 = x.astype(jnp.float32)
+    return x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
+
+
+class Gemma4RMSNorm(RMSNorm):
+    """An RMSNorm that rounds to the model's type at the very end."""
+
+    def forward(self, x: Float[Array, "... e"], context: ForwardContext) -> Float[Array, "... e"]:
+        return (unit_norm(x, self.epsilon) * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class SharingAttention(Module):
+    """The attention of a layer to the keys and values of an earlier one."""
+
+    def __init__(self, config: Gemma4Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.layer = config.kv_source(layer)
+        self.rope = config.rope if config.windows[layer] is None else config.window_rope
+        self.epsilon = config.rms_norm_eps
+        self.num_kv_heads, self.head_dim = config.kv_shape(layer)
+        bias, size, heads = config.attention_bias, config.hidden_size, config.num_attention_heads
+        units = even(heads, self.head_dim)
+        make = functools.partial(Linear, bias=bias, std=config.initializer_range, dtype=dtype, rngs=rngs)
+        self.q_proj = make(size, heads * self.head_dim, split=(None, units))
+        self.o_proj = make(heads * self.head_dim, size, split=(units, None))
+        self.q_norm = Gemma4RMSNorm(self.head_dim, epsilon=self.epsilon, dtype=dtype)
+
+    def in_heads(self, y: Float[Array, "*t d"]) -> Float[Array, "*t h e"]:
+        """Returns the output of a projection with its heads apart."""
+        return y.reshape(*y.shape[:-1], -1, self.head_dim)
+
+    def keys_and_values(
+        self, x: Float[Array, "*t e"], context: ForwardContext
+    ) -> tuple[Float[Array, "*t k d"] | None, Float[Array, "*t k d"] | None]:
+        """Returns what the layer adds to the cache; None, None if it adds nothing."""
+        return None, None
+
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        q = self.q_norm(self.in_heads(self.q_proj(x, context)), context)
+        k, v = self.keys_and_values(x, context)
+        out = context.attend(self.layer, context.rotations[self.rope](q), k, v, scale=1.0)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1), context)
+
+
+class Gemma4Attention(SharingAttention):
+    """The attention of a layer that has keys and values of its own, which are normed both."""
+
+    same_input: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
+
+    def __init__(self, config: Gemma4Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        make = functools.partial(
+            Linear,
+            config.hidden_size,
+            self.num_kv_heads * self.head_dim,
+            bias=config.attention_bias,
+            split=(None, repeated(self.num_kv_heads, self.head_dim)),
+            std=config.initializer_range,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.k_proj, self.k_norm = make(), Gemma4RMSNorm(self.head_dim, epsilon=self.epsilon, dtype=dtype)
+        self.v_proj = None if config.attention_k_eq_v and config.windows[layer] is None else make()
+
+    def keys_and_values(
+        self, x: Float[Array, "*t e"], context: ForwardContext
+    ) -> tuple[Float[Array, "*t k d"], Float[Array, "*t k d"]]:
+        k = self.in_heads(self.k_proj(x, context))
+        v = k if self.v_proj is None else self.in_heads(self.v_proj(x, context))
+        k = context.rotations[self.rope](self.k_norm(k, context))
+        return k, unit_norm(v, self.epsilon).astype(v.dtype)
+
+
+class Gemma4DecoderLayer(Module):
+    """Attention, then the MLP, each with a norm before and after it; what comes out is scaled by a weight."""
+
+    def __init__(self, config: Gemma4Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        norm = functools.partial(Gemma4RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
+        attention = Gemma4Attention if config.kv_source(layer) == layer else SharingAttention
+        self.self_attn = attention(config, layer, dtype=dtype, rngs=rngs)
+        own = dataclasses.replace(config, intermediate_size=config.mlp_widths[layer])
+        self.mlp = LlamaMLP(own, layer, dtype=dtype, rngs=rngs)
+        self.layer_scalar = parameter(jnp.ones(1, dtype), (None,))
+
+    def feed_forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        return self.mlp(self.pre_feedforward_layernorm(x, context), context)
+
+    def unscaled(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        attended = self.self_attn(self.input_layernorm(x, context), context)
+        x = x + self.post_attention_layernorm(attended, context)
+        return x + self.post_feedforward_layernorm(self.feed_forward(x, context), context)
+
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        return self.unscaled(x, context) * self.layer_scalar[...]
+
+
+class LayerInput(NamedTuple):
+    """The input of a layer that has a vector of its own for every token.
+
+    Args:
+        hidden: [*t, E], the residual stream.
+        own: [*t, P], the layer's vectors.
+    """
+
+    hidden: Float[Array, "*t e"]
+    own: Float[Array, "*t p"]
+
+
+class PerLayerDecoderLayer(Gemma4DecoderLayer):
+    """The layer above, which then adds what it makes of its own vectors, gated by the residual stream."""
+
+    def __init__(self, config: Gemma4Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        self.activation = ACTIVATIONS[config.hidden_act]
+        size, own = config.hidden_size, config.hidden_size_per_layer_input
+        make = functools.partial(Linear, bias=False, std=config.initializer_range, dtype=dtype, rngs=rngs)
+        self.per_layer_input_gate = make(size, own, split=(None, even(own)))
+        self.per_layer_projection = make(own, size, split=(even(own), None))
+        self.post_per_layer_input_norm = Gemma4RMSNorm(size, epsilon=config.rms_norm_eps, dtype=dtype)
+
+    def forward(self, x: Any, context: ForwardContext) -> Float[Array, "*t e"]:
+        hidden = self.unscaled(x.hidden, context)
+        own = self.activation(self.per_layer_input_gate(hidden, context)) * x.own
+        added = self.post_per_layer_input_norm(self.per_layer_projection(own, context), context)
+        return (hidden + added) * self.layer_scalar[...]
+
+
+class Gemma4Router(Module):
+    """Chooses the experts of each token: a factor for each expert, 0 for those that are not chosen."""
+
+    def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        size, num, std = config.hidden_size, config.num_experts, config.initializer_range
+        self.num_chosen, self.epsilon = config.num_experts_per_tok, config.rms_norm_eps
+        self.scale = parameter(jnp.ones(size, dtype), (None,))
+        self.per_expert_scale = parameter(jnp.ones(num, dtype), (None,))
+        self.proj = Router(size, num, bias=False, split=(None, None), std=std, dtype=dtype, rngs=rngs)
+
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t g"]:
+        normed = unit_norm(x, self.epsilon).astype(x.dtype) * self.scale[...] * x.shape[-1] ** -0.5
+        probabilities = jax.nn.softmax(self.proj(normed, context))
+        best, chosen = jax.lax.top_k(probabilities, self.num_chosen)
+        factors = best / jnp.sum(best, axis=-1, keepdims=True) * self.per_expert_scale[...][chosen]
+        return jnp.put_along_axis(jnp.zeros_like(probabilities), chosen, factors, axis=-1, inplace=False)
+
+
+class MoeGemma4DecoderLayer(Gemma4DecoderLayer):
+    """The layer above with experts beside its MLP."""
+
+    def __init__(self, config: Gemma4Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        norm = functools.partial(Gemma4RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2 = norm(), norm()
+        self.pre_feedforward_layernorm_2 = norm()
+        self.router = Gemma4Router(config, dtype=dtype, rngs=rngs)
+        self.experts = FusedExperts(config, dtype=dtype, rngs=rngs)
+
+    def feed_forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        by_mlp = self.post_feedforward_layernorm_1(super().feed_forward(x, context), context)
+        factors = self.router(x, context)
+        _, chosen = jax.lax.top_k(jnp.abs(factors), self.router.num_chosen)
+        factors = jnp.take_along_axis(factors, chosen, axis=-1)
+        routed = RoutedTokens(self.pre_feedforward_layernorm_2(x, context), chosen, factors)
+        return by_mlp + self.post_feedforward_layernorm_2(self.experts(routed, context), context)
+
+
+class EmbeddedTokens(NamedTuple):
+    """What PerLayerInputs takes.
+
+    Args:
+        tokens: int32 [*t], token ids.
+        hidden: [*t, E], what goes into the first layer.
+    """
+
+    tokens: Int[Array, "*t"]
+    hidden: Float[Array, "*t e"]
+
+
+class PerLayerInputs(Module):
+    """The vectors that each layer has for itself, made of a table and of what goes into the first layer."""
+
+    def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.size, std = config.hidden_size_per_layer_input, config.initializer_range
+        width = config.num_hidden_layers * self.size
+        make: dict[str, Any] = {"std": std, "dtype": dtype, "rngs": rngs}
+        self.embed_tokens_per_layer = Embedding(config.vocab_size_per_layer_input, width, **make)
+        self.per_layer_model_projection = Linear(
+            config.hidden_size, width, bias=False, split=(None, None), **make
+        )
+        self.per_layer_projection_norm = Gemma4RMSNorm(self.size, epsilon=config.rms_norm_eps, dtype=dtype)
+
+    def forward(self, x: EmbeddedTokens, context: ForwardContext) -> Float[Array, "*t p"]:
+        table = self.embed_tokens_per_layer(x.tokens, context)
+        table = table * jnp.asarray(self.size**0.5, table.dtype)
+        made = self.per_layer_model_projection(x.hidden, context) * x.hidden.shape[-1] ** -0.5
+        made = self.per_layer_projection_norm(made.reshape(*made.shape[:-1], -1, self.size), context)
+        return (made.reshape(table.shape) + table) * 2**-0.5
+
+
+def make_layer(config: Gemma4Config, layer: int, **options: Any) -> Gemma4DecoderLayer:
+    """Makes a layer of the kind that the config asks for."""
+    if config.num_experts:
+        return MoeGemma4DecoderLayer(config, layer, **options)
+    has_own = config.hidden_size_per_layer_input > 0
+    return (PerLayerDecoderLayer if has_own else Gemma4DecoderLayer)(config, layer, **options)
+
+
+class Gemma4ForCausalLM(Gemma2ForCausalLM):
+    """A Gemma 2 with the layers above, and the vectors that each has for itself."""
+
+    # Given vectors would have none of those, which are made of tokens.
+    embed_path: ClassVar[str] = ""
+    config_class: ClassVar[type[LlamaConfig]] = Gemma4Config
+    weight_table: ClassVar[WeightTable] = GEMMA4_TABLE
+    layer_class: ClassVar[Callable[..., Module]] = staticmethod(make_layer)
+    norm_class: ClassVar[Callable[..., Any]] = Gemma4RMSNorm
+
+    def __init__(self, config: Gemma4Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        has_own = config.hidden_size_per_layer_input > 0
+        self.per_layer_inputs = PerLayerInputs(config, dtype=dtype, rngs=rngs) if has_own else None
+
+    @property
+    def whole_because(self) -> str:
+        if self.config.num_kv_shared_layers:
+            return "its last layers attend to the keys and values of earlier ones"
+        return "its layers have vectors of their own for each token" if self.per_layer_inputs else ""
+
+    def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        """Returns the residual stream, and behind it the vectors of each layer, if there are any."""
+        x = super().embed(tokens, context)
+        if self.per_layer_inputs is None:
+            return x
+        return jnp.concatenate([x, self.per_layer_inputs(EmbeddedTokens(tokens, x), context)], axis=-1)
+
+    def through(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        if self.per_layer_inputs is None:
+            return super().through(x, context)
+        hidden, own = jnp.split(x, [self.config.hidden_size], axis=-1)
+        context, layers = self.with_rotations(context), self.own_layers
+        for layer, vectors in zip(layers, jnp.split(own, len(layers), axis=-1), strict=True):
+            hidden = layer(LayerInput(hidden, vectors), context)
+        return hidden
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        c: Gemma4Config = self.config
+        specs = list[KVCacheSpec]()
+        for layer in range(c.num_hidden_layers - c.num_kv_shared_layers):
+            shape, window = c.kv_shape(layer), c.windows[layer]
+            specs.append(FullAttentionSpec(*shape) if window is None else SlidingWindowSpec(*shape, window))
+        return specs
+
+
+class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
+    """The text model of a checkpoint whose other weights, for images and sounds, are not read."""
+
+    config_class: ClassVar[type[LlamaConfig]] = Gemma4ConditionalConfig
+    weight_table: ClassVar[WeightTable] = of_text_model(
+        GEMMA4_TABLE, ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
+    )

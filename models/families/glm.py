@@ -1,0 +1,71 @@
+"""GLM-4: a Llama with partly rotated heads, whose pairs are neighbours, and a fused MLP.
+
+GlmForCausalLM is the GLM-4 of 2024; Glm4ForCausalLM, of 2025, has a norm after each part of a layer too.
+
+Source: GLM et al., ChatGLM, 2024; names and semantics of the weights as in Hugging Face's classes.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from jaxtyping import Array, Float
+
+from jax_paged.models.families.llama import LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from jax_paged.models.families.phi3 import Phi3MLP
+from jax_paged.models.forward_context import ForwardContext, Module
+from jax_paged.models.hf_format import ConfigReader
+
+
+@dataclasses.dataclass(frozen=True)
+class GlmConfig(LlamaConfig):
+    """Shape of a GLM-4 of 2024."""
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-7,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+    }
+    is_partly_rotated: ClassVar[bool] = True
+    is_interleaved: ClassVar[bool] = True
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        return super().read(read) | {"output_bias": False, "mlp_bias": False}
+
+
+class GlmDecoderLayer(LlamaDecoderLayer):
+    """A Llama's layer with the MLP of Phi-3."""
+
+    @classmethod
+    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
+        return Phi3MLP
+
+
+class GlmForCausalLM(LlamaForCausalLM):
+    """A Llama with the layers above."""
+
+    config_class: ClassVar[type[LlamaConfig]] = GlmConfig
+    layer_class: ClassVar[Callable[..., Module]] = GlmDecoderLayer
+
+
+class Glm4DecoderLayer(GlmDecoderLayer):
+    """Attention, then the MLP, each with a norm before and after it, then added to the residual stream."""
+
+    def make_norms(self, make: Callable[[], Module]) -> None:
+        super().make_norms(make)
+        self.post_self_attn_layernorm, self.post_mlp_layernorm = make(), make()
+
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        attended = self.self_attn(self.input_layernorm(x, context), context)
+        x = x + self.post_self_attn_layernorm(attended, context)
+        out = self.mlp(self.post_attention_layernorm(x, context), context)
+        return x + self.post_mlp_layernorm(out, context)
+
+
+class Glm4ForCausalLM(GlmForCausalLM):
+    """A GLM-4 of 2024 with the layers above."""
+
+    layer_class: ClassVar[Callable[..., Module]] = Glm4DecoderLayer

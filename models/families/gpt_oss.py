@@ -1,0 +1,159 @@
+"""gpt-oss: a mixture of experts whose attention has sinks, with a window in every other layer.
+
+Source: gpt-oss-120b & gpt-oss-20b Model Card, 2025; sinks: Xiao et al., Efficient Streaming Language
+Models with Attention Sinks, 2024; semantics as in Hugging Face's GptOssForCausalLM.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jax_paged.models.families.llama import WEIGHT_TABLE, LlamaAttention, LlamaConfig, LlamaForCausalLM
+from jax_paged.models.forward_context import ForwardContext, Module
+from jax_paged.models.hf_format import ConfigReader, WeightTable
+from jax_paged.models.layers import normal, parameter
+from jax_paged.models.moe import Experts, MoeConfig, MoeDecoderLayer, MoeMLP, Multiply, RoutedTokens
+from jax_paged.models.parallel.sharding import even
+from jax_paged.models.quantization.quantized_linear import SmallKernel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GptOssConfig(MoeConfig):
+    """Shape of a gpt-oss.
+
+    Args:
+        swiglu_alpha: Factor in the sigmoid of the experts' activation.
+        swiglu_limit: What gate and up are clamped to.
+    """
+
+    swiglu_alpha: float
+    swiglu_limit: float
+
+    quantization_methods: ClassVar[tuple[str, ...]] = ("mxfp4",)
+    defaults: ClassVar[dict[str, Any]] = {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    }
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        fields = super().read(read)
+        num_layers = fields["num_hidden_layers"]
+        types = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
+        return (
+            fields
+            | {
+                "mlp_bias": False,
+                "windows": read.windows(num_layers, types, read.integer("sliding_window")),
+                "moe_layers": tuple(range(num_layers)),
+                "moe_intermediate_size": fields["intermediate_size"],
+                # A softmax over the chosen experts is one over all, scaled to sum to 1.
+                "norm_topk_prob": True,
+                "swiglu_alpha": read.number("swiglu_alpha", 1.702),
+                "swiglu_limit": read.number("swiglu_limit", 7.0),
+            }
+            | cls.read_experts(read)
+        )
+
+
+class GptOssAttention(LlamaAttention):
+    """A Llama's attention with a sink for each head."""
+
+    def __init__(self, config: GptOssConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        heads = config.num_attention_heads
+        self.sinks = parameter(
+            normal(rngs.params(), (heads,), dtype, config.initializer_range), (even(heads),)
+        )
+
+    def attend(self, q: Array, k: Array, v: Array, context: ForwardContext) -> Float[Array, "*t h d"]:
+        sinks = self.sinks[...].astype(jnp.float32)
+        return context.attend(self.layer, q, k, v, scale=self.scale, sinks=sinks)
+
+
+class GptOssExperts(Experts):
+    """Experts with biases, whose columns of gate and up alternate, and a SwiGLU that is clamped."""
+
+    kernel_names: ClassVar[tuple[str, ...]] = ("gate_up_proj", "down_proj")
+    config: GptOssConfig
+
+    def make_weights(self, make: Callable[..., nnx.Param]) -> None:
+        size, inner = self.config.hidden_size, self.config.moe_intermediate_size
+        self.gate_up_proj = make((size, 2 * inner), (None, even(inner, 2)))
+        self.gate_up_proj_bias = make((2 * inner,), (even(inner, 2),), std=0.0)
+        self.down_proj = make((inner, size), (even(inner), None))
+        # On every device: it is added once, behind the sum over devices.
+        zeros = jnp.zeros((self.config.num_experts, size), self.down_proj.dtype)
+        self.down_proj_bias = parameter(zeros, (None, None))
+
+    def divided_weights(self) -> tuple[nnx.Param | SmallKernel, ...]:
+        return self.gate_up_proj, self.gate_up_proj_bias, self.down_proj
+
+    def through(
+        self,
+        rows: Float[Array, "n e"],
+        experts: Int[Array, " n"],
+        weights: tuple[Any, ...],
+        multiply: Multiply,
+    ) -> Float[Array, "n e"]:
+        gate_up_proj, bias, down_proj = weights
+        limit = self.config.swiglu_limit
+        gate_up = (multiply(rows, gate_up_proj) + bias[experts]).astype(jnp.float32)
+        gate, up = jnp.minimum(gate_up[:, ::2], limit), jnp.clip(gate_up[:, 1::2], -limit, limit)
+        inner = (up + 1) * gate * jax.nn.sigmoid(self.config.swiglu_alpha * gate)
+        return multiply(inner.astype(rows.dtype), down_proj)
+
+    def mixed(self, x: RoutedTokens, context: ForwardContext) -> Float[Array, "*t e"]:
+        biases = self.down_proj_bias[...][x.chosen] * x.weights[..., None]
+        return super().mixed(x, context) + jnp.sum(biases, axis=-2)
+
+
+class GptOssMLP(MoeMLP):
+    """A router with a bias, and the experts above."""
+
+    router_bias: ClassVar[bool] = True
+    experts_class: ClassVar[type[Experts]] = GptOssExperts
+
+
+class GptOssDecoderLayer(MoeDecoderLayer):
+    """A Llama's layer with the modules above."""
+
+    attention_class: ClassVar[Callable[..., Module]] = GptOssAttention
+
+    @classmethod
+    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
+        return GptOssMLP
+
+
+class GptOssForCausalLM(LlamaForCausalLM):
+    """A Llama with the layers above."""
+
+    config_class: ClassVar[type[LlamaConfig]] = GptOssConfig
+    layer_class: ClassVar[Callable[..., Module]] = GptOssDecoderLayer
+    weight_table: ClassVar[WeightTable] = dataclasses.replace(
+        WEIGHT_TABLE,
+        rows=(
+            (r"layers\.(\d+)\.self_attn\.sinks", r"model.layers.\1.self_attn.sinks", False),
+            (r"layers\.(\d+)\.mlp\.gate\.kernel", r"model.layers.\1.mlp.router.weight", True),
+            (r"layers\.(\d+)\.mlp\.gate\.bias", r"model.layers.\1.mlp.router.bias", False),
+            (r"layers\.(\d+)\.mlp\.experts\.(\w+)", r"model.layers.\1.mlp.experts.\2", False),
+            *WEIGHT_TABLE.rows,
+        ),
+    )

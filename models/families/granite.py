@@ -1,0 +1,74 @@
+"""Granite: a Llama with factors of embeddings, attention scores, what each part of a layer adds, and logits.
+
+Source: Granite 3.0 Language Models, 2024; semantics as in Hugging Face's GraniteForCausalLM.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jax_paged.models.families.llama import LlamaAttention, LlamaConfig, LlamaDecoderLayer, LlamaForCausalLM
+from jax_paged.models.forward_context import ForwardContext, Module
+from jax_paged.models.hf_format import ConfigReader
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraniteConfig(LlamaConfig):
+    """Shape of a Granite.
+
+    Args:
+        embedding_multiplier: Factor of embeddings.
+        attention_multiplier: Factor of attention scores.
+        residual_multiplier: Factor of what each part of a layer adds.
+        logits_scaling: Logits are divided by it.
+    """
+
+    embedding_multiplier: float
+    attention_multiplier: float
+    residual_multiplier: float
+    logits_scaling: float
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+        return super().read(read) | {name: read.number(name, 1.0) for name in names}
+
+
+class GraniteAttention(LlamaAttention):
+    """A Llama's attention with another scale."""
+
+    def __init__(self, config: GraniteConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        self.scale = config.attention_multiplier
+
+
+class GraniteDecoderLayer(LlamaDecoderLayer):
+    """A Llama's layer that adds less to the residual stream."""
+
+    attention_class: ClassVar[Callable[..., Module]] = GraniteAttention
+
+    def __init__(self, config: GraniteConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
+        self.factor = config.residual_multiplier
+
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        x = x + self.factor * self.self_attn(self.input_layernorm(x, context), context)
+        return x + self.factor * self.mlp(self.post_attention_layernorm(x, context), context)
+
+
+class GraniteForCausalLM(LlamaForCausalLM):
+    """A Llama with the layers above, scaled embeddings and scaled logits."""
+
+    config: GraniteConfig
+    config_class: ClassVar[type[LlamaConfig]] = GraniteConfig
+    layer_class: ClassVar[Callable[..., Module]] = GraniteDecoderLayer
+
+    def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        return super().embed(tokens, context) * self.config.embedding_multiplier
+
+    def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        return super().logits(hidden) / self.config.logits_scaling

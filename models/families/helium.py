@@ -1,0 +1,33 @@
+"""Helium: a Llama whose pairs of rotated dimensions are neighbours.
+
+Source: Kyutai, Helium 1, 2025; semantics as in Hugging Face's HeliumForCausalLM.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
+from jax_paged.models.hf_format import ConfigReader
+
+
+@dataclasses.dataclass(frozen=True)
+class HeliumConfig(LlamaConfig):
+    """Shape of a Helium."""
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "num_key_value_heads": 20,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-8,
+        "rope_theta": 100000.0,
+    }
+    is_interleaved: ClassVar[bool] = True
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        return super().read(read) | {"output_bias": False}
+
+
+class HeliumForCausalLM(LlamaForCausalLM):
+    """A Llama with the config above."""
+
+    config_class: ClassVar[type[LlamaConfig]] = HeliumConfig

@@ -1,0 +1,159 @@
+"""LFM2: gated short convolutions over the latest tokens, and a few layers of attention between them.
+
+Source: Liquid AI, LFM2 Technical Report, 2025; names and semantics of the weights as in Hugging Face's
+Lfm2ForCausalLM.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec, StateArray, StateSpec
+from jax_paged.models.families.llama import LlamaAttention, LlamaConfig, LlamaForCausalLM, LlamaMLP
+from jax_paged.models.forward_context import ForwardContext, Module
+from jax_paged.models.hf_format import ConfigReader, WeightTable
+from jax_paged.models.layers import Linear, RMSNorm, normal, parameter
+from jax_paged.models.parallel.sharding import even
+from jax_paged.models.recurrent.recurrence import Convolution
+
+_LAYER = r"layers\.(\d+)\."
+WEIGHT_TABLE = WeightTable(
+    rows=(
+        (r"embed_tokens\.embedding", r"model.embed_tokens.weight", False),
+        (_LAYER + r"(operator_norm|ffn_norm)\.scale", r"model.layers.\1.\2.weight", False),
+        (_LAYER + r"self_attn\.([qk])_norm\.scale", r"model.layers.\1.self_attn.\2_layernorm.weight", False),
+        (_LAYER + r"self_attn\.o_proj\.kernel", r"model.layers.\1.self_attn.out_proj.weight", True),
+        (_LAYER + r"self_attn\.(\w+)\.kernel", r"model.layers.\1.self_attn.\2.weight", True),
+        (_LAYER + r"conv\.(weight|bias)", r"model.layers.\1.conv.conv.\2", False),
+        (_LAYER + r"conv\.(\w+)\.kernel", r"model.layers.\1.conv.\2.weight", True),
+        (_LAYER + r"conv\.(\w+)\.bias", r"model.layers.\1.conv.\2.bias", False),
+        (_LAYER + r"feed_forward\.gate_proj\.kernel", r"model.layers.\1.feed_forward.w1.weight", True),
+        (_LAYER + r"feed_forward\.down_proj\.kernel", r"model.layers.\1.feed_forward.w2.weight", True),
+        (_LAYER + r"feed_forward\.up_proj\.kernel", r"model.layers.\1.feed_forward.w3.weight", True),
+        (r"norm\.scale", r"model.embedding_norm.weight", False),
+        (r"lm_head\.kernel", r"lm_head.weight", True),
+    ),
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+    ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+    prefix="model.",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lfm2Config(LlamaConfig):
+    """Shape of an LFM2.
+
+    Args:
+        attending: Whether each layer attends; the others convolve.
+        kernel_size: Tokens that a convolution sees.
+        conv_bias: Whether convolutions and the maps around them have biases.
+    """
+
+    attending: tuple[bool, ...]
+    kernel_size: int
+    conv_bias: bool
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "intermediate_size": 12288,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128_000,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+    }
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        fields = super().read(read)
+        num_layers = fields["num_hidden_layers"]
+        places = read.get("full_attn_idxs", list(range(num_layers)))
+        ok = isinstance(places, list) and all(isinstance(i, int) for i in places)
+        places = places if read.check(ok, "full_attn_idxs", places, "a list of layers") else []
+        types = ["full_attention" if i in places else "conv" for i in range(num_layers)]
+        types = read.get("layer_types", types)
+        ok = isinstance(types, list) and len(types) == num_layers
+        ok = ok and set(types) <= {"full_attention", "conv"} and "full_attention" in types
+        allowed = (
+            f"a list of num_hidden_layers, which is {num_layers}, of 'full_attention' or 'conv', some of "
+        )
+        allowed += "the former"
+        types = types if read.check(ok, "layer_types", types, allowed) else []
+        return fields | {
+            "intermediate_size": cls._mlp_size(read, fields["intermediate_size"]),
+            "rms_norm_eps": read.number("norm_eps", 1e-5),
+            "tie_word_embeddings": read.choice("tie_embedding", fields["tie_word_embeddings"], (False, True)),
+            "attention_bias": False,
+            "output_bias": False,
+            "mlp_bias": False,
+            "hidden_act": "silu",
+            "qk_norm": True,
+            "attending": tuple(kind == "full_attention" for kind in types),
+            "kernel_size": read.integer("conv_L_cache", 3, low=2),
+            "conv_bias": read.choice("conv_bias", False, (False, True)),
+        }
+
+    @staticmethod
+    def _mlp_size(read: ConfigReader, intermediate_size: int) -> int:
+        """Returns the width of the MLPs, which config.json gives before some adjustments."""
+        size = read.integer("block_ff_dim", intermediate_size)
+        if not read.choice("block_auto_adjust_ff_dim", True, (True, False)):
+            return size
+        size = int(read.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+        multiple = read.integer("block_multiple_of", 256)
+        return -(-size // multiple) * multiple
+
+
+class ShortConvolution(Module):
+    """out_proj(c * convolution(b * x)), where b, c and x are parts of one projection."""
+
+    def __init__(self, config: Lfm2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        size, std, self.layer = config.hidden_size, config.initializer_range, layer
+        make = functools.partial(Linear, bias=config.conv_bias, std=std, dtype=dtype, rngs=rngs)
+        self.units = even(size)
+        self.in_proj = make(size, 3 * size, split=(None, self.units * 3))
+        shape = size, 1, config.kernel_size
+        self.weight = parameter(normal(rngs.params(), shape, dtype, std), (self.units, None, None))
+        self.bias = parameter(jnp.zeros(size, dtype), (self.units,)) if config.conv_bias else None
+        self.out_proj = make(size, size, split=(self.units, None))
+
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        b, c, x = context.parts(self.in_proj(x, context), self.units * 3)
+        y = context.recur(Convolution(self.weight[...][:, 0].T), self.layer, 0, b * x)
+        return self.out_proj(c * (y if self.bias is None else y + self.bias[...]), context)
+
+
+class Lfm2DecoderLayer(Module):
+    """Attention or a convolution, then the MLP, each normed before and added to the residual stream."""
+
+    def __init__(self, config: Lfm2Config, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        norm = functools.partial(RMSNorm, config.hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+        self.operator_norm, self.ffn_norm = norm(), norm()
+        if config.attending[layer]:
+            self.self_attn = LlamaAttention(config, layer, dtype=dtype, rngs=rngs)
+        else:
+            self.conv = ShortConvolution(config, layer, dtype=dtype, rngs=rngs)
+        self.attends = config.attending[layer]
+        self.feed_forward = LlamaMLP(config, layer, dtype=dtype, rngs=rngs)
+
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        operator = self.self_attn if self.attends else self.conv
+        x = x + operator(self.operator_norm(x, context), context)
+        return x + self.feed_forward(self.ffn_norm(x, context), context)
+
+
+class Lfm2ForCausalLM(LlamaForCausalLM):
+    """A Llama in which most layers convolve instead of attending."""
+
+    config_class: ClassVar[type[LlamaConfig]] = Lfm2Config
+    weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
+    layer_class: ClassVar[Callable[..., Module]] = Lfm2DecoderLayer
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        c = self.config
+        attention = FullAttentionSpec(c.num_key_value_heads, c.head_dim)
+        state = StateSpec((StateArray((c.kernel_size - 1, c.hidden_size)),))
+        return [attention if attends else state for attends in c.attending]

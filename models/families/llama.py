@@ -1,0 +1,339 @@
+"""Llama, and the base of its relatives: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+A relative (mistral.py, qwen.py, phi3.py, ...) overrides those parts of the config and modules that differ.
+
+Source: Touvron et al., LLaMA, 2023; names and semantics of the weights as in Hugging Face's
+LlamaForCausalLM.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jax_paged.models.attention import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from jax_paged.models.causal_lm import CausalLM
+from jax_paged.models.forward_context import ForwardContext, Module
+from jax_paged.models.hf_format import ConfigReader, WeightTable
+from jax_paged.models.layers import ACTIVATIONS, Embedding, Linear, RMSNorm, gated
+from jax_paged.models.parallel.sharding import Units, even, padded, repeated
+from jax_paged.models.quantization.config import SMALL_METHODS, read_quantization
+from jax_paged.models.rope import Rope, max_positions, read_rope, rope_values
+
+WEIGHT_TABLE = WeightTable(
+    rows=(
+        (r"embed_tokens\.embedding", r"model.embed_tokens.weight", False),
+        (r"layers\.(\d+)\.(\w+_layernorm)\.scale", r"model.layers.\1.\2.weight", False),
+        (r"layers\.(\d+)\.(\w+_layernorm)\.bias", r"model.layers.\1.\2.bias", False),
+        (r"layers\.(\d+)\.self_attn\.([qk]_norm)\.scale", r"model.layers.\1.self_attn.\2.weight", False),
+        (r"layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.kernel", r"model.layers.\1.\2.\3.weight", True),
+        (r"layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.bias", r"model.layers.\1.\2.\3.bias", False),
+        (r"norm\.scale", r"model.norm.weight", False),
+        (r"norm\.bias", r"model.norm.bias", False),
+        (r"lm_head\.kernel", r"lm_head.weight", True),
+    ),
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+    ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+    prefix="model.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Shape of a Llama or a relative; most names are those of config.json.
+
+    Args:
+        max_position_embeddings: Maximum tokens of a text. This is config.json's value after rope scaling; see
+            rope.max_positions.
+        rope: Rotary positions.
+        windows: Window of each layer, None where it attends to all tokens; empty if no layer has a window.
+        attention_bias: Whether the projections to queries, keys and values have biases.
+        output_bias: Whether the output projection of the attention has a bias.
+        rms_norm_eps: Epsilon of the norms, of whichever kind they are.
+        qk_norm: Whether queries and keys are normed.
+        num_labels: Classes of a classifier; 0 of any other model.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rope: Rope
+    windows: tuple[int | None, ...] = ()
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    initializer_range: float = 0.02
+    num_labels: int = 0
+
+    # What transformers assumes for values that config.json leaves out.
+    defaults: ClassVar[dict[str, Any]] = {}
+    activation_name: ClassVar[str] = "hidden_act"
+    activations: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)
+    epsilon_name: ClassVar[str] = "rms_norm_eps"
+    quantization_methods: ClassVar[tuple[str, ...]] = SMALL_METHODS
+    # Whether partial_rotary_factor may leave dimensions of a head as they are, and how the others form pairs.
+    is_partly_rotated: ClassVar[bool] = False
+    is_interleaved: ClassVar[bool] = False
+
+    @classmethod
+    def from_hf(cls, hf_config: dict[str, Any], max_model_len: int | None = None) -> Self:
+        """Reads a config.json, of transformers 5 or older; what it leaves out has transformers' default.
+
+        Args:
+            hf_config: The parsed config.json.
+            max_model_len: Maximum tokens of a text that the user asks for; see rope.max_positions.
+
+        Raises:
+            ValueError: If values are missing, out of range or not supported; the message lists all of them.
+        """
+        read = ConfigReader(cls.defaults | hf_config, max_model_len=max_model_len)
+        fields = cls.read(read)
+        read.finish()
+        return cls(**fields)
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        """Returns the fields of the dataclass; a relative overrides those that it reads in another way."""
+        hidden_size = read.integer("hidden_size")
+        heads = read.integer("num_attention_heads")
+        kv_heads = read.integer("num_key_value_heads", heads)
+        ok, allowed = heads % kv_heads == 0, f"a divisor of num_attention_heads, which is {heads}"
+        read.check(ok, "num_key_value_heads", kv_heads, allowed, also_needs=("num_attention_heads",))
+        head_dim = read.integer("head_dim", max(1, hidden_size // heads))
+        if read.get("head_dim", None) is None:
+            ok, allowed = hidden_size % heads == 0, f"a multiple of num_attention_heads, which is {heads}"
+            read.check(ok, "hidden_size", hidden_size, allowed, also_needs=("num_attention_heads",))
+        derived_from = ("hidden_size", "num_attention_heads")
+        read.check(head_dim % 2 == 0, "head_dim", head_dim, "an even integer", also_needs=derived_from)
+        read_quantization(read, cls.quantization_methods)
+        attention_bias = read.choice("attention_bias", False, (False, True))
+        trained_positions = read.integer("max_position_embeddings")
+        return {
+            "hidden_size": hidden_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "vocab_size": read.integer("vocab_size"),
+            "intermediate_size": read.integer("intermediate_size"),
+            "num_hidden_layers": read.integer("num_hidden_layers"),
+            "max_position_embeddings": cls.read_max_positions(read, trained_positions),
+            "rope": cls.read_rope(read, head_dim, trained_positions),
+            "hidden_act": read.choice(cls.activation_name, "silu", cls.activations),
+            "rms_norm_eps": read.number(cls.epsilon_name, 1e-6),
+            "tie_word_embeddings": read.choice("tie_word_embeddings", False, (False, True)),
+            "attention_bias": attention_bias,
+            "output_bias": attention_bias,
+            "mlp_bias": read.choice("mlp_bias", False, (False, True)),
+            "initializer_range": read.number("initializer_range", 0.02, low_open=False),
+            "num_labels": read.num_labels(),
+        }
+
+    @classmethod
+    def read_max_positions(cls, read: ConfigReader, max_position_embeddings: int) -> int:
+        """Returns the maximum tokens of a text; max_position_embeddings is config.json's value."""
+        rope = rope_values(read, max_position_embeddings)
+        return max_positions(rope, max_position_embeddings, read.max_model_len)
+
+    @classmethod
+    def read_rope(cls, read: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rope:
+        """Returns the rotary positions; max_position_embeddings is config.json's value."""
+        values = rope_values(read, max_position_embeddings)
+        limits = max_position_embeddings, 10000.0, read.max_model_len
+        rope = read_rope(values, head_dim, *limits, is_partial=cls.is_partly_rotated)
+        return dataclasses.replace(rope, is_interleaved=cls.is_interleaved)
+
+    def rope_of(self, layer: int) -> Rope:
+        """Returns the rotary positions of a layer."""
+        return self.rope
+
+    @staticmethod
+    def one_window(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+        """Returns the windows of a model in which every layer has `sliding_window`, if there is one."""
+        if read.get("sliding_window", None) is None:
+            return ()
+        return (read.integer("sliding_window"),) * num_layers
+
+    @staticmethod
+    def patterned_windows(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
+        """Returns the windows where one layer in `sliding_window_pattern` attends to all tokens."""
+        pattern = read.integer("sliding_window_pattern")
+        types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]
+        return read.windows(num_layers, types, read.integer("sliding_window"))
+
+
+class LlamaAttention(Module):
+    """Projections and rotary positions; the context knows how the tokens attend."""
+
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+    same_input: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj")
+
+    def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.config, self.layer = config, layer
+        self.rope: Rope = config.rope_of(layer)
+        self.scale: float = config.head_dim**-0.5
+        self.soft_cap: float | None = None
+        make = functools.partial(Linear, std=config.initializer_range, dtype=dtype, rngs=rngs)
+        heads, size = config.num_attention_heads, config.head_dim
+        self.make_projections(make)
+        self.o_proj = make(
+            heads * size, config.hidden_size, bias=config.output_bias, split=(even(heads, size), None)
+        )
+        kv_heads = config.num_key_value_heads
+        self.q_norm = self.make_norm(even(heads, size), dtype) if config.qk_norm else None
+        self.k_norm = self.make_norm(repeated(kv_heads, size), dtype) if config.qk_norm else None
+
+    def make_projections(self, make: Callable[..., Linear]) -> None:
+        c = self.config
+        make = functools.partial(make, c.hidden_size, bias=c.attention_bias)
+        heads, kv_heads = even(c.num_attention_heads, c.head_dim), repeated(c.num_key_value_heads, c.head_dim)
+        self.q_proj = make(c.num_attention_heads * c.head_dim, split=(None, heads))
+        kv_width = c.num_key_value_heads * c.head_dim
+        self.k_proj, self.v_proj = (make(kv_width, split=(None, kv_heads)) for _ in range(2))
+
+    def make_norm(self, heads: tuple[Units, ...], dtype: jnp.dtype) -> Module:
+        """Makes what norms the queries or the keys, which have these heads; here each head alone."""
+        return self.norm_class(self.config.head_dim, epsilon=self.config.rms_norm_eps, dtype=dtype)
+
+    def project(self, x: Float[Array, "*t e"], context: ForwardContext) -> tuple[Array, Array, Array]:
+        """Returns queries, keys and values, their heads joined."""
+        return self.q_proj(x, context), self.k_proj(x, context), self.v_proj(x, context)
+
+    def normed(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+        """Returns queries and keys as they are rotated; like `rotated`, of heads apart."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q, context), self.k_norm(k, context)
+
+    def rotated(self, q: Array, k: Array, context: ForwardContext) -> tuple[Array, Array]:
+        """Returns queries and keys as they are compared."""
+        rotate = context.rotations[self.rope]
+        return rotate(q), rotate(k)
+
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        heads = (*x.shape[:-1], -1, self.config.head_dim)
+        q, k, v = (y.reshape(heads) for y in self.project(x, context))
+        q, k = self.normed(q, k, context)
+        q, k = self.rotated(q, k, context)
+        out = self.attend(q, k, v, context)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1), context)
+
+    def attend(self, q: Array, k: Array, v: Array, context: ForwardContext) -> Float[Array, "*t h d"]:
+        """Returns the attention of every token row, of queries, keys and values that are rotated."""
+        return context.attend(self.layer, q, k, v, scale=self.scale, soft_cap=self.soft_cap)
+
+
+class LlamaMLP(Module):
+    """A gated MLP: SwiGLU, unless the config names another activation."""
+
+    def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.activation = config.hidden_act
+        make = functools.partial(
+            Linear, bias=config.mlp_bias, std=config.initializer_range, dtype=dtype, rngs=rngs
+        )
+        size, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj, self.up_proj = (make(size, inner, split=(None, even(inner))) for _ in range(2))
+        self.down_proj = make(inner, size, split=(even(inner), None))
+
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        return self.down_proj(gated(self.activation, self.gate_proj, self.up_proj, x, context), context)
+
+
+class LlamaDecoderLayer(Module):
+    """Attention, then the MLP, each with a norm before it and added to the residual stream."""
+
+    attention_class: ClassVar[Callable[..., Module]] = LlamaAttention
+    norm_class: ClassVar[Callable[..., Module]] = RMSNorm
+
+    def __init__(self, config: Any, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        size, epsilon = config.hidden_size, config.rms_norm_eps
+        self.make_norms(functools.partial(self.norm_class, size, epsilon=epsilon, dtype=dtype))
+        self.self_attn = self.attention_class(config, layer, dtype=dtype, rngs=rngs)
+        self.mlp = self.mlp_class(config, layer)(config, layer, dtype=dtype, rngs=rngs)
+
+    def make_norms(self, make: Callable[[], Module]) -> None:
+        """Sets the norms of the layer, each of which `make` returns."""
+        self.input_layernorm, self.post_attention_layernorm = make(), make()
+
+    @classmethod
+    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
+        return LlamaMLP
+
+    def forward(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        x = x + self.self_attn(self.input_layernorm(x, context), context)
+        return x + self.mlp(self.post_attention_layernorm(x, context), context)
+
+
+class LlamaForCausalLM(CausalLM):
+    """A Llama; the same modules train it (dense call) and serve it (paged call)."""
+
+    config_class: ClassVar[type[LlamaConfig]] = LlamaConfig
+    weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
+    embed_path: ClassVar[str] = "embed_tokens"
+    layer_class: ClassVar[Callable[..., Module]] = LlamaDecoderLayer
+    norm_class: ClassVar[Callable[..., Any]] = RMSNorm
+    has_head_bias: ClassVar[bool] = False
+    draws: ClassVar[bool] = True  # else it has no logits of tokens
+
+    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.config = config
+        std = config.initializer_range
+        vocab_size, hidden_size = config.vocab_size, config.hidden_size
+        self.embed_tokens = Embedding(vocab_size, hidden_size, std=std, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            [self.layer_class(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_hidden_layers)]
+        )
+        self.norm = self.norm_class(hidden_size, epsilon=config.rms_norm_eps, dtype=dtype)
+        head = functools.partial(Linear, bias=self.has_head_bias, std=std, dtype=dtype, rngs=rngs)
+        is_tied = config.tie_word_embeddings or not self.draws
+        self.lm_head = None if is_tied else head(hidden_size, vocab_size, split=(None, padded(vocab_size)))
+
+    def embed(self, tokens: Int[Array, "*t"], context: ForwardContext) -> Float[Array, "*t e"]:
+        return self.embed_tokens(tokens, context)
+
+    def through(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        context = self.with_rotations(context)
+        for layer in self.own_layers:
+            x = layer(x, context)
+        return x
+
+    def with_rotations(self, context: ForwardContext) -> ForwardContext:
+        """Returns the context with the rotations of the layers' ropes."""
+        layers: list[Any] = [layer for layer in self.own_layers if hasattr(layer, "self_attn")]
+        rotations = {rope: rope.at(context.positions) for rope in (x.self_attn.rope for x in layers)}
+        return dataclasses.replace(context, rotations=rotations)
+
+    def normed(self, x: Float[Array, "*t e"], context: ForwardContext) -> Float[Array, "*t e"]:
+        return self.norm(x, context)
+
+    def logits(self, hidden: Float[Array, "... e"]) -> Float[Array, "... v"]:
+        head = self.head
+        if head is None:
+            # Zeros, but NaN where the hidden state is not finite: a step looks at them, though nobody draws.
+            zeros = jnp.sum(hidden, axis=-1, keepdims=True, dtype=jnp.float32) * 0
+            return jnp.broadcast_to(zeros, (*hidden.shape[:-1], self.config.vocab_size))
+        return head.logits(hidden)
+
+    @property
+    def head(self) -> Linear | Embedding | None:
+        if not self.draws:
+            return None
+        return self.embed_tokens if self.lm_head is None else self.lm_head
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        c = self.config
+        shape = (c.num_key_value_heads, c.head_dim)
+        windows = c.windows or (None,) * c.num_hidden_layers
+        return [FullAttentionSpec(*shape) if w is None else SlidingWindowSpec(*shape, w) for w in windows]

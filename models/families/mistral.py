@@ -1,0 +1,29 @@
+"""Mistral: a Llama in which all layers may have a window.
+
+Source: Jiang et al., Mistral 7B, 2023.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
+from jax_paged.models.hf_format import ConfigReader
+
+
+@dataclasses.dataclass(frozen=True)
+class MistralConfig(LlamaConfig):
+    """Shape of a Mistral."""
+
+    defaults: ClassVar[dict[str, Any]] = {"num_key_value_heads": 8, "sliding_window": 4096}
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        fields = super().read(read)
+        no_bias = {"attention_bias": False, "output_bias": False, "mlp_bias": False}
+        return fields | no_bias | {"windows": cls.one_window(read, fields["num_hidden_layers"])}
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    """A Llama with the config above."""
+
+    config_class: ClassVar[type[LlamaConfig]] = MistralConfig

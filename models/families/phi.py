@@ -1,0 +1,63 @@
+"""Phi-1, Phi-1.5 and Phi-2: parallel layers, LayerNorm, partly rotated heads, and biases everywhere.
+
+Source: Li et al., Textbooks Are All You Need II, 2023; semantics as in Hugging Face's PhiForCausalLM.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from jax_paged.models.families.blocks import ParallelDecoderLayer, UngatedMLP, renamed
+from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
+from jax_paged.models.forward_context import Module
+from jax_paged.models.hf_format import ConfigReader, WeightTable
+from jax_paged.models.layers import LayerNorm
+
+LAYER_NAMES = {"self_attn.o_proj": "self_attn.dense", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
+
+
+@dataclasses.dataclass(frozen=True)
+class PhiConfig(LlamaConfig):
+    """Shape of a Phi-2."""
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "hidden_act": "gelu_new",
+        "layer_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+    }
+    epsilon_name: ClassVar[str] = "layer_norm_eps"
+    is_partly_rotated: ClassVar[bool] = True
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        read.choice("qk_layernorm", False, (False,))
+        read.choice("tie_word_embeddings", False, (False,))
+        return super().read(read) | {"attention_bias": True, "output_bias": True, "mlp_bias": True}
+
+
+class PhiDecoderLayer(ParallelDecoderLayer):
+    """A parallel layer with another MLP and other norms."""
+
+    norm_class: ClassVar[Callable[..., Module]] = LayerNorm
+
+    @classmethod
+    def mlp_class(cls, config: Any, layer: int) -> Callable[..., Module]:
+        return UngatedMLP
+
+
+class PhiForCausalLM(LlamaForCausalLM):
+    """A Llama with the layers above."""
+
+    config_class: ClassVar[type[LlamaConfig]] = PhiConfig
+    layer_class: ClassVar[Callable[..., Module]] = PhiDecoderLayer
+    norm_class: ClassVar[Callable[..., Any]] = LayerNorm
+    has_head_bias: ClassVar[bool] = True
+    weight_table: ClassVar[WeightTable] = dataclasses.replace(
+        renamed(LAYER_NAMES),
+        rows=(
+            (r"norm\.scale", r"model.final_layernorm.weight", False),
+            (r"norm\.bias", r"model.final_layernorm.bias", False),
+            (r"lm_head\.bias", r"lm_head.bias", False),
+            *renamed(LAYER_NAMES).rows,
+        ),
+    )

@@ -1,0 +1,186 @@
+"""Qwen3-VL: a Qwen3 that reads images, whose tokens stand in rows and columns.
+
+A token of an image has three rotary positions: of its image, its row and its column. Vectors of an image do
+not only stand in place of tokens: more of them are added behind the first text layers (DeepStack).
+
+Source: Qwen Team, Qwen3-VL Technical Report, 2025; Wang et al., Qwen2-VL, 2024 (M-RoPE); names and semantics
+of the weights as in Hugging Face's Qwen3VLForConditionalGeneration.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt8
+
+from jax_paged.models.families.llama import WEIGHT_TABLE as LLAMA_TABLE
+from jax_paged.models.families.llama import LlamaConfig, LlamaForCausalLM
+from jax_paged.models.families.qwen3_vision import Qwen3VisionConfig, Qwen3VisionEncoder
+from jax_paged.models.features.multimodal import PatchSpec
+from jax_paged.models.forward_context import Attend, ForwardContext
+from jax_paged.models.hf_format import ConfigReader, WeightTable, of_text_model
+from jax_paged.models.quantization.config import read_quantization
+from jax_paged.models.rope import rope_values
+
+_TEXT_TABLE = of_text_model(LLAMA_TABLE, ())
+WEIGHT_TABLE = dataclasses.replace(
+    _TEXT_TABLE,
+    rows=(
+        (r"visual\.patch_embed\.kernel", "model.visual.patch_embed.proj.weight", False),
+        (r"visual\.patch_embed\.bias", "model.visual.patch_embed.proj.bias", False),
+        (r"visual\.pos_embed\.embedding", "model.visual.pos_embed.weight", False),
+        (r"visual\.(blocks\.\d+)\.(qkv|proj)\.kernel", r"model.visual.\1.attn.\2.weight", True),
+        (r"visual\.(blocks\.\d+)\.(qkv|proj)\.bias", r"model.visual.\1.attn.\2.bias", False),
+        (r"visual\.(blocks\.\d+)\.(linear_fc\d)\.kernel", r"model.visual.\1.mlp.\2.weight", True),
+        (r"visual\.(blocks\.\d+)\.(linear_fc\d)\.bias", r"model.visual.\1.mlp.\2.bias", False),
+        (r"visual\.(.*norm\d?)\.scale", r"model.visual.\1.weight", False),
+        (r"visual\.(.*linear_fc\d)\.kernel", r"model.visual.\1.weight", True),
+        (r"visual\.(.*)\.bias", r"model.visual.\1.bias", False),
+        *_TEXT_TABLE.rows,
+    ),
+)
+_TEXT_DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 500000.0}
+# Patches that attend at a time: the scores of all would not fit into memory.
+_NUM_QUERIES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3VLConfig(LlamaConfig):
+    """Shape of a Qwen3-VL: that of its text model, and of what reads images.
+
+    Args:
+        image_token_id: The placeholder in whose place the vectors of an image stand.
+        sections: How many pairs of a head are rotated by a token's first position (of its image, or in the
+            text), its row, and its column.
+        vision: The encoder of images.
+    """
+
+    image_token_id: int = 151655
+    sections: tuple[int, ...] = (24, 20, 20)
+    vision: Qwen3VisionConfig = dataclasses.field(default_factory=Qwen3VisionConfig)
+
+    @classmethod
+    def read(cls, read: ConfigReader) -> dict[str, Any]:
+        text = read.nested("text_config", _TEXT_DEFAULTS | read.table("text_config"))
+        text.choice("model_type", "qwen3_vl_text", ("qwen3_vl_text",))
+        fields = super().read(text)
+        read_quantization(read)
+        rope = rope_values(text, fields["max_position_embeddings"])
+        rope.choice("mrope_interleaved", True, (True,))
+        sections, num_pairs = rope.get("mrope_section", list(cls.sections)), fields["head_dim"] // 2
+        ok = isinstance(sections, list) and len(sections) == 3 and all(type(n) is int for n in sections)
+        ok = ok and min(sections) >= 0 and sum(sections) == num_pairs
+        allowed = f"three numbers of pairs, {num_pairs} in all"
+        ok = rope.check(ok, "mrope_section", sections, allowed, also_needs=("head_dim",))
+        vision = Qwen3VisionConfig.read(read.nested("vision_config", read.table("vision_config")))
+        token_id = read.integer("image_token_id", cls.image_token_id, 0)
+        for name, value, is_right, limit in (
+            ("image_token_id", token_id, token_id < fields["vocab_size"], "below vocab_size of text_config"),
+            (
+                "vision_config.out_hidden_size",
+                vision.out_hidden_size,
+                vision.out_hidden_size == fields["hidden_size"],
+                "hidden_size of text_config",
+            ),
+            (
+                "vision_config.deepstack_visual_indexes",
+                vision.deepstack_visual_indexes,
+                len(vision.deepstack_visual_indexes) <= fields["num_hidden_layers"],
+                "at most as many layers as text_config has",
+            ),
+        ):
+            read.check(is_right, name, value, limit)
+        return fields | {
+            "mlp_bias": False,
+            "qk_norm": True,
+            "tie_word_embeddings": read.choice("tie_word_embeddings", False, (False, True)),
+            "image_token_id": token_id,
+            "sections": tuple(sections) if ok else (num_pairs, 0, 0),
+            "vision": vision,
+        }
+
+    @property
+    def axes(self) -> list[int]:
+        """Which of a token's positions rotates each pair: all in turn, the first where others have ended."""
+        ends = [3 * num for num in self.sections]
+        return [i % 3 if i < ends[i % 3] else 0 for i in range(self.head_dim // 2)]
+
+
+class Qwen3VLForConditionalGeneration(LlamaForCausalLM):
+    """A Qwen3-VL; its text layers are those of a Qwen3."""
+
+    config_class: ClassVar[type[LlamaConfig]] = Qwen3VLConfig
+    weight_table: ClassVar[WeightTable] = WEIGHT_TABLE
+    config: Qwen3VLConfig
+
+    def __init__(self, config: Qwen3VLConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        self.visual = Qwen3VisionEncoder(config.vision, dtype=dtype, rngs=rngs)
+
+    @property
+    def image_spec(self) -> PatchSpec:
+        c, vision = self.config, self.config.vision
+        paths = tuple(f"layers.{i}" for i in range(len(vision.deepstack_visual_indexes)))
+        return PatchSpec(c.image_token_id, vision.patch_size, vision.spatial_merge_size, paths)
+
+    def with_rotations(self, context: ForwardContext) -> ForwardContext:
+        if context.mrope_positions is None:
+            return super().with_rotations(context)
+        each = jnp.moveaxis(context.mrope_positions[jnp.array(self.config.axes)], 0, -1)
+        rope = self.config.rope
+        return dataclasses.replace(context, rotations={rope: rope.of_pairs(each[..., None, :])})
+
+    def encode_images(
+        self,
+        patches: UInt8[Array, "n s"],
+        scale: Float[Array, " 3"],
+        offset: Float[Array, " 3"],
+        grid: Int[Array, " 2"],
+    ) -> Float[Array, "m v"]:
+        """Returns the vectors of each token of an image side by side; see images.Patches.
+
+        Args:
+            patches: Padded to a multiple of spatial_merge_size**2.
+            scale: Of each channel.
+            offset: Of each channel.
+            grid: Rows and columns of tokens.
+        """
+        vision = self.config.vision
+        merge, num_rows, num_columns = vision.spatial_merge_size, *grid
+        square, inside = jnp.divmod(jnp.arange(len(patches)), merge**2)
+        # What follows the image stands in its last row, too.
+        row = jnp.minimum(square // num_columns, num_rows - 1) * merge + inside // merge
+        at = jnp.stack([row, square % num_columns * merge + inside % merge])
+        sizes = merge * grid[:, None]
+        places = at.astype(jnp.float32) * (vision.num_positions_per_side - 1) / jnp.maximum(sizes - 1, 1)
+        num_pairs = len(vision.rope.frequencies) // 2
+        rotation = vision.rope.of_pairs(jnp.repeat(at.T, num_pairs, axis=1)[:, None])
+        attend, positions = _attend_to_first(sizes.prod()), jnp.arange(len(patches))
+        context = ForwardContext(self, positions, attend, rotations={vision.rope: rotation})
+        pixels = patches.reshape(len(patches), 3, -1) * scale[:, None] + offset[:, None]
+        return self.visual((pixels.astype(self.embed_tokens.embedding.dtype), places), context)
+
+
+def _attend_to_first(num_keys: Int[Array, ""]) -> Attend:
+    """Returns how tokens attend to the first of all, without a causal order."""
+
+    def attend(
+        layer: int, q: Array, k: Array | None, v: Array | None, *, scale: float, **_: Any
+    ) -> Float[Array, "n h d"]:
+        assert k is not None, "every layer has keys"
+        assert v is not None, "every layer has values"
+
+        def part(q: Array) -> Array:
+            how = {"scale": scale, "key_value_seq_lengths": num_keys[None]}
+            return jax.nn.dot_product_attention(q[None], k[None], v[None], **how)[0]
+
+        num_parts = -(-len(q) // _NUM_QUERIES)
+        size = -(-len(q) // num_parts)
+        padded = jnp.pad(q, ((0, num_parts * size - len(q)), (0, 0), (0, 0)))
+        out = lax.map(part, padded.reshape(num_parts, size, *q.shape[1:]))
+        return out.reshape(padded.shape)[: len(q)]
+
+    return attend

@@ -1,0 +1,96 @@
+"""Loads heads of EAGLE-3, and checks that they fit the model that they draft for."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_paged.models.checkpoint import read_json
+from jax_paged.models.families.eagle import DraftColumns, EagleConfig, EagleHead, usual_key
+from jax_paged.models.families.llama import LlamaForCausalLM
+from jax_paged.models.loading.stored_tensors import StoredTensor, read_headers
+from jax_paged.models.loading.weight_reading import check_stored, read_weights, weights_of
+from jax_paged.models.parallel.sharding import DeviceGrid
+from jax_paged.models.weights import LoadedModel, log_unused
+
+_OFFSETS = {"I64": "<i8", "I32": "<i4"}
+
+
+def load_head(folder: Path, target: LoadedModel, grid: DeviceGrid | None = None) -> EagleHead:
+    """Loads a head onto the default device, or divides it among others, in the type of its model.
+
+    Args:
+        folder: Holds config.json and model.safetensors, or shards and their index.
+        target: The model that it drafts for; not modified.
+        grid: The devices that share the weights.
+
+    Raises:
+        ValueError: If the folder holds no head for this model. The message lists every problem with the
+            config, or else everything that does not fit: sizes, vocabulary, tensors, the kind of model.
+    """
+    config = EagleConfig.from_hf(read_json(folder / "config.json"))
+    stored = {usual_key(key): tensor for key, tensor in read_headers(folder).items()}
+    has_embedding = "embed_tokens.weight" in stored
+    how = {"has_embedding": has_embedding, "dtype": target.dtype}
+    head = nnx.eval_shape(lambda: EagleHead(config, **how, rngs=nnx.Rngs(0)))
+    offsets = stored.pop("d2t", None)
+    check = check_stored(stored, weights_of(head), head.weight_table)
+    log_unused(folder, check.unused)
+    problems = check.problems
+    columns, found = _columns(config, offsets)
+    problems += [*found, *_misfits(config, target, has_embedding=has_embedding)]
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in sorted(problems))
+        raise ValueError(
+            f"the head in {folder} can't draft for {target.architecture}, the model that is served:{lines}"
+        )
+    read_weights(head, stored, target.dtype, folder, grid)
+    head.columns = DraftColumns(jnp.asarray(columns))
+    return head
+
+
+def _misfits(config: EagleConfig, target: LoadedModel, *, has_embedding: bool) -> list[str]:
+    """Returns what of a head's shape does not fit a model."""
+    model, problems = target.model, []
+    if not isinstance(model, LlamaForCausalLM) or not model.draws:
+        problems.append(f"the model is a {target.architecture}; allowed: the Llama family, to draw tokens")
+    if config.vocab_size != target.vocab_size:
+        problems.append(f"vocab_size is {config.vocab_size}; allowed: that of the model, {target.vocab_size}")
+    size = target.config.hidden_size
+    if config.target_hidden_size != size:
+        name = "hidden_size" if config.target_hidden_size == config.hidden_size else "target_hidden_size"
+        problems.append(f"{name} is {config.target_hidden_size}; allowed: that of the model, {size}")
+    elif config.hidden_size != size and not has_embedding:
+        problems.append(
+            f"embed_tokens.weight is missing: the model's embeddings have {size} values, "
+            f"not the {config.hidden_size} of the head"
+        )
+    num_layers = getattr(target.config, "num_hidden_layers", 0)
+    if config.feature_layers and max(config.feature_layers) > num_layers:
+        problems.append(
+            f"eagle_aux_hidden_state_layer_ids asks for what goes into the layers {config.feature_layers}; "
+            f"allowed: at most {num_layers}, which is what comes out of the model's last"
+        )
+    return problems
+
+
+def _columns(config: EagleConfig, offsets: StoredTensor | None) -> tuple[np.ndarray, list[str]]:
+    """Returns the values of DraftColumns, and what is wrong with the tensor d2t that they are made of."""
+    n, vocab_size = config.draft_vocab_size, config.vocab_size
+    if n == vocab_size:  # then nobody reads d2t
+        return np.arange(n, dtype=np.int32), []
+    columns = np.full(vocab_size, n, np.int32)
+    if offsets is None:
+        return columns, [f"d2t is missing; needed where draft_vocab_size, {n}, is not vocab_size"]
+    if offsets.shape != (n,) or offsets.dtype not in _OFFSETS:
+        return columns, [f"d2t is {offsets.dtype} {offsets.shape}; allowed: I64 or I32 of shape {(n,)}"]
+    ids = np.arange(n) + np.memmap(offsets.file, _OFFSETS[offsets.dtype], "r", offsets.offset, offsets.shape)
+    is_token = (ids >= 0) & (ids < vocab_size)
+    if not is_token.all():
+        i = int(np.argmin(is_token))
+        return columns, [f"d2t makes {ids[i]} of token {i}; allowed: in [0, {vocab_size - 1}]"]
+    columns[ids] = np.arange(n)
+    if len(np.unique(ids)) < n:
+        return columns, ["d2t makes the same token of several; allowed: another of each"]
+    return columns, []

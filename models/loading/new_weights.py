@@ -1,0 +1,167 @@
+"""New weights for a model, in any of the forms in which a training loop holds them."""
+
+import dataclasses
+import re
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from jax_paged.models.causal_lm import LanguageModel
+from jax_paged.models.checkpoint import resolve_model_dir
+from jax_paged.models.loading.stored_tensors import with_prefix
+from jax_paged.models.loading.weight_reading import (
+    Weight,
+    is_added_bias,
+    is_unused,
+    last_layers_of,
+    weights_of,
+)
+from jax_paged.models.parallel.sharding import DeviceGrid
+from jax_paged.models.quantization.quantize import float_outline, kernel_places
+from jax_paged.models.quantization.quantized_linear import SmallKernel
+from jax_paged.models.weights import load_model, outline
+
+# A model, its state, tensors by the checkpoint's keys, or what names a checkpoint.
+NewWeights = LanguageModel | nnx.State | Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path
+
+
+def with_weights(
+    like: LanguageModel,
+    new: NewWeights,
+    max_model_len: int,
+    overrides: Mapping[str, Any] = types.MappingProxyType({}),
+    grid: DeviceGrid | None = None,
+    quantization: str | None = None,
+) -> LanguageModel:
+    """Returns a model of the same structure with other weights; arrays on a device are shared, not copied.
+
+    Args:
+        like: The model, or its shapes; kernels that are made small on the fly may be so here.
+        new: A model, its nnx.State, tensors by the names of a checkpoint (a mapping or pairs), or a folder or
+            hub id.
+        max_model_len: As load_model takes it, for a folder.
+        overrides: As load_model takes them, for a folder.
+        grid: As load_model takes it, for a folder.
+        quantization: As load_model takes it, for a folder. What other weights become a model of is not made
+            small here.
+
+    Raises:
+        ValueError: If names, shapes or types are not those of `like`; the message lists every problem.
+    """
+    dtype = jax.tree.leaves(nnx.state(like, nnx.Param))[0].dtype
+    if isinstance(new, str | Path):
+        folder = resolve_model_dir(str(new)), dtype.name, max_model_len, overrides
+        new_outline = outline(*folder, quantization)  # before anything is read
+        _check_kind(like, new_outline)
+        _check_forms(like, new_outline)
+        return load_model(*folder, grid, quantization).model
+    like = float_outline(like, dtype)
+    weights = weights_of(like)
+    if isinstance(new, LanguageModel):
+        _check_kind(like, new)
+        new = nnx.state(new, nnx.Param)
+    problems: list[str] = []
+    if isinstance(new, nnx.State):
+        values = {".".join(map(str, path)): value for path, value in nnx.to_flat_state(new)}
+        raw = {k: v.get_raw_value() if isinstance(v, nnx.Variable) else v for k, v in values.items()}
+        found = [_take(raw, ".".join(map(str, w.path)), w.param.shape, w, problems) for w in weights]
+    else:
+        raw = with_prefix(dict(new.items() if isinstance(new, Mapping) else new), like.weight_table)
+        found = [_assemble(raw, w, problems) for w in weights]
+        _take_tied(raw, like, found, weights, problems)
+    problems += [f"{name} is unexpected" for name in raw]
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in sorted(problems))
+        raise ValueError(f"the weights do not fit the model that is served:{lines}")
+    graphdef, state = nnx.split(like)
+    # In variables of their own: those of `like` would be the same ones, and would hold on to the weights.
+    flat = dict(nnx.to_flat_state(state))
+    flat |= {w.path: w.param.replace(x) for w, x in zip(weights, found, strict=True)}
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def _check_kind(like: LanguageModel, new: LanguageModel) -> None:
+    """Checks that a model is one of the same family and the same sizes."""
+    given, ours = type(new).__name__, type(like).__name__
+    if type(new) is not type(like):
+        raise ValueError(f"the weights are those of a {given}; allowed: of the {ours} that is served")
+    fields = [field.name for field in dataclasses.fields(like.config)]
+    pairs = [(name, getattr(new.config, name), getattr(like.config, name)) for name in fields]
+    other = "".join(f"\n  {name} is {a!r}; allowed: {b!r}" for name, a, b in pairs if a != b)
+    if other:
+        raise ValueError(f"the weights are those of a {given} of another config:{other}")
+
+
+def _check_forms(like: LanguageModel, new: LanguageModel) -> None:
+    """Checks that the kernels of a model are small, or floats, as those of another."""
+
+    def forms(model: LanguageModel) -> dict[str, str]:
+        places = [(".".join(map(str, p.path)), p.kernel) for p in kernel_places(model)]
+        return {path: repr(k.form if isinstance(k, SmallKernel) else None) for path, k in places}
+
+    ours = forms(like)
+    other = [path for path, form in forms(new).items() if form != ours[path]]
+    if other:
+        raise ValueError(
+            f"kernels are quantised in another way: {', '.join(other[:3])}{' ...' * (len(other) > 3)}; "
+            "allowed: as those of the model that is served"
+        )
+
+
+def _take(
+    raw: dict[str, Any], name: str, shape: tuple[int, ...], weight: Weight, problems: list[str]
+) -> Array | None:
+    """Takes a tensor out of `raw`; notes what is wrong with it."""
+    if name not in raw:
+        problems.append(f"{name} is missing")
+        return None
+    value, dtype = raw.pop(name), weight.param.dtype
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+    if value.shape != shape:
+        problems.append(f"{name} has shape {value.shape}; allowed: {shape}")
+    elif value.dtype != dtype:
+        problems.append(f"{name} is of type {value.dtype}; allowed: {dtype}")
+    elif isinstance(value, jax.Array) and value.is_deleted():
+        problems.append(f"{name} was deleted: a program that it was donated to has taken its memory")
+    else:
+        # Never an alias of memory that the caller may write to.
+        return value if isinstance(value, jax.Array) else jnp.array(value)
+    return None
+
+
+def _assemble(raw: dict[str, Any], weight: Weight, problems: list[str]) -> Array | None:
+    """Returns a weight of the checkpoint's tensors."""
+    parts = [_take(raw, key, weight.stored_shape, weight, problems) for key in weight.keys]
+    whole = [part.mT if weight.transposed else part for part in parts if part is not None]
+    if len(whole) < len(parts):
+        return None
+    return jnp.stack(whole) if weight.is_stack else whole[0]
+
+
+def _take_tied(
+    raw: dict[str, Any],
+    like: LanguageModel,
+    found: list[Array | None],
+    weights: list[Weight],
+    problems: list[str],
+) -> None:
+    """Removes what a checkpoint may hold beside the weights: copies of tied weights, and what is not used."""
+    table, by_key = like.weight_table, {w.key: x for w, x in zip(weights, found, strict=True)}
+    expected = {key for w in weights for key in w.keys}
+    last_layers = last_layers_of(expected)
+    for key in list(raw):
+        is_spare = re.fullmatch(table.ignored, key) or is_unused(key, table, last_layers)
+        if is_spare or (is_added_bias(key, expected) and not np.asarray(raw[key]).any()):
+            del raw[key]
+            continue
+        kept = by_key.get(table.tied.get(key, ""))
+        if kept is not None and not np.array_equal(np.asarray(raw.pop(key)), np.asarray(kept)):
+            problems.append(f"{key} differs from {table.tied[key]}, though the model ties them")

@@ -1,0 +1,134 @@
+"""The tensors of a checkpoint's files: which there are, and reading them."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy, which safetensors needs)
+import numpy as np
+from jaxtyping import Int
+from safetensors import SafetensorError, safe_open
+
+from jax_paged.models.checkpoint import GGUF_HINT, read_json
+from jax_paged.models.hf_format import WeightTable
+from jax_paged.models.parallel.sharding import taken
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# Those of kernels of a byte or half a byte per number, and of what belongs to them.
+SMALL_DTYPES = {"I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8", "F8_E4M3": "float8_e4m3fn"}
+# The name of a shard: its number, and how many shards there are.
+_SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint, as its file's header describes it."""
+
+    file: Path
+    key: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self) -> np.ndarray:
+        """Returns the tensor, whose file is read as its values are."""
+        # Mapped anew for each tensor: the pages that were read count as memory until the mapping is closed.
+        dtype = (STORED_DTYPES | SMALL_DTYPES)[self.dtype]
+        return np.memmap(self.file, dtype, "r", self.offset, self.shape or (1,)).reshape(self.shape)
+
+    def read_columns(self, columns: Sequence[Int[np.ndarray, " c"]]) -> np.ndarray:
+        """Returns some columns of each dimension, zeros where they are -1; no others are read."""
+        value = self.read()
+        for axis, order in enumerate(columns):
+            if order[0] >= 0 and (np.diff(order) == 1).all():
+                value = value[(slice(None),) * axis + (slice(order[0], order[-1] + 1),)]
+            else:
+                value = taken(value, [*[None] * axis, order])
+        return value
+
+
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of all shards of a folder by key, without reading a weight."""
+    names = _file_names(folder)
+    stored: dict[str, StoredTensor] = {}
+    for name in names:
+        file = folder / name
+        try:
+            with safe_open(file, "numpy") as f:  # checks the whole header
+                keys = list(f.keys())
+        except SafetensorError as e:
+            raise ValueError(f"{file} is not a whole safetensors file: {e}") from e
+        with file.open("rb") as f:
+            header_len = int.from_bytes(f.read(8), "little")
+            header = json.loads(f.read(header_len))
+        for key in keys:
+            if key in stored:
+                raise ValueError(f"{key} is in {stored[key].file} and again in {file}")
+            part = header[key]
+            offset = 8 + header_len + part["data_offsets"][0]
+            stored[key] = StoredTensor(file, key, offset, tuple(part["shape"]), part["dtype"])
+    return stored
+
+
+def _file_names(folder: Path) -> list[str]:
+    """Returns the names of a folder's safetensors files: one, those of the index, or all of a set of shards.
+
+    Raises:
+        ValueError: If there are none, or not all of them.
+    """
+    if (folder / SINGLE_FILE).exists():
+        return [SINGLE_FILE]
+    if not (folder / INDEX_FILE).exists():
+        return _shard_names(folder)
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ValueError(
+            f"weight_map of {folder / INDEX_FILE} is {weight_map!r}; allowed: an object of file names"
+        )
+    names = sorted(set(weight_map.values()))
+    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder / INDEX_FILE} names shards that {folder} does not hold: {missing}")
+    return names
+
+
+def _shard_names(folder: Path) -> list[str]:
+    """Returns the names of the shards of a folder without an index, whose names say how many there are.
+
+    Raises:
+        ValueError: If there are no shards, or not all of them.
+    """
+    names = sorted(file.name for file in folder.iterdir())
+    shards = {name: match for name in names if (match := _SHARD.fullmatch(name))}
+    start = f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
+    if not shards:
+        tensors = [name for name in names if name.endswith(".safetensors")]
+        hint = "weights in other formats are not read: convert them to safetensors"
+        if any(name.endswith(".gguf") for name in names):
+            hint = GGUF_HINT
+        elif tensors:
+            hint = f"rename {tensors[0]} if it holds the whole model with the keys of transformers"
+        raise ValueError(f"{start}, but {names}; {hint}")
+    if len({match[2] for match in shards.values()}) > 1:
+        raise ValueError(
+            f"{start}, but the shards of several checkpoints: {list(shards)}; remove all but one"
+        )
+    (first, *_) = shards.values()
+    width, num_shards = len(first[2]), int(first[2])
+    expected = [f"model-{i:0{width}}-of-{first[2]}.safetensors" for i in range(1, num_shards + 1)]
+    if missing := [name for name in expected if name not in shards]:
+        raise ValueError(f"{start}, and shards are missing: {missing}; copy them to the folder")
+    return expected
+
+
+def with_prefix[T](stored: dict[str, T], table: WeightTable) -> dict[str, T]:
+    """Returns tensors by their full keys, of a checkpoint that was saved with other starts or without any."""
+    for old, new in table.renamed.items():
+        stored = {new + k.removeprefix(old) if k.startswith(old) else k: t for k, t in stored.items()}
+    if any(key.startswith(table.prefix) for key in stored):
+        return stored
+    return {key if key in table.tied else table.prefix + key: tensor for key, tensor in stored.items()}

@@ -1,0 +1,279 @@
+"""How checkpoints hold small kernels: the layouts of AWQ, GPTQ, compressed-tensors and fp8, read with NumPy.
+
+All of them divide a kernel's rows (what a linear map takes) into groups with scales of their own, and differ
+in the order of numbers of four bits within words of 32, in which of two matrices is transposed, and in names.
+
+Source: Lin et al., AWQ, 2024, and Frantar et al., GPTQ, 2023; the layouts are those that AutoAWQ (version
+"gemm"), AutoGPTQ and GPTQModel (checkpoint formats "gptq" and "gptq_v2"), compressed-tensors and
+transformers' FineGrainedFP8Config write.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int, UInt8
+
+from jax_paged.models.quantization.quantized_linear import Parts, SmallForm, pairs
+
+WORD = ("I32",)
+FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+BYTES = {"F8_E4M3": "float8_e4m3fn", "I8": "int8"}
+# Where AWQ's words hold eight columns: the place of each of them among the four bits of the word.
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+# What symmetric numbers of four bits are stored with.
+_MIDDLE = 8
+
+# The shape that a tensor must have, and the types that it may have.
+Expected = tuple[tuple[int, ...], tuple[str, ...]]
+
+
+class Header(Protocol):
+    """What a file's header says of a tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
+class WeightFormat(Protocol):
+    """What a checkpoint's quantization_config says of all its kernels."""
+
+    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> SmallForm | None:
+        """Returns the form of a kernel; None if it is not small.
+
+        Args:
+            found: The tensors of its module, by the ends of their keys.
+            rows: Of the kernel.
+            columns: Of the kernel.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class AwqFormat:
+    """Words of eight columns, interleaved; zeros likewise.
+
+    Args:
+        group_size: Rows of a group; None for all.
+    """
+
+    group_size: int | None
+
+    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> SmallForm | None:
+        if "qweight" not in found:
+            return None
+        return SmallForm("uint8", self.group_size or rows, self, _scales(found, "scales"), True)
+
+    def tensors(self, rows: int, columns: int) -> dict[str, Expected]:
+        groups = _groups(rows, self.group_size)
+        return {
+            "qweight": ((rows, -(-columns // 8)), WORD),
+            "qzeros": ((groups, -(-columns // 8)), WORD),
+            "scales": ((groups, columns), tuple(FLOATS)),
+        }
+
+    def parts(self, tensors: dict[str, np.ndarray]) -> Parts:
+        values, zeros = (_unpacked(tensors[name], _AWQ_PLACES) for name in ("qweight", "qzeros"))
+        return Parts(pairs(values), np.asarray(tensors["scales"]), zeros)
+
+
+@dataclasses.dataclass(frozen=True)
+class GptqFormat:
+    """Words of eight rows; zeros in words of eight columns, less 1 in the first version of the format.
+
+    Args:
+        group_size: Rows of a group; None for all.
+        is_ordered: Whether each row names its group (desc_act); else groups lie one after the other.
+        is_v2: Whether zeros are what they are.
+    """
+
+    group_size: int | None
+    is_ordered: bool
+    is_v2: bool
+
+    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> SmallForm | None:
+        if "qweight" not in found:
+            return None
+        is_ordered = self.is_ordered and self.group_size is not None
+        source = dataclasses.replace(self, is_ordered=is_ordered)
+        scales = _scales(found, "scales")
+        return SmallForm("uint8", self.group_size or rows, source, scales, True, is_ordered)
+
+    def tensors(self, rows: int, columns: int) -> dict[str, Expected]:
+        groups = _groups(rows, self.group_size)
+        return {
+            "qweight": ((-(-rows // 8), columns), WORD),
+            "qzeros": ((groups, -(-columns // 8)), WORD),
+            "scales": ((groups, columns), tuple(FLOATS)),
+            "g_idx": ((rows,), WORD),
+        }
+
+    def parts(self, tensors: dict[str, np.ndarray]) -> Parts:
+        words, zeros = tensors["qweight"], np.asarray(tensors["qzeros"])
+        # The order of rows in a word is that of `Parts.values` in its bytes.
+        values = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
+        values = values.transpose(0, 2, 1).reshape(-1, words.shape[1])
+        if not self.is_v2:
+            # 1 to each of eight numbers, whose borrows this undoes: the format was made by a subtraction.
+            zeros = (zeros.view(np.uint32) + np.uint32(0x11111111)).view(np.int32)
+        groups, order = None, np.asarray(tensors["g_idx"])
+        scales = np.asarray(tensors["scales"])
+        if self.is_ordered:
+            groups = _checked_groups(order, len(scales))
+        else:
+            group_size = self.group_size or len(order)
+            if not np.array_equal(order, np.arange(len(order)) // group_size):
+                raise ValueError("g_idx puts rows in another order; allowed with desc_act false: none")
+        return Parts(values, scales, _unpacked(zeros), groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedKernel4:
+    """A kernel of compressed-tensors' "pack-quantized", transposed: words of eight of its rows.
+
+    Args:
+        num_groups: Of rows.
+        has_zeros: Whether it has zeros, in words of eight columns; else the middle stands for 0.
+        is_ordered: Whether each row names its group.
+    """
+
+    num_groups: int
+    has_zeros: bool
+    is_ordered: bool
+
+    def tensors(self, rows: int, columns: int) -> dict[str, Expected]:
+        found: dict[str, Expected] = {
+            "weight_packed": ((columns, -(-rows // 8)), WORD),
+            "weight_scale": ((columns, self.num_groups), tuple(FLOATS)),
+            "weight_shape": ((2,), ("I64", "I32")),
+        }
+        if self.has_zeros:
+            found["weight_zero_point"] = (-(-columns // 8), self.num_groups), WORD
+        if self.is_ordered:
+            found["weight_g_idx"] = (rows,), WORD
+        return found
+
+    def parts(self, tensors: dict[str, np.ndarray]) -> Parts:
+        values = np.ascontiguousarray(tensors["weight_packed"]).view(np.uint8).T
+        scales = np.ascontiguousarray(tensors["weight_scale"].T)
+        zeros = np.full(scales.shape, _MIDDLE, np.uint8)
+        if self.has_zeros:
+            zeros = _unpacked(tensors["weight_zero_point"].T)
+        groups = _checked_groups(tensors["weight_g_idx"], self.num_groups) if self.is_ordered else None
+        return Parts(np.ascontiguousarray(values), scales, zeros, groups)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteKernel:
+    """A transposed kernel of a byte per number.
+
+    Args:
+        dtype: Of its numbers, as a file's header names it.
+        scale: End of the key of its scales.
+        scale_shape: Their shape: one for all, for each column, for each group of rows and column, or for each
+            block of columns and rows.
+        block: Columns and rows of a block; None if scales are of another kind.
+        has_zeros: Whether it has zeros, of the scales' shape.
+        others: Ends of keys of what the checkpoint has beside, for activations in this type: it is not read.
+    """
+
+    dtype: str
+    scale: str
+    scale_shape: tuple[int, ...]
+    block: tuple[int, int] | None = None
+    has_zeros: bool = False
+    others: tuple[tuple[str, Expected], ...] = ()
+
+    def tensors(self, rows: int, columns: int) -> dict[str, Expected]:
+        scale_shape = self.scale_shape
+        if self.block is not None:
+            scale_shape = -(-columns // self.block[0]), -(-rows // self.block[1])
+        elif scale_shape not in ((), (1,), (columns,), (columns, 1)) and scale_shape[:1] != (columns,):
+            scale_shape = (columns, 1)
+        found: dict[str, Expected] = {
+            "weight": ((columns, rows), (self.dtype,)),
+            self.scale: (scale_shape, tuple(FLOATS)),
+        }
+        if self.has_zeros:
+            found["weight_zero_point"] = scale_shape, ("I8",)
+        return found | dict(self.others)
+
+    def parts(self, tensors: dict[str, np.ndarray]) -> Parts:
+        weight = tensors["weight"]
+        values = np.ascontiguousarray(weight.view(np.uint8).T).view(weight.dtype)
+
+        def by_group(x: np.ndarray) -> np.ndarray:
+            columns = len(weight)
+            if self.block is not None:
+                return np.repeat(x.T, self.block[0], axis=1)[:, :columns]
+            return np.broadcast_to(x, (1, columns)) if x.size == 1 else x.reshape(columns, -1).T
+
+        scales = np.ascontiguousarray(by_group(np.asarray(tensors[self.scale])))
+        zeros = np.ascontiguousarray(by_group(tensors["weight_zero_point"])) if self.has_zeros else None
+        return Parts(values, scales, zeros)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressedFormat:
+    """compressed-tensors' and fp8's: a kernel's tensors say which of the layouts it has.
+
+    Args:
+        block: Columns and rows of blocks with a scale each, if there are any.
+    """
+
+    block: tuple[int, int] | None = None
+
+    def form(self, found: Mapping[str, Header], rows: int, columns: int) -> SmallForm | None:
+        zeros, ordered = "weight_zero_point" in found, "weight_g_idx" in found
+        if "weight_packed" in found:
+            scale = found.get("weight_scale")
+            num_groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 1
+            source = PackedKernel4(num_groups, zeros, ordered)
+            group_size = _group_size(rows, num_groups)
+            return SmallForm("uint8", group_size, source, _scales(found, "weight_scale"), True, ordered)
+        weight = found.get("weight")
+        if weight is None or weight.dtype not in BYTES:
+            return None
+        name = "weight_scale_inv" if "weight_scale_inv" in found else "weight_scale"
+        scale_shape = found[name].shape if name in found else (columns, 1)
+        num_groups = scale_shape[1] if len(scale_shape) == 2 else 1
+        group_size = _group_size(rows, num_groups) if self.block is None else self.block[1]
+        others = tuple(
+            (end, (found[end].shape, (found[end].dtype,)))
+            for end in ("activation_scale", "input_scale", "input_zero_point")
+            if end in found
+        )
+        source = ByteKernel(weight.dtype, name, scale_shape, self.block, zeros, others)
+        return SmallForm(BYTES[weight.dtype], group_size, source, _scales(found, name), zeros)
+
+
+def _scales(found: Mapping[str, Header], name: str) -> str:
+    """Returns the type of scales; another is noted with the shapes."""
+    return FLOATS.get(found[name].dtype, "float32") if name in found else "float32"
+
+
+def _groups(rows: int, group_size: int | None) -> int:
+    return 1 if group_size is None else -(-rows // group_size)
+
+
+def _group_size(rows: int, num_groups: int) -> int:
+    if not num_groups or rows % num_groups:
+        raise ValueError(f"{rows} rows have scales for {num_groups} groups; allowed: a divisor of {rows}")
+    return rows // num_groups
+
+
+def _checked_groups(groups: Int[np.ndarray, " i"], num_groups: int) -> Int[np.ndarray, " i"]:
+    if ((groups < 0) | (groups >= num_groups)).any():
+        raise ValueError(f"g_idx names groups that are not there; allowed: 0 to {num_groups - 1}")
+    return np.asarray(groups)
+
+
+def _unpacked(words: Int[np.ndarray, "n w"], places: list[int] | None = None) -> UInt8[np.ndarray, "n c"]:
+    """Returns the eight numbers of each word, the lowest bits first, or in the order of these places."""
+    held = np.ascontiguousarray(words).view(np.uint8)
+    found = np.stack([held & 15, held >> 4], axis=-1).reshape(len(words), -1, 8)
+    return (found if places is None else found[..., places]).reshape(len(words), -1)

@@ -1,0 +1,86 @@
+"""paged_decode for sequences that share leading pages: two calls of the kernel, whose softmaxes are joined.
+
+The queries of sequences that share are query heads of one sequence, whose context is what they share: as many
+as fill the kernel's rows. So the pages are read once for 16 query rows, in place of once for those of a
+sequence. What each has for itself is a sequence with a table that begins there.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_paged.pallas_kernels.gpu import tuning
+from jax_paged.pallas_kernels.gpu.paged_decode import attend_with_stats, decode_config, work_list
+from jax_paged.pallas_kernels.gpu.shared_tiles import shared_tiles
+
+
+def paged_decode(
+    q: Float[Array, "b h d"],
+    kv_pages: Float[Array, "p 2 k s d"],
+    block_tables: Int[Array, "b m"],
+    context_lens: Int[Array, " b"],
+    *,
+    shared_blocks: Int[Array, " b"],
+    sinks: Float[Array, " h"] | None = None,
+    **options: Any,
+) -> Float[Array, "b h d"]:
+    """See ops.paged_decode; the options are those of with_denominators."""
+    (_, num_heads, head_dim), (_, _, kv_heads, page_size, _) = q.shape, kv_pages.shape
+    rows = max(1, tuning.MAX_GROUP_SIZE // (num_heads // kv_heads))
+    tiles = shared_tiles(block_tables, context_lens, shared_blocks, page_size, rows)
+    queries = tiles.queries(q, kv_heads)
+    found = with_denominators(
+        queries.reshape(len(queries), -1, head_dim),
+        kv_pages,
+        block_tables[tiles.members[:, 0]],
+        tiles.lens,
+        **options,
+    )
+    shared, denominators = (x.reshape(*queries.shape[:3], *x.shape[2:]) for x in found)
+    column = jnp.arange(block_tables.shape[1]) + (tiles.num_tokens // page_size)[:, None]
+    tables = jnp.take_along_axis(block_tables, jnp.minimum(column, block_tables.shape[1] - 1), axis=1)
+    own, own_denominators = with_denominators(q, kv_pages, tables, context_lens - tiles.num_tokens, **options)
+
+    values = [own, tiles.of_seqs(shared, 0).reshape(q.shape)]
+    logarithms = [own_denominators, tiles.of_seqs(denominators, -jnp.inf).reshape(q.shape[:2])]
+    if sinks is not None:
+        logarithms.append(jnp.broadcast_to(sinks.astype(jnp.float32) * tuning.LOG2E, q.shape[:2]))
+    top = functools.reduce(jnp.maximum, logarithms)
+    weights = [jnp.exp2(logarithm - jnp.where(jnp.isfinite(top), top, 0)) for logarithm in logarithms]
+    # A sink has a weight and no value.
+    out = sum(x.astype(jnp.float32) * w[..., None] for x, w in zip(values, weights, strict=False))
+    total = sum(weights)
+    return (out / jnp.where(total > 0, total, 1)[..., None]).astype(q.dtype)
+
+
+def with_denominators(
+    q: Float[Array, "b h d"],
+    kv_pages: Float[Array, "p 2 k s d"],
+    block_tables: Int[Array, "b m"],
+    context_lens: Int[Array, " b"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+    interpret: bool,
+) -> tuple[Float[Array, "b h d"], Float[Array, "b h"]]:
+    """Returns what paged_decode does, and the logarithm to base 2 of each denominator; -inf of no context."""
+    tuning.check_shape(q, kv_pages, interpret=interpret)
+    gpu = tuning.target(interpret=interpret)
+    config = decode_config(gpu, kv_pages.shape, kv_pages.dtype)
+    work = work_list(context_lens, config.num_parts, config.block_tokens, None)
+    out, stats = attend_with_stats(
+        q, kv_pages, block_tables, context_lens, work, None, None,
+        scale, None, soft_cap, config, gpu, interpret,
+    )  # fmt: skip
+    item, (first, count) = jnp.arange(len(stats)), work.spans.T
+    is_its = (item >= first[:, None]) & (item < (first + count)[:, None])
+    seq = jnp.where(is_its.any(0), is_its.argmax(0), len(q))
+    group = q.shape[1] // kv_pages.shape[2]
+    tops, sums = (stats[:, :, i, :group].reshape(len(stats), -1) for i in range(2))
+    # What is in no sequence was never written.
+    top = jax.ops.segment_max(jnp.where(seq[:, None] < len(q), tops, -jnp.inf), seq, len(q) + 1)
+    parts = jnp.where(seq[:, None] < len(q), sums * jnp.exp2(tops - top[seq]), 0)
+    return out, (top + jnp.log2(jax.ops.segment_sum(parts, seq, len(q) + 1)))[:-1]

@@ -1,0 +1,118 @@
+"""The combine kernel: joins partial softmaxes over parts of a context by their log-sum-exp."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jax_paged.pallas_kernels.gpu import tuning
+
+# Loads of four items, one per warp, that are in flight together.
+UNROLL = 4
+
+
+def combine(
+    averages: Float[Array, "w k g d"],
+    stats: Float[Array, "w k 2 r"],
+    spans: Int[Array, "b 2"],
+    sinks: Float[Array, " h"] | None,
+    out_ref: Any,
+    *,
+    interpret: bool,
+) -> None:
+    """Joins the items of every sequence that has not one, a block of threads per sequence and query head.
+
+    A warp takes every fourth item, so that 16 are loaded in one round trip to memory.
+
+    Args:
+        averages: float32, the softmax of an item's scores times its values; three items more than are used.
+        stats: float32, the largest score among the tokens of an item, in base 2, and the sum of
+            exp2(score - largest); R is at least the number of query heads per kv head.
+        spans: int32, the first item and the number of items of each sequence.
+        sinks: One logit per head that joins the sum, in base 2; -inf for none.
+        out_ref: [B, H, D], where the attention of those sequences goes; exactly 0 for one without items.
+        interpret: Whether to run in the interpreter.
+
+    Source: Dao et al., Flash-Decoding for long-context inference, 2023.
+    """
+    num_seqs, num_heads, head_dim = out_ref.shape
+    group = num_heads // averages.shape[1]
+    layout = _item_per_warp(head_dim)
+
+    def body(averages_ref, stats_ref, spans_ref, *sinks_ref):
+        head, seq = lax.axis_index("head"), lax.axis_index("seq")
+        kv_head, row = lax.div(head, jnp.int32(group)), lax.rem(head, jnp.int32(group))
+        first, count = spans_ref[seq, 0], spans_ref[seq, 1]
+
+        def load(ref, layout):
+            return plgpu.load(ref, layout=layout, optimized=False)
+
+        def broadcast(line):
+            return lax.broadcast_in_dim(line, (tuning.WARPS, head_dim), [0])
+
+        def join(step, carry):
+            acc, largest, total = carry
+            tiles, tops, sums = [], [], []
+            for u in range(UNROLL):
+                index = jnp.minimum((step * UNROLL + u) * tuning.WARPS, count - 1)
+                items = pl.ds(first + index, tuning.WARPS)
+                tiles.append(load(averages_ref.at[items, kv_head, row], layout))
+                tops.append(load(stats_ref.at[items, kv_head, 0, row], layout.reduce(1)))
+                sums.append(load(stats_ref.at[items, kv_head, 1, row], layout.reduce(1)))
+            warp = plgpu.broadcasted_iota(jnp.int32, (tuning.WARPS,), 0, layout=layout.reduce(1))
+            index = [warp + (step * UNROLL + u) * tuning.WARPS for u in range(UNROLL)]
+            tops = [
+                jnp.where(i < count, top, tuning.MASKED_SCORE) for i, top in zip(index, tops, strict=True)
+            ]
+            new_largest = functools.reduce(jnp.maximum, tops, largest)
+            decay = jnp.exp2(largest - new_largest)
+            acc, total = acc * broadcast(decay), total * decay
+            for i, tile, top, part in zip(index, tiles, tops, sums, strict=True):
+                weight = jnp.where(i < count, part * jnp.exp2(top - new_largest), 0.0)
+                # What is past the last item may be NaN.
+                acc += jnp.where(broadcast(i) < count, tile, 0.0) * broadcast(weight)
+                total += weight
+            return acc, new_largest, total
+
+        @pl.when(count != 1)
+        def _():
+            line = jnp.zeros((tuning.WARPS,), jnp.float32)
+            acc = plgpu.layout_cast(jnp.zeros((tuning.WARPS, head_dim), jnp.float32), layout)
+            largest, total = (
+                plgpu.layout_cast(x, layout.reduce(1)) for x in (line + tuning.MASKED_SCORE, line)
+            )
+            trips = pl.cdiv(count, UNROLL * tuning.WARPS)
+            acc, largest, total = lax.fori_loop(0, trips, join, (acc, largest, total))
+            top = largest.max()
+            if sinks_ref:
+                top = jnp.maximum(top, sinks_ref[0][head])
+            decay = jnp.exp2(largest - top)
+            total = (total * decay).sum()
+            if sinks_ref:
+                total += jnp.exp2(sinks_ref[0][head] - top)
+            out = (acc * broadcast(decay)).sum(axis=0) / jnp.where(total > 0, total, 1.0)
+            tuning.store(out_ref.at[seq, head], out.astype(out_ref.dtype))
+
+    plgpu.kernel(
+        body,
+        grid=(num_seqs, num_heads),
+        grid_names=("seq", "head"),
+        kernel_name="combine",
+        interpret=tuning.interpret_params(interpret),
+    )(averages, stats, spans, *([] if sinks is None else [sinks]))
+
+
+def _item_per_warp(head_dim: int) -> Any:
+    """Returns a layout of [items, head_dim] with an item per warp."""
+    lanes = 32 if head_dim % 32 == 0 else 8
+    vector = next(n for n in (4, 2, 1) if head_dim % (lanes * n) == 0)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((tuning.WARPS, lanes * vector), (vector,))),
+        warp_dims=(-3,),
+        lane_dims=(-2,) if lanes == 32 else (-2, plgpu.Replicated(4)),
+        vector_dim=-1,
+    )

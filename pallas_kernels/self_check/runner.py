@@ -1,0 +1,403 @@
+"""Checks kernels on this machine's own device: the results of every op, then the times of a layer.
+
+This is a program, and not called by the engine: a kernel that hangs or crashes takes its process with it.
+worker/loading/kernel_check.py runs it, and draws the verdict from the events that it leaves in a file, a line
+each:
+
+    {"begin": case}                              the candidate runs now, perhaps for ever; null: it has run
+    {"row": {"case", "what", "value", "limit"}}  "error" beside the reference, or "us" and the rival's
+    {"end": outcome, "reason": text}             "done", "unsupported", "crashed" or "not run"
+"""
+
+import dataclasses
+import functools
+import importlib
+import itertools
+import json
+import math
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jax_paged.pallas_kernels import ops, reference
+from jax_paged.pallas_kernels.grouped_matmul import grouped_matmul, implementation_of
+from jax_paged.pallas_kernels.jax_settings import apply_to_process
+from jax_paged.pallas_kernels.quantization import DTYPES, quantize, tiles_of
+from jax_paged.pallas_kernels.self_check import expert_check
+from jax_paged.pallas_kernels.self_check.expert_check import Experts
+
+OPS = ("write_kv", "copy_blocks", "paged_decode", "ragged_attention")
+# Long enough for an item of the work list to hold many blocks; a prompt that fills several tiles.
+LONGEST, LONGEST_OF_PROMPTS = 4096, 700
+# What is timed: a decode step of skewed lengths, and a chunk of a prompt beside decodes.
+TIMED_LEN, TIMED_SEQS, TIMED_CHUNK = 2048, 32, 512
+_STEPS, _ROUNDS, _ROUND_S, _MAX_CALLS = 2, 3, 0.05, 40
+_OUT_OF_POOL = 10**6
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What the layers of a model ask of attention.
+
+    Args:
+        heads: Query heads.
+        scale: Factor of the scores.
+        window: Tokens that a token attends to; None for all.
+        soft_cap: Of the scores; None for none.
+        has_bias: Whether scores get a bias by distance.
+        has_sinks: Whether every head has a sink.
+    """
+
+    heads: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    has_bias: bool = False
+    has_sinks: bool = False
+
+    def __str__(self) -> str:
+        window = "" if self.window is None else f", window {self.window}"
+        soft_cap = "" if self.soft_cap is None else f", soft cap {self.soft_cap:g}"
+        by_head = ", distance bias" * self.has_bias + ", sinks" * self.has_sinks
+        return f"{self.heads} heads{window}{soft_cap}{by_head}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """The shapes that are checked.
+
+    Args:
+        variants: Of attention.
+        kv_heads: Key and value heads.
+        head_dim: Size of a head.
+        page_size: Tokens per page.
+        dtype: Of queries, keys and values.
+        max_len: Tokens of the longest sequence; LONGEST stands for all longer ones.
+        kv_cache_dtype: What the pool holds: "auto" for the dtype above, or a name of quantization.DTYPES.
+        experts: The products of layers with experts.
+        value_dim: Of a latent cache, as ops.paged_decode takes it: then there is nothing to check.
+    """
+
+    variants: tuple[Variant, ...]
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str
+    max_len: int
+    kv_cache_dtype: str = "auto"
+    experts: tuple[Experts, ...] = ()
+    value_dim: int | None = None
+
+    @classmethod
+    def of_values(cls, values: dict[str, Any]) -> "Suite":
+        """Returns the suite that dataclasses.asdict made the values of."""
+        kinds = {"variants": Variant, "experts": Experts}
+        made: dict[str, Any] = {k: tuple(kind(**v) for v in values[k]) for k, kind in kinds.items()}
+        return cls(**values | made)
+
+    def stored(self, numbers: np.ndarray) -> Array:
+        """Returns the pool that holds these numbers."""
+        pool = jnp.asarray(numbers)
+        return tiles_of(quantize(pool, DTYPES.get(self.kv_cache_dtype, pool.dtype)))
+
+    @property
+    def bound(self) -> float:
+        """The largest error of an element of the results, as a share of the root mean square of its head.
+
+        Weights and results are rounded to the dtype once, by up to eps / 2 each. Four standard deviations of
+        the sum of the weights' errors, and an element of four times the root mean square, make it 4 eps;
+        twice that is allowed. In float32, sums of some thousand products and exponentials decide instead.
+        """
+        return max(8 * float(jnp.finfo(self.dtype).eps), 1e-4)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """A call of an op.
+
+    Args:
+        name: For people.
+        op: Which one.
+        args: Its arrays, the pool first where they are moved, and after the queries where these attend.
+        options: Its other arguments.
+        slots: int32, of the queries whose sequence has tokens.
+    """
+
+    name: str
+    op: str
+    args: tuple[Array, ...]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    slots: Any = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether values are only moved, and must be equal."""
+        return self.op in ("write_kv", "copy_blocks")
+
+
+def kernels_of(name: str) -> Any:
+    """Returns the ops of a backend, or the module of that name, which has them.
+
+    Raises:
+        ValueError: If the backend can't be used here.
+    """
+    if name in get_args(ops.Implementation):
+        ops.resolve_backend(name)
+        found: dict[str, Any] = {op: getattr(ops, op) for op in OPS} | {"grouped_matmul": grouped_matmul}
+        return SimpleNamespace(**{k: functools.partial(op, backend=name) for k, op in found.items()})
+    return importlib.import_module(name)
+
+
+def make_case(
+    suite: Suite, variant: Variant, op: str, pairs: Sequence[tuple[int, int]], padding: int
+) -> Case:
+    """Makes a batch whose pages lie in random order, with NaN and nonsense wherever nobody attends to.
+
+    Args:
+        suite: The shapes.
+        variant: Of attention.
+        op: "paged_decode" or "ragged_attention".
+        pairs: Tokens of each sequence, and its queries among them.
+        padding: Rows behind the queries.
+    """
+    rng, size, window = np.random.default_rng(0), suite.page_size, variant.window
+    counts = [-(-n // size) for n, _ in pairs]
+    num_pages = sum(counts) + 4
+    shape = (num_pages, 2, suite.kv_heads, size, suite.head_dim)
+    pool = rng.standard_normal(shape, np.float32).astype(suite.dtype)
+    tables = rng.choice([0, _OUT_OF_POOL, *range(num_pages)], (len(pairs), max(counts) + 2))
+    pages, slots = iter(1 + rng.permutation(num_pages - 1)), []
+    for table, (n, m), count in zip(tables, pairs, counts, strict=True):
+        begin = 0 if window is None else max(0, n - m + 1 - window)
+        for column in range(begin // size, count):
+            page = table[column] = next(pages)
+            pool[page, :, :, max(0, n - column * size) :] = np.nan
+            pool[page, :, :, : max(0, begin - column * size)] = np.nan
+        slots += [table[i // size] * size + i % size for i in range(max(0, n - m), n)]
+    pool[[0, *pages]] = np.nan
+    start = np.cumsum([0, *(m for _, m in pairs)])
+    q = rng.standard_normal((start[-1] + padding, variant.heads, suite.head_dim), np.float32)
+    q[start[-1] :] = np.nan
+    integers = [tables, np.array([n for n, _ in pairs]), start][: 3 if op == "ragged_attention" else 2]
+    args = q.astype(suite.dtype), suite.stored(pool), *(x.astype(np.int32) for x in integers)
+    options = {"scale": variant.scale, "window": window, "soft_cap": variant.soft_cap}
+    if variant.has_bias:
+        options["distance_bias"] = jnp.asarray(rng.standard_normal((variant.heads, 65), np.float32))
+    if variant.has_sinks:
+        options["sinks"] = jnp.asarray(rng.standard_normal(variant.heads, np.float32))
+    return Case(f"{op}, {variant}", op, tuple(jax.device_put(args)), options, np.array(slots, np.int32))
+
+
+def attention_cases(suite: Suite, *, is_timed: bool) -> Iterator[Case]:
+    """Yields decodes, and chunks of prompts beside decodes, all of skewed lengths."""
+    size, longest = suite.page_size, min(suite.max_len, TIMED_LEN if is_timed else LONGEST)
+    if is_timed:
+        decodes = [longest, *[max(1, longest // 8)] * 3] * (TIMED_SEQS // 4)
+        mixed = [(longest, TIMED_CHUNK), *((n, 1) for n in decodes)]
+    else:
+        decodes = [longest, 1, size - 1, size, 0, size + 1, 3 * size + 5, longest // 2 + 1, longest - 1]
+        # A chunk, a whole prompt, decodes, nobody, a small chunk.
+        mixed = [(300, 200), (40, 40), (LONGEST_OF_PROMPTS, 1), (1, 1), (0, 0), (129, 17)]
+    for op, pairs in (("paged_decode", [(n, 1) for n in decodes]), ("ragged_attention", mixed)):
+        pairs = [(min(n, longest), min(n, m, longest) if op == "ragged_attention" else 1) for n, m in pairs]
+        for variant in suite.variants:
+            if variant.window is not None and not is_timed:
+                # A window that no context fills would not be checked.
+                most = max(1, max(n for n, _ in pairs) // 3)
+                variant = dataclasses.replace(variant, window=min(variant.window, most))
+            is_padded = op == "ragged_attention" and not is_timed
+            yield make_case(suite, variant, op, pairs, 7 * is_padded)
+
+
+def move_cases(suite: Suite) -> Iterator[Case]:
+    """Yields tokens and pages that are moved, and others that must not be."""
+    rng, num_pages = np.random.default_rng(1), 24
+    shape = (num_pages, 2, suite.kv_heads, suite.page_size, suite.head_dim)
+    pool = rng.standard_normal(shape, np.float32).astype(suite.dtype)
+    pool[::5] = np.nan
+    num_slots = num_pages * suite.page_size
+    slots = rng.permutation(num_slots)[: num_slots // 2].astype(np.int32)
+    slots[::7] = num_slots + np.arange(len(slots[::7]))
+    k, v = rng.standard_normal((2, len(slots), *shape[2::2]), np.float32).astype(suite.dtype)
+    pool = suite.stored(pool)
+    yield Case("write_kv", "write_kv", tuple(jax.device_put((pool, k, v, slots))))
+    src, dst = rng.permutation(num_pages).reshape(2, -1).astype(np.int32)
+    src[3], dst[5] = num_pages, num_pages + 7
+    yield Case("copy_blocks", "copy_blocks", tuple(jax.device_put((pool, src, dst))))
+
+
+def expected(case: Case) -> Array:
+    """Returns what the reference says; of attention one head at a time, as it takes so much memory."""
+    run, options = getattr(reference, case.op), case.options
+    if case.op == "write_kv":
+        pool, k, v, slots = case.args
+        return jax.jit(run)(pool, quantize(k, pool.dtype), quantize(v, pool.dtype), slots)
+    if case.moves or case.op == "grouped_matmul":
+        with jax.default_matmul_precision("highest"):  # a GPU would round float32 to 11 bits
+            return jax.jit(run)(*case.args)
+
+    def attend(q: Array, pool: Array, *rest: Array) -> Array:
+        def one_head(head: Array) -> Array:
+            group = q.shape[1] // pool.shape[2]
+            by_head = ("distance_bias", "sinks")
+            own = {k: x[head][None] if k in by_head else x for k, x in options.items()}
+            return run(q[:, head][:, None], pool[:, :, head // group][:, :, None], *rest, **own)[:, 0]
+
+        return lax.map(one_head, jnp.arange(q.shape[1])).swapaxes(0, 1)
+
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(attend)(*case.args)
+
+
+def error_of(got: Array, want: Array, *, is_move: bool) -> float:
+    """Returns the largest error, see Suite.bound; of moved values the share of those that are wrong."""
+    ours, theirs = (np.asarray(x).astype(np.float64) for x in (got, want))
+    if is_move:
+        return float(np.mean((ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs))))
+    size = np.sqrt(np.mean(theirs**2, axis=-1, keepdims=True))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.where(ours == theirs, 0, np.abs(ours - theirs) / size)
+    return float(np.max(np.nan_to_num(share, nan=math.inf, posinf=math.inf)))
+
+
+class Layer:
+    """A layer's write_kv and attention, several times in one program, as layers follow each other.
+
+    Args:
+        kernels: The ops.
+        case: Of attention; with a slot for every query.
+    """
+
+    def __init__(self, kernels: Any, case: Case) -> None:
+        attend = functools.partial(getattr(kernels, case.op), **case.options)
+
+        def layers(pool: Array, q: Array, kv: Array, slots: Array, *rest: Array) -> tuple[Array, Array]:
+            for _ in range(_STEPS):
+                pool = kernels.write_kv(pool, kv, -kv, slots)
+                q = attend(q, pool, *rest)
+            return pool, q
+
+        q, pool, *rest = case.args
+        self._run, self._pool = jax.jit(layers, donate_argnums=0), jnp.copy(pool)
+        self._rest = q, q[:, : pool.shape[2]], jnp.asarray(case.slots), *rest
+        self.calls = 1
+        self.seconds()  # compiles
+        self.calls = max(1, min(_MAX_CALLS, int(_ROUND_S / self.seconds() / _STEPS)))
+
+    def seconds(self) -> float:
+        """Returns the seconds per layer, of some calls that the device does one after the other."""
+        start = time.perf_counter()
+        for _ in range(self.calls):
+            self._pool, out = self._run(self._pool, *self._rest)
+        jax.block_until_ready((self._pool, out))
+        return (time.perf_counter() - start) / (self.calls * _STEPS)
+
+
+class _Ended(Exception):
+    """The check is over: (outcome, reason)."""
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def run(suite: Suite, candidate: str, rival: str, note: Callable[[dict[str, Any]], None]) -> None:
+    """Checks and times the candidate's ops.
+
+    Args:
+        suite: With which shapes.
+        candidate: Backend, or module with the four ops, that is checked.
+        rival: Beside which it is timed, if all results are right.
+        note: Takes the events.
+    """
+    other = kernels_of(rival)
+    cases = [*move_cases(suite), *attention_cases(suite, is_timed=False)]
+
+    def attempt[T](case: Case, call: Callable[..., T], *args: Any) -> T:
+        note({"begin": case.name})
+        try:
+            result = jax.block_until_ready(call(*args))
+        except Exception as error:
+            # Whoever has the memory has it, whatever the kernels do.
+            outcome = "not run" if "RESOURCE_EXHAUSTED" in str(error) else "crashed"
+            raise _Ended(outcome, f"{case.name}: {_in_a_line(error)}") from error
+        note({"begin": None})
+        return result
+
+    try:
+        ours = kernels_of(candidate)
+        # Where a backend has no kernel of its own for them there is nothing to check.
+        has_loop = candidate in get_args(ops.Implementation) and implementation_of(candidate) == "loop"
+        experts = () if has_loop else suite.experts
+        calls = [jax.jit(functools.partial(getattr(ours, case.op), **case.options)) for case in cases]
+        for call, case in zip(calls, cases, strict=True):
+            call.eval_shape(*case.args)  # the ops refuse when they are traced, and nothing has run yet
+        for one in experts:
+            jax.eval_shape(ours.grouped_matmul, *one.shapes(1, suite.dtype))
+    except ValueError as error:
+        raise _Ended("unsupported", str(error)) from error
+
+    def products(*, is_timed: bool) -> Iterator[Case]:
+        for name, args in expert_check.batches(experts, suite.dtype, is_timed=is_timed):
+            yield Case(name, "grouped_matmul", args)
+
+    def is_right(case: Case, call: Callable[..., Array]) -> bool:
+        want: Any = np.asarray(expected(case))
+        error = error_of(attempt(case, call, *case.args), want, is_move=case.moves)
+        limit = 0.0 if case.moves else suite.bound
+        note({"row": {"case": case.name, "what": "error", "value": error, "limit": limit}})
+        return error <= limit
+
+    right = [is_right(case, call) for call, case in zip(calls, cases, strict=True)]
+    right += [is_right(case, jax.jit(ours.grouped_matmul)) for case in products(is_timed=False)]
+    if not all(right):
+        return
+    for case in itertools.chain(attention_cases(suite, is_timed=True), products(is_timed=True)):
+        name, timed = f"write_kv + {case.name}", Layer
+        if case.op == "grouped_matmul":
+            name, timed = case.name, expert_check.Products
+        theirs, mine = timed(other, case), attempt(case, timed, ours, case)
+        times = [(attempt(case, mine.seconds), theirs.seconds()) for _ in range(_ROUNDS)]
+        best, rivals = (min(column) * 1e6 for column in zip(*times, strict=True))
+        note({"row": {"case": name, "what": "us", "value": best, "limit": rivals}})
+
+
+def main(task: dict[str, Any]) -> None:
+    """Runs a check, in a process that does nothing else.
+
+    Args:
+        task: The arguments of `run`, the events' file, the platforms of JAX and the kind of the device that
+            are expected, and the seconds after which the process ends.
+    """
+    if hasattr(signal, "alarm"):
+        signal.alarm(math.ceil(task["limit_s"]) + 5)  # kills, also when nobody is left who would
+    # The engine that waits may hold most of the GPU's memory already, or want it next.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    jax.config.update("jax_platforms", task["platforms"])
+    apply_to_process()  # the environment, which this process inherits, may set others
+    with Path(task["events"]).open("w", encoding="utf-8") as file:
+
+        def note(event: dict[str, Any]) -> None:
+            file.write(json.dumps(event) + "\n")
+            file.flush()
+
+        end = "done", ""
+        try:
+            if (kind := jax.devices()[0].device_kind) != task["device_kind"]:
+                raise _Ended("not run", f"the device is {kind} and not {task['device_kind']}")
+            run(Suite.of_values(task["suite"]), task["candidate"], task["rival"], note)
+        except Exception as error:
+            end = error.args if isinstance(error, _Ended) else ("not run", _in_a_line(error))
+            traceback.print_exc()
+        note({"end": end[0], "reason": end[1]})
