@@ -237,10 +237,31 @@ def run_machine(number: int, num_examples: int) -> collections.Counter[str]:
 
 
 def test_every_request_ends_and_nothing_is_left_whatever_is_scarce() -> None:
-    counts = run_machine(3, 50)
-    assert all(
-        counts[name] for name in ("preempted", "adapter_loads", "states_to_copy", "set aside", "ahead")
-    )
+    # What the machine draws depends on the modules that are loaded, also for the same seed.
+    counts: collections.Counter[str] = collections.Counter()
+    for number in range(3, 9):
+        counts += run_machine(number, 50)
+        if counts.keys() >= {"preempted", "adapter_loads", "states_to_copy", "set aside", "ahead"}:
+            return
+    raise AssertionError(f"the machine has not reached every state: {counts}")
+
+
+def test_a_slot_that_becomes_free_within_a_step_goes_to_the_first_request_that_waits_for_it() -> None:
+    machine = SchedulerMachine()
+    sizes = {"num_blocks": 6, "block_size": 4, "num_swap_blocks": 0, "caching": False, "num_state_slots": 0}
+    sizes |= {"max_loras": 1, "max_num_seqs": 3, "burst_size": 1}
+    machine.start(policy="fcfs", mode=None, chunked=True, budget=24, max_in_flight=1, **sizes)
+    request = {"prompt_len": 1, "n": 3, "beam_width": 0, "max_tokens": 9, "priority": 0}
+    machine.add(requests=[request | {"adapter": "b"}])  # it outgrows the pool
+    machine.run_steps(num_steps=1, tokens=[5])
+    machine.add(requests=[request | {"adapter": "c", "n": 1, "prompt_len": 5}])
+    while not machine.groups[0].is_finished:
+        machine.add(requests=[request | {"adapter": "a", "n": 1}])
+        machine.run_steps(num_steps=1, tokens=[5])
+    assert "a" not in machine.sched.queues.running_adapters
+    machine.run_steps(num_steps=1, tokens=[5])
+    assert machine.sched.queues.running_adapters == {"c": 1}
+    machine.teardown()
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ class AdapterSlots:
     A request whose adapter has no slot is set aside. Requests behind it may overtake it if they cannot take a
     slot from it: those without an adapter, and those whose adapter already runs. So that it does not wait
     forever, one running adapter is closed to the requests behind it: the one that the fewest running requests
-    use, whose slot is the next to become free.
+    use, whose slot is the next to become free. If a slot becomes free while a step is scheduled, only the
+    first request that was set aside may take it.
 
     A request that was set aside is tried again once the conditions under which it was refused have changed.
 
@@ -47,7 +48,7 @@ class AdapterSlots:
         """Puts requests that were set aside back into the queue if they may find a slot now."""
         queues = self._queues
         if not queues.set_aside:
-            self._closed = self._closed_behind = None
+            self._closed = self._closed_behind = self._first_aside = None
             self._refused_under.clear()
             return
         running = queues.running_adapters
@@ -62,10 +63,13 @@ class AdapterSlots:
         if self._refused_under != {self._conditions()} or self._may_preempt():
             queues.bring_back()
             self._refused_under.clear()
+            self._first_aside = None
 
     def set_aside(self, group: SequenceGroup) -> None:
         """Passes over the first waiting request, which has found no slot, in favour of those behind it."""
         self._queues.put_aside(group)
+        if self._first_aside is None or group.order < self._first_aside.order:
+            self._first_aside = group
         self._refused_under.add(self._conditions())
 
     def _conditions(self) -> tuple[Any, ...]:
@@ -102,7 +106,9 @@ class AdapterSlots:
         if running.get(adapter, 0) > 0:
             behind = self._closed_behind if adapter == self._closed else None
             return behind is None or group.order < behind
-        return sum(count > 0 for count in running.values()) < self.num_slots
+        first = self._first_aside
+        is_behind = first is not None and first.order < group.order
+        return not is_behind and sum(count > 0 for count in running.values()) < self.num_slots
 
     def place(self, adapter: str) -> int:
         """Returns the slot of an adapter that a running request uses; assigns one if it has none."""
