@@ -4,7 +4,7 @@ import numbers
 from collections.abc import Iterable
 from typing import Any, NotRequired, TypedDict
 
-from jax_paged.checks import check
+from jax_paged.errors import check
 
 
 class TokensPrompt(TypedDict):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from jax_paged.arguments.ignored import IGNORED, UNSUPPORTED_BY_REQUESTS, refused
 from jax_paged.arguments.plain_values import plain
 from jax_paged.arguments.suggestions import check_keywords, field_names
-from jax_paged.checks import check
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.engine.assembly import Executors, OwnScheduler, check_alone
 from jax_paged.engine.features.multimodal.image_messages import conversation
@@ -23,6 +22,7 @@ from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.replicas.placement import make_replicas
 from jax_paged.engine.serialized import any_thread
 from jax_paged.engine.text.tokenizer import Messages
+from jax_paged.errors import ArgumentError, check
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
@@ -100,9 +100,9 @@ class LLM(PoolingMethods):
         has_parts = has_parts or bool(hooks) or bool(logits_processors)
         if has_parts:
             own = "`loaded`, `hooks`, `attend`, `sampler` and `logits_processors`"
-            check(executor is None, "executor", executor, f"None beside {own}")
+            check(executor is None, "executor", executor, f"None if {own} are given")
         if executor is not None or loaded is not None:
-            allowed = "1 with `executor` or `loaded`, of which there is one"
+            allowed = "1 with `executor` or `loaded`"
             check_alone(args, allowed)
         self._replicas = _make_engines(args, executor, Executors(*parts if has_parts else ()), scheduler)
         self.llm_engine = self._replicas[0]
@@ -122,7 +122,7 @@ class LLM(PoolingMethods):
         loaded = state if isinstance(state, EngineState) else EngineState.load(state)
         args = loaded.values["args"] | changes
         for name in ("data_parallel_size", "pipeline_parallel_size"):
-            check(args.get(name, 1) == 1, name, args.get(name), "1 to restore a state, which is one engine's")
+            check(args.get(name, 1) == 1, name, args.get(name), "1 to restore the state of one engine")
         llm = cls(**args)
         try:
             llm.llm_engine.load_state(loaded)
@@ -199,7 +199,12 @@ class LLM(PoolingMethods):
         params = self._params_of(sampling_params, len(listed))
         priorities = [0] * len(listed) if priority is None else plain(priority)
         is_list = isinstance(priorities, list | tuple)
-        check(is_list and len(priorities) == len(listed), "priority", priority, f"{len(listed)} integers")
+        check(
+            is_list and len(priorities) == len(listed),
+            "priority",
+            priority,
+            f"a list of {len(listed)} integers, one per prompt",
+        )
         adapters = _one_each("lora_request", lora_request, len(listed))
         rows = enumerate(zip(listed, params, priorities, adapters, strict=True))
         return self._run([self._check(i, *row) for i, row in rows], use_tqdm)
@@ -249,11 +254,11 @@ class LLM(PoolingMethods):
             refused(mm_processor_kwargs, allowed) is None,
             "mm_processor_kwargs",
             mm_processor_kwargs,
-            "None or empty, as the engine has those for all images",
+            "None or {} because EngineArgs.mm_processor_kwargs applies to all images",
         )
         tokenizer = self.llm_engine.tokenizer
         if tokenizer is None:
-            raise ValueError("chat needs a tokenizer, and skip_tokenizer_init is True")
+            raise ArgumentError("skip_tokenizer_init", True, "False for chats, which need a tokenizer")
         ok = isinstance(messages, list | tuple) and bool(messages)
         check(ok, "messages", messages, "a list of messages")
         conversations = [messages] if isinstance(messages[0], dict) else messages
@@ -376,9 +381,8 @@ class LLM(PoolingMethods):
         if not isinstance(params, list | tuple):
             return [params] * num_prompts  # pyright: ignore[reportReturnType]
         if len(params) != num_prompts:
-            raise ValueError(
-                f"sampling_params has {len(params)} entries; allowed: one for all, or {num_prompts}"
-            )
+            allowed = f"1 for all prompts, or {num_prompts}"
+            raise ArgumentError("sampling_params", len(params), allowed, aspect="the length of")
         return params
 
     def _check(
@@ -427,5 +431,5 @@ def _make_engines(
 def _one_each(name: str, given: Any, num: int) -> Sequence[Any]:
     """Returns one value per prompt, of one for all or a list of them."""
     given = given if isinstance(given, list | tuple) else [given] * num
-    check(len(given) == num, f"the length of {name}", len(given), f"{num}, one per prompt")
+    check(len(given) == num, name, len(given), f"{num}, one per prompt", aspect="the length of")
     return given

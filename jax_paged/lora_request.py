@@ -4,7 +4,7 @@ import dataclasses
 
 from jax_paged.arguments.plain_values import make_plain
 from jax_paged.arguments.suggestions import suggests_fields
-from jax_paged.checks import Problems, check, check_int
+from jax_paged.errors import Problems, check, check_int
 
 
 @suggests_fields

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jax_paged.checks import check
 from jax_paged.engine.features import pooling
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.llm_engine import LLMEngine
 from jax_paged.engine.serialized import Serialized
+from jax_paged.errors import check
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.outputs import (
     ClassificationOutput,
@@ -143,12 +143,12 @@ class PoolingMethods(Serialized, abc.ABC):
         use_tqdm: UseTqdm,
         lora_request: None,
     ) -> list[tuple[RequestOutput, np.ndarray]]:
-        check(lora_request is None, "lora_request", lora_request, "None, as adapters are not supported")
+        check(lora_request is None, "lora_request", lora_request, "None because adapters are not supported")
         listed, engine = as_prompts(prompts), self.llm_engine
         given = PoolingParams() if pooling_params is None else pooling_params
         each = list(given) if isinstance(given, list | tuple) else [given] * len(listed)
         ok = len(each) == len(listed)
-        check(ok, "the number of pooling_params", len(each), f"{len(listed)}, one per prompt")
+        check(ok, "pooling_params", len(each), f"{len(listed)}, one per prompt", aspect="the length of")
         params = [pooling.resolved(p, task, engine.config) for p in each]  # pyright: ignore[reportArgumentType]
         if truncate_prompt_tokens is not None:
             changes = {"truncate_prompt_tokens": truncate_prompt_tokens}

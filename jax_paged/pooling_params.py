@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from jax_paged.arguments.ignored import ANY, ignores
 from jax_paged.arguments.plain_values import make_plain
 from jax_paged.arguments.suggestions import field_names, suggestions, suggests_fields
-from jax_paged.checks import Problems, check, check_choice, check_int
+from jax_paged.errors import Problems, check, check_choice, check_int
 
 PoolingTask = Literal["embed", "classify", "score", "token_embed"]
 
@@ -59,7 +59,13 @@ class PoolingParams:
         make_plain(self)
         problems = Problems()
         if self.truncate_prompt_tokens is not None:
-            problems.note(check, self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", 0, "-1 or more")
+            problems.note(
+                check,
+                self.truncate_prompt_tokens != 0,
+                "truncate_prompt_tokens",
+                0,
+                "-1 or an integer of at least 1",
+            )
             problems.note(check_int, "truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
         if self.dimensions is not None:
             problems.note(check_int, "dimensions", self.dimensions, 1)
@@ -79,9 +85,9 @@ class PoolingParams:
         extra, name = self.extra_kwargs, "compressed_token_type_ids"
         ok = extra is None or (isinstance(extra, dict) and extra.keys() <= {name})
         close = suggestions(extra, [name]) if isinstance(extra, dict) else ""
-        check(ok, "extra_kwargs", extra, f"None, or a dict with {name!r}{close}")
+        check(ok, "extra_kwargs", extra, f"None or a dict with the key {name!r}", remedy=close)
         if extra:
-            check_int(name, extra[name], 0)
+            check_int(f"extra_kwargs[{name!r}]", extra[name], 0)
 
 
 @suggests_fields
@@ -117,6 +123,6 @@ class PoolerConfig:
         names = field_names(cls)
         ok = isinstance(given, dict) and given.keys() <= set(names)
         close = suggestions(given, names) if isinstance(given, dict) else ""
-        allowed = f"None, a PoolerConfig, or a dict with some of {', '.join(names)}{close}"
-        check(ok, "pooler_config", given, allowed)
+        allowed = f"None, a PoolerConfig, or a dict with some of the keys {', '.join(names)}"
+        check(ok, "pooler_config", given, allowed, remedy=close)
         return cls(**given)

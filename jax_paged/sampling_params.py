@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from jax_paged.arguments.ignored import ANY, Ignored, ignores
 from jax_paged.arguments.plain_values import make_plain
-from jax_paged.checks import Problems, check, check_choice, check_int, check_number
+from jax_paged.errors import Problems, check, check_choice, check_int, check_number
 from jax_paged.structured_outputs import StructuredOutputsParams
 
 # Token ids per request that something is added to the logits of; any number may be forbidden.
@@ -188,13 +188,13 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             problems.note(check_choice, name, getattr(self, name), (True, False))
         skip, has_none = self.skip_reading_prefix_cache, self.prompt_logprobs is None
-        name = f"skip_reading_prefix_cache{'' if has_none else ' (prompt_logprobs is not None)'}"
-        problems.note(check_choice, name, skip, (None, True, False) if has_none else (None, True))
+        choices, condition = ((None, True, False), "") if has_none else ((None, True), "with prompt_logprobs")
+        problems.note(check_choice, "skip_reading_prefix_cache", skip, choices, condition=condition)
         form, forced = self.structured_outputs, self.forced_token_ids
         if not isinstance(form, StructuredOutputsParams | None):
             problems.note(check, False, "structured_outputs", form, "None or StructuredOutputsParams")
         if form is not None:
-            problems.note(check, not forced, "forced_token_ids (structured_outputs is given)", forced, "None")
+            problems.note(check, not forced, "forced_token_ids", forced, "None with structured_outputs")
         problems.note(self._check_functions)
         problems.note(check_choice, "output_kind", self.output_kind, tuple(RequestOutputKind))
         problems.note(check_choice, "pooling", self.pooling, (None, "LAST", "MEAN", "CLS", "ALL"))
@@ -265,13 +265,13 @@ class SamplingParams:
         others = ("presence_penalty", "frequency_penalty", "extra_args", "forced_token_ids")
         given = [other for other in others if getattr(self, other)]
         given += ["repetition_penalty"] if self.repetition_penalty != 1 else []
-        check(not (functions and given), name, functions, f"None beside {', '.join(given)}")
+        check(not (functions and given), name, functions, f"None with {', '.join(given)}")
 
     def _note_numbers(self, problems: Problems) -> None:
         note = problems.note
         note(check_int, "n", self.n, 1)
         if self.best_of is not None:
-            note(check_int, f"best_of (n is {self.n})", self.best_of, _int_or(self.n, 1))
+            note(check_int, "best_of", self.best_of, _int_or(self.n, 1), condition="(n)")
         note(check_number, "temperature", self.temperature, 0, 1e6)
         note(check_number, "top_p", self.top_p, 0, 1, low_open=True)
         note(check_int, "top_k", self.top_k, -1, 2**31 - 1)
@@ -295,17 +295,20 @@ class SamplingParams:
     def _note_stops(self, problems: Problems) -> None:
         ok = self.stop is None or isinstance(self.stop, str) or _is_list_of_texts(self.stop)
         ok = ok and self.stop != ""
-        problems.note(check, ok, "stop", self.stop, "None, a non-empty string or a list of them")
+        problems.note(check, ok, "stop", self.stop, "None, a non-empty string or a list of non-empty strings")
         if ok:
             stops = self.stop_strings
-            problems.note(check_int, "the number of stop strings", len(stops), 0, MAX_STOP_STRINGS)
+            problems.note(
+                check_int, "stop", len(stops), 0, MAX_STOP_STRINGS, aspect="the number of strings in"
+            )
             lengths = [len(stop) for stop in stops]
             longest = max(lengths, default=0)
-            problems.note(check_int, "the length of a stop string", longest, 0, MAX_STOP_STRING_LENGTH)
-            total = "the number of characters in all stop strings"
-            problems.note(check_int, total, sum(lengths), 0, MAX_STOP_CHARACTERS)
+            aspect = "the length of each string in"
+            problems.note(check_int, "stop", longest, 0, MAX_STOP_STRING_LENGTH, aspect=aspect)
+            aspect = "the total length of the strings in"
+            problems.note(check_int, "stop", sum(lengths), 0, MAX_STOP_CHARACTERS, aspect=aspect)
         if ok and self.stop and not self.detokenize:
-            problems.note(check, False, "stop (detokenize is False)", self.stop, "None")
+            problems.note(check, False, "stop", self.stop, "None with detokenize=False")
         ok = self.bad_words is None or _is_list_of_texts(self.bad_words)
         problems.note(check, ok, "bad_words", self.bad_words, "None or a list of non-empty strings")
 
@@ -396,12 +399,12 @@ def _check_token_ids(name: str, token_ids: Any, vocab_size: int | None = None) -
     for token_id in token_ids:
         # An allow-list may have a hundred thousand of them: a call per token id would be slow.
         if type(token_id) is not int or token_id < 0 or (last is not None and token_id > last):
-            check_int(f"a token id of {name}", token_id, 0, last)
+            check_int(name, token_id, 0, last, aspect="each token id in")
 
 
 def _check_bias(bias: dict[int, float]) -> None:
     for token_id, value in bias.items():
         check_number(f"logit_bias[{token_id}]", value, -100, 100)
     num_others = sum(value != _FORBIDDING_BIAS for value in bias.values())
-    name = f"the length of logit_bias without entries of {_FORBIDDING_BIAS}"
-    check(num_others <= MAX_BIAS_IDS, name, num_others, f"at most {MAX_BIAS_IDS} entries")
+    aspect = f"the number of values other than {_FORBIDDING_BIAS} in"
+    check(num_others <= MAX_BIAS_IDS, "logit_bias", num_others, f"at most {MAX_BIAS_IDS}", aspect=aspect)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_paged.arguments.ignored import ANY, ignores
 from jax_paged.arguments.plain_values import make_plain
-from jax_paged.checks import check
+from jax_paged.errors import ArgumentError, check
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -70,12 +70,14 @@ class StructuredOutputsParams:
         make_plain(self)
         names = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
         given = [name for name in names if getattr(self, name) not in (None, False)]
-        check(len(given) == 1, "structured_outputs", given or None, f"exactly one of {', '.join(names)}")
+        check(
+            len(given) == 1, "structured_outputs", given or None, f"given exactly one of {', '.join(names)}"
+        )
         after = self.starts_after
-        check(after is None or (isinstance(after, str) and after), "starts_after", after, "None or text")  # pyright: ignore
+        check(after is None or (isinstance(after, str) and after), "starts_after", after, "None or a string")  # pyright: ignore
         tag = self.reasoning_tag
         ok = tag is None or (isinstance(tag, str) and bool(tag) and after is not None)  # pyright: ignore
-        check(ok, "reasoning_tag", tag, "None, or text beside starts_after")
+        check(ok, "reasoning_tag", tag, "None, or a non-empty string with starts_after")
         _CHECKS[given[0]](given[0], getattr(self, given[0]))
 
     @property
@@ -91,13 +93,13 @@ def _check_schema(name: str, value: Any) -> None:
         try:
             parsed = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name} is {value[:100]!r}; allowed: JSON ({error})") from error
-    check(isinstance(parsed, dict), name, value, "a JSON object, as a dict or as text")
+            raise ArgumentError(name, value, f"JSON ({error})") from error
+    check(isinstance(parsed, dict), name, value, "a JSON object, as a dict or as a string")
     _check_depth(name, parsed)
     try:
         text = json.dumps(parsed, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} is not a JSON object: {error}") from error
+        raise ArgumentError(name, value, f"a JSON object ({error})") from error
     _check_size(name, len(text))
 
 
@@ -106,25 +108,27 @@ def _check_depth(name: str, value: Any) -> None:
     while level:
         depth += 1
         if depth > MAX_SCHEMA_DEPTH:
-            raise ValueError(f"{name} is nested too deeply; allowed: {MAX_SCHEMA_DEPTH} levels")
+            allowed = f"at most {MAX_SCHEMA_DEPTH}"
+            raise ArgumentError(name, depth, allowed, aspect="the number of nested levels of")
         inner = [list(x.values()) if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
         level = [item for items in inner for item in items]
 
 
 def _check_text(name: str, value: Any) -> None:
-    check(isinstance(value, str) and bool(value), name, value, "text that is not empty")
+    check(isinstance(value, str) and bool(value), name, value, "a non-empty string")
     _check_size(name, len(value))
 
 
 def _check_choice(name: str, value: Any) -> None:
     ok = isinstance(value, list | tuple) and bool(value) and all(isinstance(text, str) for text in value)
-    check(ok and any(value), name, value, "a list of texts, not all of them empty")
+    check(ok and any(value), name, value, "a list of strings, at least one of them not empty")
     _check_size(name, sum(map(len, value)))
 
 
 def _check_size(name: str, num_characters: int) -> None:
     if num_characters > MAX_FORM_CHARACTERS:
-        raise ValueError(f"{name} has {num_characters} characters; allowed: up to {MAX_FORM_CHARACTERS}")
+        allowed = f"at most {MAX_FORM_CHARACTERS} characters"
+        raise ArgumentError(name, num_characters, allowed, aspect="the length of")
 
 
 def _check_true(name: str, value: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jax_paged.arguments.shown_values import shown
 from jax_paged.models.registry import get_architecture
 
 GGUF_HINT = (
@@ -49,7 +50,9 @@ def resolve_model_dir(model: str) -> Path:
     if folder.is_dir():
         return folder
     if model.endswith(".gguf"):
-        raise ValueError(f"model is {model!r}; allowed: a folder or hub id of safetensors; {GGUF_HINT}")
+        raise ValueError(
+            f"`model` must be a folder or hub id of safetensors, got {shown(model)}. {GGUF_HINT}"
+        )
     from huggingface_hub import snapshot_download  # takes 0.2 s, and only hub models need it
 
     def download(patterns: list[str]) -> Path:
@@ -59,8 +62,8 @@ def resolve_model_dir(model: str) -> Path:
         config = download(["config.json"]) / "config.json"
     except (OSError, ValueError) as e:
         raise ValueError(
-            f"model is {model!r}; allowed: 'pagelet' (built in), a local folder with config.json and "
-            f"*.safetensors, or a Hugging Face hub id such as 'meta-llama/Llama-3.2-1B'. There is no folder "
+            f"`model` must be 'pagelet' (built in), a local folder with config.json and *.safetensors, or a "
+            f"Hugging Face hub id such as 'meta-llama/Llama-3.2-1B', got {shown(model)}. There is no folder "
             f"{folder.absolute()}, and the hub gave {type(e).__name__}: {e} Check the spelling and the "
             "network, run `hf auth login` for a gated model, or download it elsewhere and pass its folder."
             + (f" {GGUF_HINT}." if "gguf" in model.lower() else "")
@@ -82,7 +85,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except ValueError as e:
         raise ValueError(f"{file} is not JSON: {e}") from e
     if not isinstance(value, dict):
-        raise ValueError(f"{file} holds a {type(value).__name__}; allowed: an object")
+        raise ValueError(f"{file} must hold an object, got a {type(value).__name__}")
     return value
 
 
@@ -98,7 +101,7 @@ def read_config(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         {*text, "rope_parameters", "rope_scaling"} - {*found, *_OUTER} if isinstance(text, dict) else set()
     )
     if misplaced := sorted(inner & overrides.keys()):
-        raise ValueError(f"hf_overrides has {misplaced}; allowed for this model: in its text_config")
+        raise ValueError(f"`hf_overrides` must have {misplaced} in text_config for this model")
     both = [n for n in _PARTS if all(isinstance(x.get(n), dict) for x in (found, overrides))]
     return {**found, **overrides, **{name: found[name] | overrides[name] for name in both}}
 
@@ -122,7 +125,8 @@ def end_token_ids(
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
         raise ValueError(
-            f"eos_token_id is {value!r}; allowed: null, an id in [0, {vocab_size - 1}], or a list of them"
+            f"`eos_token_id` must be null, an id in [0, {vocab_size - 1}] or a list of ids, "
+            f"got {shown(value)}"
         )
     return frozenset(ids)
 

@@ -7,6 +7,8 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax_paged.arguments.shown_values import one_of, shown
+
 _REQUIRED: Any = object()
 
 
@@ -62,7 +64,7 @@ class ConfigReader:
         """Returns a value that is one of `choices`; False and True don't count as 0 and 1."""
         value = self.get(name, default)
         ok = any(value == c and isinstance(value, bool) == isinstance(c, bool) for c in choices)
-        self.check(ok, name, value, " or ".join(map(repr, choices)))
+        self.check(ok, name, value, one_of(choices))
         return value if ok else choices[0]
 
     def num_labels(self) -> int:
@@ -90,7 +92,7 @@ class ConfigReader:
         types = self.get("layer_types", list(default_types))
         choices = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
         ok = isinstance(types, list) and len(types) == num_layers and all(t in choices for t in types)
-        allowed = f"a list of num_hidden_layers, which is {num_layers}, of {' or '.join(map(repr, choices))}"
+        allowed = f"a list of {num_layers} items (num_hidden_layers), each {' or '.join(map(repr, choices))}"
         if not self.check(ok, "layer_types", types, allowed, also_needs=("num_hidden_layers",)):
             return ()
         return tuple(window if t == "sliding_attention" else None for t in types)
@@ -114,8 +116,8 @@ class ConfigReader:
         """
         name = self._prefix + name
         if not ok and not any(n in self._problems for n in (name, *also_needs)):
-            shown = "missing" if value is _REQUIRED else repr(value)
-            self._problems[name] = f"{name} is {shown}; allowed: {allowed}"
+            found = "but it is missing" if value is _REQUIRED else f"got {shown(value)}"
+            self._problems[name] = f"`{name}` must be {allowed}, {found}"
         return ok
 
     def finish(self) -> None:
@@ -164,7 +166,7 @@ def text_values(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     text = hf_config.get("text_config")
     if not isinstance(text, dict):
-        raise ValueError(f"text_config of config.json is {text!r}; allowed: an object")
+        raise ValueError(f"`text_config` of config.json must be an object, got {shown(text)}")
     outer = {name: hf_config.get(name) for name in ("quantization_config", "tie_word_embeddings")}
     return text | {name: value for name, value in outer.items() if value is not None}
 

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
+from jax_paged.arguments.shown_values import shown
 from jax_paged.models.attention import AttentionMetadata, Backend, StateSpec, num_parts
 from jax_paged.models.causal_lm import CausalLM
 from jax_paged.models.kv_location import Place
@@ -51,7 +52,7 @@ def paged_inputs(
     """
     lens, limit = [len(text) for text in token_lists], model.config.max_position_embeddings
     if not lens or min(lens) < 1 or max(lens) > limit:
-        raise ValueError(f"token_lists holds texts of {lens} tokens; allowed: texts of 1 to {limit} tokens")
+        raise ValueError(f"the lengths of `token_lists` must be in [1, {limit}], got {shown(lens)}")
     width = -(-max(lens) // block_size)
     tables = 1 + np.arange(len(lens) * width).reshape(len(lens), width)  # block 0 is the null block
     positions = np.concatenate([np.arange(n) for n in lens])

@@ -6,6 +6,8 @@ Nothing here imports JAX until a family's class is asked for: the front of the e
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jax_paged.arguments.shown_values import shown
+
 if TYPE_CHECKING:
     from jax_paged.models.causal_lm import LanguageModel
 
@@ -97,7 +99,8 @@ def get_architecture(hf_config: dict[str, Any]) -> str:
         if name in _ALL:
             return name
     raise ValueError(
-        f"architectures of config.json is {architectures!r}; allowed: a list with one of {', '.join(_ALL)}"
+        f"`architectures` of config.json must be a list with one of {', '.join(_ALL)}, got "
+        f"{shown(architectures)}"
     )
 
 

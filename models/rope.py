@@ -90,7 +90,7 @@ def rope_values(read: ConfigReader, max_position_embeddings: int) -> ConfigReade
     name = "rope_scaling" if read.get("rope_scaling", None) else "rope_parameters"
     nested = read.table(name)
     ok = not any(isinstance(value, dict) for value in nested.values())
-    read.check(ok, name, nested, "the same rotary values for all layers, not an object per type of layers")
+    read.check(ok, name, nested, "the same rotary values for all layers, not an object per layer type")
     # The precedence is transformers'.
     outer = ("rope_theta", "partial_rotary_factor")
     values: dict[str, Any] = {k: read.get(k, None) for k in outer}

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
+from jax_paged.arguments.shown_values import one_of, shown
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import end_token_ids, read_config, read_generation_config, sampling_defaults
 from jax_paged.models.layers import Float32Param
@@ -159,8 +160,8 @@ def _outline(
     method, weight_format = quantization_of(hf_config)
     allowed = (None, method) if method else (None, *KIND_DTYPES)
     if quantization not in allowed:
-        names = " or ".join(map(repr, allowed))
-        raise ValueError(f"quantization is {quantization!r}; allowed for the weights in {folder}: {names}")
+        names = f"{one_of(allowed)} for the weights in {folder}"
+        raise ValueError(f"`quantization` must be {names}, got {shown(quantization)}")
     stored = with_prefix(read_headers(folder), model_class.weight_table)
     stored = with_decoded(stored) if method == "mxfp4" else stored
     chosen = _choose_dtype(dtype, hf_config, stored)
@@ -216,10 +217,12 @@ def save_model(model: LanguageModel, folder: Path, hf_config: dict[str, Any]) ->
         ValueError: If `hf_config` describes another model.
     """
     if model.config_class.from_hf(hf_config, model.config.max_position_embeddings) != model.config:
-        raise ValueError(f"hf_config is {hf_config!r}; allowed: the config of the model, {model.config}")
+        raise ValueError(
+            f"`hf_config` must be the config of the model, {model.config}, got {shown(hf_config)}"
+        )
     weights = weights_of(model)
     if any(isinstance(w.param, SmallKernel) for w in weights):
-        raise ValueError("the model is quantised; allowed: a model of floats")
+        raise ValueError("`model` must have float weights, got a quantized model")
     tensors, hf_config = {}, {k: v for k, v in hf_config.items() if k != "quantization_config"}
     for weight in weights:
         value = np.asarray(weight.param[...])
@@ -252,7 +255,9 @@ def loaded_from(model: LanguageModel, folder: Path | None) -> LoadedModel:
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     dtypes = {str(param.dtype) for _, param in params if not isinstance(param, Float32Param)}
     if dtypes not in ({"float32"}, {"bfloat16"}):
-        raise ValueError(f"the model's weights are {' and '.join(sorted(dtypes))}; allowed: all of one type")
+        raise ValueError(
+            f"the weights of `model` must all have one dtype, got {' and '.join(sorted(dtypes))}"
+        )
     generation_config = {} if folder is None else read_generation_config(folder)
     ends = end_token_ids(generation_config, {}, model.config.vocab_size)
     defaults = sampling_defaults(generation_config)
@@ -291,12 +296,12 @@ def _choose_dtype(dtype: str, hf_config: dict[str, Any], stored: dict[str, Store
         own = _own_dtypes(hf_config, stored)
         if not own or not own <= set(STORED_DTYPES.values()):
             raise ValueError(
-                f"dtype is 'auto', and the checkpoint's own is {' and '.join(sorted(own)) or 'not known'}; "
-                "allowed: say dtype='bfloat16' or dtype='float32' for such a checkpoint"
+                "`dtype` must be 'bfloat16' or 'float32' because the dtype of the checkpoint is "
+                f"{' and '.join(sorted(own)) or 'not known'}, got 'auto'"
             )
         dtype = "float32" if own == {"float32"} else "bfloat16"
     if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype is {dtype!r}; allowed: 'auto' or 'float32' or 'bfloat16'")
+        raise ValueError(f"`dtype` must be one of 'auto', 'float32', 'bfloat16', got {shown(dtype)}")
     return jnp.dtype(dtype)
 
 

@@ -20,7 +20,7 @@ def check_shape(name: str, shape: tuple[int, ...], allowed: tuple[int, ...]) -> 
     """Raises ValueError unless a shape is the one that the other arguments ask for."""
     if tuple(shape) != tuple(allowed):
         raise ValueError(
-            f"{name} has shape {tuple(shape)}; allowed with the other arguments: {tuple(allowed)}"
+            f"the shape of `{name}` must be {tuple(allowed)} with the other arguments, got {tuple(shape)}"
         )
 
 
@@ -28,18 +28,18 @@ def check_int32(**arrays: Array) -> None:
     """Raises ValueError unless all arrays are of int32."""
     for name, array in arrays.items():
         if array.dtype != jnp.int32:
-            raise ValueError(f"{name} has dtype {array.dtype}; allowed: int32")
+            raise ValueError(f"the dtype of `{name}` must be int32, got {array.dtype}")
 
 
 def check_pool(kv_pages: Array) -> None:
     """Raises ValueError unless an array can be a layer's pool."""
     if kv_pages.ndim != 5 or kv_pages.shape[1] not in (1, 2) or 0 in kv_pages.shape:
         raise ValueError(
-            f"kv_pages has shape {kv_pages.shape}; allowed: [pages, 2, kv_heads, page_size, head_dim], or 1 "
-            "in place of 2 for latents, none of them 0"
+            "the shape of `kv_pages` must be [pages, 2, kv_heads, page_size, head_dim], with 1 in place of 2 "
+            f"for latents and no dimension 0, got {kv_pages.shape}"
         )
     if str(kv_pages.dtype) not in _DTYPES:
-        raise ValueError(f"kv_pages has dtype {kv_pages.dtype}; allowed: {', '.join(_DTYPES)}")
+        raise ValueError(f"the dtype of `kv_pages` must be one of {', '.join(_DTYPES)}, got {kv_pages.dtype}")
 
 
 def head_dim_of(kv_pages: Array) -> int:
@@ -52,7 +52,8 @@ def check_values(kv_pages: Array, k: Array, v: Array | None) -> None:
     if (v is None) != (kv_pages.shape[1] == 1):
         given = None if v is None else f"an array {v.shape}"
         raise ValueError(
-            f"v is {given}; allowed with kv_pages {kv_pages.shape}: {'None' if v is not None else 'values'}"
+            f"`v` must be {'None' if v is not None else 'an array'} with `kv_pages` of shape "
+            f"{kv_pages.shape}, got {given}"
         )
     if v is not None:
         check_shape("v", v.shape, k.shape)
@@ -63,15 +64,15 @@ def check_value_dim(kv_pages: Array, value_dim: int | None) -> None:
     head_dim, is_latent = head_dim_of(kv_pages), kv_pages.shape[1] == 1
     if (value_dim is not None) != is_latent or (value_dim is not None and not 1 <= value_dim <= head_dim):
         allowed = f"an integer in [1, {head_dim}]" if is_latent else "None"
-        raise ValueError(f"value_dim is {value_dim}; allowed with kv_pages {kv_pages.shape}: {allowed}")
+        raise ValueError(f"`value_dim` must be {allowed} with `kv_pages` {kv_pages.shape}, got {value_dim}")
 
 
 def check_not_latent(backend: str, kv_pages: Array) -> None:
     """Raises ValueError for a latent pool, which not every backend takes."""
     if kv_pages.shape[1] == 1:
         raise ValueError(
-            f"kv_pages has shape {kv_pages.shape}, of latents; allowed with backend {backend!r}: [pages, 2, "
-            "...]; backends 'xla' and 'native' take it"
+            f"the shape of `kv_pages` must be [pages, 2, ...] with backend {backend!r}, got {kv_pages.shape} "
+            "of latents; backends 'xla' and 'native' support latents"
         )
 
 
@@ -81,15 +82,17 @@ def check_attention(q: Array, kv_pages: Array, block_tables: Array, context_lens
     kv_heads, head_dim = kv_pages.shape[2], head_dim_of(kv_pages)
     if q.ndim != 3 or q.shape[2] != head_dim or q.shape[1] % kv_heads or not q.shape[1]:
         raise ValueError(
-            f"q has shape {q.shape}; allowed with kv_pages {kv_pages.shape}: "
-            f"[rows, a multiple of {kv_heads} heads, {head_dim}]"
+            f"the shape of `q` must be [rows, a multiple of {kv_heads} heads, {head_dim}] with `kv_pages` of "
+            f"shape {kv_pages.shape}, got {q.shape}"
         )
     allowed = "float32, bfloat16, float16" if is_quantized(kv_pages) else str(kv_pages.dtype)
     if str(q.dtype) not in allowed.split(", "):
-        raise ValueError(f"q has dtype {q.dtype}; allowed with kv_pages of {kv_pages.dtype}: {allowed}")
+        raise ValueError(
+            f"the dtype of `q` must be {allowed} with `kv_pages` of {kv_pages.dtype}, got {q.dtype}"
+        )
     if block_tables.ndim != 2 or 0 in block_tables.shape:
         raise ValueError(
-            f"block_tables has shape {block_tables.shape}; allowed: [sequences, pages], neither of 0"
+            f"the shape of `block_tables` must be [sequences, pages], neither 0, got {block_tables.shape}"
         )
     check_shape("context_lens", context_lens.shape, block_tables.shape[:1])
     check_int32(block_tables=block_tables, context_lens=context_lens)
@@ -105,20 +108,21 @@ def check_options(
 ) -> None:
     """Raises ValueError unless the options are in their ranges, and go together."""
     if not isinstance(scale, Tracer) and not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; allowed: a finite number")
+        raise ValueError(f"`scale` must be a finite number, got {scale}")
     if window is not None and (not isinstance(window, int | np.integer) or window < 1):
-        raise ValueError(f"window is {window}; allowed: None or an integer of at least 1")
+        raise ValueError(f"`window` must be None or an integer of at least 1, got {window}")
     if soft_cap is not None and not 0 < soft_cap < math.inf:
-        raise ValueError(f"soft_cap is {soft_cap}; allowed: None or a finite number above 0")
+        raise ValueError(f"`soft_cap` must be None or a finite number above 0, got {soft_cap}")
     if sinks is not None:
         check_shape("sinks", sinks.shape, q.shape[1:2])
     if distance_bias is not None:
         if distance_bias.ndim != 2 or distance_bias.shape[0] != q.shape[1] or distance_bias.shape[1] < 1:
             raise ValueError(
-                f"distance_bias has shape {distance_bias.shape}; allowed with q: ({q.shape[1]}, 1 or more)"
+                f"the shape of `distance_bias` must be ({q.shape[1]}, 1 or more) with `q`, got "
+                f"{distance_bias.shape}"
             )
         if soft_cap is not None:
-            raise ValueError(f"soft_cap is {soft_cap}; allowed with distance_bias: None")
+            raise ValueError(f"`soft_cap` must be None with `distance_bias`, got {soft_cap}")
 
 
 def check_shared(shared_blocks: Array | None, context_lens: Array, window: int | None) -> None:
@@ -127,7 +131,7 @@ def check_shared(shared_blocks: Array | None, context_lens: Array, window: int |
         check_shape("shared_blocks", shared_blocks.shape, context_lens.shape)
         check_int32(shared_blocks=shared_blocks)
         if window is not None:
-            raise ValueError(f"window is {window}; allowed with shared_blocks: None")
+            raise ValueError(f"`window` must be None with `shared_blocks`, got {window}")
 
 
 def check_none(backend: str, **arrays: Array | None) -> None:
@@ -135,8 +139,8 @@ def check_none(backend: str, **arrays: Array | None) -> None:
     for name, array in arrays.items():
         if array is not None:
             raise ValueError(
-                f"{name} has shape {array.shape}; allowed with backend {backend!r}: None; "
-                "backends 'xla' and 'native' take it"
+                f"`{name}` must be None with backend {backend!r}, got shape {array.shape}; backends 'xla' "
+                "and 'native' support it"
             )
 
 
@@ -149,11 +153,13 @@ def check_queries(q: Array, context_lens: Array, query_start_loc: Array) -> None
     _check_range("query_start_loc", starts, 0, len(q))
     num_queries = np.diff(starts)
     if (num_queries < 0).any():
-        raise ValueError(f"query_start_loc is {starts.tolist()}; allowed: numbers that do not decrease")
+        b = int((num_queries < 0).argmax())
+        raise ValueError(f"`query_start_loc[{b + 1}]` must be at least {starts[b]}, got {starts[b + 1]}")
     if (num_queries > lens).any():
         b = int((num_queries > lens).argmax())
         raise ValueError(
-            f"context_lens[{b}] is {lens[b]}; allowed: at least the {num_queries[b]} queries of the sequence"
+            f"`context_lens[{b}]` must be at least the {num_queries[b]} queries of the sequence, "
+            f"got {lens[b]}"
         )
 
 
@@ -214,8 +220,8 @@ def check_copies(kv_pages: Array, src: Array, dst: Array, *, may_overlap: bool) 
     both = np.intersect1d(read, written)
     if len(both) and not may_overlap:
         raise ValueError(
-            f"dst has page {both[0]}, which src has too; allowed with the Pallas backends: other pages than "
-            "src; backends 'xla' and 'native' take it"
+            f"`dst` must have no page of `src` with the Pallas backends, got {both[0]}; backends 'xla' and "
+            "'native' support it"
         )
 
 
@@ -232,10 +238,10 @@ def _check_range(name: str, values: np.ndarray, low: int, high: int | None) -> N
         where = np.argwhere(is_wrong)[0]
         allowed = f"at least {low}" if high is None else f"an integer in [{low}, {high}]"
         index = ", ".join(map(str, where))
-        raise ValueError(f"{name}[{index}] is {values[tuple(where)]}; allowed: {allowed}")
+        raise ValueError(f"`{name}[{index}]` must be {allowed}, got {values[tuple(where)]}")
 
 
 def _check_different(name: str, values: np.ndarray) -> None:
     found, counts = np.unique(values, return_counts=True)
     if (counts > 1).any():
-        raise ValueError(f"{name} has {found[counts.argmax()]} twice; allowed: different numbers")
+        raise ValueError(f"the numbers in `{name}` must differ, got {found[counts.argmax()]} twice")

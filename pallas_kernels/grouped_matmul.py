@@ -36,19 +36,19 @@ def grouped_matmul(
         ValueError: If shapes or dtypes do not fit, or the backend does not take them.
     """
     if x.ndim != 2 or not x.shape[0]:
-        raise ValueError(f"x has shape {x.shape}; allowed: [1 row or more, columns]")
+        raise ValueError(f"the shape of `x` must be [1 row or more, columns], got {x.shape}")
     if kernels.ndim != 3 or kernels.shape[1] != x.shape[1]:
         raise ValueError(
-            f"kernels has shape {kernels.shape}; allowed with x: [groups, {x.shape[1]}, columns]"
+            f"the shape of `kernels` must be [groups, {x.shape[1]}, columns] with `x`, got {kernels.shape}"
         )
     if kernels.dtype != x.dtype:
-        raise ValueError(f"kernels has dtype {kernels.dtype}; allowed with x: {x.dtype}")
+        raise ValueError(f"the dtype of `kernels` must be that of `x`, {x.dtype}, got {kernels.dtype}")
     if group_sizes.shape != kernels.shape[:1]:
         raise ValueError(
-            f"group_sizes has shape {group_sizes.shape}; allowed with kernels: {kernels.shape[:1]}"
+            f"the shape of `group_sizes` must be {kernels.shape[:1]} with `kernels`, got {group_sizes.shape}"
         )
     if group_sizes.dtype != jnp.int32:
-        raise ValueError(f"group_sizes has dtype {group_sizes.dtype}; allowed: int32")
+        raise ValueError(f"the dtype of `group_sizes` must be int32, got {group_sizes.dtype}")
     if not isinstance(x, Tracer):  # a trace may be for another machine
         ops.resolve_backend(backend)
     match implementation_of(backend):

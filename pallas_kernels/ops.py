@@ -51,16 +51,16 @@ def resolve_backend(backend: str, *, name: str = "backend") -> Implementation:
     implementation = _implementation(backend, name)
     device = jax.devices()[0]
     if implementation == "native":
-        others = f"allowed on this machine, whose device is {device.device_kind!r}: 'auto' or 'xla'"
+        others = f"`{name}` must be 'auto' or 'xla' on this machine, whose device is {device.device_kind!r},"
         if device.platform != "cpu":
-            raise ValueError(f"{name} is 'native', which needs a CPU; {others}")
+            raise ValueError(f"{others} got 'native', which needs a CPU")
         if (problem := native.problem()) is not None:
-            raise ValueError(f"{name} is 'native', which can't be used: {problem}; {others}")
+            raise ValueError(f"{others} got 'native', which can't be used: {problem}")
     if implementation == "pallas":
         if device.platform != "gpu":
             raise ValueError(
-                f"{name} is 'pallas', which needs an NVIDIA GPU; allowed on this machine, whose device is "
-                f"{device.device_kind!r}: 'auto' or 'native' or 'pallas_interpret' or 'xla'"
+                f"`{name}` must be one of 'auto', 'native', 'pallas_interpret', 'xla' on this machine, whose "
+                f"device is {device.device_kind!r}, got 'pallas', which needs an NVIDIA GPU"
             )
         from jax_paged.pallas_kernels.gpu import tuning
 
@@ -70,7 +70,9 @@ def resolve_backend(backend: str, *, name: str = "backend") -> Implementation:
 
 def _implementation(backend: Any, name: str = "backend") -> Implementation:
     if backend not in get_args(Backend):
-        raise ValueError(f"{name} is {backend!r}; allowed: {' or '.join(map(repr, get_args(Backend)))}")
+        raise ValueError(
+            f"`{name}` must be one of {', '.join(map(repr, get_args(Backend)))}, got {backend!r}"
+        )
     if backend != "auto":
         return backend
     return "native" if jax.default_backend() == "cpu" and native.is_built() else "xla"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_paged.arguments.plain_values import plain
+from jax_paged.arguments.shown_values import one_of, shown
 from jax_paged.arguments.suggestions import check_keywords, field_names, suggestion
 
 # A warning names the user's line, even if that calls dataclasses.replace. CPython 3.12 takes prefixes only
@@ -30,7 +31,7 @@ def refused(value: Any, allowed: tuple[Any, ...] | None) -> str | None:
     """
     if allowed is None or any(type(value) is type(a) and value == a for a in allowed):
         return None
-    return "nothing" if allowed is OFF else " or ".join(map(repr, allowed))
+    return "unset" if allowed is OFF else one_of(allowed)
 
 
 def ignores[T](ignored: Ignored, *, none_is_default: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
@@ -77,7 +78,7 @@ def ignores[T](ignored: Ignored, *, none_is_default: tuple[str, ...] = ()) -> Ca
                 _check_and_warn(type(self).__name__, {name: value}, ignored)
             else:
                 close = suggestion(name, fields)
-                message = f"{type(self).__name__} has no field {name!r}; allowed: {', '.join(fields)}{close}"
+                message = f"{type(self).__name__} has no field {name!r}, only {', '.join(fields)}{close}"
                 raise AttributeError(message, name=name, obj=self)
 
         # Set here, not written as a method of the class: type checkers go on to check the names.
@@ -93,7 +94,8 @@ def _check_and_warn(owner: str, values: dict[str, Any], ignored: Ignored) -> Non
     problems = []
     for name, value in plain(values).items():
         if (choices := refused(value, ignored[name])) is not None:
-            problems.append(f"{name} is {value!r}; allowed: {choices}, as this engine can do nothing else")
+            allowed = f"{choices} because this engine supports nothing else"
+            problems.append(f"`{name}` must be {allowed}, got {shown(value)}")
     if problems:
         raise ValueError("\n".join(problems))
     have = "which have" if len(values) > 1 else "which has"

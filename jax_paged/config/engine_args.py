@@ -10,12 +10,12 @@ from typing import Any, Literal, Self, get_args
 from jax_paged.arguments.command_line import add_options, values_of
 from jax_paged.arguments.ignored import IGNORED, ignores
 from jax_paged.arguments.plain_values import make_plain
-from jax_paged.checks import Problems, check, check_choice, check_int, check_number
 from jax_paged.config.multimodal import ImageSettings, note_image_problems
 from jax_paged.config.parallel import note_problems
 from jax_paged.config.speculative import SpeculativeConfig
 from jax_paged.core.features.speculation.num_drafts import Speculation
 from jax_paged.core.kv_cache.cache_group import CacheGroup
+from jax_paged.errors import Problems, check, check_choice, check_int, check_number
 from jax_paged.models.features.pooling import PoolingSpec
 from jax_paged.pooling_params import PoolerConfig
 
@@ -229,7 +229,7 @@ class EngineArgs:
         note(PoolerConfig.of, self.pooler_config)
         note(SpeculativeConfig.of, self.speculative_config)
         ok = self.speculative_config is None or not self.batch_invariant
-        allowed = "None with batch_invariant, as tokens with drafts are computed in other shapes"
+        allowed = "None with batch_invariant because tokens with drafts are computed in other shapes"
         note(check, ok, "speculative_config", self.speculative_config, allowed)
         ok = self.hf_overrides is None or isinstance(self.hf_overrides, dict)
         note(check, ok, "hf_overrides", self.hf_overrides, "None or a dict of fields of config.json")
@@ -254,7 +254,7 @@ class EngineArgs:
             low = self.max_loras if isinstance(self.max_loras, int) else 1
             note(check_int, "max_cpu_loras", self.max_cpu_loras, low)
         ok = self.num_scheduler_steps == 1 or not self.batch_invariant
-        allowed = "1 with batch_invariant, as a burst is a program of its own, whose sums may differ"
+        allowed = "1 with batch_invariant because several decode steps in one are another program"
         note(check, ok, "num_scheduler_steps", self.num_scheduler_steps, allowed)
         if self.max_compile_s is not None:
             note(check_number, "max_compile_s", self.max_compile_s, 0, math.inf)
@@ -432,7 +432,7 @@ def max_cache_bytes() -> float:
         size = float(given)
     except ValueError:
         size = math.nan
-    check(size >= 0, "JAX_PAGED_CACHE_GB", given, "a number of GiB, 0 or more; 'inf' for no limit")
+    check(size >= 0, "JAX_PAGED_CACHE_GB", given, "a number of GiB of at least 0, or 'inf' for no limit")
     return size * 2**30
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 
-from jax_paged.checks import Problems, check, check_int
+from jax_paged.errors import Problems, check, check_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,9 @@ def launch_of_environment() -> Launch:
     size = number("WORLD_SIZE", 1)
     rank, port = number("RANK", 0, size - 1), number("MASTER_PORT", 1, 65_534)
     address = os.environ.get("MASTER_ADDR")
-    problems.note(check, bool(address), "MASTER_ADDR", address, "the name or address of the first's machine")
+    problems.note(
+        check, bool(address), "MASTER_ADDR", address, "the host name or address of the machine with RANK 0"
+    )
     local_rank = number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else None
     problems.raise_if_any()
     # torchrun listens at MASTER_PORT itself, unless it is told not to.

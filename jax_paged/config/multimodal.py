@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jax_paged.arguments.suggestions import suggestions
-from jax_paged.checks import check, check_int, check_number
+from jax_paged.errors import check, check_int, check_number
 from jax_paged.models.features.multimodal import ImageSpec, PatchSpec
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class ImageSettings:
         """
         given = args.mm_processor_kwargs or {}
         names = _PATCH_ARGS if isinstance(spec, PatchSpec) else _TILE_ARGS
-        allowed = f"{' and '.join(names)} with this model"
+        allowed = f"a dict with {' and '.join(names)} alone for this model"
         check(given.keys() <= set(names), "mm_processor_kwargs", given, allowed)
         limit, cache_bytes = max_images(args.limit_mm_per_prompt), int(args.encoder_cache_gb * 2**30)
         domains = tuple(domain.lower() for domain in args.allowed_media_domains)
@@ -61,7 +61,7 @@ def note_image_problems(args: "EngineArgs", note: Callable[..., Any]) -> None:
         isinstance(domain, str) and domain and not set(domain) & set("/@ ") and domain.count(":") != 1
         for domain in given
     )
-    allowed = "a list of hosts without a scheme, a port or a path, like ['images.example.org']"
+    allowed = "a list of hosts without a scheme, a port or a path, such as ['images.example.org']"
     note(check, ok, "allowed_media_domains", given, allowed)
 
 
@@ -73,7 +73,7 @@ def max_images(limit: Any) -> int:
     """
     if limit is None:
         return MAX_IMAGES
-    check(isinstance(limit, dict), "limit_mm_per_prompt", limit, 'None or a dict like {"image": 8}')
+    check(isinstance(limit, dict), "limit_mm_per_prompt", limit, 'None or a dict such as {"image": 8}')
     # Scripts for several models name what this engine has none of.
     value = limit.get("image", MAX_IMAGES)
     check_int("limit_mm_per_prompt['image']", value, 0)
@@ -85,12 +85,12 @@ def _check_processor(given: Any) -> None:
     names = {*_PATCH_ARGS, *_TILE_ARGS}
     ok = given is None or (isinstance(given, dict) and given.keys() <= names)
     close = suggestions(given, names) if isinstance(given, dict) else ""
-    allowed = f"None or a dict of some of {', '.join(sorted(names))}{close}"
-    check(ok, "mm_processor_kwargs", given, allowed)
+    allowed = f"None or a dict with some of the keys {', '.join(sorted(names))}"
+    check(ok, "mm_processor_kwargs", given, allowed, remedy=close)
     for name, value in (given or {}).items():
         shown = f"mm_processor_kwargs[{name!r}]"
         if name in _TILE_ARGS:
             ok = isinstance(value, dict) and value.keys() == {"longest_edge"}
-            check(ok, shown, value, '{"longest_edge": pixels}')
+            check(ok, shown, value, 'a dict {"longest_edge": pixels}')
             value = value["longest_edge"]
         check_int(shown, value, 1)

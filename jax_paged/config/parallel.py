@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
-from jax_paged.checks import check, check_int, check_number
+from jax_paged.errors import check, check_int, check_number
 
 # A day: systems count how long a connection may wait in other ways, and not without end.
 MAX_TIMEOUT_S = 86_400
 
 # What can't be done beside pipeline_parallel_size: the only value of an argument, and why.
 _WITH_STAGES: tuple[tuple[str, Any, str], ...] = (
-    ("num_scheduler_steps", 1, "as a step goes from stage to stage"),
-    ("speculative_config", None, "as nothing drafts between stages"),
-    ("enable_lora", False, "as adapters are not divided among stages"),
-    ("enable_prompt_embeds", False, "as the first stage gets tokens"),
+    ("num_scheduler_steps", 1, "because a step goes from stage to stage"),
+    ("speculative_config", None, "because nothing drafts between stages"),
+    ("enable_lora", False, "because adapters are not divided among stages"),
+    ("enable_prompt_embeds", False, "because the first stage gets tokens"),
 )
 
 
@@ -29,12 +29,12 @@ def note_problems(args: Any, note: Callable[..., Any]) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         note(check_int, name, getattr(args, name), 1)
     backend, size = args.distributed_executor_backend, args.data_parallel_size
-    allowed = f"1 with {backend!r}, where other processes have the devices"
+    allowed = f"1 with distributed_executor_backend={backend!r}"
     note(check, size == 1 or backend == "uni", "data_parallel_size", size, allowed)
     has_place = backend != "ray" or args.pipeline_parallel_size == 1
     allowed = "'uni', 'mp' or 'external_launcher' with pipeline_parallel_size above 1"
     note(check, has_place, "distributed_executor_backend", backend, allowed)
     for name, only, why in _WITH_STAGES if args.pipeline_parallel_size != 1 else ():
         value = getattr(args, name)
-        allowed = f"{only!r} with pipeline_parallel_size above 1, {why}"
+        allowed = f"{only!r} with pipeline_parallel_size above 1 {why}"
         note(check, value == only, name, value, allowed)

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 
 from jax_paged.arguments.plain_values import make_plain
 from jax_paged.arguments.suggestions import field_names, suggestions, suggests_fields
-from jax_paged.checks import Problems, check, check_choice, check_int
+from jax_paged.errors import Problems, check, check_choice, check_int
 
 # Most drafts of a sequence in one step; a text that repeats itself is often right for that long.
 _NUM_TOKENS = {"ngram": 15, "draft_model": 4, "eagle3": 4}
@@ -45,16 +45,16 @@ class SpeculativeConfig:
         note(check_choice, "method", self.method, (None, *_NUM_TOKENS))
         is_name = isinstance(self.model, str) and bool(self.model)
         if self.kind in ("draft_model", "eagle3"):
-            note(check, is_name, "model", self.model, "the name or folder of a model that drafts")
+            note(check, is_name, "model", self.model, "the name or folder of a draft model")
         else:
-            note(check, self.model is None, "model", self.model, "None, as 'ngram' needs none")
+            note(check, self.model is None, "model", self.model, "None with method='ngram'")
         if self.num_speculative_tokens is not None:
             note(check_int, "num_speculative_tokens", self.num_speculative_tokens, 1, 64)
         note(check_int, "prompt_lookup_min", self.prompt_lookup_min, 1)
         note(check_int, "prompt_lookup_max", self.prompt_lookup_max, 1)
         if isinstance(self.prompt_lookup_min, int) and isinstance(self.prompt_lookup_max, int):
             ok = self.prompt_lookup_min <= self.prompt_lookup_max
-            allowed = f"at least prompt_lookup_min, {self.prompt_lookup_min}"
+            allowed = f"at least prompt_lookup_min, which is {self.prompt_lookup_min}"
             note(check, ok, "prompt_lookup_max", self.prompt_lookup_max, allowed)
         note(check_choice, "adaptive", self.adaptive, (False, True))
         problems.raise_if_any()
@@ -81,5 +81,6 @@ class SpeculativeConfig:
         names = field_names(cls)
         ok = isinstance(given, dict) and given.keys() <= set(names)
         close = suggestions(given, names) if isinstance(given, dict) else ""
-        check(ok, "speculative_config", given, f"None, or a dict with some of {', '.join(names)}{close}")
+        allowed = f"None or a dict with some of the keys {', '.join(names)}"
+        check(ok, "speculative_config", given, allowed, remedy=close)
         return cls(**given)

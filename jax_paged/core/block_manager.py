@@ -3,13 +3,13 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from jax_paged.checks import check_int
 from jax_paged.core.kv_cache.block_pool import NULL_BLOCK, BlockPool, distinct, move_tables
 from jax_paged.core.kv_cache.cache_group import CacheGroup
 from jax_paged.core.kv_cache.prefix_cache import CachedPrefix, PinnedPrefix, PrefixCache
 from jax_paged.core.kv_cache.state_slots import StateSlots
 from jax_paged.core.scheduler_output import BlockTables, Copies
 from jax_paged.core.sequence import Sequence
+from jax_paged.errors import ArgumentError, check_int
 
 
 class BlockManager:
@@ -312,9 +312,9 @@ class BlockManager:
             ValueError: If the name is taken, or prefixes are not cached.
         """
         if name in self.pinned:
-            raise ValueError(f"the name of the pinned prefix is {name!r}; allowed: one that is not taken")
+            raise ArgumentError("name", name, "a name that no pinned prefix has")
         if not self.enable_prefix_caching:
-            raise ValueError("enable_prefix_caching is False; allowed for pinned prefixes: True")
+            raise ArgumentError("enable_prefix_caching", False, "True for pinned prefixes")
         # A token more: the cache leaves the last one out.
         prefix = self.prefixes.longest(Sequence([*token_ids, 0]), salt)
         self.prefixes.forget_walk()
@@ -331,8 +331,8 @@ class BlockManager:
             ValueError: If no prefix is pinned by this name.
         """
         if name not in self.pinned:
-            names = ", ".join(map(repr, self.pinned)) or "none is pinned"
-            raise ValueError(f"the name of the pinned prefix is {name!r}; allowed: {names}")
+            names = ", ".join(map(repr, self.pinned)) or "none"
+            raise ArgumentError("name", name, f"the name of a pinned prefix ({names})")
         prefix = self.pinned.pop(name)
         self.pool.release_tables(prefix.tables)
         self.states.pool.release(prefix.slot)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
+from jax_paged.errors import ArgumentError
 from jax_paged.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from jax_paged.structured_outputs import StructuredOutputsParams
 
@@ -12,13 +13,12 @@ def values_of_request(group: SequenceGroup) -> dict[str, Any]:
     """Returns a request as it was added: its prompt and parameters, and nothing that has happened since."""
     params = dataclasses.asdict(group.sampling_params)
     if params["logits_processors"]:
-        raise ValueError("logits_processors are functions, which can't be written down; allowed: None")
+        allowed = "None because functions can't be written down"
+        raise ArgumentError("logits_processors", params["logits_processors"], allowed)
     if group.prompt_embeds is not None:
-        raise ValueError(
-            "a prompt has embeddings in place of tokens, which are not written down; allowed: tokens"
-        )
+        raise ArgumentError("prompt", "prompt_embeds", "tokens because embeddings are not written down")
     if group.sequences[0].stand_ins:
-        raise ValueError("a prompt has images, which are not written down; allowed: text alone")
+        raise ArgumentError("prompt", "images", "text alone because images are not written down")
     bias = params["logit_bias"]
     params["logit_bias"] = None if bias is None else list(bias.items())  # JSON's keys are strings
     params["output_kind"] = params["output_kind"].name

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from jax_paged.checks import check_choice, check_int, check_number
+from jax_paged.errors import check_choice, check_int, check_number
 
 
 def check_limits(
@@ -29,7 +29,8 @@ def check_limits(
     check_int("burst_size", burst_size, 1)
     check_int("max_loras", max_loras, 0)
     if not chunks:
-        check_int("max_num_batched_tokens without chunked prefill", max_num_batched_tokens, max_model_len)
+        condition = "(max_model_len) without chunked prefill"
+        check_int("max_num_batched_tokens", max_num_batched_tokens, max_model_len, condition=condition)
 
 
 def check_order(policy: Any, preemption_mode: Any, watermark: float, delay_factor: float) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_paged.checks import check
 from jax_paged.config.engine_args import EngineArgs, EngineConfig
 from jax_paged.config.launch import launch_of_environment
 from jax_paged.core.block_manager import BlockManager
@@ -14,6 +13,7 @@ from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.sequence import SequenceGroup
 from jax_paged.engine.distributed.multiprocess import ExternalExecutor, MultiprocessExecutor
 from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.errors import check
 from jax_paged.models.checkpoint import resolve_model_dir
 
 if TYPE_CHECKING:
@@ -50,8 +50,12 @@ def make_executor(args: EngineArgs) -> "Executor":
     if backend == "external_launcher":
         return ExternalExecutor(args, launch_of_environment())
     if backend == "ray":
-        allowed = "'uni', 'mp' or 'external_launcher' without Ray: pip install 'jax-paged[ray]'"
-        check(importlib.util.find_spec("ray") is not None, "distributed_executor_backend", backend, allowed)
+        allowed, remedy = (
+            "'uni', 'mp' or 'external_launcher' without Ray",
+            ". Run pip install 'jax-paged[ray]'",
+        )
+        has_ray = importlib.util.find_spec("ray") is not None
+        check(has_ray, "distributed_executor_backend", backend, allowed, remedy=remedy)
         from jax_paged.engine.distributed.ray_executor import RayExecutor
 
         return RayExecutor(args)
@@ -104,7 +108,7 @@ def check_alone(args: EngineArgs, allowed: str) -> None:
 
     Args:
         args: Say how many.
-        allowed: What is, and why.
+        allowed: The allowed values, for the message.
 
     Raises:
         ValueError: If there are several.
@@ -151,7 +155,7 @@ def make_scheduler(config: EngineConfig, own: OwnScheduler | None = None) -> Sch
     """Returns a scheduler over an empty pool, of the user's own if there is one."""
     make, policy = own if isinstance(own, type) else Scheduler, config.scheduling_policy
     if own is not None and not isinstance(own, type):
-        check(policy == "fcfs", "scheduling_policy", policy, "'fcfs' beside a key, which takes its place")
+        check(policy == "fcfs", "scheduling_policy", policy, "'fcfs' with a scheduler key, which replaces it")
         policy = own
     manager = BlockManager(
         config.num_blocks,

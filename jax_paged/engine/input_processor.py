@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax_paged.arguments.plain_values import plain
+from jax_paged.arguments.shown_values import Text
 from jax_paged.arguments.suggestions import suggestion
-from jax_paged.checks import Problems, TooLongError, check, check_int, check_number
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.kv_cache.cache_group import blocks_of
 from jax_paged.core.sequence import PromptEmbeds, StandIn
@@ -18,6 +18,7 @@ from jax_paged.engine.prompt_reader import PromptReader, TokenizedPrompt, one_sa
 from jax_paged.engine.replicas.prior_outputs import GivenOutput
 from jax_paged.engine.text.stop_strings import StopStrings
 from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.errors import ArgumentError, Problems, TooLongError, check, check_int, check_number
 from jax_paged.inputs import Prompt, as_list
 from jax_paged.lora_request import LoRARequest
 from jax_paged.models.features.lora.adapter_files import Adapter
@@ -170,13 +171,13 @@ class InputProcessor:
         """
         form = params.structured_outputs
         if form is not None and self._grammars is None:
-            raise ValueError("structured_outputs is given; allowed: None, as the engine has no tokenizer")
+            raise ArgumentError("structured_outputs", form, "None because the engine has no tokenizer")
         return form and self._grammars and self._grammars.compile(form)
 
     def _check_priority(self, priority: int) -> None:
         check_int("priority", priority, -(2**63), 2**63 - 1)
         if priority and self._config.scheduling_policy != "priority":
-            raise ValueError(f"priority is {priority}; allowed with scheduling_policy 'fcfs': 0")
+            raise ArgumentError("priority", priority, "0 with scheduling_policy='fcfs'")
 
     # The prompt.
 
@@ -206,9 +207,8 @@ class InputProcessor:
             assert spec is not None, "it can pool"
             return pooling.as_sampling(params, spec), None
         if spec is not None and not spec.generates:
-            shown = "None" if given is None else type(given).__name__
-            name = self._config.architecture
-            raise ValueError(f"sampling_params is {shown}; allowed: PoolingParams, as {name} draws no tokens")
+            allowed = f"PoolingParams because {self._config.architecture} generates no tokens"
+            raise ArgumentError("sampling_params", given, allowed)
         if isinstance(given, BeamSearchParams):
             beams = dataclasses.replace(given)
             beams.validate()
@@ -243,16 +243,16 @@ class InputProcessor:
         params.skip_reading_prefix_cache = captures or not params.reads_prefix_cache
         if params.logits_processors:
             backend = config.distributed_executor_backend
-            allowed = f"None with distributed_executor_backend={backend!r}, as they run in this process"
+            allowed = f"None with distributed_executor_backend={backend!r} because they run in this process"
             check(backend == "uni", "logits_processors", params.logits_processors, allowed)
             message = "logits_processors run on the host, token by token, which is slow: see LogitsProcessor"
             warnings.warn(message, UserWarning, stacklevel=2)
         if params.bad_words:
             if self._tokenizer is None:
-                given = f"bad_words is {params.bad_words!r}"
-                raise ValueError(f"{given}; allowed: None, as the engine has no tokenizer")
+                allowed = "None because the engine has no tokenizer"
+                raise ArgumentError("bad_words", params.bad_words, allowed)
             num_words = len(params.bad_words) + len(params.bad_words_token_ids or ())
-            check_int("the number of bad words", num_words, 0, MAX_BAD_WORDS)
+            check_int("bad_words", num_words, 0, MAX_BAD_WORDS, aspect="the number of")
             words = [ids for word in params.bad_words for ids in tokenizations(word, self._tokenizer)]
             params.bad_words_token_ids = [*(params.bad_words_token_ids or ()), *words]
 
@@ -261,8 +261,8 @@ class InputProcessor:
         value, vocab_size, high = getattr(params, name), self._config.vocab_size, self._config.max_logprobs
         if value == -1:
             if vocab_size > high:
-                given = f"{name} is -1, the vocabulary of {vocab_size} tokens"
-                raise ValueError(f"{given}; allowed: up to max_logprobs, {high}")
+                allowed = f"at most {high} (max_logprobs), less than the vocabulary of {vocab_size} tokens"
+                raise ArgumentError(name, value, allowed)
             setattr(params, name, vocab_size)
         elif value is not None:
             check_int(name, value, 0, high)
@@ -272,15 +272,16 @@ class InputProcessor:
         config, problems = self._config, Problems()
         problems.note(params.validate_for_vocab, config.vocab_size)
         num_samples, high = params.best_of or params.n, self._max_seqs
-        name = f"the larger of n and best_of (max_num_seqs is {high})"
-        problems.note(check_int, name, num_samples, 1, high)
+        name = "n" if params.best_of is None else "best_of"
+        problems.note(check_int, name, num_samples, 1, high, condition="(max_num_seqs)")
         for name in ("logprobs", "prompt_logprobs"):
             problems.note(self._resolve_logprobs, params, name)
         if not params.bad_words:
             num_words = len(params.bad_words_token_ids or ())
-            problems.note(check_int, "the number of bad words", num_words, 0, MAX_BAD_WORDS)
+            aspect = "the number of"
+            problems.note(check_int, "bad_words_token_ids", num_words, 0, MAX_BAD_WORDS, aspect=aspect)
         ok = self._tokenizer is not None or not params.stop_strings
-        problems.note(check, ok, "stop", params.stop, "None, as the engine has no tokenizer")
+        problems.note(check, ok, "stop", params.stop, "None because the engine has no tokenizer")
         problems.raise_if_any()
 
     # Both together.
@@ -294,18 +295,18 @@ class InputProcessor:
     ) -> None:
         """Checks what adapters and vectors in place of tokens have no meaning for."""
         if adapter is not None and params.pooling is not None:
-            raise ValueError("lora_request is given; allowed for pooling: None")
+            raise ArgumentError("lora_request", Text("some"), "None for pooling")
         if prompt.stand_ins:
-            allowed = "None with images, whose tokens stay together"
+            allowed = "None with images"
             for name in ("truncate_prompt_tokens", "pooling"):
                 check(getattr(params, name) is None, name, getattr(params, name), allowed)
         is_soft = adapter is not None and adapter.prompt is not None
         if is_soft and prompt.embeds is not None:
-            raise ValueError("prompt_embeds is given beside a soft prompt; allowed: one of them")
+            raise ArgumentError("prompt_embeds", Text("some"), "None with the soft prompt of an adapter")
         if not is_soft and prompt.embeds is None:
             return
         problems, what = Problems(), "a soft prompt" if is_soft else "prompt_embeds"
-        allowed = f"SamplingParams with {what}: hypotheses are returned with the tokens of their prompt"
+        allowed = f"SamplingParams with {what} because beam search returns the tokens of prompts"
         problems.note(check, beams is None, "sampling_params", beams, allowed)
         for name, neutral in (
             ("prompt_logprobs", None),
@@ -327,8 +328,7 @@ class InputProcessor:
         pools = params.pooling is not None  # then the token that is drawn means nothing
         room = self._config.max_model_len - num_tokens + pools
         if room < 1:
-            needs = "" if pools else " and needs room for one more"
-            raise TooLongError(f"the prompt has {num_tokens} tokens{needs}", self._config.max_model_len)
+            raise TooLongError(num_tokens, self._config.max_model_len, num_reserved=int(not pools))
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         if beams is not None:
@@ -339,7 +339,7 @@ class InputProcessor:
         encoder_ids = request.encoder_token_ids
         if len(encoder_ids) > config.max_model_len:
             raise TooLongError(
-                f"the prompt has {len(encoder_ids)} tokens for the encoder", config.max_model_len
+                len(encoder_ids), config.max_model_len, aspect="the number of encoder tokens of"
             )
         needed, usable, size = 0, config.num_blocks - 1, config.block_size
         for group in config.cache_groups:
@@ -348,14 +348,15 @@ class InputProcessor:
                 # The sequences share full blocks, and each writes its tokens after those to its own block.
                 needed += num_seqs - (n % size > 0)
         if needed > usable:
-            several = f" for {num_seqs} sequences" if num_seqs > 1 else ""
+            several = f" of {num_seqs} sequences" if num_seqs > 1 else ""
             num_engines = config.pipeline_parallel_size
             num_bytes = -(-config.kv_cache_bytes * (needed + 1) // config.num_blocks) * num_engines
-            raise ValueError(
-                f"the prompt has {n} tokens and needs {needed} blocks of {size}{several}; allowed: the "
-                f"{usable} blocks of the pool. A larger pool holds it: kv_cache_memory_bytes={num_bytes} or "
+            remedy = (
+                f". A larger pool holds it: kv_cache_memory_bytes={num_bytes} or "
                 f"num_gpu_blocks_override={(needed + 1) * num_engines}"
             )
+            allowed, aspect = f"at most {usable}, the usable blocks of the pool", f"the blocks{several} for"
+            raise ArgumentError("prompt", needed, allowed, aspect=aspect, remedy=remedy)
 
 
 def _resolved_args(
@@ -365,11 +366,12 @@ def _resolved_args(
     resolved: dict[str, list[float]] = {}
     for name, value in (given or {}).items():
         kind = {"hook_args": "hooks", "extra_args": "logits processors"}[field]
-        allowed = f"the {kind} of this engine: {list(known)}{suggestion(name, known)}"
-        check(name in known, f"{field} names", name, allowed)
+        allowed = f"one of the {kind} of this engine, {list(known)}"
+        remedy = suggestion(name, known)
+        check(name in known, field, name, allowed, aspect="each name in", remedy=remedy)
         numbers = as_list(value)
         numbers = list(numbers) if isinstance(numbers, list | tuple) else [numbers]
-        check(len(numbers) == known[name], f"{field}[{name!r}]", value, f"{known[name]} numbers")
+        check(len(numbers) == known[name], f"{field}[{name!r}]", value, f"a list of {known[name]} numbers")
         for number in numbers:
             check_number(f"{field}[{name!r}]", number, -FLOAT32_MAX, FLOAT32_MAX)
         resolved[name] = [float(number) for number in numbers]

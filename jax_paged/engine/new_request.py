@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_paged.arguments.plain_values import plain
-from jax_paged.checks import check
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup, SequenceStatus
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.errors import check
 from jax_paged.outputs import RequestOutput
 from jax_paged.sampling_params import SamplingParams
 
@@ -124,6 +124,6 @@ def check_arrival_time(value: Any, now: float) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     ok = is_number and abs(value) <= sys.float_info.max
     check(ok, "arrival_time", value, "a finite number or None")
-    allowed = f"at most {now}, the value of time.monotonic(); values of time.time() are on another clock"
+    allowed = f"at most {now}, the value of time.monotonic() (time.time() is another clock)"
     check(value <= now, "arrival_time", value, allowed)
     return value

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from jax_paged.arguments.suggestions import suggestions
-from jax_paged.checks import TooLongError, check, check_int
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.core.sequence import PromptEmbeds, StandIn
 from jax_paged.engine.features.multimodal.image_reader import ImageReader
 from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.errors import ArgumentError, TooLongError, check, check_int
 from jax_paged.inputs import as_list
 
 # Stands in prompts for tokens that are vectors.
@@ -65,9 +65,9 @@ class PromptReader:
         if isinstance(prompt, dict) and prompt.keys() & names:
             if prompt.get("mm_processor_kwargs", 0) in (None, {}):  # vLLM's helpers add it
                 prompt = {name: value for name, value in prompt.items() if name != "mm_processor_kwargs"}
-            check(prompt.keys() == names, "prompt", prompt, f"a dict with both of {sorted(names)}")
+            check(prompt.keys() == names, "prompt", prompt, f"a dict with the keys {sorted(names)} alone")
             if start is None:
-                raise ValueError(f"prompt is {prompt!r}; allowed: a prompt without an encoder's part")
+                raise ArgumentError("prompt", prompt, "a prompt without encoder_prompt for this model")
             encoder = self._tokenize(prompt["encoder_prompt"], max_len)
             if prompt["decoder_prompt"] is None:
                 return encoder, TokenizedPrompt(None, [start])
@@ -99,12 +99,10 @@ class PromptReader:
         others = "multi_modal_data", "mm_processor_kwargs"  # in vLLM's prompts; here a text model takes none
         empty = {name for name in others if prompt.get(name) in (None, {})}
         ok = prompt.keys() <= names | empty and (text is not None or token_ids is not None)
-        allowed = (
-            'a dict with one of the keys "prompt" and "prompt_token_ids", or both, and maybe "cache_salt"'
-        )
+        allowed = 'a dict with "prompt", "prompt_token_ids" or both, and optionally "cache_salt"'
         close = suggestions(prompt, (*names, *others))
-        check(ok, "prompt", prompt, allowed + close)
-        check(text is None or isinstance(text, str), "prompt", text, "text")
+        check(ok, "prompt", prompt, allowed, remedy=close)
+        check(text is None or isinstance(text, str), "prompt", text, "a string")
         salt = prompt.get("cache_salt")
         check(salt is None or isinstance(salt, str), "cache_salt", salt, "a string")
         if token_ids is not None:
@@ -116,13 +114,14 @@ class PromptReader:
         """Returns a prompt of vectors, checked; placeholders stand for its tokens."""
         size = self._config.embed_size
         check(
-            prompt.keys() <= {"prompt_embeds", "cache_salt"}, "prompt", sorted(prompt), "prompt_embeds alone"
+            prompt.keys() <= {"prompt_embeds", "cache_salt"},
+            "prompt",
+            prompt,
+            'a dict with "prompt_embeds" and optionally "cache_salt"',
         )
         if not size:
-            raise ValueError(
-                "prompt_embeds is given; allowed: no such prompt, as the engine was made without "
-                "enable_prompt_embeds=True"
-            )
+            allowed = "unset because the engine was made without enable_prompt_embeds=True"
+            raise ArgumentError("prompt_embeds", prompt["prompt_embeds"], allowed)
         given, salt = prompt["prompt_embeds"], prompt.get("cache_salt")
         check(salt is None or isinstance(salt, str), "cache_salt", salt, "a string")
         try:
@@ -130,37 +129,32 @@ class PromptReader:
             with np.errstate(over="ignore"):  # what is too large is found below
                 rows = array.astype("<f4")
         except (TypeError, ValueError) as error:
-            raise ValueError(f"prompt_embeds is no array of numbers: {error}") from error
+            raise ArgumentError("prompt_embeds", given, f"an array of numbers ({error})") from error
         is_number = array.dtype.kind in "fiu" or array.dtype.name == "bfloat16"
-        shape, allowed = array.shape, f"an array of numbers [tokens, hidden_size], the latter {size}"
-        check(is_number, "the type of prompt_embeds", str(array.dtype), "floats")
-        check(
-            len(shape) == 2 and shape[0] > 0 and shape[1] == size,
-            "the shape of prompt_embeds",
-            shape,
-            allowed,
-        )
+        shape, allowed = array.shape, f"[tokens, {size}] with at least one token"
+        check(is_number, "prompt_embeds", str(array.dtype), "a type of numbers", aspect="the dtype of")
+        ok = len(shape) == 2 and shape[0] > 0 and shape[1] == size
+        check(ok, "prompt_embeds", shape, allowed, aspect="the shape of")
         if not np.isfinite(rows).all():
-            raise ValueError(f"prompt_embeds has numbers that are not finite; allowed: {allowed}, all finite")
+            num_bad = int(rows.size - np.isfinite(rows).sum())
+            raise ArgumentError("prompt_embeds", num_bad, "0", aspect="the number of non-finite values in")
         # Many rows are refused before they are copied.
         if len(rows) >= self._config.max_model_len:
-            needs = " and needs room for one more"
-            raise TooLongError(f"the prompt has {len(rows)} tokens{needs}", self._config.max_model_len)
+            raise TooLongError(len(rows), self._config.max_model_len, num_reserved=1)
         embeds = PromptEmbeds(len(rows), np.ascontiguousarray(rows).tobytes())
         return TokenizedPrompt(None, [PLACEHOLDER] * len(rows), salt, embeds)
 
     def _encode(self, text: str, max_len: int | None) -> list[int]:
         if self._tokenizer is None:
-            raise ValueError("prompt is text, and the engine has no tokenizer; allowed: token ids")
-        check(bool(text), "prompt", text, "text that is not empty")
+            raise ArgumentError("prompt", text, "token ids because the engine has no tokenizer")
+        check(bool(text), "prompt", text, "a non-empty string")
         token_ids = self._tokenizer.encode(text, max_model_len=max_len)
         check(bool(token_ids), "prompt", text, "text of at least one token")
         highest, allowed = max(token_ids), self._config.vocab_size - 1
         if highest > allowed:
-            raise ValueError(
-                f"prompt has the token id {highest}; allowed: the model's vocabulary, [0, {allowed}]. "
-                f"The tokenizer {self._tokenizer.name!r} does not fit the model"
-            )
+            remedy = f". The tokenizer {self._tokenizer.name!r} does not fit the model"
+            allowed = f"in the model's vocabulary, [0, {allowed}]"
+            raise ArgumentError("prompt", highest, allowed, aspect="each token id of", remedy=remedy)
         return token_ids
 
     def _checked_ids(self, name: str, value: Any) -> list[int]:
@@ -168,7 +162,7 @@ class PromptReader:
         allowed = (
             "a list of token ids"
             if name == "prompt_token_ids"
-            else ("text, a list of token ids, or a dict with one of these")
+            else "a string, a list of token ids, or a dict with one of these"
         )
         check(isinstance(token_ids, list | tuple), name, value, allowed)
         check(bool(token_ids), "prompt_token_ids", token_ids, "at least one token id")
@@ -194,8 +188,8 @@ def one_salt(argument: str, encoder: TokenizedPrompt | None, decoder: TokenizedP
     """Returns the salt of a request, which may come as an argument and with its prompts."""
     given = [argument or None, encoder and encoder.cache_salt, decoder.cache_salt]
     salts = {salt for salt in given if salt is not None}
-    check(len(salts) <= 1, "cache_salt", sorted(salts), "one and the same for all of a request")
+    check(len(salts) <= 1, "cache_salt", sorted(salts), "the same for all parts of a request")
     salt = salts.pop() if salts else ""
     # What stands for adapters, hooks and vectors follows such a character.
-    check("\0" not in salt, "cache_salt", salt, "a string without the character of number 0")
+    check("\0" not in salt, "cache_salt", salt, r"a string without the character \0")
     return salt

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from jax_paged.checks import check
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
@@ -35,6 +34,7 @@ from jax_paged.engine.interrupt import deferred_interrupt
 from jax_paged.engine.new_request import check_arrival_time, request_state
 from jax_paged.engine.output_processor import RequestState
 from jax_paged.engine.serialized import Serialized, any_thread
+from jax_paged.errors import ArgumentError, check
 from jax_paged.inputs import Prompt
 from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import RequestOutput
@@ -80,7 +80,7 @@ class RequestEngine(Serialized):
                 executor.close()
             raise
         if executor is None:
-            allowed = "1 for one engine; LLM, ReplicatedEngine and the server run several"
+            allowed = "1 for one engine (LLM, ReplicatedEngine and the server run several)"
             check_alone(args, allowed)
             executor = make_executor
         if callable(executor):
@@ -159,7 +159,7 @@ class RequestEngine(Serialized):
             ValueError: If the engine has none.
         """
         if self.tokenizer is None:
-            raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
+            raise ArgumentError("skip_tokenizer_init", True, "False for a tokenizer")
         return self.tokenizer.hf
 
     @any_thread

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from jax_paged.checks import check
+from jax_paged.arguments.shown_values import shown
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.codec import request_of_values, values_of_request
 from jax_paged.core.features.interactive.request_edits import DropBlocks, Fork, RequestEdit, Rollback
@@ -15,6 +15,7 @@ from jax_paged.core.result_updater import StepUpdate
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from jax_paged.errors import ArgumentError, check
 from jax_paged.lab.what_if import Replay, Told, arguments_of, step_row, what_if
 
 Note = Callable[..., None]
@@ -31,7 +32,12 @@ class RecordedScheduler(Scheduler):
 
     def __init__(self, like: Scheduler, sink: Callable[[str], object]) -> None:
         ok = type(like) in (Scheduler, RecordedScheduler) and not callable(like.policy)
-        check(ok, "scheduler", like, "the engine's own, as nobody else's decisions could be replayed")
+        check(
+            ok,
+            "scheduler",
+            like,
+            "a Scheduler with a built-in policy because other decisions can't be replayed",
+        )
 
         def note(event: str, **values: Any) -> None:
             sink(json.dumps({"event": event, **values}) + "\n")
@@ -214,7 +220,7 @@ def tell(
             scheduler = Scheduler(**arguments_of(event))
             out, clock = {}, 0.0
             continue
-        check(scheduler is not None, "the first event", kind, "'start'")
+        check(scheduler is not None, "lines", kind, "'start'", aspect="the first event of")
         assert scheduler is not None, "just checked"
         if kind == "add":
             groups[event["request_id"]] = len(told.groups)
@@ -310,7 +316,7 @@ def _check_equal(step: str, decided: dict[str, Any], recorded: dict[str, Any]) -
             pairs = enumerate(itertools.zip_longest(value, other))
             i, (value, other) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
             name = f"{name}[{i}]"
-        raise ValueError(f"{step}: {name} is {value}; recorded: {other}")
+        raise ArgumentError(name, value, f"{shown(other)} in {step}, as recorded")
 
 
 def _settings(scheduler: Scheduler) -> dict[str, dict[str, Any]]:

@@ -13,11 +13,11 @@ import numpy as np
 
 from jax_paged.arguments.plain_values import make_plain
 from jax_paged.arguments.suggestions import suggests_fields
-from jax_paged.checks import check, check_int, check_number
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import RequestMetrics, Sequence, SequenceGroup
+from jax_paged.errors import check, check_int, check_number
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 
 STEP = np.dtype(
@@ -76,7 +76,7 @@ class Request:
     def __post_init__(self) -> None:
         make_plain(self)
         check_number("arrival_s", self.arrival_s, 0, math.inf)
-        check_int("the length of the prompt", self.prompt_len, 1)
+        check_int("prompt_len", self.prompt_len, 1)
         check_int("output_len", self.output_len, 1)
         check_int("n", self.n, 1)
         if self.beam_width is not None:
@@ -214,8 +214,15 @@ def simulate(
             priority under another policy.
     """
     manager = scheduler.block_manager
-    check(not scheduler.has_unfinished, "the number of the scheduler's requests", len(scheduler.queues), "0")
-    check(len(manager.groups) == 1, "the number of cache groups", len(manager.groups), "1")
+    aspect = "the number of requests of"
+    check(not scheduler.has_unfinished, "scheduler", len(scheduler.queues), "0", aspect=aspect)
+    check(
+        len(manager.groups) == 1,
+        "scheduler",
+        len(manager.groups),
+        "1",
+        aspect="the number of cache groups of",
+    )
     trace = enumerate(requests)
     rng = random.Random(0)
     clock, last_s, has_beams = 0.0, 0.0, False
@@ -232,7 +239,8 @@ def simulate(
         while coming is not None and coming[1].arrival_s <= clock:
             index, request = coming
             arrival_s = request.arrival_s
-            check(arrival_s >= last_s, f"arrival_s of request {index}", arrival_s, f"at least {last_s}")
+            allowed = f"at least {last_s}, that of the request before"
+            check(arrival_s >= last_s, f"requests[{index}].arrival_s", arrival_s, allowed)
             last_s = arrival_s
             has_beams = has_beams or request.beam_width is not None
             group = _group(index, request, scheduler)
@@ -260,11 +268,12 @@ def simulate(
 
 def _group(index: int, request: Request, scheduler: Scheduler) -> SequenceGroup:
     num_tokens, limit = request.prompt_len + request.output_len, scheduler.max_model_len
-    check(num_tokens <= limit, f"the length of request {index}", num_tokens, f"at most {limit}")
+    name = f"requests[{index}]"
+    check(num_tokens <= limit, name, num_tokens, f"at most {limit}", aspect="the length of")
     num_seqs, limit = request.beam_width or request.n, scheduler.max_num_seqs
-    check(num_seqs <= limit, f"the number of sequences of request {index}", num_seqs, f"at most {limit}")
+    check(num_seqs <= limit, name, num_seqs, f"at most {limit}", aspect="the number of sequences of")
     ok = scheduler.policy == "priority" or not request.priority
-    check(ok, f"priority of request {index}", request.priority, "0 under 'fcfs'")
+    check(ok, f"{name}.priority", request.priority, "0 with policy 'fcfs'")
     # A prompt that is given by its length has tokens that no other request has.
     prompt = request.prompt if isinstance(request.prompt, list) else [-1 - index] * request.prompt
     params, beams = _params(request.n, request.beam_width, request.output_len)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_paged.checks import check, check_int
+from jax_paged.arguments.shown_values import one_of
 from jax_paged.core.block_manager import BlockManager
 from jax_paged.core.codec import request_of_values
 from jax_paged.core.features.speculation.num_drafts import Speculation
@@ -16,6 +16,7 @@ from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler import Scheduler
 from jax_paged.core.scheduler_output import SchedulerOutput
 from jax_paged.core.sequence import SequenceGroup, SequenceStatus
+from jax_paged.errors import ArgumentError, check, check_int
 
 STEP = np.dtype(
     [
@@ -209,7 +210,8 @@ class _WhatIf:
         for event in events:
             kind = event["event"]
             if kind in _BY_HAND:
-                raise ValueError(f"the recording holds {kind!r}; allowed in a what-if: nothing done by hand")
+                allowed = "one that no user has caused by hand"
+                raise ArgumentError("lines", kind, allowed, aspect="each event of")
             if kind in ("schedule", "update"):
                 clock = event["now"]
             elif kind == "expect":
@@ -233,12 +235,12 @@ class _WhatIf:
                 values["request_id"] = f"{request_id} ({len(self.new.groups)})"
             self.current[request_id] = values["request_id"]
             group, policy = request_of_values(values), scheduler.policy
-            name = f"of request {request_id!r}"
-            check_int(f"the length {name}", len(group.sequences[0]), 1, scheduler.max_model_len - 1)
-            check_int(f"the number of sequences {name}", group.max_num_seqs, 1, scheduler.max_num_seqs)
-            check(
-                policy != "fcfs" or not group.priority, f"priority {name}", group.priority, "0 under 'fcfs'"
-            )
+            name, length = f"requests[{request_id!r}]", len(group.sequences[0])
+            check_int(name, length, 1, scheduler.max_model_len - 1, aspect="the length of")
+            aspect = "the number of sequences of"
+            check_int(name, group.max_num_seqs, 1, scheduler.max_num_seqs, aspect=aspect)
+            is_fair = policy != "fcfs" or not group.priority
+            check(is_fair, f"{name}.priority", group.priority, "0 with policy 'fcfs'")
             self.places[group] = len(self.new.groups)
             self.new.groups.append(group)
             scheduler.add(group)
@@ -327,7 +329,7 @@ def _changed(start: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     changeable = {name: owner for owner, values in changed.items() for name in values if name not in fixed}
     for name, value in settings.items():
         if name not in changeable:
-            raise ValueError(f"there is no setting {name!r}; allowed: {', '.join(sorted(changeable))}")
+            raise ArgumentError("settings", name, one_of(sorted(changeable)), aspect="each name in")
         changed[changeable[name]][name] = value
     return changed
 

@@ -20,9 +20,11 @@ import orjson
 from starlette.types import ASGIApp, Message
 from tqdm import tqdm
 
+from jax_paged.arguments.shown_values import one_of
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.engine.errors import EngineDeadError
 from jax_paged.engine.replicas.replicated_engine import ServingEngine, serving_engine
+from jax_paged.errors import ArgumentError
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.launch.options import BatchOptions, ReasoningParser, ServerOptions, ToolCallParser
 from jax_paged.server.observability.logs import configure
@@ -119,9 +121,9 @@ class Done:
         bad: set[int] = set()
         size = 0
         if output.exists():
-            allowed = "allowed: a new file, or one that run-batch has begun"
+            allowed = "a new file or one that run-batch has begun"
             if not output.is_file():
-                raise ValueError(f"output_file is {str(output)!r}, which is no regular file; {allowed}")
+                raise ArgumentError("output_file", str(output), allowed, remedy=", which is no regular file")
             with output.open("rb") as file:
                 for number, line in enumerate(file, 1):
                     if not line.endswith(b"\n"):
@@ -138,10 +140,8 @@ class Done:
                         case {"custom_id": None, "response": None, "error": {"line": int(bad_line)}}:
                             bad.add(bad_line)
                         case _:
-                            raise ValueError(
-                                f"output_file is {str(output)!r}, "
-                                f"whose line {number} is no answer of a batch; {allowed}"
-                            )
+                            remedy = f", whose line {number} is no answer of a batch"
+                            raise ArgumentError("output_file", str(output), allowed, remedy=remedy)
                     size += len(line)
             with output.open("rb+") as file:
                 file.truncate(size)
@@ -310,7 +310,7 @@ def _num_lines(file: Path) -> int:
         ValueError: If it is no regular file: what a pipe holds could not be read again.
     """
     if not stat.S_ISREG(file.stat().st_mode):
-        raise ValueError(f"input_file is {str(file)!r}; allowed: a regular file, as it is read twice")
+        raise ArgumentError("input_file", str(file), "a regular file because it is read twice")
     return sum(1 for _ in _lines(file))
 
 
@@ -339,9 +339,9 @@ def _new_id(request: dict[str, Any], seen: set[str]) -> str:
     """
     custom_id = request.get("custom_id")
     if not isinstance(custom_id, str):
-        raise _BadLineError(f"custom_id is {custom_id!r}; allowed: a string")
+        raise _BadLineError(str(ArgumentError("custom_id", custom_id, "a string")))
     if custom_id in seen:
-        raise _BadLineError(f"custom_id is {custom_id!r}, as in an earlier line; allowed: one of its own")
+        raise _BadLineError(str(ArgumentError("custom_id", custom_id, "that of no earlier line")))
     seen.add(custom_id)
     return custom_id
 
@@ -350,13 +350,13 @@ def _checked_body(request: dict[str, Any]) -> bytes:
     """Returns the body of a request, which must be one that the server can answer as a whole."""
     method, url, body = (request.get(name) for name in ("method", "url", "body"))
     if method != "POST":
-        raise _BadLineError(f"method is {method!r}; allowed: 'POST'")
+        raise _BadLineError(str(ArgumentError("method", method, "'POST'")))
     if url not in _URLS:
-        raise _BadLineError(f"url is {url!r}; allowed: one of {_URLS}")
+        raise _BadLineError(str(ArgumentError("url", url, one_of(_URLS))))
     if not isinstance(body, dict):
-        raise _BadLineError(f"body is {body!r:.100}; allowed: an object")
+        raise _BadLineError(str(ArgumentError("body", body, "an object")))
     if body.get("stream"):
-        raise _BadLineError("stream is true; allowed: false")
+        raise _BadLineError(str(ArgumentError("stream", body["stream"], "False")))
     try:
         return orjson.dumps(body)
     except orjson.JSONEncodeError as error:  # orjson reads deeper nesting than it writes

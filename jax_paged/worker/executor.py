@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jax_paged.checks import check
 from jax_paged.config.engine_args import EngineArgs, EngineConfig
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
+from jax_paged.errors import check
 from jax_paged.pallas_kernels.jax_settings import methods_with_default_settings
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class LocalExecutor:
         from jax_paged.worker.model_runner import ModelRunner
 
         backend = args.distributed_executor_backend
-        allowed = "'uni' for an executor of this process, or beside parts of one's own"
+        allowed = "'uni' for an executor of this process or with custom parts"
         check(group is not None or backend == "uni", "distributed_executor_backend", backend, allowed)
         self.runner: Any
         if is_encoder(args, loaded):
@@ -191,7 +191,7 @@ class LocalExecutor:
             own |= {"enable_prompt_embeds": args.enable_prompt_embeds or None}
             own |= {"speculative_config": args.speculative_config}
             for name, value in own.items():
-                check(value is None, name, value, "None, as the model is an encoder")
+                check(value is None, name, value, "None because the model is an encoder")
             make = functools.partial(EncoderRunner, args, loaded, first_device)
         else:
             own_parts = hooks, attend, sampler, logits_processors
@@ -321,8 +321,8 @@ class LocalExecutor:
             self.runner.served.restore()
         elif self._source is None:
             raise ValueError(
-                "the weights are None, as level 2 has dropped them, and they did not come from a folder; "
-                "allowed: those that update_weights is given before the engine wakes up"
+                "sleep(level=2) has dropped the weights, which did not come from a folder. Call "
+                "update_weights before the engine wakes up"
             )
         else:
             self.update_weights(self._source)

@@ -175,26 +175,26 @@ def plan_layout(
         if not isinstance(spec, StateSpec):
             kinds.setdefault(spec, []).append(layer)
     if not kinds:
-        raise ValueError(f"the layers have {specs}; allowed: some that attend")
+        raise ValueError(f"the model must have attention layers, got {specs}")
     cached = {(s.num_kv_heads, s.head_dim, value_dim_of(s)) for s in kinds}
     value_dim = value_dim_of(next(iter(kinds)))
     if len(cached) > 1 and any(dim is not None for *_, dim in cached):
         raise ValueError(
-            f"the layers have (kv heads, head_dim, value_dim of latents) {sorted(cached, key=str)}; allowed "
-            "where one caches latents: the same for all layers"
+            "(kv heads, head_dim, value_dim of latents) must be the same for all layers if one caches "
+            f"latents, got {sorted(cached, key=str)}"
         )
     shapes = {(s.num_kv_heads, s.head_dim): (heads_of(s), s.head_dim) for s in kinds}
     num_kv_heads, head_dim = max(shapes.values(), key=math.prod)
     if any((num_kv_heads * head_dim) % math.prod(shape) for shape in shapes.values()):
         raise ValueError(
-            f"the layers have (kv heads, head_dim) {sorted(shapes)}, on {num_devices} devices; allowed: keys "
-            "of as many numbers in every layer as in the largest, or a whole fraction of them"
+            "the size of a token's keys in each layer must divide that in the largest layer, got (kv heads, "
+            f"head_dim) {sorted(shapes)} on {num_devices} devices"
         )
     if len(shapes) > 1 and dtype in DTYPES.values():
         names = {quantized: name for name, quantized in DTYPES.items()}
         raise ValueError(
-            f"kv_cache_dtype is {names[dtype]!r}, and the layers have (kv heads, head_dim) {sorted(shapes)}; "
-            "allowed for layers that differ: 'auto'"
+            f"`kv_cache_dtype` must be 'auto' because (kv heads, head_dim) differ between layers, "
+            f"{sorted(shapes)}, got {names[dtype]!r}"
         )
     counts, views = list[int](), dict[AttentionSpec, View | None]()
     for spec, layers in kinds.items():
@@ -247,16 +247,16 @@ def free_kv_cache_bytes(memory: DeviceMemory, step_bytes: int, gpu_memory_utiliz
     """
     if memory.stats is None:
         raise ValueError(
-            "kv_cache_memory_bytes is None, and this device's allocator does not tell how much memory is "
-            "left; allowed: a number of bytes"
+            "`kv_cache_memory_bytes` must be a number of bytes because the device does not report its free "
+            "memory, got None"
         )
     # bytes_limit is what JAX has set aside, its own share of the whole GPU.
     used, limit = memory.stats["bytes_in_use"] + step_bytes, memory.stats["bytes_limit"]
     left = int(limit * gpu_memory_utilization) - used
     if left <= 0:
         raise ValueError(
-            f"gpu_memory_utilization is {gpu_memory_utilization}, which leaves no memory for the pool: "
-            f"{used / 2**30:.1f} of {limit / 2**30:.1f} GiB are taken; allowed: a larger share, a smaller "
-            "model, fewer max_num_batched_tokens or fewer max_num_seqs"
+            "`gpu_memory_utilization` must be large enough to leave memory for the KV cache, got "
+            f"{gpu_memory_utilization}: {used / 2**30:.1f} of {limit / 2**30:.1f} GiB are in use. Increase "
+            "it, or reduce the model, max_num_batched_tokens or max_num_seqs"
         )
     return left

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_paged.checks import check
 from jax_paged.config.engine_args import EngineArgs, EngineConfig
+from jax_paged.errors import check
 from jax_paged.models.attention import Attend
 from jax_paged.models.causal_lm import CausalLM, LanguageModel
 from jax_paged.models.encoder_decoder import EncoderDecoderLM

@@ -74,7 +74,7 @@ class Gemma4Config(GemmaConfig):
         # transformers makes the last layer a full one, whatever config.json says.
         windows = (*read.windows(num_layers, types, read.integer("sliding_window"))[:-1], None)
         own = windows[: max(0, num_layers - num_shared)]
-        allowed = f"so few that each type of layers is among the first {num_layers} - num_kv_shared_layers"
+        allowed = f"so small that the first {num_layers} - num_kv_shared_layers layers have all types"
         needs = ("num_hidden_layers", "layer_types", "sliding_window")
         ok = set(own) == set(windows)
         read.check(ok, "num_kv_shared_layers", num_shared, allowed, also_needs=needs)

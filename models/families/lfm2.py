@@ -78,9 +78,9 @@ class Lfm2Config(LlamaConfig):
         ok = isinstance(types, list) and len(types) == num_layers
         ok = ok and set(types) <= {"full_attention", "conv"} and "full_attention" in types
         allowed = (
-            f"a list of num_hidden_layers, which is {num_layers}, of 'full_attention' or 'conv', some of "
+            f"a list of {num_layers} items (num_hidden_layers), each 'full_attention' or 'conv', with at "
         )
-        allowed += "the former"
+        allowed += "least one 'full_attention'"
         types = types if read.check(ok, "layer_types", types, allowed) else []
         return fields | {
             "intermediate_size": cls._mlp_size(read, fields["intermediate_size"]),

@@ -81,8 +81,8 @@ class Qwen3_5Config(LlamaConfig):
         types = read.get("layer_types", types)
         ok = isinstance(types, list) and len(types) == num_layers
         ok = ok and set(types) <= {"full_attention", "linear_attention"} and "full_attention" in types
-        allowed = f"a list of num_hidden_layers, which is {num_layers}, of 'full_attention' or "
-        allowed += "'linear_attention', some of the former"
+        allowed = f"a list of {num_layers} items (num_hidden_layers), each 'full_attention' or "
+        allowed += "'linear_attention', with at least one 'full_attention'"
         types = types if read.check(ok, "layer_types", types, allowed) else []
         key_heads = read.integer("linear_num_key_heads", 16)
         value_heads = read.integer("linear_num_value_heads", 32)

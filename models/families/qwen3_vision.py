@@ -53,12 +53,12 @@ class Qwen3VisionConfig:
         read.choice("in_channels", 3, (3,))
         sizes = {f.name: read.integer(f.name, f.default) for f in dataclasses.fields(cls) if f.type is int}
         heads, size, depth = (sizes[name] for name in ("num_heads", "hidden_size", "depth"))
-        allowed = f"a multiple of 4 * num_heads, and num_heads is {heads}"
+        allowed = f"a multiple of 4 * num_heads, which is {4 * heads}"
         read.check(size % (4 * heads) == 0, "hidden_size", size, allowed, also_needs=("num_heads",))
         layers = read.get("deepstack_visual_indexes", list(cls.deepstack_visual_indexes))
         ok = isinstance(layers, list | tuple) and all(type(i) is int and 0 <= i < depth for i in layers)
         ok = ok and sorted(set(layers)) == list(layers)
-        allowed = f"a list of different layers below depth, which is {depth}, ascending"
+        allowed = f"an ascending list of different layers below depth, which is {depth}"
         ok = read.check(ok, "deepstack_visual_indexes", layers, allowed, also_needs=("depth",))
         rope = read.nested("rope_parameters", read.table("rope_parameters"))
         rope.choice("rope_type", "axial", ("axial",))

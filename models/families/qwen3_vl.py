@@ -73,7 +73,7 @@ class Qwen3VLConfig(LlamaConfig):
         sections, num_pairs = rope.get("mrope_section", list(cls.sections)), fields["head_dim"] // 2
         ok = isinstance(sections, list) and len(sections) == 3 and all(type(n) is int for n in sections)
         ok = ok and min(sections) >= 0 and sum(sections) == num_pairs
-        allowed = f"three numbers of pairs, {num_pairs} in all"
+        allowed = f"three numbers of pairs, {num_pairs} in total"
         ok = rope.check(ok, "mrope_section", sections, allowed, also_needs=("head_dim",))
         vision = Qwen3VisionConfig.read(read.nested("vision_config", read.table("vision_config")))
         token_id = read.integer("image_token_id", cls.image_token_id, 0)

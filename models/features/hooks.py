@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_paged.arguments.shown_values import shown
 from jax_paged.models.causal_lm import CausalLM, LanguageModel
 from jax_paged.models.forward_context import Module
 
@@ -48,7 +49,7 @@ class Hook:
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_args, numbers.Integral) or self.num_args < 0:
-            raise ValueError(f"num_args is {self.num_args!r}; allowed: an integer of at least 0")
+            raise ValueError(f"`num_args` must be an integer of at least 0, got {shown(self.num_args)}")
         object.__setattr__(self, "num_args", int(self.num_args))
         object.__setattr__(self, "name", self.name or self.path)
 
@@ -143,9 +144,11 @@ def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[
         return {}
     names = [hook.name for hook in hooks]
     if len(set(names)) < len(names):
-        raise ValueError(f"hooks are named {names}; allowed: a name for each")
+        raise ValueError(f"the names of `hooks` must be unique, got {names}")
     if not isinstance(model, CausalLM):
-        raise ValueError(f"hooks is {names}; allowed for {type(model).__name__}, which has an encoder: none")
+        raise ValueError(
+            f"`hooks` must be empty for {type(model).__name__}, which has an encoder, got {names}"
+        )
     paths = {".".join(map(str, path)) for path, m in nnx.iter_modules(model) if isinstance(m, Module)}
     graphdef, state = nnx.split(model)
     columns = jnp.zeros((2, num_columns(hooks)))
@@ -168,8 +171,8 @@ def check_hooks(model: LanguageModel, hooks: Sequence[Hook]) -> dict[str, tuple[
         if hook.path not in ran:
             near = difflib.get_close_matches(hook.path, paths - {hook.path}, 4, 0.3)
             raise ValueError(
-                f"path is {hook.path!r}; allowed: that of a module that token rows pass, such as "
-                f"{', '.join(map(repr, near or sorted(paths)[:4]))} (a head has no such rows)"
+                f"`path` must be that of a module whose inputs are token rows, such as "
+                f"{', '.join(map(repr, near or sorted(paths)[:4]))}, got {shown(hook.path)}"
             )
     return {name: kept.shape[1:] for name, kept in captured.items()}
 
@@ -207,7 +210,8 @@ def check_names(hook_args: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raises a ValueError if a hook is asked for that is not there."""
     for name in hook_args:
         if name not in names:
-            raise ValueError(f"hook_args names {name!r}; allowed: {', '.join(map(repr, names)) or 'no hook'}")
+            known = ", ".join(map(repr, names)) or "none"
+            raise ValueError(f"each name in `hook_args` must be a hook ({known}), got {shown(name)}")
 
 
 def _like(is_on: Bool[Array, " rows"], rows: Array) -> Array:
@@ -216,4 +220,4 @@ def _like(is_on: Bool[Array, " rows"], rows: Array) -> Array:
 
 def _check_shape(hook: Hook, what: str, value: Array, shape: tuple[int, ...]) -> None:
     if value.shape != shape:
-        raise ValueError(f"hook {hook.name!r} returns, as its {what}, shape {value.shape}; allowed: {shape}")
+        raise ValueError(f"the shape of the {what} of hook {hook.name!r} must be {shape}, got {value.shape}")

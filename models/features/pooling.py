@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from jax_paged.arguments.shown_values import shown
 from jax_paged.models.checkpoint import read_json
 from jax_paged.models.registry import POOLING_MODELS
 
@@ -108,7 +109,7 @@ def read_pooling(
     modules = _modules(folder) if folder is not None and pools is not False else None
     label_names = hf_config.get("classifier_from_token")
     if pools is False and only_pools:
-        raise ValueError(f"runner is 'generate'; allowed with {architecture}: 'auto' or 'pooling'")
+        raise ValueError(f"`runner` must be 'auto' or 'pooling' with {architecture}, got 'generate'")
     if not (pools or only_pools or modules or label_names):
         return None
     found, normalizes = (modules.pooling_type, modules.normalizes) if modules else (None, True)
@@ -144,7 +145,7 @@ def _type_of(name: str) -> PoolingType:
     for known in ("LAST", "MEAN", "CLS"):
         if name == known:
             return known
-    raise ValueError(f"pooling_type is {name!r}; allowed: 'LAST' or 'MEAN' or 'CLS'")
+    raise ValueError(f"`pooling_type` must be one of 'LAST', 'MEAN', 'CLS', got {shown(name)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _modules(folder: Path) -> _Modules | None:
     modules = {m["type"].rpartition(".")[2]: m["path"] for m in json.loads(file.read_text(encoding="utf-8"))}
     for name in modules:
         if name not in _MODULES:
-            raise ValueError(f"{file} names the module {name!r}; allowed: {', '.join(_MODULES)}")
+            raise ValueError(f"each module of {file} must be one of {', '.join(_MODULES)}, got {shown(name)}")
     if "Pooling" not in modules:
         return None
     values = read_json(folder / modules["Pooling"] / "config.json")
@@ -179,8 +180,10 @@ def _modules(folder: Path) -> _Modules | None:
     if not names:
         names = [n for n, value in values.items() if n.startswith("pooling_mode_") and value is True]
     if len(names) != 1 or names[0] not in _TYPES or values.get("include_prompt") is False:
-        shown = folder / modules["Pooling"] / "config.json"
-        raise ValueError(f"{shown} is {values!r}; allowed: one of cls, mean, lasttoken, with the prompt")
+        path = folder / modules["Pooling"] / "config.json"
+        raise ValueError(
+            f"{path} must have one of cls, mean, lasttoken, with the prompt, got {shown(values)}"
+        )
     return _Modules(_TYPES[names[0]], "Normalize" in modules, modules.get("Transformer", ""))
 
 
@@ -205,7 +208,9 @@ def _text_settings(folder: Path, transformer: str, hf_config: Mapping[str, Any])
     if file is not None:
         _check_transformer(file, values, calls, hf_config)
     if length is not None and length < 1:
-        raise ValueError(f"max_seq_length of {file} is {length}; allowed: 1 or more, or null")
+        raise ValueError(
+            f"`max_seq_length` of {file} must be null or an integer of at least 1, got {shown(length)}"
+        )
     side = given.get("truncation_side") or known.get("truncation_side")
     if side is None and length is not None:
         side = _stored_side(folder)
@@ -227,21 +232,21 @@ def _check_transformer(
 ) -> None:
     """Checks that the module Transformer computes nothing but last hidden states of a text."""
     problems = [
-        f"processing_kwargs has {name}={value!r}; allowed: padding, truncation and max_length"
+        f"each of `processing_kwargs` must be padding, truncation or max_length, got {name}={shown(value)}"
         for name, value in calls.items()
         if name not in _PADDING_SETTINGS
     ]
     task = values.get("transformer_task", "feature-extraction")
     if task != "feature-extraction":
-        problems.append(f"transformer_task is {task!r}; allowed: 'feature-extraction'")
+        problems.append(f"`transformer_task` must be 'feature-extraction', got {shown(task)}")
     usual = {"method": "forward", "method_output_name": "last_hidden_state"}
     modalities = values.get("modality_config") or {"text": usual}
     if not usual.items() <= (modalities.get("text") or {}).items():
-        problems.append(f"modality_config is {modalities!r}; allowed for 'text': {usual}")
+        problems.append(f"`modality_config` must have {usual} for 'text', got {shown(modalities)}")
     for name, value in (values.get("config_kwargs") or values.get("config_args") or {}).items():
         if name in hf_config and hf_config[name] != value:
-            allowed = f"that of config.json, {hf_config[name]!r} (hf_overrides replaces it)"
-            problems.append(f"config_kwargs has {name}={value!r}; allowed: {allowed}")
+            allowed = f"that of config.json, {shown(hf_config[name])} (hf_overrides replaces it)"
+            problems.append(f"`config_kwargs.{name}` must be {allowed}, got {shown(value)}")
     if problems:
         raise ValueError(f"{file} asks for what is not supported: {'; '.join(problems)}")
 
@@ -261,7 +266,9 @@ def _default_prompt(folder: Path) -> str:
     if name is None:
         return ""
     if name not in prompts:
-        raise ValueError(f"default_prompt_name of {file} is {name!r}; allowed: one of {sorted(prompts)}")
+        raise ValueError(
+            f"`default_prompt_name` of {file} must be one of {sorted(prompts)}, got {shown(name)}"
+        )
     return prompts[name] or ""
 
 
@@ -284,7 +291,7 @@ def _by_tokens(
 ) -> PoolingSpec:
     """Returns a causal model as a classifier: the logits of some tokens are those of the classes."""
     if folder is None:
-        raise ValueError("classifier_from_token needs a model folder, with its tokenizer.json")
+        raise ValueError("`classifier_from_token` needs a model folder with tokenizer.json")
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -293,7 +300,8 @@ def _by_tokens(
     is_two_way |= hf_config.get("method") == "from_2_way_softmax"
     if None in ids or not ids or (is_two_way and len(ids) != 2):
         raise ValueError(
-            f"classifier_from_token is {names!r}; allowed: tokens of the vocabulary, two for two-way softmax"
+            f"`classifier_from_token` must be tokens of the vocabulary, two for two-way softmax, got "
+            f"{shown(names)}"
         )
     labels = ("LABEL_0",) if is_two_way else tuple(names)
     activation = "sigmoid" if len(labels) == 1 else "softmax"

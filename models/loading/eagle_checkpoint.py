@@ -54,13 +54,15 @@ def _misfits(config: EagleConfig, target: LoadedModel, *, has_embedding: bool) -
     """Returns what of a head's shape does not fit a model."""
     model, problems = target.model, []
     if not isinstance(model, LlamaForCausalLM) or not model.draws:
-        problems.append(f"the model is a {target.architecture}; allowed: the Llama family, to draw tokens")
+        problems.append(f"the model must be of the Llama family and generate text, got {target.architecture}")
     if config.vocab_size != target.vocab_size:
-        problems.append(f"vocab_size is {config.vocab_size}; allowed: that of the model, {target.vocab_size}")
+        problems.append(
+            f"`vocab_size` must be that of the model, {target.vocab_size}, got {config.vocab_size}"
+        )
     size = target.config.hidden_size
     if config.target_hidden_size != size:
         name = "hidden_size" if config.target_hidden_size == config.hidden_size else "target_hidden_size"
-        problems.append(f"{name} is {config.target_hidden_size}; allowed: that of the model, {size}")
+        problems.append(f"`{name}` must be that of the model, {size}, got {config.target_hidden_size}")
     elif config.hidden_size != size and not has_embedding:
         problems.append(
             f"embed_tokens.weight is missing: the model's embeddings have {size} values, "
@@ -69,8 +71,8 @@ def _misfits(config: EagleConfig, target: LoadedModel, *, has_embedding: bool) -
     num_layers = getattr(target.config, "num_hidden_layers", 0)
     if config.feature_layers and max(config.feature_layers) > num_layers:
         problems.append(
-            f"eagle_aux_hidden_state_layer_ids asks for what goes into the layers {config.feature_layers}; "
-            f"allowed: at most {num_layers}, which is what comes out of the model's last"
+            f"each of `eagle_aux_hidden_state_layer_ids` must be at most {num_layers}, the output of the "
+            f"model's last layer, got {config.feature_layers}"
         )
     return problems
 
@@ -84,13 +86,13 @@ def _columns(config: EagleConfig, offsets: StoredTensor | None) -> tuple[np.ndar
     if offsets is None:
         return columns, [f"d2t is missing; needed where draft_vocab_size, {n}, is not vocab_size"]
     if offsets.shape != (n,) or offsets.dtype not in _OFFSETS:
-        return columns, [f"d2t is {offsets.dtype} {offsets.shape}; allowed: I64 or I32 of shape {(n,)}"]
+        return columns, [f"d2t must be I64 or I32 of shape {(n,)}, got {offsets.dtype} {offsets.shape}"]
     ids = np.arange(n) + np.memmap(offsets.file, _OFFSETS[offsets.dtype], "r", offsets.offset, offsets.shape)
     is_token = (ids >= 0) & (ids < vocab_size)
     if not is_token.all():
         i = int(np.argmin(is_token))
-        return columns, [f"d2t makes {ids[i]} of token {i}; allowed: in [0, {vocab_size - 1}]"]
+        return columns, [f"d2t must map token {i} into [0, {vocab_size - 1}], got {ids[i]}"]
     columns[ids] = np.arange(n)
     if len(np.unique(ids)) < n:
-        return columns, ["d2t makes the same token of several; allowed: another of each"]
+        return columns, ["d2t must map each token to another, got the same for several"]
     return columns, []

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
+from jax_paged.arguments.shown_values import shown
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.loading.stored_tensors import with_prefix
@@ -91,10 +92,10 @@ def _check_kind(like: LanguageModel, new: LanguageModel) -> None:
     """Checks that a model is one of the same family and the same sizes."""
     given, ours = type(new).__name__, type(like).__name__
     if type(new) is not type(like):
-        raise ValueError(f"the weights are those of a {given}; allowed: of the {ours} that is served")
+        raise ValueError(f"the weights must be those of {ours}, which is served, got {given}")
     fields = [field.name for field in dataclasses.fields(like.config)]
     pairs = [(name, getattr(new.config, name), getattr(like.config, name)) for name in fields]
-    other = "".join(f"\n  {name} is {a!r}; allowed: {b!r}" for name, a, b in pairs if a != b)
+    other = "".join(f"\n  `{name}` must be {shown(b)}, got {shown(a)}" for name, a, b in pairs if a != b)
     if other:
         raise ValueError(f"the weights are those of a {given} of another config:{other}")
 
@@ -110,8 +111,8 @@ def _check_forms(like: LanguageModel, new: LanguageModel) -> None:
     other = [path for path, form in forms(new).items() if form != ours[path]]
     if other:
         raise ValueError(
-            f"kernels are quantised in another way: {', '.join(other[:3])}{' ...' * (len(other) > 3)}; "
-            "allowed: as those of the model that is served"
+            "kernels must be quantized as those of the model that is served, got other formats of "
+            f"{', '.join(other[:3])}{' ...' * (len(other) > 3)}"
         )
 
 
@@ -126,9 +127,9 @@ def _take(
     if not isinstance(value, jax.Array):
         value = np.asarray(value)
     if value.shape != shape:
-        problems.append(f"{name} has shape {value.shape}; allowed: {shape}")
+        problems.append(f"the shape of {name} must be {shape}, got {value.shape}")
     elif value.dtype != dtype:
-        problems.append(f"{name} is of type {value.dtype}; allowed: {dtype}")
+        problems.append(f"the dtype of {name} must be {dtype}, got {value.dtype}")
     elif isinstance(value, jax.Array) and value.is_deleted():
         problems.append(f"{name} was deleted: a program that it was donated to has taken its memory")
     else:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 
+from jax_paged.arguments.shown_values import shown
 from jax_paged.models.checkpoint import GGUF_HINT, read_json
 from jax_paged.models.hf_format import WeightTable
 from jax_paged.models.parallel.sharding import taken
@@ -87,7 +88,7 @@ def _file_names(folder: Path) -> list[str]:
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise ValueError(
-            f"weight_map of {folder / INDEX_FILE} is {weight_map!r}; allowed: an object of file names"
+            f"`weight_map` of {folder / INDEX_FILE} must be an object of file names, got {shown(weight_map)}"
         )
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]

@@ -32,9 +32,9 @@ def split_model(model: LanguageModel, num_stages: int) -> list[CausalLM]:
         ValueError: If the model has fewer layers, or no stages; the message says what is allowed.
     """
     if not isinstance(model, CausalLM):
-        raise ValueError(f"1, as {type(model).__name__} is no decoder alone")
+        raise ValueError(f"1 because {type(model).__name__} is no decoder alone")
     if model.whole_because:
-        raise ValueError(f"1, as {type(model).__name__} must be whole: {model.whole_because}")
+        raise ValueError(f"1 because {type(model).__name__} can't be divided: {model.whole_because}")
     layers = getattr(model, model.layers_name)
     sizes = [num_bytes(layer) for layer in layers]
     if num_stages > len(layers):

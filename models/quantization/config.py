@@ -6,6 +6,7 @@ A method that is added gets a line in METHODS, and its layout a class as those i
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from jax_paged.arguments.shown_values import one_of
 from jax_paged.models.hf_format import ConfigReader
 from jax_paged.models.quantization.formats import AwqFormat, CompressedFormat, GptqFormat, WeightFormat
 
@@ -24,14 +25,14 @@ def _awq(read: ConfigReader) -> WeightFormat:
     version = read.get("version", read.get("format", "gemm"))
     read.check(str(version).lower() == "gemm", "version", version, "'gemm'")
     backend = read.get("backend", "auto")
-    read.check(backend != "llm-awq", "backend", backend, "that of another layout than llm-awq's")
+    read.check(backend != "llm-awq", "backend", backend, "a backend whose layout is not llm-awq's")
     return AwqFormat(_group_size(read))
 
 
 def _gptq(read: ConfigReader) -> WeightFormat:
     read.choice("bits", None, (4,))
     dynamic = read.get("dynamic", {})
-    read.check(dynamic == {}, "dynamic", dynamic, "{} or null: the same for all maps")
+    read.check(dynamic == {}, "dynamic", dynamic, "{} or null because all maps are quantized alike")
     name = "checkpoint_format" if read.get("checkpoint_format", None) is not None else "format"
     version = read.choice(name, "gptq", ("gptq", "gptq_v2"))
     ordered = read.choice("desc_act", False, (False, True))
@@ -56,7 +57,7 @@ def _compressed(read: ConfigReader) -> WeightFormat:
     ok = sparsity == {} or (isinstance(sparsity, dict) and sparsity.get("format") == "dense")
     read.check(ok, "sparsity_config", sparsity, "{} or null")
     groups, blocks = read.table("config_groups"), set()
-    read.check(bool(groups), "config_groups", groups, "an object with a group or more")
+    read.check(bool(groups), "config_groups", groups, "an object with at least one group")
     for name, group in groups.items():
         held = group if isinstance(group, dict) else {}
         given = held.get("weights")
@@ -102,7 +103,7 @@ def read_quantization(read: ConfigReader, methods: Collection[str] = SMALL_METHO
         return None
     own = read.nested("quantization_config", values)
     method = own.get("quant_method", None)
-    if not own.check(method in methods, "quant_method", method, " or ".join(map(repr, methods))):
+    if not own.check(method in methods, "quant_method", method, one_of(methods)):
         return None
     return METHODS[method](own)
 

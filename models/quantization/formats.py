@@ -127,7 +127,7 @@ class GptqFormat:
         else:
             group_size = self.group_size or len(order)
             if not np.array_equal(order, np.arange(len(order)) // group_size):
-                raise ValueError("g_idx puts rows in another order; allowed with desc_act false: none")
+                raise ValueError("g_idx must keep the order of rows with desc_act false")
         return Parts(values, scales, _unpacked(zeros), groups)
 
 
@@ -262,13 +262,13 @@ def _groups(rows: int, group_size: int | None) -> int:
 
 def _group_size(rows: int, num_groups: int) -> int:
     if not num_groups or rows % num_groups:
-        raise ValueError(f"{rows} rows have scales for {num_groups} groups; allowed: a divisor of {rows}")
+        raise ValueError(f"the number of groups must divide the {rows} rows, got {num_groups}")
     return rows // num_groups
 
 
 def _checked_groups(groups: Int[np.ndarray, " i"], num_groups: int) -> Int[np.ndarray, " i"]:
     if ((groups < 0) | (groups >= num_groups)).any():
-        raise ValueError(f"g_idx names groups that are not there; allowed: 0 to {num_groups - 1}")
+        raise ValueError(f"each group of g_idx must be in [0, {num_groups - 1}]")
     return np.asarray(groups)
 
 

@@ -90,11 +90,11 @@ def with_decoded(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         expected = (*blocks.shape[:-1], GROUP_SIZE // 2)
         if len(blocks.shape) != 4 or blocks.shape != expected or blocks.dtype != "U8":
             problems.append(
-                f"{key}_blocks is {blocks.dtype} {blocks.shape}; allowed: U8 of 4 dimensions, the last 16"
+                f"{key}_blocks must be U8 of 4 dimensions, the last 16, got {blocks.dtype} {blocks.shape}"
             )
         elif scales is None or scales.shape != blocks.shape[:-1] or scales.dtype != "U8":
             is_now = "missing" if scales is None else f"{scales.dtype} {scales.shape}"
-            problems.append(f"{key}_scales is {is_now}; allowed: U8 {blocks.shape[:-1]}, as of the blocks")
+            problems.append(f"{key}_scales must be U8 {blocks.shape[:-1]}, as the blocks, got {is_now}")
         else:
             experts, outer, groups, _ = blocks.shape
             shape = experts, groups * GROUP_SIZE, outer

@@ -111,8 +111,8 @@ def float_outline[M: nnx.Module](model: M, dtype: jax.typing.DTypeLike) -> M:
         if isinstance(kernel, SmallKernel):
             if not isinstance(kernel.form.source, str):
                 raise ValueError(
-                    "the weights are a model's or tensors; allowed for a model that is served from a "
-                    "quantised checkpoint: the folder or hub id of another of the same format"
+                    "the weights must be the folder or hub id of a checkpoint of the same format because the "
+                    "model is served from a quantized checkpoint, got a model or tensors"
                 )
             shape = jax.ShapeDtypeStruct(kernel.shape, dtype)
             setattr(place.owner, place.name, nnx.Param(shape, split=kernel.split))

@@ -28,9 +28,8 @@ def copy_blocks(
     head_dim = row_size - is_bytes
     if page_size * head_dim % 128 or head_dim % (16 if is_bytes else 1):
         raise ValueError(
-            f"kv_pages has page_size {page_size} and head_dim {head_dim}; allowed with backend 'pallas': "
-            "a product that is a multiple of 128, and in a pool of bytes head_dim one of 16. Backend 'xla' "
-            "takes any"
+            "page_size times head_dim of `kv_pages` must be a multiple of 128 with backend 'pallas', and "
+            f"head_dim one of 16 in a pool of bytes, got {page_size} and {head_dim}. Backend 'xla' supports any"
         )
     pool_ref = jax.new_ref(quantized_tile.flat(kv_pages) if is_bytes else kv_pages)
 

@@ -120,14 +120,14 @@ def check_shape(x: Array, kernels: Array, *, interpret: bool) -> None:
     dtypes = ("bfloat16", "float16", *(["float32"] if interpret else []))
     if x.dtype.name not in dtypes:
         raise ValueError(
-            f"x has dtype {x.dtype}; allowed for grouped_matmul with backend 'pallas': {', '.join(dtypes)}. "
-            "Backend 'xla' takes any"
+            f"the dtype of `x` must be one of {', '.join(dtypes)} for grouped_matmul with backend 'pallas', "
+            f"got {x.dtype}. Backend 'xla' supports any"
         )
     for name, number in (("columns", kernels.shape[2]), ("rows", kernels.shape[1])):
         if number % LINE or not number:
             raise ValueError(
-                f"kernels have {number} {name}; allowed for grouped_matmul with backend 'pallas': multiples "
-                f"of {LINE}. Backend 'xla' takes any"
+                f"the number of {name} of `kernels` must be a multiple of {LINE} for grouped_matmul with "
+                f"backend 'pallas', got {number}. Backend 'xla' supports any"
             )
 
 

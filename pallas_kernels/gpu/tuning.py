@@ -98,8 +98,9 @@ def target(*, interpret: bool = False) -> Target:
     capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
     if capability[0] not in GENERATIONS:
         raise ValueError(
-            f"the device {device.device_kind} has compute capability {name}; allowed with backend 'pallas': "
-            f"{', '.join(f'{generation}.x' for generation in GENERATIONS)}"
+            "the compute capability of the device must be one of "
+            f"{', '.join(f'{generation}.x' for generation in GENERATIONS)} with backend 'pallas', got {name} "
+            f"({device.device_kind})"
         )
     # Where the device does not say its number of multiprocessors.
     num_sms, smem_kib = {(8, 0): (108, 163), (8, 7): (16, 163), (9, 0): (132, 227)}.get(capability, (64, 99))
@@ -113,8 +114,8 @@ def check_smem(smem_bytes: int, gpu: Target, what: str) -> None:
     """Raises ValueError if `what` (a kernel and its shape) needs more shared memory than `gpu` has."""
     if smem_bytes > gpu.smem_bytes:
         raise ValueError(
-            f"{what} needs {smem_bytes} bytes of shared memory; allowed on compute capability "
-            f"{gpu.capability[0]}.{gpu.capability[1]}: {gpu.smem_bytes}. Backend 'xla' takes any shape"
+            f"the shared memory of {what} must be at most {gpu.smem_bytes} bytes on compute capability "
+            f"{gpu.capability[0]}.{gpu.capability[1]}, got {smem_bytes}. Backend 'xla' supports any shape"
         )
 
 
@@ -137,8 +138,8 @@ def check_shape(q: Array, kv_pages: Array, *, interpret: bool) -> None:
     ):
         if value not in allowed:
             raise ValueError(
-                f"kv_pages and q have {name} {value}; allowed with backend 'pallas': "
-                f"{', '.join(map(str, allowed))}. Backend 'xla' takes any"
+                f"{name} of `kv_pages` and `q` must be one of {', '.join(map(str, allowed))} with backend "
+                f"'pallas', got {value}. Backend 'xla' supports any"
             )
 
 
@@ -168,8 +169,8 @@ def smem_transforms(head_dim: int, dtype: jnp.dtype, cp_async_rows: int = 32) ->
         if row_bytes % swizzle == 0 and cp_async_rows // 8 * (row_bytes // swizzle) % 4 == 0:
             return gpu.TilingTransform((8, swizzle // dtype.itemsize)), gpu.SwizzleTransform(swizzle)
     raise ValueError(
-        f"head_dim is {head_dim} and page_size {cp_async_rows}; allowed with backend 'pallas' and this "
-        "head_dim below compute capability 9.0: page_size 32 or 64. Backend 'xla' takes any"
+        f"page_size must be 32 or 64 with backend 'pallas' and head_dim {head_dim} below compute capability "
+        f"9.0, got {cp_async_rows}. Backend 'xla' supports any"
     )
 
 

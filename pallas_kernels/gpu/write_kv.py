@@ -38,8 +38,8 @@ def write_kv(
     head_dim = row_size - is_bytes
     if head_dim % 16:
         raise ValueError(
-            f"kv_pages has head_dim {head_dim}; allowed with backend 'pallas': a multiple of 16. "
-            "Backend 'xla' takes any"
+            f"head_dim of `kv_pages` must be a multiple of 16 with backend 'pallas', got {head_dim}. "
+            "Backend 'xla' supports any"
         )
     layout = tuning.row_layout(kv_heads * head_dim)
     pool_ref = jax.new_ref(quantized_tile.flat(kv_pages) if is_bytes else kv_pages)

@@ -37,14 +37,18 @@ def resolve_products(products: str, dtype: jnp.dtype, *, name: str = "products")
         ValueError: If the value is unknown, or is "onednn" where that can't be used.
     """
     if products not in get_args(Products):
-        raise ValueError(f"{name} is {products!r}; allowed: {' or '.join(map(repr, get_args(Products)))}")
+        raise ValueError(
+            f"`{name}` must be one of {', '.join(map(repr, get_args(Products)))}, got {products!r}"
+        )
     if products == "xla":
         return "xla"
     reason = problem(dtype)
     if reason is None:
         return "onednn"
     if products == "onednn":
-        raise ValueError(f"{name} is 'onednn', which can't be used: {reason}; allowed here: 'auto' or 'xla'")
+        raise ValueError(
+            f"`{name}` must be 'auto' or 'xla' because oneDNN can't be used ({reason}), got 'onednn'"
+        )
     return "xla"
 
 

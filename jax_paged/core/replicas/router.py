@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable
 
-from jax_paged.checks import check, check_int
+from jax_paged.errors import check, check_int
 
 # What a prefix may cost: to stand behind four more requests that wait, or 16 more that run, than elsewhere.
 MAX_LAG = 16
@@ -66,7 +66,7 @@ class ReplicaRouter:
         Raises:
             ValueError: If there are no replicas.
         """
-        check(bool(self._loads), "the number of replicas", 0, "at least 1 to choose from")
+        check(bool(self._loads), "replicas", 0, "at least 1", aspect="the number of")
         least = min(self._loads.values())
         chosen = None if prefix_key is None else self.home(prefix_key)
         if chosen is None or self._loads[chosen] - least > self._max_lag:

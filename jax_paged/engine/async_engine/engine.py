@@ -314,7 +314,7 @@ class AsyncLLMEngine(RequestMethods):
             raise self._stopped()
         self.engine.check_sleep(level, mode)
         if self._falling_asleep is not None:
-            raise ValueError("what sleeps already is about to; allowed: nothing, or wait until it does")
+            raise ValueError("the engine is about to sleep already: wait until it does")
         if mode == "abort":
             for request_id in list(self._streams):
                 self._end(request_id)

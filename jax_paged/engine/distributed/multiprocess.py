@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from jax_paged.checks import check
 from jax_paged.config.engine_args import EngineArgs, EngineConfig
 from jax_paged.config.launch import Launch
 from jax_paged.core.model_runner_output import ModelRunnerOutput
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput, SchedulerOutput
 from jax_paged.engine.distributed.worker_team import CLOSING_S, StartedWorker, Worker, WorkerTeam
 from jax_paged.engine.errors import EngineDeadError
+from jax_paged.errors import check
 
 if TYPE_CHECKING:
     from jax_paged.models.loading.new_weights import NewWeights

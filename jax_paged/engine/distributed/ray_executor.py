@@ -18,11 +18,11 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
     PlacementGroupSchedulingStrategy,
 )
 
-from jax_paged.checks import check
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.config.launch import Launch
 from jax_paged.engine.distributed.multiprocess import MultiprocessExecutor
 from jax_paged.engine.distributed.worker_team import StartedWorker, begin
+from jax_paged.errors import ArgumentError, check
 from jax_paged.worker.distributed.channel import Channel
 
 _STDOUT, _STDERR = 1, 2
@@ -54,8 +54,9 @@ class RayExecutor(MultiprocessExecutor):
         group = placement_group(bundles)
         try:
             limit_s = args.distributed_timeout_seconds
-            allowed = f"what the cluster has free within {limit_s:g} s, where {bundles} have no place"
-            check(group.wait(limit_s), "tensor_parallel_size", args.tensor_parallel_size, allowed)
+            size = args.tensor_parallel_size
+            allowed = f"at most what the cluster has free within {limit_s:g} s, which is less than {bundles}"
+            check(group.wait(limit_s), "tensor_parallel_size", size, allowed)
             actors = [_actor(group, place, bundle) for place, bundle in enumerate(bundles)]
             addresses = ray.get([actor.address.remote() for actor in actors], timeout=limit_s)
             secret = secrets.token_hex()
@@ -70,9 +71,9 @@ class RayExecutor(MultiprocessExecutor):
         except BaseException as error:
             remove_placement_group(group)
             if isinstance(error, RayError | OSError):
-                allowed = "another where Ray starts no actors"
-                message = f"distributed_executor_backend is 'ray'; allowed: {allowed}: {error}"
-                raise ValueError(message) from error
+                allowed = "another backend because Ray starts no actors here"
+                name, remedy = "distributed_executor_backend", f": {error}"
+                raise ArgumentError(name, "ray", allowed, remedy=remedy) from error
             raise
 
     def _noting(self, rank: int) -> Callable[[Any], None]:
@@ -156,7 +157,7 @@ def _bundles(size: int, nodes: list[dict[str, Any]]) -> list[dict[str, float]]:
     resources = [node["Resources"] for node in nodes if node["Alive"]]
     kind = "GPU" if any(of.get("GPU") for of in resources) else "CPU"
     counts = [int(of.get(kind, 0)) for of in resources]
-    allowed = f"at most {sum(counts)}, the {kind}s of Ray's cluster"
+    allowed = f"at most {sum(counts)}, the number of {kind}s of Ray's cluster"
     check(size <= sum(counts), "tensor_parallel_size", size, allowed)
     if kind == "CPU":
         return [{"CPU": 1.0}] * size

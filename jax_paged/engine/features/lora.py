@@ -5,8 +5,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from jax_paged.checks import check, check_int
 from jax_paged.config.engine_args import EngineConfig
+from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.lora_request import LoRARequest
 from jax_paged.models.features.lora.adapter_files import Adapter, AdapterLimits, read_adapter
 
@@ -71,7 +71,7 @@ class Adapters:
                 return False
             if len(self._added) >= self._max_kept:
                 given, most = len(self._added) + 1, self._max_kept
-                check(False, "the number of adapters that are added", given, f"max_cpu_loras, {most}")
+                check_int("max_cpu_loras", most, given, condition="to add another adapter")
             self._added.add(request.lora_int_id)
             return True
 
@@ -86,7 +86,9 @@ class Adapters:
     def _check(self, request: Any) -> None:
         ok = isinstance(request, LoRARequest)
         check(ok, "lora_request", request, "None or a LoRARequest")
-        check(self._is_on, "lora_request", request, "None, as the engine was made without enable_lora=True")
+        check(
+            self._is_on, "lora_request", request, "None because the engine was made without enable_lora=True"
+        )
 
     def _found(self, request: LoRARequest) -> Adapter:
         """Returns an adapter, kept or read anew: without the lock, as nobody may wait for a file."""
@@ -96,9 +98,8 @@ class Adapters:
             try:
                 adapter = read_adapter(Path(request.lora_path).expanduser(), self._limits)
             except (OverflowError, RecursionError, RuntimeError) as error:  # numbers, nesting, ~nobody
-                raise ValueError(
-                    f"lora_path is {request.lora_path!r}; allowed: the folder of an adapter ({error})"
-                ) from error
+                allowed = f"the folder of an adapter ({error})"
+                raise ArgumentError("lora_path", request.lora_path, allowed) from error
         with self._lock:
             self._known(request)
             number = request.lora_int_id
@@ -115,9 +116,9 @@ class Adapters:
         number = request.lora_int_id
         known = self._requests.get(number, request)
         if known != request:
-            raise ValueError(
-                f"lora_int_id is {number} with lora_name {request.lora_name!r} and lora_path "
-                f"{request.lora_path!r}; allowed: a number of its own, as {number} is the adapter "
-                f"{known.lora_name!r} of {known.lora_path!r}"
+            allowed = (
+                f"another number for lora_name {request.lora_name!r} and lora_path {request.lora_path!r} "
+                f"because {number} is the adapter {known.lora_name!r} of {known.lora_path!r}"
             )
+            raise ArgumentError("lora_int_id", number, allowed)
         return self._kept.get(number)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from jax_paged.core.sequence import SequenceStatus
+from jax_paged.errors import ArgumentError
 from jax_paged.inputs import Prompt
 from jax_paged.sampling_params import SamplingParams
 
@@ -16,7 +17,7 @@ def pin(engine: "RequestEngine", name: str, prompt: Prompt, cache_salt: str) -> 
         raise RuntimeError("requests are running; pin prefixes before them")
     manager = engine.scheduler.block_manager
     if not manager.enable_prefix_caching:
-        raise ValueError("enable_prefix_caching is False; allowed for pinned prefixes: True")
+        raise ArgumentError("enable_prefix_caching", False, "True for pinned prefixes")
     if engine.config.decoder_start_token_id is not None:
         raise ValueError(
             "an encoder-decoder model has no prefixes to pin: each encoder output is one request's"
@@ -24,14 +25,13 @@ def pin(engine: "RequestEngine", name: str, prompt: Prompt, cache_salt: str) -> 
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     request = engine.check_request(prompt, params, cache_salt=cache_salt)
     if request.embeds is not None:
-        raise ValueError("prompt_embeds is given; allowed for pinned prefixes: tokens")
+        raise ArgumentError("prompt", "prompt_embeds", "tokens because embeddings are not pinned")
     if request.stand_ins:
-        raise ValueError("multi_modal_data is given; allowed for pinned prefixes: text alone")
+        raise ArgumentError("prompt", "multi_modal_data", "text alone because images are not pinned")
     if len(request.prompt_token_ids) < manager.block_size:
-        raise ValueError(
-            f"the prefix has {len(request.prompt_token_ids)} tokens; allowed: at least a block of "
-            f"{manager.block_size}, as only full blocks are shared"
-        )
+        allowed = f"at least {manager.block_size} (block_size) because only full blocks are shared"
+        num_tokens, aspect = len(request.prompt_token_ids), "the number of tokens of"
+        raise ArgumentError("prompt", num_tokens, allowed, aspect=aspect)
     engine.add_request(name, request)
     states = []
     try:
@@ -43,13 +43,12 @@ def pin(engine: "RequestEngine", name: str, prompt: Prompt, cache_salt: str) -> 
     if not seq.output_token_ids or seq.status is SequenceStatus.FINISHED_ABORTED:
         num_free, num_usable = manager.num_free_blocks, manager.num_usable_blocks
         raise ValueError(
-            f"the prefix was not computed: {seq.stop_reason or 'it was aborted'}; allowed: one of finite "
-            f"logits, for which the {num_free} free blocks of {num_usable} are enough"
+            f"the prefix was not computed: {seq.stop_reason or 'it was aborted'}. It needs finite logits and "
+            f"must fit into the {num_free} free blocks of {num_usable}"
         )
     if not manager.pin(name, request.prompt_token_ids, cache_salt):
         manager.unpin(name)
-        raise ValueError(
-            f"the prefix has {len(request.prompt_token_ids)} tokens, and no state was kept behind a block of "
-            f"them; allowed: more than {manager.block_size} tokens, while there is a free slot for states"
-        )
+        num_tokens, aspect = len(request.prompt_token_ids), "the number of tokens of"
+        allowed = f"more than {manager.block_size} (block_size), while a slot for states is free"
+        raise ArgumentError("prompt", num_tokens, allowed, aspect=aspect)
     return name

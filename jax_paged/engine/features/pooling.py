@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jax_paged.checks import check
+from jax_paged.arguments.shown_values import one_of
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.errors import ArgumentError, check
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.models.features.pooling import PoolingSpec
 from jax_paged.outputs import RequestOutput
@@ -40,20 +41,20 @@ def resolved(params: PoolingParams, task: PoolingTask | None, config: EngineConf
     check(isinstance(params, PoolingParams), "pooling_params", params, "PoolingParams")
     tasks, spec = tasks_of(config), config.pooling
     if spec is None:
-        raise ValueError(
-            f"model is {config.model_name!r}, which only generates; allowed for pooling: a pooling model, or "
-            "runner='pooling'"
-        )
+        remedy = ". Pass runner='pooling' to pool with a model that generates"
+        raise ArgumentError("model", config.model_name, "a pooling model", remedy=remedy)
     wanted = task or params.task or tasks[0]
-    check(wanted in tasks, "task", wanted, f"what {config.architecture} can do, {' or '.join(tasks)}")
-    check(params.task in (None, wanted), "task of the parameters", params.task, repr(wanted))
+    check(wanted in tasks, "task", wanted, f"{one_of(tasks)}, the tasks of {config.architecture}")
+    check(params.task in (None, wanted), "pooling_params.task", params.task, f"None or {wanted!r}")
     params = dataclasses.replace(params, task=wanted)
     if params.dimensions is not None:
         allowed = spec.dimensions
         is_known = allowed is None or params.dimensions in allowed
-        most = f"up to {spec.embedding_size}" if allowed is None else " or ".join(map(str, allowed)) or "None"
+        most = (
+            f"at most {spec.embedding_size}" if allowed is None else " or ".join(map(str, allowed)) or "None"
+        )
         ok = not spec.labels and is_known and params.dimensions <= spec.embedding_size
-        why = "" if allowed != () else ", as the model is not known to support it (is_matryoshka)"
+        why = "" if allowed != () else " because the model is not known to support it (is_matryoshka)"
         check(ok, "dimensions", params.dimensions, f"{most}{why}")
     return params
 
@@ -117,7 +118,7 @@ def as_sampling(params: PoolingParams, spec: PoolingSpec) -> SamplingParams:
     """
     kind = "ALL" if params.task == "token_embed" else spec.type
     skips = params.skip_reading_prefix_cache
-    allowed = "None or True, unless the last token is pooled: cached tokens have no hidden states"
+    allowed = "None or True unless the last token is pooled, because cached tokens have no hidden states"
     check(skips is not False or kind == "LAST", "skip_reading_prefix_cache", skips, allowed)
     return SamplingParams(
         temperature=0,
@@ -195,7 +196,8 @@ def pairs_of(data_1: Any, data_2: Any) -> list[tuple[Any, Any]]:
     check(bool(second), "data_2", data_2, "at least one text")
     if len(first) == 1:
         first *= len(second)
-    check(len(first) == len(second), "the number of texts in data_1", len(first), f"1 or {len(second)}")
+    aspect = "the number of texts in"
+    check(len(first) == len(second), "data_1", len(first), f"1 or {len(second)}", aspect=aspect)
     return list(zip(first, second, strict=True))
 
 
@@ -209,9 +211,9 @@ def pair_prompt(
     """
     first, second = pair
     for name, text in (("data_1", first), ("data_2", second)):
-        check(isinstance(text, str) and bool(text), name, text, "text that is not empty")
+        check(isinstance(text, str) and bool(text), name, text, "a non-empty string")
     if tokenizer is None:
-        raise ValueError("data_1 is text, and the engine has no tokenizer")
+        raise ArgumentError("data_1", first, "token ids because the engine has no tokenizer")
     if config.pooling is not None and config.pooling.label_tokens:
         return first + second, params  # a chat in two parts, whose tokens may span both
     max_len = None if is_truncated(params, config) else config.max_model_len

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from jax_paged.checks import check, check_int
+from jax_paged.errors import check, check_int
 
 if TYPE_CHECKING:
     from jax_paged.config.engine_args import EngineConfig
@@ -33,10 +33,11 @@ def replay(loop: "StepLoop", config: "EngineConfig", lines: Iterable[str]) -> "R
             _check_fits(event, config)
         form = event["sampling_params"].get("structured_outputs") if event["event"] == "add" else None
         adapter = event.get("adapter") if event["event"] == "add" else None
-        check(not adapter, "the adapter of a recorded request", adapter, "none, as adapters are not recorded")
         check(
-            form is None, "structured_outputs of a recorded request", form, "None, as masks are not recorded"
+            not adapter, "lines", adapter, "None because adapters are not recorded", aspect="each adapter in"
         )
+        aspect = "structured_outputs of each request in"
+        check(form is None, "lines", form, "None because masks are not recorded", aspect=aspect)
     try:
         return tell(lines, loop.executor).replay()
     finally:
@@ -70,10 +71,10 @@ def _check_fits(start: dict, config: "EngineConfig") -> None:
         ("block_size", manager["block_size"], config.block_size),
         ("groups", manager["groups"], groups),
     ):
-        check(value == ours, f"{name} of the recording", value, f"the engine's, {ours}")
+        check(value == ours, "lines", value, f"that of the engine, {ours}", aspect=f"{name} in")
     drafts, own = scheduler.get("speculation"), config.speculation
     is_same = drafts is None or (own is not None and drafts == dataclasses.asdict(own))
-    check(is_same, "speculation of the recording", drafts, f"None, or the engine's, {own}")
+    check(is_same, "lines", drafts, f"None or that of the engine, {own}", aspect="speculation in")
     for name, value, most in (
         ("num_blocks", manager["num_blocks"], config.num_blocks),
         ("num_swap_blocks", manager["num_swap_blocks"], config.num_swap_blocks),

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jax_paged.arguments.plain_values import plain
-from jax_paged.checks import check, check_int
 from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.errors import check, check_int
 from jax_paged.inputs import as_list
 from jax_paged.outputs import CompletionOutput
 from jax_paged.sampling_params import SamplingParams
@@ -25,7 +25,7 @@ def score(
         raise RuntimeError("requests are running; score texts before or after them")
     given = plain(num_prompt_tokens)
     counts = [given] * len(token_lists) if isinstance(given, int) else given
-    allowed = f"an integer, or one for each of {len(token_lists)} texts"
+    allowed = f"an integer or a list of {len(token_lists)} integers"
     check(
         hasattr(counts, "__len__") and len(counts) == len(token_lists),
         "num_prompt_tokens",
@@ -53,7 +53,7 @@ def _request(
 ) -> CheckedRequest:
     """Returns a request that draws the tokens of a text behind its prompt, whatever it would draw."""
     max_len = engine.config.max_model_len
-    check_int(f"the number of tokens of token_lists[{i}]", len(text), 2, max_len)
+    check_int(f"token_lists[{i}]", len(text), 2, max_len, aspect="the length of")
     num_prompt_tokens = check_int("num_prompt_tokens", num_prompt_tokens, 1, len(text) - 1)
     params = SamplingParams(temperature=0) if given is None else given.clone()
     params.n, params.best_of, params.min_tokens, params.prompt_logprobs = 1, None, 0, None

@@ -13,7 +13,6 @@ import ml_dtypes  # noqa: F401
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jax_paged.checks import check
 from jax_paged.core.features.snapshot import (
     kept_blocks,
     restore_group,
@@ -24,6 +23,7 @@ from jax_paged.core.features.snapshot import (
 from jax_paged.engine.features.interactive.request_edits import check_keeps_no_state
 from jax_paged.engine.features.recording import check_not_recorded
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.errors import ArgumentError, check
 
 if TYPE_CHECKING:
     from jax_paged.core.scheduler import Scheduler
@@ -100,20 +100,16 @@ def take(engine: "LLMEngine", loop: "StepLoop", *, with_weights: bool) -> Engine
     states = list(dict.fromkeys([*loop.requests.values(), *loop.changed]))
     asked = [name for state in states for name in state.group.sampling_params.hook_args or ()]
     captured = sorted(engine.config.capturing & set(asked))
-    check(
-        not captured, "the hooks of running requests", captured, "none that capture, as a state has no room"
-    )
+    aspect, allowed = "the running requests with", "none because an engine state does not hold it"
+    check(not captured, "hook_args", captured, allowed, aspect="the capturing hooks in")
     asked = [name for state in states for name in state.group.sampling_params.extra_args or ()]
-    stateful, allowed = sorted(engine.config.stateful & set(asked)), "none that keep a state of their own"
-    check(not stateful, "the logits processors of running requests", stateful, allowed)
+    stateful = sorted(engine.config.stateful & set(asked))
+    check(not stateful, "extra_args", stateful, allowed, aspect="the stateful logits processors in")
     adapted = [s.group.request_id for s in states if s.group.adapter or s.group.prompt_embeds]
-    allowed = "none, as a state has no room for adapters and vectors"
-    check(not adapted, "the running requests with adapters or prompt_embeds", adapted, allowed)
-    check_keeps_no_state(
-        loop, "the model", engine.config.architecture, "these have no room in an engine's state"
-    )
+    check(not adapted, "lora_request", adapted, allowed, aspect=f"{aspect} `prompt_embeds` or")
+    check_keeps_no_state(loop, "state()", engine.config.architecture, "an engine state does not hold them")
     pictured = [s.group.request_id for s in states if s.group.sequences[0].stand_ins]
-    check(not pictured, "the running requests with images", pictured, "none, as a state has no room for them")
+    check(not pictured, "multi_modal_data", pictured, allowed, aspect=aspect)
     requests = [values_of_group(scheduler, s.group) | {"text": s.values()} for s in states]
     weights, packing = engine.executor.fingerprint()
     values = {
@@ -144,7 +140,7 @@ def load(engine: "LLMEngine", loop: "StepLoop", state: EngineState) -> None:
     ours = _settings(engine, scheduler)
     for name, value in values["settings"].items():
         if value != ours[name]:
-            raise ValueError(f"{name} of the state is {value!r}; allowed: the engine's, {ours[name]!r}")
+            raise ArgumentError("state", value, f"that of the engine, {ours[name]!r}", aspect=f"{name} in")
     _check_weights(values["weights"], *engine.executor.fingerprint())
     values = json.loads(json.dumps(values))  # what is restored grows, and the state may be loaded again
     shift_s = time.monotonic() - values["time"]
@@ -182,18 +178,18 @@ def _settings(engine: "LLMEngine", scheduler: "Scheduler") -> dict[str, Any]:
 
 def _check_format(values: dict[str, Any]) -> None:
     if values.get("format") != _FORMAT:
-        raise ValueError(f"the state's format is {values.get('format')!r}; allowed: {_FORMAT}")
+        raise ArgumentError("state", values.get("format"), repr(_FORMAT), aspect="the format of")
 
 
 def _check_weights(kept: dict[str, Any], fingerprint: str, packing: str) -> None:
     if kept["packing"] != packing and (kept["by_value"] or kept["fingerprint"] != fingerprint):
         raise ValueError(
-            "the state's weights are packed for another processor; allowed: this one's, or weights that are "
-            'not packed, of an engine with matmul_backend="xla"'
+            "the weights in `state` are packed for another processor. Take the state on this one, or from an "
+            'engine with matmul_backend="xla", which does not pack weights'
         )
     if not kept["by_value"] and kept["fingerprint"] != fingerprint:
-        raise ValueError(
-            f"the weights' fingerprint is {fingerprint[:16]}; allowed: the state's, "
-            f"{kept['fingerprint'][:16]}. Restore with the model whose state it is, or take the state with "
-            "weights=True"
+        remedy = ". Restore with the model whose state it is, or take the state with weights=True"
+        found, allowed = kept["fingerprint"][:16], f"that of the engine, {fingerprint[:16]}"
+        raise ArgumentError(
+            "state", found, allowed, aspect="the fingerprint of the weights in", remedy=remedy
         )

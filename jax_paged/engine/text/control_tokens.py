@@ -13,6 +13,8 @@ from typing import Any
 
 import tokenizers
 
+from jax_paged.errors import ArgumentError
+
 # Of private use: characters that texts hardly have; one that the messages at hand do not have is the mark.
 _MARKS = tuple(map(chr, range(0xF0000, 0xF0100)))
 
@@ -61,7 +63,8 @@ class ControlTokens:
             return value, ""
         mark = next((m for m in _MARKS if not any(m in text for text in texts)), None)
         if mark is None:
-            raise ValueError("messages hold all characters from U+F0000 to U+F00FF; allowed: not all of them")
+            allowed = "texts without at least one of the characters U+F0000 to U+F00FF"
+            raise ArgumentError("messages", value, allowed)
         return self._with_marks(value, mark), mark
 
     def encode(self, text: str, mark: str) -> list[int]:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 import tokenizers
 from tokenizers import normalizers
 
-from jax_paged.checks import TooLongError, check
+from jax_paged.arguments.shown_values import Text, one_of
 from jax_paged.engine.text.chat_template import ChatTemplate, is_usual, processor_template, read_chat_template
 from jax_paged.engine.text.control_tokens import ControlTokens
 from jax_paged.engine.text.vocabulary import Vocabulary
+from jax_paged.errors import ArgumentError, TooLongError, check
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -171,8 +172,7 @@ class Tokenizer:
         if max_model_len is not None:
             least = self._vocabulary.min_tokens(text)
             if least > max_model_len:
-                message = f"the prompt has {len(text)} characters, which are at least {least} tokens"
-                raise TooLongError(message, max_model_len)
+                raise TooLongError(Text(f"at least {least}"), max_model_len)
 
     def encode_pair(
         self, first: str, second: str, *, max_model_len: int | None = None
@@ -276,7 +276,7 @@ class Tokenizer:
         }
         chat_template, tools = values.pop("chat_template", chat_template), values["tools"]
         formats = ("auto", "string", "openai")
-        check(content_format in formats, "chat_template_content_format", content_format, f"one of {formats}")
+        check(content_format in formats, "chat_template_content_format", content_format, one_of(formats))
         if content_format == "auto":
             source = chat_template if isinstance(chat_template, str) else self.chat_template_source
             content_format = "openai" if source and _ABOUT_IMAGES.search(source) else "string"
@@ -287,9 +287,10 @@ class Tokenizer:
         own = self._own_template if usual else None
         template = own.source if own else chat_template or self.hf.chat_template
         if not template:
-            raise ValueError(f"tokenizer {self.name!r} has no chat template: use completions instead")
+            remedy = ". Use completions instead"
+            raise ArgumentError("tokenizer", self.name, "one with a chat template", remedy=remedy)
         if tools and isinstance(template, str) and "tools" not in template:
-            raise ValueError(f"tools is {tools!r}; allowed: None, as the chat template does not use them")
+            raise ArgumentError("tools", tools, "None because the chat template does not use tools")
         (plain, values), mark = self._control.marked((plain, values))
         try:
             if own:
@@ -300,7 +301,8 @@ class Tokenizer:
                 )
                 text = cast(str, rendered)
         except Exception as error:  # templates raise what they like
-            raise ValueError(f"the chat template does not take these messages: {error}") from error
+            allowed = f"messages that the chat template accepts ({error})"
+            raise ArgumentError("messages", plain, allowed) from error
         if not mark:
             return self.encode(text, add_special_tokens=False, max_model_len=max_model_len)
         self.check_length(text.replace(mark, ""), max_model_len)
@@ -378,9 +380,8 @@ def _checked_variables(template_kwargs: dict[str, Any] | None) -> dict[str, Any]
     ok = isinstance(values, dict)
     check(ok, "chat_template_kwargs", values, "None or a dict of the template's variables")
     for name in _FORM_SETTINGS:
-        check(
-            name not in values, f"chat_template_kwargs[{name!r}]", values.get(name), "a template's variable"
-        )
+        allowed = "unset because it is no variable of the template"
+        check(name not in values, f"chat_template_kwargs[{name!r}]", values.get(name), allowed)
     return values
 
 
@@ -427,7 +428,7 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"the prompt is not valid Unicode: {error}") from error
+        raise ArgumentError("prompt", text, f"valid Unicode ({error})") from error
 
 
 def _special_tokens(file: Path) -> dict[str, Any]:
@@ -447,7 +448,7 @@ def _plain_message(index: int, message: Any, *, as_parts: bool) -> dict[str, Any
         for part in content:
             ok = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
             ok = ok or (as_parts and part == {"type": "image"})
-            check(ok, f"{name}.content", part, '{"type": "text", "text": ...}')
+            check(ok, f"{name}.content", part, 'a dict {"type": "text", "text": ...}')
         if not as_parts:
             content = "".join(part["text"] for part in content)
     elif as_parts and isinstance(content, str):

@@ -179,7 +179,7 @@ class _LimitedProtocol(HttpToolsProtocol):
             return
         super().on_header(name, value)
         if len(self.headers) > (limit := self._options.max_headers):
-            _bad(f"the request has too many headers; allowed: {limit}", 431)
+            _bad(f"the request must have at most {limit} headers", 431)
 
     def on_headers_complete(self) -> None:
         """Checks the headers together, and starts the application."""
@@ -218,21 +218,21 @@ class _LimitedProtocol(HttpToolsProtocol):
             _bad(self._too_long(), 431)
 
     def _too_long(self) -> str:
-        return f"the headers are too long; allowed: {self._options.max_header_bytes} bytes"
+        return f"the headers must have at most {self._options.max_header_bytes} bytes"
 
     def _check_headers(self) -> None:
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
-            _bad(f"the version of HTTP is {version}; allowed: 1.1", 505)
+            _bad(f"the version of HTTP must be 1.1, got {version}", 505)
         if self.parser.get_method() == b"CONNECT":
             _bad("the method is CONNECT, and this server is no proxy", 405)
         values = {name: [v for n, v in self.headers if n == name] for name in (b"host", b"transfer-encoding")}
         num_hosts, encodings = len(values[b"host"]), values[b"transfer-encoding"]
         if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
-            _bad(f"the request has {num_hosts} headers Host; allowed: one")
+            _bad(f"the request must have one Host header, got {num_hosts}")
         # The parser refuses a length beside it, and takes other encodings that end in chunks.
         if encodings and (version == "1.0" or [e.strip().lower() for e in encodings] != [b"chunked"]):
-            _bad("Transfer-Encoding is not chunked; allowed: chunked, in HTTP/1.1")
+            _bad("Transfer-Encoding must be chunked, in HTTP/1.1")
 
     def _read_without_upgrade(self, rest: bytes) -> None:
         """Reads a request again, and what follows it, without the wish for another protocol.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jax_paged.errors import ArgumentError
 from jax_paged.server.http.limits import refuse
 from jax_paged.server.http.paths import route_path
 from jax_paged.server.launch.options import ServerOptions
@@ -27,9 +28,9 @@ def with_all_keys(options: ServerOptions, environment_key: str | None) -> Server
     Raises:
         ValueError: If a key can't be one, or the file can't be read or has none. No message holds a key.
     """
-    keys = [_checked(key, "api_key") for key in options.api_key]
+    keys = [_checked(key, "`api_key`") for key in options.api_key]
     if environment_key is not None:
-        keys.append(_checked(environment_key, "JAX_PAGED_API_KEY"))
+        keys.append(_checked(environment_key, "`JAX_PAGED_API_KEY`"))
     if options.api_key_file is not None:
         keys += _read(options.api_key_file)
     return dataclasses.replace(options, api_key=tuple(dict.fromkeys(keys)), api_key_file=None)
@@ -40,18 +41,18 @@ def _read(name: str) -> list[str]:
         lines = Path(name).read_text(encoding="ascii").splitlines()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-        raise ValueError(f"api_key_file is {name!r}; allowed: a file that can be read ({reason})") from error
+        raise ArgumentError("api_key_file", name, f"a file that can be read ({reason})") from error
     keys = [_checked(line.strip(), f"a line of {name!r}") for line in lines if line.strip()]
     if not keys:
-        raise ValueError(f"api_key_file is {name!r}, which is empty; allowed: a file with a key per line")
+        raise ArgumentError("api_key_file", name, "a file with a key per line", remedy=", which is empty")
     return keys
 
 
 def _checked(key: str, name: str) -> str:
     if not (key.isascii() and key.isprintable() and " " not in key and 0 < len(key) <= 1024):
         raise ValueError(
-            f"{name} has {len(key)} characters that are no key; allowed: 1 to 1024 printable ASCII "
-            "characters without spaces"
+            f"{name} must be 1 to 1024 printable ASCII characters without spaces, got {len(key)} "
+            "characters that are not"
         )
     return key
 
@@ -76,7 +77,7 @@ class KeyCheck:
             number = self._number(scope["headers"]) if self._digests else None
             if self._digests and number is None and route_path(scope) not in OPEN_PATHS:
                 error = ApiError(
-                    "the API key is missing or wrong; allowed: one header Authorization: Bearer KEY",
+                    "the API key is missing or wrong: send one header Authorization: Bearer KEY",
                     status=401,
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},

@@ -12,7 +12,8 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jax_paged.checks import check_int
+from jax_paged.arguments.shown_values import one_of
+from jax_paged.errors import ArgumentError, check_int
 from jax_paged.server.http.http_protocol import LINGER_S
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.responses import ApiError
@@ -119,7 +120,7 @@ class BodyLimits:
                     num_bytes += len(part)
                     self._num_buffered += len(part)
                     if num_bytes > limit:
-                        raise _too_large("longer", limit)
+                        raise _too_large("more", limit)
                     if self._num_buffered > self._options.max_buffered_bytes:
                         raise ApiError(
                             "the server receives too much at the same time; try again later",
@@ -212,17 +213,17 @@ def check_sizes(body: Any, options: ServerOptions) -> None:
     """
     prompt, messages, stop = (getattr(body, name, None) for name in ("prompt", "messages", "stop"))
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        check_int("the number of prompts in prompt", len(prompt), 0, options.max_prompts)
+        check_int("prompt", len(prompt), 0, options.max_prompts, aspect="the number of prompts in")
     if isinstance(messages, list):
-        check_int("the number of messages", len(messages), 0, options.max_messages)
+        check_int("messages", len(messages), 0, options.max_messages, aspect="the length of")
         for i, message in enumerate(messages):
             role = message.get("role")
             if isinstance(role, str) and role not in _ROLES:
-                raise ValueError(f"messages[{i}].role is {role!r}; allowed: one of {', '.join(_ROLES)}")
+                raise ArgumentError(f"messages[{i}].role", role, one_of(_ROLES))
     stops = [stop] if isinstance(stop, str) else stop or []
-    check_int("the number of stop strings", len(stops), 0, options.max_stop_strings)
-    total = "the number of characters in all stop strings"
-    check_int(total, sum(map(len, stops)), 0, options.max_stop_characters)
+    check_int("stop", len(stops), 0, options.max_stop_strings, aspect="the number of strings in")
+    aspect = "the total length of the strings in"
+    check_int("stop", sum(map(len, stops)), 0, options.max_stop_characters, aspect=aspect)
 
 
 def _check_nesting(body: bytes, limits: ServerOptions) -> None:
@@ -233,9 +234,9 @@ def _check_nesting(body: bytes, limits: ServerOptions) -> None:
     steps = np.frombuffer(marks, np.int8)
     steps = steps * (np.cumsum(steps == 0) % 2 == 0)
     if steps.cumsum(dtype=np.int32).max(initial=0) > limits.max_json_depth:
-        _not_json(f"it is nested too deep; allowed: {limits.max_json_depth} levels")
+        _not_json(f"it must have at most {limits.max_json_depth} nested levels")
     if (steps == 1).sum() > limits.max_json_containers:
-        _not_json(f"it has too many arrays and objects; allowed: {limits.max_json_containers}")
+        _not_json(f"it must have at most {limits.max_json_containers} arrays and objects")
 
 
 def _check_surrogates(body: bytes) -> None:
@@ -261,4 +262,4 @@ def _not_json(problem: str) -> NoReturn:
 
 
 def _too_large(size: str, limit: int) -> ApiError:
-    return ApiError(f"the body is {size}; allowed: {limit} bytes", status=413)
+    return ApiError(f"the body must have at most {limit} bytes, got {size}", status=413)

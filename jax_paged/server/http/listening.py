@@ -10,6 +10,7 @@ from typing import Any, cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from jax_paged.errors import ArgumentError
 from jax_paged.server.http.http_protocol import limited_protocol
 from jax_paged.server.launch.options import ServerOptions
 
@@ -55,17 +56,16 @@ def check_tls(options: ServerOptions) -> None:
         # The password is asked for where the key is encrypted: a terminal must not be.
         context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password=lambda: "")
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"ssl_certfile is {options.ssl_certfile!r} and ssl_keyfile {options.ssl_keyfile!r}; allowed: a "
-            f"certificate and its key, which is not encrypted, in PEM ({error})"
-        ) from error
+        allowed = (
+            f"a certificate with its unencrypted key, ssl_keyfile {options.ssl_keyfile!r}, in PEM ({error})"
+        )
+        raise ArgumentError("ssl_certfile", options.ssl_certfile, allowed) from error
     if options.ssl_ca_certs is not None:
         try:
             context.load_verify_locations(options.ssl_ca_certs)
         except OSError as error:
-            raise ValueError(
-                f"ssl_ca_certs is {options.ssl_ca_certs!r}; allowed: certificates in PEM ({error})"
-            ) from error
+            allowed = f"certificates in PEM ({error})"
+            raise ArgumentError("ssl_ca_certs", options.ssl_ca_certs, allowed) from error
 
 
 def check_exposure(listener: socket, options: ServerOptions) -> None:
@@ -81,10 +81,9 @@ def check_exposure(listener: socket, options: ServerOptions) -> None:
     address = listener.getsockname()[0]
     if options.api_key or options.allow_unauthenticated or ipaddress.ip_address(address).is_loopback:
         return
-    raise ValueError(
-        f"host is {options.host!r}, which others can reach; allowed without an API key: a loopback address "
-        "such as 127.0.0.1. Set JAX_PAGED_API_KEY or --api-key-file, or pass --allow-unauthenticated"
-    )
+    allowed = "a loopback address such as 127.0.0.1 without an API key"
+    remedy = ", which others can reach. Set JAX_PAGED_API_KEY or --api-key-file, or --allow-unauthenticated"
+    raise ArgumentError("host", options.host, allowed, remedy=remedy)
 
 
 def allow_open_files(num_connections: int) -> None:
@@ -96,9 +95,7 @@ def allow_open_files(num_connections: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_connections + _OWN_FILES
     if hard != resource.RLIM_INFINITY and wanted > hard:
-        raise ValueError(
-            f"max_connections is {num_connections}; allowed: at most {hard - _OWN_FILES}, as the process may "
-            f"have {hard} files open (ulimit -Hn)"
-        )
+        allowed = f"at most {hard - _OWN_FILES} because the process may open {hard} files (ulimit -Hn)"
+        raise ArgumentError("max_connections", num_connections, allowed)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -104,17 +104,15 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     args, unrecognized = parser.parse_known_args(argv[1:] if has_command else argv)
     model = vars(args).pop("model_after_serve")
     if model == "serve" and not has_command:
-        parser.error("serve follows an option; allowed: serve as the first argument, before all options")
+        parser.error("serve must be the first argument, before all options")
     if unrecognized:
         parser.refuse(unrecognized)
     if model is None:
         return args
     if not has_command:
-        parser.error(f"the command is {model!r}; allowed: serve, or no command and --model MODEL")
+        parser.error(f"the command must be serve, or no command with --model MODEL, got {model!r}")
     if getattr(args, "model", model) != model:
-        parser.error(
-            f"MODEL is {model!r} and --model is {args.model!r}; allowed: one of them, or equal values"
-        )
+        parser.error(f"MODEL must be equal to --model {args.model!r}, or one of them left out, got {model!r}")
     args.model = model
     return args
 

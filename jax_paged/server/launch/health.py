@@ -5,7 +5,7 @@ import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
-from jax_paged.checks import check
+from jax_paged.errors import ArgumentError, check
 from jax_paged.server.launch.options import ServerOptions
 
 # Addresses on which a server accepts connections from everywhere, and the address at which to reach it.
@@ -55,7 +55,7 @@ def options_of_process(process_id: int) -> Sequence[str]:
     try:
         words = path.read_text(encoding="utf-8").split("\0")[:-1]
     except OSError as error:
-        raise ValueError(f"pid is {process_id}; allowed: the id of a running process ({error})") from error
+        raise ArgumentError("pid", process_id, f"the id of a running process ({error})") from error
     places = [i for i, word in enumerate(words) if Path(word).name in ("jax-paged", "serve.py")]
     check(bool(places), "pid", process_id, "the id of a process that runs `jax-paged serve`")
     return words[places[0] + 1 :]

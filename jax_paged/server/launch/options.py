@@ -9,7 +9,7 @@ from typing import Literal, Self, get_args
 from jax_paged.arguments.command_line import values_of
 from jax_paged.arguments.plain_values import make_plain
 from jax_paged.arguments.suggestions import suggests_fields
-from jax_paged.checks import check, check_choice, check_int, check_number
+from jax_paged.errors import ArgumentError, check, check_choice, check_int, check_number
 from jax_paged.sampling_params import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
 # The least and the highest value of each limit that is a number of things.
@@ -167,24 +167,22 @@ class ServerOptions:
         for name, low in _LOWEST.items():
             check_int(name, getattr(self, name), low, _HIGHEST.get(name))
         if self.max_buffered_bytes < self.max_body_bytes:
-            raise ValueError(
-                f"max_buffered_bytes is {self.max_buffered_bytes}; allowed: at least max_body_bytes, "
-                f"{self.max_body_bytes}"
-            )
+            allowed = f"at least max_body_bytes, which is {self.max_body_bytes}"
+            raise ArgumentError("max_buffered_bytes", self.max_buffered_bytes, allowed)
         for name in ("head_timeout", "body_timeout", "write_timeout", "keep_alive_timeout"):
             check_number(name, getattr(self, name), 0, 86400, low_open=True)
         root = self.root_path
         ok = not root or (root.startswith("/") and not root.endswith("/") and root.isascii())
-        check(ok, "root_path", root, "nothing, or a path like /llm")
+        check(ok, "root_path", root, "empty or a path such as /llm")
         for origin in self.allowed_origins:
             scheme, _, host = origin.partition("://")
             ok = origin == "*" or (scheme in ("http", "https") and bool(host) and "/" not in host)
-            check(ok, "allowed_origins", origin, "* or an origin like https://chat.example.org")
+            check(ok, "allowed_origins", origin, "* or an origin such as https://chat.example.org")
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             ok = self.ssl_certfile is not None or getattr(self, name) is None
-            check(ok, name, getattr(self, name), "nothing without ssl_certfile")
+            check(ok, name, getattr(self, name), "unset without ssl_certfile")
         ok = self.ssl_certfile is None or self.ssl_keyfile is not None
-        check(ok, "ssl_keyfile", self.ssl_keyfile, "the file of the key, as there is ssl_certfile")
+        check(ok, "ssl_keyfile", self.ssl_keyfile, "the file of the key with ssl_certfile")
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:

@@ -20,6 +20,7 @@ from jax_paged.config.engine_args import EngineArgs, api_key_of_environment
 from jax_paged.config.launch import launch_of_environment
 from jax_paged.engine.distributed.multiprocess import follow
 from jax_paged.engine.replicas.replicated_engine import ServingEngine, serving_engine
+from jax_paged.errors import ArgumentError
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.http.keys import with_all_keys
 from jax_paged.server.http.listening import allow_open_files, check_exposure, check_tls, uvicorn_config
@@ -80,8 +81,8 @@ def _listener(options: ServerOptions) -> socket.socket:
         return socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
     except OSError as error:
         sys.exit(
-            f"jax-paged: can't listen on {options.host}, port {options.port}: {error.strerror}; allowed: an "
-            "address of this machine for --host, and a port that nobody uses for --port (0 takes a free one)"
+            f"jax-paged: can't listen on {options.host}, port {options.port}: {error.strerror}; --host must "
+            "be an address of this machine, and --port a free port (0 takes one)"
         )
 
 
@@ -137,9 +138,8 @@ def _template(value: str) -> str:
     try:
         return Path(value).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"chat_template is {value!r}; allowed: a template, or a file that holds one ({error})"
-        ) from error
+        allowed = f"a template or the name of a file with one ({error})"
+        raise ArgumentError("chat_template", value, allowed) from error
 
 
 class Server(uvicorn.Server):

@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from fastapi import Request
 from fastapi.responses import Response
 
+from jax_paged.arguments.shown_values import shortened
 from jax_paged.server.protocol.requests import Body
-from jax_paged.server.protocol.responses import ApiError, shortened
+from jax_paged.server.protocol.responses import ApiError
 
 IGNORED_FIELDS = "X-Ignored-Fields"
 # As Kubernetes has it: 299 is a persistent warning, and "-" an agent without a name.
@@ -35,7 +36,7 @@ def with_known_fields[B: Body](
         unknown = body.unknown_fields()
         if unknown and strict:
             name = shortened(unknown[0])
-            raise ApiError(f"{name} is not a field that this server knows", param=name.partition(".")[0])
+            raise ApiError(f"`{name}` is not a field that this server knows", param=name.partition(".")[0])
         response = await handler(body, request)
         if unknown:
             response.headers[IGNORED_FIELDS] = _header(unknown)

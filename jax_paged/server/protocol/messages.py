@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from jax_paged.checks import check, check_choice
 from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.errors import check, check_choice
 
 _ROLES = ("user", "assistant", "system", "developer")
 _PARTS = ("input_text", "output_text", "text", "refusal")
@@ -63,7 +63,7 @@ def _with_objects(name: str, message: dict[str, Any]) -> dict[str, Any]:
         check(ok, f"{own}.function", function, "an object with a name")
         arguments = function.get("arguments")
         arguments = {} if arguments is None else arguments
-        check(isinstance(arguments, str | dict), f"{own}.function.arguments", arguments, "JSON as text")
+        check(isinstance(arguments, str | dict), f"{own}.function.arguments", arguments, "a string of JSON")
         new.append({**call, "function": {**function, "arguments": _object(arguments)}})
     return {**rest, "tool_calls": new} if new else rest
 
@@ -91,7 +91,7 @@ def messages_of_input(items: str | list[dict[str, Any]], instructions: str | Non
     """
     first = [] if instructions is None else [{"role": "system", "content": instructions}]
     if isinstance(items, str):
-        check(bool(items), "input", items, "text that is not empty")
+        check(bool(items), "input", items, "a non-empty string")
         return [*first, {"role": "user", "content": items}]
     check(bool(items), "input", items, "at least one message")
     messages, reasoning = first, ""
@@ -119,18 +119,18 @@ def _message(name: str, item: dict[str, Any]) -> dict[str, Any]:
     content = item.get("content")
     if isinstance(content, list):
         content = _joined(f"{name}.content", content, _PARTS)
-    check(isinstance(content, str), f"{name}.content", content, "text or a list of parts of text")
+    check(isinstance(content, str), f"{name}.content", content, "a string or a list of text parts")
     return {"role": item["role"], "content": content}
 
 
 def _reasoning(name: str, item: dict[str, Any]) -> str:
     """Returns the text of an item of the type "reasoning", or if it has none, its summary."""
     encrypted = item.get("encrypted_content")
-    allowed = "null, as this server can't read what another one has encrypted"
+    allowed = "null because this server can't decrypt what another one has encrypted"
     check(encrypted is None, f"{name}.encrypted_content", encrypted, allowed)
     for field, part in (("content", "reasoning_text"), ("summary", "summary_text")):
         parts = [] if item.get(field) is None else item[field]
-        check(isinstance(parts, list), f"{name}.{field}", parts, "a list of parts of text")
+        check(isinstance(parts, list), f"{name}.{field}", parts, "a list of text parts")
         if parts:
             return _joined(f"{name}.{field}", parts, (part,))
     return ""
@@ -142,8 +142,8 @@ def _joined(name: str, parts: list[Any], types: tuple[str, ...]) -> str:
 
 
 def _text(name: str, part: Any, types: tuple[str, ...]) -> str:
-    check(isinstance(part, dict), name, part, "a part of text")
+    check(isinstance(part, dict), name, part, "a text part")
     check_choice(f"{name}.type", part.get("type"), types)
     field = "refusal" if part["type"] == "refusal" else "text"
-    check(isinstance(part.get(field), str), f"{name}.{field}", part.get(field), "text")
+    check(isinstance(part.get(field), str), f"{name}.{field}", part.get(field), "a string")
     return part[field]

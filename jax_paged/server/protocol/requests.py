@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from jax_paged.arguments.ignored import ANY, OFF, UNSUPPORTED_BY_REQUESTS, Ignored, refused
-from jax_paged.checks import check_int
+from jax_paged.arguments.shown_values import Text
+from jax_paged.errors import ArgumentError, check_int
 from jax_paged.sampling_params import IGNORED as SAMPLING_IGNORED
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.server.protocol.parts import (
@@ -20,7 +21,7 @@ from jax_paged.server.protocol.parts import (
     as_integers,
 )
 from jax_paged.server.protocol.response_format import ResponseFormat, form_of, ignored_guided
-from jax_paged.server.protocol.responses import ApiError, shortened
+from jax_paged.server.protocol.responses import ApiError
 
 _SAMPLING_FIELDS = (
     "temperature",
@@ -144,9 +145,8 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             choices = refused(value, self.unsupported.get(name, ANY))
             if choices is not None and not self.is_neutral(name, value):
-                shown = shortened(repr(value))
-                message = f"{name} is {shown}; allowed: {choices}, as this server does not have it"
-                raise ApiError(message, param=name)
+                allowed = f"{choices} because this server does not support it"
+                raise ApiError(str(ArgumentError(name, value, allowed)), param=name)
 
     def has_field(self, name: str) -> bool:
         """Returns whether a name is a field of such bodies, or one that a client has added."""
@@ -264,9 +264,9 @@ class Generation(Body, abc.ABC):
     def _given(self, logprobs: int | None) -> dict[str, Any]:
         """Returns the sampling parameters that the request names."""
         if self.stream_options is not None and self.stream_options.asks_for_anything and not self.stream:
-            raise ValueError("stream_options is given; allowed: nothing, unless stream is true")
+            raise ArgumentError("stream_options", Text("some"), "unset unless stream is true")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
-            raise ValueError("stream_options.include_obfuscation is True; allowed: False")
+            raise ArgumentError("stream_options.include_obfuscation", True, "False")
         fields = type(self).model_fields  # and not what a client has added
         values = {name: getattr(self, name) for name in _SAMPLING_FIELDS if name in fields}
         values |= {"logit_bias": _int_keys(self.logit_bias), "logprobs": logprobs}
@@ -300,17 +300,13 @@ class _Request(Generation):
             return self._beam_params(given, max_tokens)
         for name, neutral in (("beam_width", (None, 1, self.num_outputs)), ("length_penalty", (None, 1))):
             if getattr(self, name) not in neutral:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}; allowed: nothing, unless use_beam_search is true"
-                )
+                raise ArgumentError(name, getattr(self, name), "unset unless use_beam_search is true")
         params = SamplingParams(**{**defaults, **given, "max_tokens": max_tokens})
         if self.stream and params.best_of is not None and params.best_of > params.n:
-            raise ValueError(
-                f"best_of is {params.best_of}; allowed with stream: {params.n}, the value of n, because the "
-                "best outputs are known only at the end"
-            )
+            allowed = f"{params.n} (n) with stream because the best outputs are known only at the end"
+            raise ArgumentError("best_of", params.best_of, allowed)
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs is {self.prompt_logprobs}; allowed with stream: nothing")
+            raise ArgumentError("prompt_logprobs", self.prompt_logprobs, "unset with stream")
         return params
 
     def _beam_params(self, given: dict[str, Any], max_tokens: int | None) -> BeamSearchParams:
@@ -320,9 +316,7 @@ class _Request(Generation):
         for name, value in given.items():
             is_neutral = value in (neutral[name], [], {}, *also.get(name, ()))
             if name not in _BEAM_FIELDS and not is_neutral:
-                raise ValueError(
-                    f"{name} is {shortened(repr(value))}; allowed with use_beam_search: {neutral[name]!r}"
-                )
+                raise ArgumentError(name, value, f"{neutral[name]!r} with use_beam_search")
         check_int("n", self.num_outputs, 1)
         values = {
             "beam_width": self.num_outputs if self.beam_width is None else self.beam_width,
@@ -332,12 +326,10 @@ class _Request(Generation):
             "temperature": self.temperature,
         }
         params = BeamSearchParams(**{k: v for k, v in values.items() if v is not None})
-        check_int(f"n (beam_width is {params.beam_width})", self.num_outputs, 1, params.beam_width)
+        check_int("n", self.num_outputs, 1, params.beam_width, condition="(beam_width)")
         if self.stream:
-            raise ValueError(
-                "use_beam_search is True; allowed with stream: False, because the best outputs are known "
-                "only at the end"
-            )
+            allowed = "False with stream because the best outputs are known only at the end"
+            raise ArgumentError("use_beam_search", True, allowed)
         return params
 
     @property
@@ -368,7 +360,7 @@ class CompletionRequest(_Request):
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
         if self.add_special_tokens is False:
-            raise ValueError("add_special_tokens is False; allowed: True")
+            raise ArgumentError("add_special_tokens", False, "True")
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
         if self.only_prompt and not self.use_beam_search:
             max_tokens = 1  # the engine always draws a token: this one is left out of the answer
@@ -377,10 +369,7 @@ class CompletionRequest(_Request):
     def _given(self, logprobs: int | None) -> dict[str, Any]:
         given = super()._given(logprobs)
         if self.echo and logprobs is not None and given.setdefault("prompt_logprobs", logprobs) != logprobs:
-            raise ValueError(
-                f"prompt_logprobs is {self.prompt_logprobs}; allowed with echo: {logprobs}, the value of "
-                "logprobs"
-            )
+            raise ArgumentError("prompt_logprobs", self.prompt_logprobs, f"{logprobs} (logprobs) with echo")
         return given
 
 
@@ -408,19 +397,18 @@ class ChatRequest(_Request):
 
     def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams | BeamSearchParams:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError(
-                f"top_logprobs is {self.top_logprobs}; allowed: nothing, unless logprobs is true"
-            )
+            raise ArgumentError("top_logprobs", self.top_logprobs, "unset unless logprobs is true")
         if self.add_generation_prompt is False:
-            raise ValueError("add_generation_prompt is False; allowed: True")
+            raise ArgumentError("add_generation_prompt", False, "True")
         if self.add_special_tokens:
-            raise ValueError("add_special_tokens is True; allowed: False, as the chat template adds them")
+            raise ArgumentError("add_special_tokens", True, "False because the chat template adds them")
         for name in _TEMPLATE_ARGUMENTS & (self.chat_template_kwargs or {}).keys():
-            raise ValueError(f"chat_template_kwargs has {name!r}; allowed: variables of templates alone")
+            allowed = "unset because it is no variable of the template"
+            raise ArgumentError(f"chat_template_kwargs[{name!r}]", Text("some"), allowed)
         limits = [x for x in (self.max_tokens, self.max_completion_tokens) if x is not None]
         max_tokens = min(limits, default=defaults.get("max_tokens"))
         if self.use_beam_search and max_tokens is None:
-            raise ValueError("max_tokens is None; allowed with use_beam_search: an integer of at least 1")
+            raise ArgumentError("max_tokens", None, "an integer of at least 1 with use_beam_search")
         return self._params(defaults, max_tokens, self.top_logprobs or 0 if self.logprobs else None)
 
 
@@ -430,6 +418,4 @@ def _int_keys(bias: dict[str, float] | None) -> dict[int, float] | None:
     try:
         return {int(key): value for key, value in bias.items()}
     except ValueError as error:
-        raise ValueError(
-            f"logit_bias is {shortened(repr(bias))}; allowed: keys that are token ids"
-        ) from error
+        raise ArgumentError("logit_bias", bias, "an object whose keys are token ids") from error

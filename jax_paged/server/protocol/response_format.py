@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from jax_paged.checks import check
+from jax_paged.errors import ArgumentError, check
 from jax_paged.structured_outputs import StructuredOutputsParams
 
 
@@ -75,14 +75,14 @@ def form_of(
     if not fields["structured_outputs"]:
         fields |= {f"guided_{name}": {name: value} for name, value in guided.items() if value is not None}
     given = {name: form for name, form in fields.items() if form}
-    check(len(given) <= 1, "the form of the output", list(given), "one of these fields")
+    check(len(given) <= 1, next(reversed(given), ""), list(given), "the only field of its kind")
     if not given:
         return None
     ((name, form),) = given.items()
     try:
         return StructuredOutputsParams(**form)
     except TypeError as error:
-        raise ValueError(f"{name} is {form!r}; allowed: the fields of StructuredOutputsParams") from error
+        raise ArgumentError(name, form, "an object with fields of StructuredOutputsParams") from error
 
 
 def ignored_guided(structured_outputs: dict[str, Any] | None, guided: dict[str, Any]) -> list[str]:

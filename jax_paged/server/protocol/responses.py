@@ -6,7 +6,9 @@ from typing import Any
 import orjson
 from fastapi.responses import Response
 
+from jax_paged.arguments.shown_values import one_of, shortened, shown
 from jax_paged.core.stop_conditions import NO_TOKEN_ALLOWED
+from jax_paged.errors import ArgumentError
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.server.protocol.logprobs import (
     Echo,
@@ -84,7 +86,7 @@ def asleep_error(error: Exception) -> ApiError:
 def unknown_model(name: str, *served: str) -> ApiError:
     """Returns the error for a name that is not one of those that are served."""
     return ApiError(
-        f"model is {shortened(name)!r}; allowed: {' or '.join(map(repr, served))}",
+        str(ArgumentError("model", name, one_of(served))),
         status=404,
         param="model",
         code="model_not_found",
@@ -107,19 +109,17 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
         return ApiError(f"the body is not JSON: {errors[0]['ctx']['error']}")
     if not location:
         if isinstance(errors[0]["input"], bytes):  # FastAPI reads JSON only where this header says so
-            return ApiError(
-                "the body can't be read; allowed: JSON, with the header Content-Type: application/json"
-            )
+            return ApiError("the body must be JSON, with the header Content-Type: application/json")
         return ApiError("the body is not a JSON object")
     param = location[0]
     if kind == "extra_forbidden":
-        return ApiError(f"{'.'.join(location)} is not a field that this server knows", param=param)
+        return ApiError(f"`{'.'.join(location)}` is not a field that this server knows", param=param)
     if kind == "missing":
-        return ApiError(f"{'.'.join(location)} is missing", param=param)
+        return ApiError(f"`{'.'.join(location)}` is missing", param=param)
     # A field of several types has an error for each of them.
     messages = dict.fromkeys(e["msg"] for e in errors if str(e["loc"][1]) == param)
     return ApiError(
-        f"{param} is {shortened(repr(errors[0]['input']))}: {'; or: '.join(messages)}", param=param
+        f"`{param}` is invalid: {'; or: '.join(messages)}, got {shown(errors[0]['input'])}", param=param
     )
 
 
@@ -235,12 +235,6 @@ def chat_roles(num_choices: int) -> list[dict[str, Any]]:
     """Returns the choices that a streamed chat answer begins with: who speaks."""
     role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     return [{"index": index, **role} for index in range(num_choices)]
-
-
-def shortened(text: str, length: int = 100) -> str:
-    """Returns `text`, without its middle if it is longer than about `length` characters."""
-    half = length // 2
-    return text if len(text) <= length else f"{text[:half]}...{text[-half:]}"
 
 
 def _finish(completion: CompletionOutput) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from jax_paged.arguments.suggestions import suggestion
 from jax_paged.config.engine_args import EngineArgs, api_key_of_environment
+from jax_paged.errors import ArgumentError
 from jax_paged.server.app import OpenAIServer
 from jax_paged.server.http.keys import with_all_keys
 from jax_paged.server.launch.options import ServerOptions
@@ -54,14 +55,13 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     fields = {field.name for kind in (EngineArgs, ServerOptions) for field in dataclasses.fields(kind)}
     for name in args.keys() - fields:
-        allowed = f"the fields of EngineArgs and of ServerOptions{suggestion(name, fields)}"
-        raise ValueError(f"args has {name!r}; allowed: {allowed}")
+        allowed, remedy = "a field of EngineArgs or ServerOptions", suggestion(name, fields)
+        raise ArgumentError("args", name, allowed, aspect="each name in", remedy=remedy)
     values = argparse.Namespace(**args)
     options = with_all_keys(ServerOptions.from_cli_args(values), api_key_of_environment())
     if not (options.api_key or options.allow_unauthenticated):
-        raise ValueError(
-            "api_key_file is None; allowed: a file of keys (or JAX_PAGED_API_KEY), or allow_unauthenticated"
-        )
+        allowed = "a file of keys without allow_unauthenticated and JAX_PAGED_API_KEY"
+        raise ArgumentError("api_key_file", None, allowed)
     return application(EngineArgs.from_cli_args(values), options)
 
 
@@ -78,7 +78,7 @@ def application(args: EngineArgs, options: ServerOptions, num_gpus: int = 0) -> 
     """
     for name in ("developer_routes", "allow_runtime_lora_updating"):
         if getattr(options, name):
-            raise ValueError(f"{name} is True; allowed with Ray: False, as a call reaches one replica of all")
+            raise ArgumentError(name, True, "False with Ray because a call reaches one replica only")
     # The page shows one engine.
     options = dataclasses.replace(options, ui=False)
     router: dict[str, Any] = {

@@ -100,7 +100,7 @@ class Ingress:
         async for part in request.stream():
             body += part
             if len(body) > limit:
-                raise ApiError(f"the body is longer; allowed: {limit} bytes", status=413)
+                raise ApiError(f"the body must have at most {limit} bytes", status=413)
         return bytes(body)
 
     async def _parts(self, call: ReplicaCall) -> Answering:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from jax_paged.config.engine_args import EngineArgs, api_key_of_environment
+from jax_paged.errors import ArgumentError
 from jax_paged.server.http.keys import with_all_keys
 from jax_paged.server.http.listening import check_tls
 from jax_paged.server.launch.options import ServerOptions
@@ -87,6 +88,6 @@ def _check_room(args: EngineArgs, options: ServerOptions, resources: Mapping[str
     each = args.num_engines * args.tensor_parallel_size if kind == "GPU" else 1
     num = int(resources.get(kind, 0))
     if (options.ray or 0) > num // each:
-        allowed = f"up to {num // each} replicas, as there are {num} {kind}s and each takes {each}"
-        raise ValueError(f"ray is {options.ray}; allowed: {allowed}")
+        allowed = f"at most {num // each} because there are {num} {kind}s and each replica takes {each}"
+        raise ArgumentError("ray", options.ray, allowed)
     return each if kind == "GPU" else 0

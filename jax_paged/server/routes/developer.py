@@ -9,8 +9,8 @@ from fastapi import Query, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from jax_paged.checks import Problems, check, check_choice
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
+from jax_paged.errors import Problems, check, check_choice
 from jax_paged.server.http.event_stream import unless_gone
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.requests import Body
@@ -85,7 +85,7 @@ class DeveloperRoutes:
             raise ApiError("pages of other origins may not send this; see --allowed-origins", status=403)
         unknown = sorted(set(request.query_params).difference(names))
         if unknown:
-            raise ApiError(f"{unknown} are parameters that this route does not know; allowed: {list(names)}")
+            raise ApiError(f"the parameters of this route must be among {list(names)}, got {unknown}")
 
     async def _done(self, work: Any) -> None:
         """Waits for the engine; what it refuses is the client's error, and it goes on as before."""

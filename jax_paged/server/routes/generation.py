@@ -1,19 +1,19 @@
 """The routes that generate text: completions and chats."""
 
 import contextlib
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from jax_paged.checks import TooLongError, check
+from jax_paged.arguments.shown_values import shortened
 from jax_paged.engine.errors import EngineAsleepError
 from jax_paged.engine.features.multimodal.image_messages import Conversation, conversation
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
 from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.errors import ArgumentError, TooLongError, check, first_argument_error
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.lora_request import LoRARequest
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
@@ -31,7 +31,6 @@ from jax_paged.server.protocol.responses import (
     chat_roles,
     completion_choices,
     json_response,
-    shortened,
     too_long,
     unknown_model,
 )
@@ -81,7 +80,7 @@ class GenerationRoutes(TextRoutes):
             params = body.sampling_params(self._config.sampling_defaults)
             echo = self._echo(body)
             is_prompt = isinstance(body.prompt, str | list | dict)
-            check(is_prompt, "prompt", body.prompt, "text, a list of token ids, or a list of prompts")
+            check(is_prompt, "prompt", body.prompt, "a string, a list of token ids, or a list of prompts")
             prompts = as_prompts(body.prompt)
             check(bool(prompts), "prompt", prompts, "at least one prompt")
             _check_no_images(prompts)
@@ -180,7 +179,7 @@ class GenerationRoutes(TextRoutes):
         if not body.echo:
             return None
         if self._config.decoder_start_token_id is not None:
-            raise ValueError("echo is True; allowed: False, as the model reads prompts with an encoder")
+            raise ArgumentError("echo", True, "False because the model reads prompts with an encoder")
         return Echo(tokenizer_of(self._engine), body.only_prompt, body.truncate_prompt_tokens is not None)
 
     def _check_chat(
@@ -229,16 +228,13 @@ def check_all(
     more = {"cache_salt": body.cache_salt or "", "priority": body.priority or 0, "lora_request": adapter}
     requests = [engine.engine.check_request(prompt, params, **more) for prompt in prompts]
     if getattr(body, "echo", None) and any(request.embeds for request in requests):
-        raise ValueError("echo is True; allowed with a soft prompt, whose tokens have no text: False")
+        raise ArgumentError("echo", True, "False with a soft prompt, whose tokens have no text")
     for request in requests:
         # The engine has cut what the client asks for.
         if body.limits_output and params.max_tokens not in (None, request.params.max_tokens):
-            n = len(request.prompt_token_ids)
-            raise TooLongError(
-                f"the prompt has {n} tokens and max_tokens is {params.max_tokens}: "
-                f"{n + params.max_tokens} tokens in all",
-                engine.engine.config.max_model_len,
-            )
+            num_tokens = len(request.prompt_token_ids) + params.max_tokens
+            aspect = f"`max_tokens` ({params.max_tokens}) plus the number of tokens of"
+            raise TooLongError(num_tokens, engine.engine.config.max_model_len, aspect=aspect)
     return requests
 
 
@@ -257,10 +253,9 @@ def _check_no_images(prompts: list[Prompt]) -> None:
     for prompt in prompts:
         data = prompt.get("multi_modal_data") if isinstance(prompt, dict) else None
         if isinstance(data, dict) and data.get("image") not in (None, []):
-            raise ValueError(
-                "prompt has images in multi_modal_data; allowed: none, as JSON can't hold them. Send them to "
-                "/v1/chat/completions as image_url"
-            )
+            allowed = "empty because JSON can't hold images"
+            remedy = ". Send images to /v1/chat/completions as image_url"
+            raise ArgumentError("prompt.multi_modal_data", data, allowed, remedy=remedy)
 
 
 def has_form(params: SamplingParams | BeamSearchParams) -> bool:
@@ -285,7 +280,7 @@ def tokenizer_of(engine: ServingEngine) -> Tokenizer:
     """
     if engine.engine.tokenizer is None:
         raise ValueError(
-            "the server runs without a tokenizer; allowed: completions of token ids, without echo"
+            "the server runs without a tokenizer: it accepts completions of token ids, without echo"
         )
     return engine.engine.tokenizer
 
@@ -324,22 +319,16 @@ def bad_input(body: Body) -> Iterator[None]:
     except EngineAsleepError:
         raise  # not about what the client sent
     except ValueError as error:
-        message = str(error)
-        param = _wrong_field(message, body)
+        message, cause = str(error), first_argument_error(error)
+        param = cause and _wrong_field(cause.name, body)
         if isinstance(error, TooLongError):
             raise too_long(message, error.max_model_len, param) from error
         raise ApiError(shortened(message, 600), param=param) from error
 
 
-def _wrong_field(message: str, body: Body) -> str | None:
-    """Returns the field of a body that an error message is about, or None if it names none.
-
-    By convention the subject of a message names the argument: "n is 0", "the number of stop strings is 65".
-    """
-    subject = re.match(r".*?(?= is | has )|\S*", message)
-    assert subject is not None, "the second alternative matches everything"
-    for word in re.findall(r"\w+", subject.group()):
-        name = body.prompt_field if word in ("prompt", "prompt_token_ids") else word
-        if body.has_field(name):
-            return name
-    return None
+def _wrong_field(path: str, body: Body) -> str | None:
+    """Returns the field of a body that holds an argument such as `messages[1].content`; None if none does."""
+    name = path.partition(".")[0].partition("[")[0]
+    if name in ("prompt", "prompt_token_ids"):
+        name = body.prompt_field
+    return name if body.has_field(name) else None

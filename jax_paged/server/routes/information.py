@@ -9,9 +9,9 @@ from fastapi.responses import Response
 from pydantic import ConfigDict, Field
 
 from jax_paged.arguments.ignored import OFF, Ignored
-from jax_paged.checks import check, check_int
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
 from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.server.http.limits import check_sizes
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.messages import messages_for
@@ -117,7 +117,7 @@ class InformationRoutes:
         with bad_input(body):
             tokenizer, last = tokenizer_of(self._engine), self._engine.engine.config.vocab_size - 1
             longest = self._engine.engine.config.max_model_len
-            check_int("the number of tokens", len(body.tokens), 0, longest)
+            check_int("tokens", len(body.tokens), 0, longest, aspect="the length of")
             for i, token_id in enumerate(body.tokens):
                 if not 0 <= token_id <= last:
                     check_int(f"tokens[{i}]", token_id, 0, last)
@@ -129,13 +129,15 @@ def _token_ids(tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
         text = body.prompt
         if text is None:
-            raise ValueError("prompt is None, and so is messages; allowed: one of them")
+            raise ArgumentError("prompt", None, "a string without messages")
         return tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
-    check(body.prompt is None, "prompt", body.prompt, "nothing, beside messages")
-    check(not body.add_special_tokens, "add_special_tokens", True, "false, as the chat template adds them")
+    check(body.prompt is None, "prompt", body.prompt, "unset with messages")
+    check(
+        not body.add_special_tokens, "add_special_tokens", True, "False because the chat template adds them"
+    )
     continues = bool(body.continue_final_message)
     prompts = (not continues) if body.add_generation_prompt is None else body.add_generation_prompt
-    check(not (continues and prompts), "continue_final_message", True, "false, beside add_generation_prompt")
+    check(not (continues and prompts), "continue_final_message", True, "False with add_generation_prompt")
     return tokenizer.encode_chat(
         messages_for(tokenizer, body.messages),
         add_generation_prompt=prompts,

@@ -10,10 +10,12 @@ from fastapi import Request
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import Field
 
+from jax_paged.arguments.shown_values import shortened
 from jax_paged.engine.replicas.replicated_engine import ServingEngine
+from jax_paged.errors import ArgumentError
 from jax_paged.lora_request import LoRARequest
 from jax_paged.server.protocol.requests import Body
-from jax_paged.server.protocol.responses import ApiError, shortened, unknown_model
+from jax_paged.server.protocol.responses import ApiError, unknown_model
 
 
 class LoadAdapter(Body):
@@ -97,8 +99,8 @@ class ServedModels:
         async with self._changing:
             known = self._adapters.pop(body.lora_name, None)
             if known is None:
-                names = ", ".join(map(repr, self._adapters)) or "none is loaded"
-                message = f"lora_name is {shortened(body.lora_name)!r}; allowed: {names}"
+                names = ", ".join(map(repr, self._adapters)) or "none"
+                message = str(ArgumentError("lora_name", body.lora_name, f"the name of an adapter ({names})"))
                 raise ApiError(message, status=404, param="lora_name")
             del self._times[body.lora_name]
             await self._engine.remove_lora(known.lora_int_id)
@@ -106,7 +108,7 @@ class ServedModels:
 
     def _check_new(self, name: str) -> None:
         if name in self.names:
-            raise ValueError(f"lora_name is {shortened(name)!r}; allowed: a name that is not served yet")
+            raise ArgumentError("lora_name", name, "a name that is not served yet")
 
     def _keep(self, request: LoRARequest) -> None:
         self._adapters[request.lora_name] = request
@@ -124,6 +126,6 @@ def _named(text: str, number: int) -> tuple[str, int, str]:
         except (ValueError, TypeError, KeyError):
             is_pair = ""
     if not (is_pair and name and path):
-        allowed = 'name=path, or {"name": ..., "path": ...}'
-        raise ValueError(f"lora_modules has {text!r}; allowed: {allowed}")
+        allowed = 'name=path or {"name": ..., "path": ...}'
+        raise ArgumentError("lora_modules", text, allowed, aspect="each of")
     return name, number, path

@@ -12,9 +12,9 @@ from fastapi.responses import Response
 from pydantic import AliasChoices, Field, WithJsonSchema
 
 from jax_paged.arguments.ignored import Ignored
-from jax_paged.checks import check, check_int
 from jax_paged.engine.features import pooling
 from jax_paged.engine.input_processor import CheckedRequest
+from jax_paged.errors import check, check_int
 from jax_paged.inputs import Prompt, as_prompts
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.pooling_params import PoolingParams, PoolingTask
@@ -181,10 +181,9 @@ class PoolingRoutes(TextRoutes):
             for name, texts in given.items():
                 each = texts if isinstance(texts, list) else [texts]
                 ok = bool(each) and all(isinstance(text, str) and text for text in each)
-                check(ok, name, texts, "text that is not empty, or a list of such")
+                check(ok, name, texts, "a non-empty string or a list of them")
             pairs = pooling.pairs_of(*given.values())
-            name = f"the number of texts in {body.prompt_field}"
-            check_int(name, len(pairs), 1, _MAX_TEXTS)
+            check_int(body.prompt_field, len(pairs), 1, _MAX_TEXTS, aspect="the number of texts in")
         spec = self._config.pooling
         if spec is None or spec.labels:
             found = await self._pooled("score", body, pairs, request)
@@ -206,7 +205,7 @@ class PoolingRoutes(TextRoutes):
         with bad_input(body):
             params = pooling.resolved(body.pooling_params(), task, self._config)
             is_input = isinstance(inputs, str | list | dict)
-            check(is_input, body.prompt_field, inputs, "text, a list of token ids, or a list of these")
+            check(is_input, body.prompt_field, inputs, "a string, a list of token ids, or a list of these")
             prompts = as_prompts(inputs)
             check(bool(prompts), body.prompt_field, prompts, "at least one text")
             name = f"the number of prompts in {body.prompt_field}"

@@ -11,9 +11,9 @@ from fastapi.responses import Response
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from jax_paged.checks import check_int
 from jax_paged.engine.input_processor import CheckedRequest
 from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.errors import check_int
 from jax_paged.lora_request import LoRARequest
 from jax_paged.outputs import CompletionOutput, RequestOutput
 from jax_paged.sampling_params import SamplingParams
@@ -49,12 +49,12 @@ _LOGPROBS = "message.output_text.logprobs"  # in `include`
 
 def _refuse_stored(value: Any) -> None:
     if value is not None:
-        raise PydanticCustomError("not_stored", "allowed: null, as this server stores no responses")
+        raise PydanticCustomError("not_stored", "it must be null because this server stores no responses")
 
 
 def _refuse_tools(value: Any) -> Any:
     if value not in (None, []):
-        raise PydanticCustomError("no_tools", "allowed: none, as calls of tools are in /v1/chat/completions")
+        raise PydanticCustomError("no_tools", "it must be empty because tools are in /v1/chat/completions")
     return value
 
 
@@ -128,7 +128,7 @@ class ResponsesRoute(TextRoutes):
             tokenizer = tokenizer_of(self._engine)
             check_sizes(body, self._options)
             if isinstance(body.input, list):
-                check_int("the number of messages in input", len(body.input), 0, self._options.max_messages)
+                check_int("input", len(body.input), 0, self._options.max_messages, aspect="the length of")
             params = body.sampling_params(self._config.sampling_defaults)
             texts = [body.instructions, body.input]
             thinking = self._readers.reasoning

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax_paged.checks import check
+from jax_paged.arguments.shown_values import Text, one_of
 from jax_paged.engine.features.structured_output.json_schema import RelaxedSchema
 from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.errors import ArgumentError, check, first_argument_error
 from jax_paged.sampling_params import BeamSearchParams, SamplingParams
 from jax_paged.server.launch.options import ServerOptions
 from jax_paged.server.protocol.parts import NamedTool, Tool
@@ -71,7 +72,9 @@ class ChatReader:
             ValueError: If calls can't be forced.
         """
         if isinstance(params, BeamSearchParams):
-            check(not self.forced, "tool_choice", "a forced call", "with use_beam_search: 'none' or 'auto'")
+            check(
+                not self.forced, "tool_choice", Text("a forced call"), "'none' or 'auto' with use_beam_search"
+            )
             return params
         tags = list(self.format.tags) if self.format else []
         if self.reasoning:
@@ -81,7 +84,9 @@ class ChatReader:
             params = dataclasses.replace(params, skip_special_tokens=False)
         form = params.structured_outputs
         if self.forced:
-            check(form is None, "tool_choice", "a forced call", "'none' or 'auto', as the output has a form")
+            check(
+                form is None, "tool_choice", Text("a forced call"), "'none' or 'auto' with structured outputs"
+            )
             behind = self.reasoning.end if self.reasoning else None
             tag = self.reasoning.begin if self.reasoning and not self.reasoning.always else None
             form = StructuredOutputsParams(grammar=self._grammar(ids), starts_after=behind, reasoning_tag=tag)
@@ -158,10 +163,11 @@ def blaming_tools(reader: ChatReader | None) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        message = str(error)
-        if reader is None or not reader.forced or "grammar" not in message:
+        cause = first_argument_error(error)
+        if reader is None or not reader.forced or cause is None or not cause.name.endswith("grammar"):
             raise
-        raise ValueError(f"tools can't be used: {message.splitlines()[0]}") from error
+        names = [tool["name"] for tool in reader.forced]
+        raise ArgumentError("tools", names, f"functions whose grammar is {cause.allowed}") from error
 
 
 def behind_thoughts(params: SamplingParams, reasoning: ReasoningFormat | None) -> SamplingParams:
@@ -204,22 +210,16 @@ class ChatReaders:
         """
         choice = body.tool_choice
         if not body.tools:
-            shown = choice if isinstance(choice, str) else "a function"
-            check(
-                choice in (None, "none", "auto"),
-                "tool_choice",
-                shown,
-                "'none' or 'auto', as there are no tools",
-            )
+            shown = choice if isinstance(choice, str) else Text("a function")
+            ok = choice in (None, "none", "auto")
+            check(ok, "tool_choice", shown, "'none' or 'auto' because there are no tools")
             if self.reasoning is None:
                 return None
             return ChatReader(None, None, (), True, self.reasoning)
         schemas = RelaxedSchema([_function(tool) for tool in _chosen(body.tools, choice)])
         if choice in (None, "auto") and self._tools is None:
-            raise ValueError(
-                "tool_choice is 'auto'; allowed: 'none', 'required' or a function, as the server runs "
-                "without --tool-call-parser"
-            )
+            allowed = "'none', 'required' or a function because the server runs without --tool-call-parser"
+            raise ArgumentError("tool_choice", "auto", allowed)
         return ChatReader(
             [tool.model_dump(exclude_unset=True) for tool in body.tools],
             # Where no format is known, plain JSON is what a grammar demands.
@@ -244,7 +244,9 @@ def _chosen(tools: Sequence[Tool], choice: Any) -> Sequence[Tool]:
             _check_schema(f"{name}.parameters", parameters)
     if isinstance(choice, NamedTool):
         wanted = choice.function.name
-        check(wanted in names, "tool_choice.function.name", wanted, f"a tool's: {', '.join(names)}")
+        check(
+            wanted in names, "tool_choice.function.name", wanted, f"the name of a tool ({', '.join(names)})"
+        )
         return [tools[names.index(wanted)]]
     return tools if choice == "required" else ()
 
@@ -255,7 +257,7 @@ def _check_schema(name: str, schema: Any) -> None:
         return
     kinds = schema.get("type", "object")
     for kind in kinds if isinstance(kinds, list) else [kinds]:
-        check(kind in _TYPES, f"{name}.type", kind, f"one of {', '.join(_TYPES)}")
+        check(kind in _TYPES, f"{name}.type", kind, one_of(_TYPES))
     required = schema.get("required", [])
     ok = isinstance(required, list) and all(isinstance(item, str) for item in required)
     check(ok, f"{name}.required", required, "a list of names")

@@ -87,7 +87,7 @@ class Channel:
         while length == 0:
             (length,) = _LENGTH.unpack(self._read(bytearray(_LENGTH.size)))
         if length > _MAX_HEADER_BYTES:
-            raise ValueError(f"a header has {length} bytes; allowed: at most {_MAX_HEADER_BYTES}")
+            raise ValueError(f"a header must have at most {_MAX_HEADER_BYTES} bytes, got {length}")
         header, shapes = json.loads(self._read(bytearray(length)))
         arrays = []
         for dtype, shape in shapes:

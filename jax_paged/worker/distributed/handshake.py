@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from jax_paged.checks import check
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.config.launch import Launch
+from jax_paged.errors import ArgumentError, check
 from jax_paged.models.checkpoint import read_json, resolve_model_dir
 from jax_paged.models.loading.stored_tensors import read_headers
 from jax_paged.worker.distributed.channel import Channel, silence_limit_s
@@ -58,7 +58,7 @@ def lead(task: Task) -> tuple[list[Channel], str]:
         found = _greeted(task.peers, task.args.distributed_timeout_seconds)
     found = dict(sorted(found.items()))
     problems = [
-        f"{name} is {theirs} in worker {rank}; allowed: {ours.get(name)}, as in worker 0"
+        f"`{name}` of worker {rank} must be {ours.get(name)}, as in worker 0, got {theirs}"
         for rank, (_, hello) in found.items()
         for name, theirs in hello.get("fingerprint", {}).items()
         if theirs != ours.get(name)
@@ -99,7 +99,7 @@ def follow(task: Task) -> tuple[Channel, str]:
     try:
         answer = channel.receive()[0]
     except OSError as error:
-        raise ValueError(f"worker 0 does not answer: {error}; allowed: one that has all others") from error
+        raise ValueError(f"worker 0 does not answer: {error}") from error
     if "error" in answer:
         raise ValueError(answer["error"])
     channel.set_limits(receiving_s=silence_limit_s(limit_s))
@@ -116,8 +116,8 @@ def _greeted(peers: tuple[int, ...], limit_s: float) -> dict[int, tuple[Channel,
         try:
             found[rank] = channel, channel.receive()[0]
         except TimeoutError as error:
-            allowed = f"one that has read its arguments within {limit_s:g} s (distributed_timeout_seconds)"
-            raise ValueError(f"worker {rank} has said nothing; allowed: {allowed}") from error
+            limit = f"{limit_s:g} s (distributed_timeout_seconds)"
+            raise ValueError(f"worker {rank} has not read its arguments within {limit}") from error
     return found
 
 
@@ -129,8 +129,8 @@ def _accepted(launch: Launch, limit_s: float) -> dict[int, tuple[Channel, dict[s
         family = socket.AF_INET6 if ":" in launch.address else socket.AF_INET
         listener = socket.create_server((launch.address, launch.port), family=family)
     except OSError as error:
-        allowed = "an address of this machine, and a port that nobody uses"
-        raise ValueError(f"worker 0 can't listen at {given}: {error.strerror}; allowed: {allowed}") from error
+        hint = "they must be an address of this machine and a free port"
+        raise ValueError(f"worker 0 can't listen at {given}: {error.strerror}; {hint}") from error
     deadline = time.monotonic() + limit_s
     with listener:
         while len(found) < launch.world_size - 1:
@@ -139,15 +139,15 @@ def _accepted(launch: Launch, limit_s: float) -> dict[int, tuple[Channel, dict[s
                 connection, _ = listener.accept()
             except TimeoutError as error:
                 ranks = [0, *sorted(found)]
-                message = f"WORLD_SIZE is {launch.world_size}; allowed: {len(ranks)}, as only the ranks"
-                raise ValueError(f"{message} {ranks} have come to {given} within {limit_s:g} s") from error
+                allowed = f"{len(ranks)} because only ranks {ranks} came to {given} within {limit_s:g} s"
+                raise ArgumentError("WORLD_SIZE", launch.world_size, allowed) from error
             connection.settimeout(None)
             channel = Channel(connection)
             channel.set_limits(receiving_s=_HELLO_S)
             try:
                 hello = channel.receive()[0]
                 rank = hello["rank"]
-                check(rank in range(1, launch.world_size) and rank not in found, "rank", rank, "a free one")
+                check(rank in range(1, launch.world_size) and rank not in found, "rank", rank, "a free rank")
                 found[rank] = channel, hello
             except (OSError, ValueError, TypeError, KeyError):
                 channel.close()  # it is none of ours
@@ -162,9 +162,9 @@ def _connected(launch: Launch, limit_s: float) -> Channel:
             connection = socket.create_connection((launch.address, launch.port), timeout=limit_s)
         except OSError as error:
             if time.monotonic() > deadline:
-                given = f"{launch.address!r}, port {launch.port} (MASTER_PORT)"
-                message = f"MASTER_ADDR is {given}, where no worker 0 is after {limit_s:g} s: {error}"
-                raise ValueError(f"{message}; allowed: the address of the machine with RANK 0") from error
+                allowed = "the address of the machine with RANK 0"
+                remedy = f". No worker 0 was at MASTER_PORT {launch.port} within {limit_s:g} s: {error}"
+                raise ArgumentError("MASTER_ADDR", launch.address, allowed, remedy=remedy) from error
             time.sleep(_RETRY_S)
         else:
             connection.settimeout(None)

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from jax_paged.checks import check
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.config.launch import Launch
+from jax_paged.errors import ArgumentError, ArgumentErrors, check
 from jax_paged.pallas_kernels.jax_settings import apply_to_process
 from jax_paged.worker.distributed.channel import Channel
 from jax_paged.worker.distributed.follower import Follower, follow_leader
@@ -62,7 +62,8 @@ def main(descriptor: int) -> NoReturn:
 def _fail(rank: int, owner: Channel, error: Exception) -> NoReturn:
     """Tells the owner what has failed, and ends; any thread."""
     if isinstance(error, ValueError):
-        _tell(owner, ValueError(str(error)))
+        # Other ValueErrors may be of a type that the owner can't unpickle.
+        _tell(owner, error if isinstance(error, ArgumentError | ArgumentErrors) else ValueError(str(error)))
     else:
         # Where another worker is lost, this one's collectives fail: who watches that one knows it better.
         time.sleep(_REASON_S)
@@ -161,8 +162,8 @@ def _meet(task: Task, address: str) -> None:
         coordinator_bind_address=address,
     )
     size, num_devices = args.tensor_parallel_size, jax.local_device_count() * launch.world_size
-    devices = f"{launch.world_size} processes with {jax.local_device_count()} devices each"
-    check(size == num_devices, "tensor_parallel_size", size, f"{num_devices}, as there are {devices}")
+    devices = f"{launch.world_size} processes with {jax.local_device_count()} each"
+    check(size == num_devices, "tensor_parallel_size", size, f"{num_devices}, the devices of {devices}")
 
 
 def _take_devices(launch: Launch, args: EngineArgs) -> None:

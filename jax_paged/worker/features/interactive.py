@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jax_paged.checks import check, check_int
 from jax_paged.core.kv_cache.block_pool import NULL_BLOCK
 from jax_paged.core.scheduler_output import BlockTables, InspectionInput
+from jax_paged.errors import check, check_int
 from jax_paged.models.attention import AttentionMetadata, KVCacheSpec, window_of
 from jax_paged.models.kv_location import NO_GROUP
 from jax_paged.pallas_kernels.quantization import dequantize, rows_of
@@ -144,7 +144,7 @@ class Inspector:
         layout = self._runner.context.layout
         check_int("layer", layer, 0, len(layout.places) - 1)
         array, group, view = layout.places[layer]
-        allowed = "a layer that attends: this one keeps a state of each sequence"
+        allowed = "an attention layer, which a layer with a recurrent state is not"
         check(group != NO_GROUP, "layer", layer, allowed)
         table, n = block_tables[group], num_tokens[group]
         blocks = _padded(table, _power_of_two(len(table)))
@@ -161,7 +161,7 @@ class Inspector:
         groups = context.layout.groups
         own = [i for i, place in enumerate(context.layout.places) if not groups[place.group].is_cross]
         ok = context.attend is None or not query.layers
-        check(ok, "layers", query.layers, "none with attention of your own, of which nothing is known")
+        check(ok, "layers", query.layers, "empty with a custom `attend`, whose probabilities are not known")
         for layer in query.layers:
             check_int("layers", layer, 0, len(own) - 1)
         size = context.block_size

@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jax_paged.checks import check
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.config.multimodal import ImageSettings
 from jax_paged.core.scheduler_output import AdapterLoad
+from jax_paged.errors import check
 from jax_paged.models.causal_lm import CausalLM, LanguageModel
 from jax_paged.models.checkpoint import read_config, resolve_model_dir
 from jax_paged.models.features.lora.layers import LoraLayout, lora_maps
@@ -73,7 +73,7 @@ def check_images(args: EngineArgs, loaded: LoadedModel | LanguageModel | None) -
     else:
         name = type(loaded.model if isinstance(loaded, LoadedModel) else loaded).__name__
     if name not in IMAGE_MODELS:
-        given, allowed = args.mm_processor_kwargs, f"None, as {name} reads no images"
+        given, allowed = args.mm_processor_kwargs, f"None because {name} reads no images"
         check(not given, "mm_processor_kwargs", given, allowed)
         return
     what = f"with {name}, which reads images"

@@ -95,6 +95,6 @@ def _kept_dtype(dtype: np.dtype) -> np.dtype:
 def _checked(arrays: dict[str, np.ndarray], name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     found = arrays.get(name)
     if found is None or found.shape != shape or found.dtype != dtype:
-        what = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
-        raise ValueError(f"the state's array {name!r} is {what}; allowed: {dtype} {list(shape)}")
+        what = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+        raise ValueError(f"array {name!r} of `state` must be {dtype} {list(shape)}, got {what}")
     return found

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_paged.checks import check
 from jax_paged.config.engine_args import EngineArgs
+from jax_paged.errors import check
 from jax_paged.models.parallel.sharding import TENSOR, DeviceGrid
 from jax_paged.pallas_kernels.native import products
 
@@ -32,15 +32,16 @@ def device_grids(args: EngineArgs, first_device: int, num_stages: int) -> tuple[
         allowed += f" from number {first_device} on"
     hint = ""
     if jax.default_backend() == "cpu":
-        hint = " (a CPU is as many as XLA_FLAGS=--xla_force_host_platform_device_count=N says)"
-    check(size <= len(devices), "tensor_parallel_size", size, allowed + hint)
-    seen = f"as JAX sees {jax.device_count()} devices"
+        hint = ". A CPU is N devices with XLA_FLAGS=--xla_force_host_platform_device_count=N"
+    check(size <= len(devices), "tensor_parallel_size", size, allowed, remedy=hint)
+    seen = f"because JAX sees {jax.device_count()} devices"
     most = len(devices) // size
-    allowed = f"at most {most}, {seen}, and each stage takes {size}{hint}"
-    check(num_stages <= most, "pipeline_parallel_size", num_stages, allowed)
+    allowed = f"at most {most} {seen} and each stage takes {size}"
+    check(num_stages <= most, "pipeline_parallel_size", num_stages, allowed, remedy=hint)
     most = jax.device_count() // (size * num_stages)
-    allowed = f"at most {most}, {seen}, and each engine takes {size * num_stages}{hint}"
-    check(args.data_parallel_size <= most, "data_parallel_size", args.data_parallel_size, allowed)
+    allowed = f"at most {most} {seen} and each engine takes {size * num_stages}"
+    num_replicas = args.data_parallel_size
+    check(num_replicas <= most, "data_parallel_size", num_replicas, allowed, remedy=hint)
     parts = np.array(devices[: size * num_stages]).reshape(num_stages, size)
     return tuple(DeviceGrid(Mesh(part, (TENSOR,)), args.enable_expert_parallel) for part in parts)
 
@@ -53,7 +54,7 @@ def choose_products(args: EngineArgs, dtype: jnp.dtype) -> products.Products:
     """
     backend = products.resolve_products(args.matmul_backend, dtype, name="matmul_backend")
     if args.tensor_parallel_size > 1:
-        allowed = "'auto' or 'xla' with tensor_parallel_size above 1, as packed weights are not divided"
+        allowed = "'auto' or 'xla' with tensor_parallel_size above 1 because packed weights are not divided"
         check(args.matmul_backend != "onednn", "matmul_backend", args.matmul_backend, allowed)
         return "xla"
     if args.matmul_backend == "auto" and backend == "xla" and jax.default_backend() == "cpu":

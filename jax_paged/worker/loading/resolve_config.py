@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jax_paged.checks import check, check_int
 from jax_paged.config.engine_args import EngineArgs, EngineConfig
 from jax_paged.core.features.speculation.num_drafts import Speculation
 from jax_paged.core.kv_cache.cache_group import CacheGroup, blocks_of
+from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.models.features.pooling import PoolingSpec
 
 _LOGGER = logging.getLogger(__name__)
@@ -103,11 +103,11 @@ def resolve_config(
     if not args.enable_chunked_prefill:
         if args.max_num_batched_tokens is None:
             max_num_batched_tokens = max(max_num_batched_tokens, max_model_len)
-        name = "max_num_batched_tokens (with enable_chunked_prefill=False)"
-        check_int(name, max_num_batched_tokens, max_model_len)
+        condition = "(max_model_len) with enable_chunked_prefill=False"
+        check_int("max_num_batched_tokens", max_num_batched_tokens, max_model_len, condition=condition)
     if args.batch_invariant:
         ok = on_cpu and backend in ("native", "xla")
-        allowed = "False here: only attention on a CPU, by 'native' or 'xla', adds up every row by itself"
+        allowed = "False unless attention runs on a CPU, with 'native' or 'xla'"
         check(ok, "batch_invariant", True, allowed)
     has_full_attention = any(g.window is None and not g.is_cross for g in model.cache_groups)
     can_share = on_cpu and backend in ("native", "xla") and has_full_attention and not args.batch_invariant
@@ -169,13 +169,13 @@ def check_without_states(args: EngineArgs) -> None:
     Raises:
         ValueError: If it is; the message says why.
     """
-    why = "as layers of the model keep a state of each sequence"
+    why = "because layers of the model keep a state of each sequence"
     given = args.speculative_config
-    check(given is None, "speculative_config", given, f"None, {why}, which can't take drafts back")
-    allowed = f"False, {why}, whose sums depend on where a step begins"
+    check(given is None, "speculative_config", given, f"None {why}, which can't take drafts back")
+    allowed = f"False {why}, whose sums depend on where a step begins"
     check(not args.batch_invariant, "batch_invariant", args.batch_invariant, allowed)
     size = args.pipeline_parallel_size
-    check(size == 1, "pipeline_parallel_size", size, f"1, {why}, which is not divided")
+    check(size == 1, "pipeline_parallel_size", size, f"1 {why}, which is not divided")
 
 
 def _speculation(
@@ -184,7 +184,7 @@ def _speculation(
     given = args.speculative
     if given is None:
         return None
-    check_int("max_num_batched_tokens (with speculative_config)", max_num_batched_tokens, 2)
+    check_int("max_num_batched_tokens", max_num_batched_tokens, 2, condition="with speculative_config")
     return Speculation(
         method=given.kind,
         num_tokens=min(given.num_tokens, max_num_batched_tokens - 1),
@@ -282,14 +282,10 @@ def _pool_size(
     num_slots = _num_state_slots(model, num_bytes, most_slots)
     num_blocks = (num_bytes - num_slots * model.state_bytes) // block_bytes // num_engines
     if model.state_bytes and num_slots < 2:
-        raise ValueError(
-            f"the pool would have {num_bytes} bytes; allowed: at least four times {model.state_bytes} bytes, "
-            "as half of them are for the states of sequences (kv_cache_memory_bytes)"
-        )
+        allowed = f"at least {4 * model.state_bytes}, four times the state of a sequence"
+        raise ArgumentError("kv_cache_memory_bytes", num_bytes, allowed)
     if num_blocks < 2:
         each = "" if num_engines == 1 else f" for each of {num_engines} engines"
-        raise ValueError(
-            f"the pool would have {num_bytes} bytes; allowed: at least two blocks of {block_bytes} "
-            f"bytes{each} (kv_cache_memory_bytes)"
-        )
+        allowed = f"at least two blocks of {block_bytes} bytes{each}"
+        raise ArgumentError("kv_cache_memory_bytes", num_bytes, allowed)
     return min(num_blocks, max_blocks), num_slots

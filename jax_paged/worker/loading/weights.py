@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_paged.checks import check, check_choice
 from jax_paged.config.engine_args import EngineArgs
+from jax_paged.errors import check, check_choice
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import read_config, resolve_model_dir
 from jax_paged.models.features.hooks import Hook
@@ -77,7 +77,7 @@ def load(
         if num_stages > 1:
             check_stages(outline(*folder), num_stages)
         return load_stages(*folder, grids, own)
-    allowed = "1 with a model in memory, whose weights stay where they are"
+    allowed = "1 with a model in memory"
     check(num_stages == 1, "pipeline_parallel_size", num_stages, allowed)
     if isinstance(loaded, LanguageModel):
         name = args.tokenizer or ""
@@ -113,8 +113,8 @@ def check_order(model: LanguageModel, hooks: Sequence[Hook], grid: DeviceGrid) -
         if isinstance(module, Linear):
             order = grid.columns(module.split)[-1]
             allowed = (
-                f"modules whose outputs {grid.num_devices} devices have in order: a projection to several "
-                "things at once, or to fewer heads than there are devices, is not"
+                f"a module whose outputs are in order on {grid.num_devices} devices, and no fused projection "
+                "or one to fewer heads than devices"
             )
             check(order is None, "path", hook.path, allowed)
 

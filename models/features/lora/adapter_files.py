@@ -23,6 +23,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from jax_paged.arguments.shown_values import one_of, shown
+
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # PEFT's settings that change what an adapter computes, and which values are those of a plain LoRA.
@@ -113,7 +115,9 @@ def read_adapter(folder: Path, limits: AdapterLimits) -> Adapter:
         raise ValueError(f"the adapter in {folder} can't be read: {error}") from error
     read = {"LORA": _read_lora, "PROMPT_TUNING": _read_prompt}.get(str(config.get("peft_type")))
     if read is None:
-        problems.append(f"peft_type is {config.get('peft_type')!r}; allowed: 'LORA' or 'PROMPT_TUNING'")
+        problems.append(
+            f"`peft_type` must be 'LORA' or 'PROMPT_TUNING', got {shown(config.get('peft_type'))}"
+        )
         adapter = None
     else:
         adapter = read(config, tensors, limits, problems)
@@ -130,12 +134,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(
-            f"{_CONFIG}: {error.strerror or error}; allowed: a folder that PEFT saved"
+            f"the folder of an adapter must have {_CONFIG}, which PEFT saves: {error.strerror or error}"
         ) from error
     except ValueError as error:
         raise ValueError(f"{_CONFIG} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{_CONFIG} holds a {type(config).__name__}; allowed: an object")
+        raise ValueError(f"{_CONFIG} must hold an object, got a {type(config).__name__}")
     return config
 
 
@@ -143,7 +147,7 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
     try:
         return load_file(folder / _TENSORS)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{_TENSORS}: {error}; allowed: a file in safetensors' format") from error
+        raise ValueError(f"{_TENSORS} must be a safetensors file: {error}") from error
 
 
 def _read_lora(
@@ -156,15 +160,13 @@ def _read_lora(
     for key, tensor in sorted(tensors.items()):
         match = re.fullmatch(rf"(?:{re.escape(_PREFIX)})?(.+)\.lora_([AB])(?:\.default)?\.weight", key)
         if match is None:
-            problems.append(
-                f"the tensor {key} is no part of a LoRA; allowed: lora_A and lora_B of linear maps"
-            )
+            problems.append(f"each tensor must be lora_A or lora_B of a linear map, got {key}")
         elif match[1] not in limits.maps:
-            problems.append(f"the tensor {key} is for {match[1]}; allowed: {_known(limits)}")
+            problems.append(f"each tensor must be for one of {_known(limits)}, got {key} for {match[1]}")
         else:
             halves.setdefault(match[1], {})[match[2]] = tensor
     if not tensors:
-        problems.append(f"{_TENSORS} is empty; allowed: lora_A and lora_B of linear maps")
+        problems.append(f"{_TENSORS} must have lora_A and lora_B of linear maps, got none")
     pairs: dict[str, LoraPair] = {}
     for name, half in halves.items():
         pair = _pair(name, half, sizes, limits, problems)
@@ -197,7 +199,7 @@ class _Sizes:
             ("lora_alpha", is_alpha, "a finite number"),
         ):
             if not is_good(config.get(name)):
-                problems.append(f"{name} is {config.get(name)!r}; allowed: {allowed}")
+                problems.append(f"`{name}` must be {allowed}, got {shown(config.get(name))}")
         patterns: list[dict[str, Any]] = []
         for name, is_good in (("rank_pattern", is_rank), ("alpha_pattern", is_alpha)):
             pattern = config.get(name) or {}
@@ -207,11 +209,13 @@ class _Sizes:
                 and all(map(_compiles, pattern))
             )
             if not ok:
-                problems.append(f"{name} is {pattern!r}; allowed: names or regular expressions, with numbers")
+                problems.append(
+                    f"`{name}` must be an object of names or patterns with numbers, got {shown(pattern)}"
+                )
             patterns.append(pattern)
         stabilized = config.get("use_rslora") or False
         if not isinstance(stabilized, bool):
-            problems.append(f"use_rslora is {stabilized!r}; allowed: true or false")
+            problems.append(f"`use_rslora` must be true or false, got {shown(stabilized)}")
         if len(problems) > known:
             return None
         return cls(config["r"], config["lora_alpha"], *patterns, stabilized)
@@ -240,19 +244,18 @@ def _check_plain(config: dict[str, Any], problems: list[str]) -> None:
     for name, plain in _PLAIN.items():
         value = config.get(name, plain[0])
         if value not in plain:
-            problems.append(f"{name} is {value!r}; allowed: {' or '.join(map(repr, plain))}")
+            problems.append(f"`{name}` must be {one_of(plain)}, got {shown(value)}")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_MODEL):
         problems.append(
-            f"init_lora_weights is {start!r}, which has changed the model too; allowed: an adapter that was "
-            "converted to a plain one"
+            f"`init_lora_weights` must not change the model, got {start!r}: convert it to a plain adapter"
         )
 
 
 def _check_targets(targets: Any, limits: AdapterLimits, problems: list[str]) -> None:
     for target in targets if isinstance(targets, list) else []:
         if not any(name == target or name.endswith(f".{target}") for name in limits.maps):
-            problems.append(f"target_modules has {target!r}; allowed: {_known(limits)}")
+            problems.append(f"each of `target_modules` must be one of {_known(limits)}, got {shown(target)}")
 
 
 def _known(limits: AdapterLimits) -> str:
@@ -267,7 +270,7 @@ def _pair(
     problems: list[str],
 ) -> LoraPair | None:
     if half.keys() != {"A", "B"}:
-        problems.append(f"{name} has lora_{next(iter(half))} alone; allowed: lora_A and lora_B")
+        problems.append(f"{name} must have lora_A and lora_B, got lora_{next(iter(half))} alone")
         return None
     if sizes is None:
         return None
@@ -275,13 +278,13 @@ def _pair(
     num_in, num_out = limits.maps[name]
     known = len(problems)
     if rank > limits.max_rank:
-        problems.append(f"{name} has rank {rank}; allowed: max_lora_rank, {limits.max_rank}")
+        problems.append(f"the rank of {name} must be at most max_lora_rank, {limits.max_rank}, got {rank}")
     for letter, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
         tensor = half[letter]
         if tensor.shape != shape:
-            problems.append(f"{name} has lora_{letter} of shape {tensor.shape}; allowed: {shape}")
+            problems.append(f"the shape of {name}.lora_{letter} must be {shape}, got {tensor.shape}")
         elif not np.issubdtype(tensor.dtype, np.floating) and tensor.dtype.name != "bfloat16":
-            problems.append(f"{name} has lora_{letter} of type {tensor.dtype}; allowed: floats")
+            problems.append(f"the dtype of {name}.lora_{letter} must be a float type, got {tensor.dtype}")
     if len(problems) > known:
         return None
     with np.errstate(over="ignore"):  # what is too large is found below
@@ -290,7 +293,7 @@ def _pair(
         pair = LoraPair(*(np.ascontiguousarray(x.astype(limits.dtype)) for x in (a, b)))
     if not all(np.isfinite(x.astype(np.float32)).all() for x in pair):
         # Rows of others are multiplied by these numbers too, and by 0.
-        problems.append(f"{name} has numbers that are not finite in {limits.dtype}; allowed: finite ones")
+        problems.append(f"the numbers of {name} must be finite in {limits.dtype}")
         return None
     return pair
 
@@ -299,22 +302,24 @@ def _read_prompt(
     config: dict[str, Any], tensors: dict[str, np.ndarray], limits: AdapterLimits, problems: list[str]
 ) -> Adapter | None:
     if not limits.hidden_size:
-        problems.append("it is a soft prompt; allowed with enable_prompt_embeds=True alone")
+        problems.append("a soft prompt needs an engine with enable_prompt_embeds=True")
     if config.get("num_transformer_submodules") not in (None, 1):
-        problems.append(f"num_transformer_submodules is {config['num_transformer_submodules']!r}; allowed: 1")
+        problems.append(
+            f"`num_transformer_submodules` must be 1, got {config['num_transformer_submodules']!r}"
+        )
     if tensors.keys() != {"prompt_embeddings"}:
-        problems.append(f"the tensors are {sorted(tensors)}; allowed: prompt_embeddings")
+        problems.append(f"the tensors must be prompt_embeddings alone, got {shown(sorted(tensors))}")
     if problems:
         return None
     prompt, tokens = tensors["prompt_embeddings"].astype(np.float32), config.get("num_virtual_tokens")
     shape = (tokens, limits.hidden_size)
     if prompt.shape != shape:
-        problems.append(f"prompt_embeddings has shape {prompt.shape}; allowed: {shape}")
+        problems.append(f"the shape of prompt_embeddings must be {shape}, got {prompt.shape}")
     elif not 0 < prompt.shape[0] <= limits.max_prompt_tokens:
-        allowed = f"1 to {limits.max_prompt_tokens}, as max_model_len has to hold a prompt and a token too"
-        problems.append(f"num_virtual_tokens is {tokens}; allowed: {allowed}")
+        allowed = f"in [1, {limits.max_prompt_tokens}] so that max_model_len has room for a prompt"
+        problems.append(f"`num_virtual_tokens` must be {allowed}, got {tokens}")
     elif not np.isfinite(prompt).all():
-        problems.append("prompt_embeddings has numbers that are not finite; allowed: finite ones")
+        problems.append("the numbers of prompt_embeddings must be finite")
     return None if problems else Adapter(_key({"": LoraPair(prompt, prompt[:0])}), {}, prompt)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from jax_paged.checks import check_choice, check_int, check_number
+from jax_paged.errors import check_choice, check_int, check_number
 
 # What a step with drafts has to bring, in tokens per time, beside one without.
 MIN_GAIN = 1.1

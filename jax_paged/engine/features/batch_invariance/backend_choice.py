@@ -62,9 +62,9 @@ def begin_with_passing_backends(
         if _failure(changed, executor, begin) is None:
             executor.close()
             raise NotInvariantError(
-                f"batch_invariant is True; allowed for this model on this machine with {used}: False, as the "
-                f"steps for answers and for prompts add up in different orders. It can be True with "
-                f"{_named(other)}"
+                f"`batch_invariant` must be False for this model on this machine with {used} because the "
+                f"steps for outputs and for prompts add up in different orders, got True. It can be True "
+                f"with {_named(other)}"
             )
     raise failure
 

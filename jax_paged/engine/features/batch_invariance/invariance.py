@@ -43,8 +43,8 @@ def check_invariance(engine: "RequestEngine") -> None:
         results.append([token for text in texts for token in _next_tokens(engine, [text], 1)[0]])
     if any(result != alone[: len(result)] for result in results):
         raise NotInvariantError(
-            "batch_invariant is True; allowed for this model on this machine: False, as the steps for "
-            "answers and for prompts add up in different orders"
+            "`batch_invariant` must be False for this model on this machine because the steps for outputs "
+            "and for prompts add up in different orders, got True"
         )
 
 

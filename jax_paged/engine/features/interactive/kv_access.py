@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jax_paged.arguments.plain_values import plain
-from jax_paged.checks import check, check_int
 from jax_paged.core.features.interactive.request_edits import DropBlocks
 from jax_paged.core.scheduler_output import InspectionInput
 from jax_paged.core.sequence import Sequence, SequenceGroup
@@ -19,6 +18,7 @@ from jax_paged.engine.features.interactive.request_edits import (
     settled,
 )
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.errors import check, check_int
 
 if TYPE_CHECKING:
     from jax_paged.core.block_manager import BlockManager
@@ -45,7 +45,7 @@ def sequence_with_blocks(loop: StepLoop, request_id: str, index: int) -> tuple[R
     state = settled(loop, request_id)
     index = check_int("index", index, 0, len(state.group.sequences) - 1)
     seq, tables = state.group.sequences[index], loop.scheduler.block_manager.block_tables
-    allowed = f"a request that runs; sequence {index} of this one is {seq.status.name.lower()}"
+    allowed = f"that of a request that runs (its sequence {index} is {seq.status.name.lower()})"
     check(seq in tables, "request_id", request_id, allowed)
     return state, seq
 
@@ -78,16 +78,16 @@ def inspect(
     state, seq = sequence_with_blocks(loop, request_id, index)
     why = "it has seen the tokens that would be computed again"
     check_keeps_no_state(loop, "request_id", request_id, why)
-    allowed = f"a request that has one token to compute; this one has {seq.num_new_tokens}"
+    allowed = f"that of a request with one token to compute (it has {seq.num_new_tokens})"
     check(seq.num_new_tokens == 1, "request_id", request_id, allowed)
     is_plain = not (state.group.adapter or state.group.prompt_embeds or seq.stand_ins)
-    allowed = "a request without an adapter, images and vectors in place of tokens"
+    allowed = "that of a request without an adapter, images and prompt_embeds"
     check(is_plain, "request_id", request_id, allowed)
     manager = loop.scheduler.block_manager
     num_queries = len(seq) if num_queries is None else num_queries
     num_queries = check_int("num_queries", num_queries, 1, 1 if seq.num_dropped_tokens else len(seq))
     start, tables = len(seq) - num_queries, manager.block_tables[seq]
-    allowed = "fewer, as blocks that the first of them attend to fell out of their window"
+    allowed = "less because blocks that the first queries attend to have left their window"
     check(not manager.lacks(tables, start), "num_queries", num_queries, allowed)
     logits, attention = loop.executor.inspect(
         InspectionInput(
@@ -122,18 +122,14 @@ def drop(loop: StepLoop, request_id: str, keep: Iterable[int]) -> None:
     is_plain = (
         len(manager.groups) == 1 and manager.groups[0].window is None and not manager.groups[0].is_cross
     )
-    check(
-        is_plain,
-        "the model",
-        loop.executor.config.architecture,
-        "one all of whose layers attend to all tokens",
-    )
+    allowed = "a model all of whose layers attend to all tokens"
+    check(is_plain, "model", loop.executor.config.architecture, allowed)
     num_blocks = manager.num_blocks_of(seq.num_computed_tokens - seq.num_dropped_tokens)
     kept = tuple(map(plain, keep))
     check_keeps_no_state(loop, "keep", kept, "it has seen the tokens that would be dropped")
     ok = all(isinstance(i, int) and 0 <= i < num_blocks for i in kept)
     ok = ok and all(a < b for a, b in itertools.pairwise(kept)) and kept[-1:] == (num_blocks - 1,)
-    allowed = f"ascending places in its table of {num_blocks} blocks, with the last, {num_blocks - 1}"
+    allowed = f"ascending indices of its {num_blocks} blocks that include the last, {num_blocks - 1}"
     check(ok, "keep", kept, allowed)
     if len(kept) < num_blocks:
         loop.scheduler.edit_request(DropBlocks(request_id, tuple(map(int, kept))))

@@ -6,11 +6,11 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from jax_paged.checks import check, check_int
 from jax_paged.core.features.interactive.request_edits import Fork, Rollback, most_taken_back
 from jax_paged.core.sequence import Sequence, SequenceStatus
 from jax_paged.engine.engine_core import StepLoop
 from jax_paged.engine.output_processor import RequestState
+from jax_paged.errors import check, check_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +32,11 @@ class Verification:
 def settled(loop: StepLoop, request_id: str) -> RequestState:
     """Waits for the steps in flight; returns the state of a request that goes on behind them."""
     loop.settle()
-    check(
-        not loop.is_planned, "the plan of the next step", "one that has not run", "none: run it, or call step"
-    )
+    if loop.is_planned:
+        raise ValueError("a plan of schedule() has not run: run it, or call step()")
     state = loop.requests.get(request_id)
     names = ", ".join(map(repr, list(loop.requests)[:8])) or "none runs"
-    check(state is not None, "request_id", request_id, f"that of a request that has not ended: {names}")
+    check(state is not None, "request_id", request_id, f"that of a request that has not ended ({names})")
     assert state is not None, "just checked"
     return state
 
@@ -52,7 +51,7 @@ def check_keeps_no_state(loop: StepLoop, name: str, value: object, why: str) -> 
         why: What can't be done with a state.
     """
     config = loop.executor.config
-    allowed = f"another model than {config.architecture}, whose layers keep a state of each sequence: {why}"
+    allowed = f"unused with {config.architecture}, whose layers keep a state of each sequence ({why})"
     check(not config.state_slots[0], name, value, allowed)
 
 
@@ -60,10 +59,10 @@ def only_sequence(loop: StepLoop, state: RequestState) -> Sequence:
     """Returns the sequence of a request that has one and will have no other."""
     group = state.group
     stateful = loop.executor.config.stateful.intersection(group.sampling_params.extra_args or ())
-    allowed = f"one without {', '.join(sorted(stateful))}, whose state goes on with every token"
+    allowed = f"that of a request without {', '.join(sorted(stateful))}, which keep a state"
     check(not stateful, "request_id", group.request_id, allowed)
-    check(not group.beam_params, "request_id", group.request_id, "a request that is no beam search")
-    ok, allowed = group.max_num_seqs == 1, "a request with one sequence, of n and best_of 1"
+    check(not group.beam_params, "request_id", group.request_id, "that of a request without beam search")
+    ok, allowed = group.max_num_seqs == 1, "that of a request with n=1 and best_of=1"
     check(ok, "request_id", group.request_id, allowed)
     return group.sequences[0]
 
@@ -72,8 +71,8 @@ def decoding_sequence(loop: StepLoop, state: RequestState) -> Sequence:
     """Returns the sequence of a request whose next step computes the last of its tokens, and no other."""
     seq = only_sequence(loop, state)
     decodes = seq.status is SequenceStatus.RUNNING and seq.num_new_tokens == 1
-    what = f"this one is {seq.status.name.lower()}, and has {seq.num_new_tokens}"
-    allowed = f"a request that runs and has one token to compute; {what}"
+    what = f"it is {seq.status.name.lower()} and has {seq.num_new_tokens}"
+    allowed = f"that of a request that runs and has one token to compute ({what})"
     check(decodes, "request_id", state.group.request_id, allowed)
     return seq
 
@@ -81,12 +80,13 @@ def decoding_sequence(loop: StepLoop, state: RequestState) -> Sequence:
 def fork(loop: StepLoop, request_id: str, new_id: str, seed: int) -> None:
     """See LLMEngine.fork."""
     ok = isinstance(new_id, str) and new_id not in loop.requests
-    check(ok, "new_id", new_id, "a string that is not taken")
+    check(ok, "new_id", new_id, "a string that is no other request's id")
     state = settled(loop, request_id)
     only_sequence(loop, state)
     editor = loop.scheduler.editor
     allowed = (
-        "one that runs while max_num_seqs leaves a seat: blocks of it were dropped, so the fork can't wait"
+        "that of a request that runs while max_num_seqs has room for another, because a fork of dropped "
+        "blocks can't wait"
     )
     check(editor.can_fork(state.group), "request_id", request_id, allowed)
     group = loop.scheduler.edit_request(Fork(request_id, new_id, seed, time.monotonic()))
@@ -112,19 +112,20 @@ def verify(loop: StepLoop, request_id: str, draft: Items[int], vocab_size: int) 
     room = scheduler.max_model_len - len(seq)
     most = min(scheduler.max_num_seqs - 1, scheduler.max_num_batched_tokens - 1, room)
     allowed = (
-        f"1 to {most} token ids from 0 to {vocab_size - 1}, as max_num_seqs and max_model_len leave room for"
+        f"1 to {most} token ids in [0, {vocab_size - 1}], for which max_num_seqs, max_num_batched_tokens and "
+        "max_model_len leave room"
     )
     token_ids = np.asarray(draft)
     ok = token_ids.ndim == 1 and token_ids.dtype.kind in "iu" and 1 <= len(token_ids) <= most
     ok = ok and token_ids.min() >= 0 and token_ids.max() < vocab_size
     check(ok, "draft", draft, allowed)
     has_penalty = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-    allowed = "one without penalties, which count tokens that are not drawn yet"
+    allowed = "that of a request without penalties"
     check(not has_penalty, "request_id", request_id, allowed)
     drafted, num_before = token_ids.tolist(), len(seq.output_token_ids)
     result = loop.run_draft(request_id, drafted)
     num_free = scheduler.block_manager.num_free_blocks
-    check(result is not None, "draft", draft, f"tokens that fit into the {num_free} blocks that are free")
+    check(result is not None, "draft", draft, f"tokens that fit into the {num_free} free blocks")
     assert result is not None, "just checked"
     drawn = seq.output_token_ids[num_before:]
     (entries,), (scores,) = result.logprobs, result.prompt_logprobs

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 from urllib.parse import urlsplit
 
-from jax_paged.checks import check
+from jax_paged.errors import ArgumentError, check
 
 MAX_BYTES = 2**25
 TIMEOUT_S = 10.0
@@ -49,11 +49,11 @@ def fetched(url: str, domains: Collection[str]) -> bytes:
             while part := response.read1(_PART_BYTES):
                 parts.append(part)
                 size += len(part)
-                check(size <= MAX_BYTES, "the number of bytes of an image", size, f"at most {MAX_BYTES}")
+                check(size <= MAX_BYTES, "image_url.url", size, f"at most {MAX_BYTES}", aspect="the bytes at")
                 if time.monotonic() > stop:
                     raise TimeoutError(f"it was not there after {TIMEOUT_S:g} s")
     except (OSError, http.client.HTTPException) as error:
-        raise ValueError(f"image_url.url {url[:200]!r} can't be fetched: {error}") from error
+        raise ArgumentError("image_url.url", url, f"a URL that can be fetched ({error})") from error
     return b"".join(parts)
 
 
@@ -65,6 +65,6 @@ def _check_url(url: str, domains: Collection[str]) -> None:
         ok = ok and parts.port != 0
     except ValueError:  # no URL at all
         ok = False
-    allowed = f"data:image/...;base64,..., or http(s) to one of allowed_media_domains, which are {domains}"
-    none = "data:image/...;base64,..., as no other URL is fetched without allowed_media_domains"
-    check(ok, "image_url.url", url[:60], allowed if domains else none)
+    allowed = f"data:image/...;base64,... or an http(s) URL with one of allowed_media_domains, {domains}"
+    none = "data:image/...;base64,... because allowed_media_domains is empty"
+    check(ok, "image_url.url", url, allowed if domains else none)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
-from jax_paged.checks import check, check_int
 from jax_paged.config.engine_args import EngineConfig
 from jax_paged.engine.features.multimodal.image_reader import image_of_url, is_data_url
+from jax_paged.errors import check, check_int
 from jax_paged.inputs import Prompt
 
 
@@ -71,14 +71,14 @@ def conversation(
             # A tokenizer takes it for an image that was taken out.
             content = message.get("content") if isinstance(message, dict) else None
             ok = not isinstance(content, list) or {"type": "image"} not in content
-            check(ok, f"messages[{i}].content", content, "text, as the model reads no images")
+            check(ok, f"messages[{i}].content", content, "text because the model reads no images")
         return Conversation(messages, [])
     images: list[Any] = []
     out = [
         _without_images(f"messages[{i}].content", message, images, urls_only)
         for i, message in enumerate(messages)
     ]
-    check_int("the number of images", len(images), 0, config.images.max_images)
+    check_int("messages", len(images), 0, config.images.max_images, aspect="the number of images in")
     return Conversation(out, images, config.images.domains)
 
 
@@ -103,12 +103,18 @@ def _without_images(name: str, message: Any, images: list[Any], urls_only: bool)
 def _image(name: str, kind: str, given: Any, urls_only: bool) -> Any:
     if urls_only:
         form = '{"type": "image_url", "image_url": {"url": "data:image/...;base64,..."}}'
-        check(kind == "image_url", f"the type of an image in {name}", kind, f"an image as {form}")
+        check(
+            kind == "image_url",
+            name,
+            kind,
+            f"'image_url', in the form {form}",
+            aspect="the type of an image in",
+        )
     if kind == "image_url":
         ok = isinstance(given, dict) and isinstance(given.get("url"), str)
         shown = type(given).__name__ if not isinstance(given, dict) else sorted(given)
-        check(ok, f"{name}.image_url", shown, '{"url": "data:image/...;base64,..."}')
+        check(ok, f"{name}.image_url", shown, 'a dict {"url": "data:image/...;base64,..."}')
         return given["url"]
     ok, shown = given is not None and not isinstance(given, str), type(given).__name__
-    check(ok, f"{name}.{kind}", shown, "an image of Pillow's, or an array of uint8 [height, width, 3]")
+    check(ok, f"{name}.{kind}", shown, "a Pillow image or an array of uint8 [height, width, 3]")
     return given

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_paged.checks import check, check_int
+from jax_paged.arguments.shown_values import Text
 from jax_paged.config.multimodal import ImageSettings
 from jax_paged.core.sequence import StandIn
 from jax_paged.engine.features.multimodal.image_fetch import fetched
 from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.errors import ArgumentError, check, check_int
 from jax_paged.models.features.multimodal import MAX_PATCHES, ImageSpec, Patches, PatchSpec, Tile
 
 if TYPE_CHECKING:
@@ -66,19 +67,23 @@ class ImageReader:
         Raises:
             ValueError: If there are too many images, or others than placeholders, or if one can't be read.
         """
-        ok, allowed = isinstance(data, dict) and data.keys() <= {"image"}, '{"image": one or a list of them}'
+        ok, allowed = (
+            isinstance(data, dict) and data.keys() <= {"image"},
+            'a dict {"image": image or list of images}',
+        )
         check(ok, "multi_modal_data", data, allowed)
         given = data.get("image")
         images = [] if given is None else given if isinstance(given, list | tuple) else [given]
-        check_int("the number of images", len(images), 0, self._settings.max_images)
+        aspect = "the number of images in"
+        check_int("multi_modal_data", len(images), 0, self._settings.max_images, aspect=aspect)
         spec = self._settings.spec
         num = token_ids.count(spec.token_id)
-        allowed = f"{num}, as the prompt has placeholders"
-        check(num == len(images), "the number of images", len(images), allowed)
+        allowed = f"{num}, the number of placeholders in the prompt"
+        check(num == len(images), "multi_modal_data", len(images), allowed, aspect=aspect)
         if not images:
             return token_ids, ()
         if self._tokenizer is None:
-            raise ValueError("multi_modal_data is given; allowed: None, as the engine has no tokenizer")
+            raise ArgumentError("multi_modal_data", data, "None because the engine has no tokenizer")
         out: list[int] = []
         stand_ins: list[StandIn] = []
         rest = iter(images)
@@ -104,16 +109,16 @@ class ImageReader:
         processor = self._processor
         for name in ("patch_size", "merge_size"):
             value, size = getattr(processor, name, None), getattr(spec, name)
-            check(value == size, f"{name} of preprocessor_config.json", value, f"{size}, as in config.json")
+            check(value == size, f"preprocessor_config.json: {name}", value, f"{size}, as in config.json")
         # Else small images would be made larger than the largest that are not made smaller.
         low, high = processor.size["shortest_edge"], processor.size["longest_edge"]
-        check(low <= high, "min_pixels of images", low, f"up to max_pixels, which is {high}")
+        check(low <= high, "min_pixels", low, f"at most max_pixels, which is {high}")
         try:
             num_patches = processor.get_number_of_image_patches(image.height, image.width)
         except Exception as error:  # such as one that is far longer than it is wide
             raise ValueError(f"an image of {image.size} pixels can't be read: {error}") from error
-        name = "the number of patches of an image"
-        check(num_patches <= MAX_PATCHES, name, num_patches, f"up to {MAX_PATCHES}")
+        aspect = "the number of patches of an"
+        check(num_patches <= MAX_PATCHES, "image", num_patches, f"at most {MAX_PATCHES}", aspect=aspect)
         # A still image is all frames of its patches.
         pixels, cut = self._cut(image, temporal_patch_size=1)
         _, *grid = cut["image_grid_thw"][0].tolist()
@@ -145,7 +150,8 @@ class ImageReader:
         (pixels,), cut = self._cut(image, return_row_col_info=True)
         ok = pixels.dtype == np.uint8 and pixels.shape[1:] == (3, size, size)
         shown = f"{pixels.dtype} {pixels.shape[1:]}"
-        check(ok, "what preprocessor_config.json makes of images", shown, f"uint8 (3, {size}, {size})")
+        aspect = "the tiles that it cuts images into with"
+        check(ok, "preprocessor_config.json", Text(shown), f"uint8 (3, {size}, {size})", aspect=aspect)
         text = _text(int(cut["rows"][0][0]), int(cut["cols"][0][0]), spec.num_tokens)
         scaling = self._scaling()
         return [Tile(np.ascontiguousarray(part), *scaling) for part in pixels], text
@@ -163,7 +169,7 @@ class ImageReader:
                 runs.append((positions[0], positions[-1] + 1))
         ok = [stop - start for start, stop in runs] == [spec.num_tokens] * len(tiles)
         assert self._tokenizer is not None, "it has made these tokens"
-        check(ok, "the tokenizer", self._tokenizer.name, f"one that has {_IMAGE} as token {spec.token_id}")
+        check(ok, "tokenizer", self._tokenizer.name, f"one that has {_IMAGE} as token {spec.token_id}")
         digests = (hashlib.sha256(tile.pixels.data).hexdigest() for tile in tiles)
         rows = zip(runs, digests, tiles, strict=True)
         return [StandIn(start, stop, digest, tile) for (start, stop), digest, tile in rows]
@@ -207,13 +213,14 @@ def as_image(given: Any) -> "Image":
     pillow = _pillow()
     if isinstance(given, np.ndarray):
         ok = given.dtype == np.uint8 and given.ndim == 3 and given.shape[2] == 3 and given.size > 0
-        check(ok, "an image", f"{given.dtype} {given.shape}", "uint8 [height, width, 3], not empty")
+        shape = Text(f"{given.dtype} {list(given.shape)}")
+        check(ok, "image", shape, "a non-empty array of uint8 [height, width, 3]")
         given = pillow.fromarray(given)
     if not isinstance(given, pillow.Image):
-        allowed = "an image of Pillow's, or an array of uint8 [height, width, 3]"
-        raise ValueError(f"an image is {type(given).__name__}; allowed: {allowed}")
+        allowed = "a Pillow image or an array of uint8 [height, width, 3]"
+        raise ArgumentError("image", given, allowed)
     num_pixels = given.width * given.height
-    check(0 < num_pixels <= MAX_PIXELS, "the number of pixels of an image", num_pixels, f"1 to {MAX_PIXELS}")
+    check_int("image", num_pixels, 1, MAX_PIXELS, aspect="the number of pixels of an")
     try:
         from PIL import ImageOps
 
@@ -239,12 +246,14 @@ def image_of_url(url: str, domains: Collection[str] = ()) -> "Image":
     is_image = head.startswith("data:image/") and head.rpartition(";")[2].strip() == "base64"
     held = _data_of(url) if is_image else fetched(url, domains)
     num_scans = num_jpeg_scans(held)
-    check(num_scans <= MAX_SCANS, "the number of scans of a JPEG", num_scans, f"up to {MAX_SCANS}")
+    check_int("image_url.url", num_scans, 0, MAX_SCANS, aspect="the number of scans of the JPEG in")
     try:
         return pillow.open(io.BytesIO(held), formats=_FORMATS)
     except Exception as error:  # decoders raise what they like
         formats = ", ".join(_FORMATS)
-        raise ValueError(f"image_url.url holds no image of {formats}: {_shown(error)}") from error
+        raise ArgumentError(
+            "image_url.url", url, f"that of an image of {formats} ({_shown(error)})"
+        ) from error
 
 
 def is_data_url(url: str) -> bool:
@@ -277,7 +286,7 @@ def _data_of(url: str) -> bytes:
     try:
         return base64.b64decode(digits + "=" * (-len(digits) % 4), validate=True)
     except ValueError as error:
-        raise ValueError(f"image_url.url is not base64: {error}") from error
+        raise ArgumentError("image_url.url", url, f"base64 ({error})") from error
 
 
 def _in_rgb(image: "Image") -> "Image":

@@ -84,7 +84,7 @@ class FormTrial:
         if self._is_closed:
             return _CLOSED
         if code == -signal.SIGPROF:
-            return f"it takes more than {seconds:g} s to compile; allowed: less"
+            return f"it takes more than {seconds:g} s to compile"
         return "its references or rules are nested too deeply, or it is too large"
 
 

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_paged.checks import check
+from jax_paged.arguments.shown_values import Text
 from jax_paged.core.scheduler_output import SchedulerOutput, TokenMasks
 from jax_paged.engine.features.structured_output.compile_sandbox import FormTrial, compiled
 from jax_paged.engine.features.structured_output.json_schema import RelaxedSchema
 from jax_paged.engine.text.tokenizer import Tokenizer
+from jax_paged.errors import ArgumentError, check
 from jax_paged.structured_outputs import JSON_WRITING, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -284,7 +285,8 @@ class Grammars:
             root = compiled(self._ll_tokenizer, source)
             warnings += _warnings_of(root)
         except ValueError as error:
-            raise ValueError(f"structured_outputs.{params.kind} can't be used: {error}") from error
+            allowed = f"compilable ({error})"
+            raise ArgumentError(f"structured_outputs.{params.kind}", value, allowed) from error
         num_words = -(-self._ll_tokenizer.vocab_size // 32)
         tokenizers = self._tokenizer, self._ll_tokenizer
         grammar = Grammar(root, self._end_token_ids, num_words, params, *tokenizers, warnings)
@@ -304,7 +306,12 @@ class Grammars:
         """Returns the arguments of LLTokenizer."""
         from llguidance import LLTokenizer
 
-        check(bool(self._end_token_ids), "structured_outputs", "given", "None, as the model has no end token")
+        check(
+            bool(self._end_token_ids),
+            "structured_outputs",
+            Text("some"),
+            "None because the model has no end token",
+        )
         source = self._tokenizer.to_json()
         size = max(LLTokenizer(source).vocab_size, self._vocab_size)
         return {"tokenizer": source, "n_vocab": size, "eos_token": sorted(self._end_token_ids)}
@@ -383,7 +390,7 @@ def _warnings_of(root: "LLMatcher") -> tuple[str, ...]:
         if ignored := _IGNORED_KEYWORDS.match(warning):
             names = json.loads(ignored[1])
             for name in set(names) & set(_STRUCTURAL):
-                raise ValueError(f"the schema has {name}; allowed: $ref within the schema")
+                raise ValueError(f"the schema has {name}; references are $ref within the schema alone")
             found |= dict.fromkeys(f"{name} is not enforced" for name in names)
         elif ignored := _IGNORED_FORMAT.match(warning):
             found[f"format {ignored[1]} is not enforced"] = None
@@ -398,16 +405,18 @@ def _tags(given: Any, is_special: Callable[[str], bool]) -> str:
 
     triggers, structures = given.get("triggers"), given.get("structures")
     ok = isinstance(triggers, list) and all(isinstance(text, str) and text for text in triggers)
-    check(ok and bool(triggers), "triggers", triggers, "a list of texts that are not empty")
+    check(ok and bool(triggers), "triggers", triggers, "a list of non-empty strings")
     check(isinstance(structures, list) and bool(structures), "structures", structures, "a list of objects")
     tags = []
     for item in structures:
         ok = isinstance(item, dict) and {"begin", "schema", "end"} <= item.keys()
         ok = ok and isinstance(item["begin"], str) and isinstance(item["end"], str)
         ok = ok and isinstance(item["schema"], dict)
-        check(ok, "structures", item, 'objects with the texts "begin" and "end" and the JSON schema "schema"')
+        check(
+            ok, "structures", item, 'objects with the strings "begin" and "end" and the JSON schema "schema"'
+        )
         trigger = next((text for text in triggers if item["begin"].startswith(text)), None)
-        check(trigger is not None, "begin", item["begin"], f"text that starts with one of {triggers}")
+        check(trigger is not None, "begin", item["begin"], f"a string that starts with one of {triggers}")
         assert trigger is not None, "just checked"
         schema = item["schema"] | {"x-guidance": {**JSON_WRITING}}
         tags.append(StructTag(trigger=trigger, begin=item["begin"], grammar=schema, end=item["end"]))
@@ -415,7 +424,6 @@ def _tags(given: Any, is_special: Callable[[str], bool]) -> str:
     bracketed = {tag.trigger for tag in tags if tag.trigger[0] == "<" and tag.trigger[-1] == ">"}
     special = {text for text in bracketed if is_special(text)}
     if special and special != bracketed:
-        raise ValueError(
-            f"triggers {sorted(special)} are tokens of their own, {sorted(bracketed - special)} not"
-        )
+        allowed = f"all special tokens or none ({sorted(special)} are)"
+        raise ArgumentError("triggers", triggers, allowed)
     return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=bool(special)))

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from jax_paged.arguments.plain_values import plain
-from jax_paged.checks import Problems, check, check_choice
 from jax_paged.engine.features.weights import weight_updates
+from jax_paged.errors import Problems, check, check_choice
 
 if TYPE_CHECKING:
     from jax_paged.engine.engine_core import StepLoop
@@ -31,8 +31,8 @@ def check_sleep(engine: "LLMEngine", loop: "StepLoop", level: Any, mode: Any) ->
     problems = Problems()
     problems.note(check_choice, "level", level, (1, 2))
     problems.note(check_choice, "mode", mode, ("wait", "abort", "keep"))
-    asleep = ", ".join(loop.asleep)
-    problems.note(check, not asleep, "what sleeps already", asleep, "nothing; wake_up() first")
+    asleep, remedy = list(loop.asleep), ". Call wake_up() first"
+    problems.note(check, not asleep, "sleep()", asleep, "called while nothing sleeps", remedy=remedy)
     problems.raise_if_any()
     if mode == "keep" and not engine.drain():
         weight_updates.check_can_recompute(loop)
@@ -71,13 +71,14 @@ def wake_up(engine: "LLMEngine", loop: "StepLoop", tags: Iterable[str] | None) -
 
 def _checked_tags(loop: "StepLoop", tags: Iterable[str] | None) -> tuple[str, ...]:
     if tags is None:
-        check(bool(loop.asleep), "what sleeps", "nothing", "something to wake up")
+        check(bool(loop.asleep), "wake_up()", [], "called while something sleeps")
         return loop.asleep
     problems, found = Problems(), [tags] if isinstance(tags, str) else list(tags)
-    problems.note(check, bool(found), "tags", found, "None, or one tag at least")
+    problems.note(check, bool(found), "tags", found, "None or at least one tag")
     for tag in found:
-        problems.note(check_choice, "a tag", tag, TAGS)
+        problems.note(check_choice, "tags", tag, TAGS, aspect="each of")
         if tag in TAGS:
-            problems.note(check, tag in loop.asleep, "a tag", tag, f"what sleeps: {list(loop.asleep)}")
+            allowed = f"asleep, which {list(loop.asleep)} are"
+            problems.note(check, tag in loop.asleep, "tags", tag, allowed, aspect="each of")
     problems.raise_if_any()
     return tuple(found)

@@ -3,8 +3,8 @@
 import uuid
 from typing import TYPE_CHECKING, Any, Literal
 
-from jax_paged.checks import check, check_choice
 from jax_paged.engine.features import pinned_prefixes
+from jax_paged.errors import check, check_choice
 
 if TYPE_CHECKING:
     from jax_paged.engine.engine_core import StepLoop
@@ -19,7 +19,7 @@ def update(
     """Exchanges the weights between two steps; see LLMEngine.update_weights."""
     check_choice("running", running, ("error", "recompute", "keep"))
     ok = version is None or (isinstance(version, str) and version != "")
-    check(ok, "weight_version", version, "None or a text")
+    check(ok, "weight_version", version, "None or a non-empty string")
     if not engine.is_sleeping():
         if not engine.drain():
             _check_running(loop, running)

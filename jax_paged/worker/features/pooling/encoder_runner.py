@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jax_paged.checks import check
 from jax_paged.config.engine_args import EngineArgs
 from jax_paged.core.model_runner_output import ModelRunnerOutput, TokenLogprobs
 from jax_paged.core.scheduler_output import NewSequence, ScheduledSequence, SchedulerOutput
+from jax_paged.errors import check
 from jax_paged.models.causal_lm import LanguageModel
 from jax_paged.models.checkpoint import read_config, resolve_model_dir
 from jax_paged.models.families.encoder import EncoderModel
@@ -105,13 +105,13 @@ class EncoderRunner:
         self, args: EngineArgs, loaded: LoadedModel | LanguageModel | None, first_device: int = 0
     ) -> None:
         use_persistent_cache()
-        allowed = "1, as an encoder runs on one device"
+        allowed = "1 because an encoder runs on one device"
         check(args.tensor_parallel_size == 1, "tensor_parallel_size", args.tensor_parallel_size, allowed)
         num_stages = args.pipeline_parallel_size
         check(num_stages == 1, "pipeline_parallel_size", num_stages, allowed)
         (grid,) = device_grids(args, first_device, 1)
         is_own, (loaded,) = loaded is None, load(args, loaded, (grid,), (0,))
-        allowed = "False, as texts of another batch take another program"
+        allowed = "False because texts of another batch take another program"
         check(not args.batch_invariant, "batch_invariant", True, allowed)
         self._replicated = NamedSharding(grid.mesh, PartitionSpec())
         matmul_backend = choose_products(args, loaded.dtype)

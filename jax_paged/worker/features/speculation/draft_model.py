@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_paged.checks import check
+from jax_paged.errors import check
 from jax_paged.models.attention import AttentionMetadata
 from jax_paged.models.causal_lm import CausalLM, LanguageModel
 from jax_paged.models.parallel.sharding import whole_logits
@@ -115,7 +115,7 @@ def check_draft(draft: LoadedModel, model: LoadedModel, max_model_len: int | Non
         (isinstance(model.model, CausalLM), "would draft for a model that is no decoder"),
         (
             draft.vocab_size == model.vocab_size,
-            f"has {draft.vocab_size} tokens in its vocabulary, the model that is served {model.vocab_size}",
+            f"has {draft.vocab_size} tokens in its vocabulary, the served model {model.vocab_size}",
         ),
         (
             draft.max_model_len >= (max_model_len or model.max_model_len),
@@ -124,8 +124,9 @@ def check_draft(draft: LoadedModel, model: LoadedModel, max_model_len: int | Non
     ):
         if not ok:
             problems.append(what)
-    allowed = "a decoder with the vocabulary and at least the length of the model that is served"
-    check(not problems, "speculative_config['model']", name, f"{allowed}; this one {', and '.join(problems)}")
+    allowed = "a decoder with the vocabulary and at least the max_model_len of the served model"
+    remedy = f", which {', and '.join(problems)}"
+    check(not problems, "speculative_config['model']", name, allowed, remedy=remedy)
 
 
 def check_groups(draft: KVCacheLayout, model: KVCacheLayout, name: str) -> None:
@@ -134,7 +135,5 @@ def check_groups(draft: KVCacheLayout, model: KVCacheLayout, name: str) -> None:
     Raises:
         ValueError: If they don't.
     """
-    allowed = (
-        f"one whose layers cache as those of the model that is served: {model.groups}, not {draft.groups}"
-    )
+    allowed = f"one with the cache groups of the served model, {model.groups}, instead of {draft.groups}"
     check(draft.groups == model.groups, "speculative_config['model']", name, allowed)

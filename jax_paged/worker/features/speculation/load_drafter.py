@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jax_paged.checks import check
 from jax_paged.config.engine_args import EngineArgs
+from jax_paged.errors import check
 from jax_paged.models.checkpoint import resolve_model_dir
 from jax_paged.models.kv_location import Place
 from jax_paged.models.loading.eagle_checkpoint import load_head
@@ -53,8 +53,8 @@ def load_drafter(
     draft = load_model(resolve_model_dir(name), dtype, None, {}, grid)
     check_draft(draft, loaded, args.max_model_len, name)
     own = plan_layout(draft.model.kv_cache_specs(), layout.dtype, grid.num_devices)
-    allowed = "one whose layers keep no state of each sequence, which can't take drafts back"
-    check(not own.states, "model of speculative_config", name, allowed)
+    allowed = "a model without recurrent state, which can't take drafts back"
+    check(not own.states, "speculative_config['model']", name, allowed)
     check_groups(own, layout, name)
     flat, weights, splits = flatten(packed(draft.model, in_place=True) if packs else draft.model)
     weights = placed(weights, splits, grid, are_in_order=True)

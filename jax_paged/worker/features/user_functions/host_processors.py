@@ -130,7 +130,7 @@ def _applied(
             logits = function(*([prompt] if takes_prompt else []), output, logits)
         logits = np.asarray(logits, np.float32)
         if logits.shape != shape:
-            raise ValueError(f"the logits have shape {logits.shape}; allowed: {shape}")
+            raise ValueError(f"logits processors must return the shape {shape}, got {logits.shape}")
         return logits
     except Exception:
         _LOGGER.exception("a logits processor has failed; its request ends")

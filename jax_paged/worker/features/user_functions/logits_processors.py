@@ -56,9 +56,9 @@ class LogitsProcessor:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"name is {self.name!r}; allowed: text that is not empty")
+            raise ArgumentError("name", self.name, "a non-empty string")
         if not isinstance(self.num_args, numbers.Integral) or self.num_args < 0:
-            raise ValueError(f"num_args is {self.num_args!r}; allowed: an integer of at least 0")
+            raise ArgumentError("num_args", self.num_args, "an integer of at least 0")
         object.__setattr__(self, "num_args", int(self.num_args))
 
     @property
@@ -86,7 +86,7 @@ def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> 
     """
     names = [processor.name for processor in processors]
     if len(set(names)) < len(names):
-        raise ValueError(f"logits_processors are named {names}; allowed: a name for each")
+        raise ArgumentError("logits_processors", names, "unique", aspect="the names of")
     logits, number = jax.ShapeDtypeStruct((vocab_size,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     for p in processors:
         state = jax.tree.map(_array, p.state)
@@ -94,10 +94,8 @@ def check_processors(processors: Sequence[LogitsProcessor], vocab_size: int) -> 
         result = jax.eval_shape(p.fn, logits, state, ExtraArgs(*args))
         ok = isinstance(result, tuple) and len(result) == 2 and _like(result, (logits, state))
         if not ok:
-            raise ValueError(
-                f"logits processor {p.name!r} returns {result}; allowed: logits of shape ({vocab_size},) in "
-                "float32, and a state like the one it got"
-            )
+            allowed = f"logits in float32 of shape ({vocab_size},), and a state like the one that it receives"
+            raise ArgumentError(p.name, result, allowed, aspect="the result of logits processor")
 
 
 def _array(leaf: Any) -> Array:
