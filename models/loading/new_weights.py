@@ -127,9 +127,9 @@ def _take(
     if not isinstance(value, jax.Array):
         value = np.asarray(value)
     if value.shape != shape:
-        problems.append(f"the shape of {name} must be {shape}, got {value.shape}")
+        problems.append(f"{name} must have shape {shape}, got {value.shape}")
     elif value.dtype != dtype:
-        problems.append(f"the dtype of {name} must be {dtype}, got {value.dtype}")
+        problems.append(f"{name} must be of type {dtype}, got {value.dtype}")
     elif isinstance(value, jax.Array) and value.is_deleted():
         problems.append(f"{name} was deleted: a program that it was donated to has taken its memory")
     else:

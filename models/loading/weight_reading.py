@@ -154,7 +154,7 @@ def _read_parts(weight: Weight, form: SmallForm, stored: dict[str, StoredTensor]
     shapes, expected = (jax.tree.map(lambda x: x.shape, x) for x in (found, form.shapes(shape)))
     if shapes != expected:
         raise ValueError(
-            f"the shapes of the parts of {weight.key} must be {expected} by config.json, got {shapes}"
+            f"the parts of {weight.key} must have shapes {expected} by config.json, got {shapes}"
         )
     return found
 
@@ -227,9 +227,9 @@ def check_stored(stored: dict[str, StoredTensor], weights: list[Weight], table: 
             problems.append(f"{key} is missing{untied}")
             continue
         if tensor.shape != shape:
-            problems.append(f"the shape of {key} must be {shape} by config.json, got {tensor.shape}")
+            problems.append(f"{key} must have shape {shape} by config.json, got {tensor.shape}")
         if tensor.dtype not in dtypes:
-            problems.append(f"the dtype of {key} must be one of {', '.join(dtypes)}, got {tensor.dtype}")
+            problems.append(f"{key} must be of type {', '.join(dtypes)}, got {tensor.dtype}")
     last_layers = last_layers_of(expected)
     for key in stored.keys() - expected.keys():
         tensor, kept = stored[key], table.tied.get(key)

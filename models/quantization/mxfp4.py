@@ -93,7 +93,7 @@ def with_decoded(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
                 f"{key}_blocks must be U8 of 4 dimensions, the last 16, got {blocks.dtype} {blocks.shape}"
             )
         elif scales is None or scales.shape != blocks.shape[:-1] or scales.dtype != "U8":
-            is_now = "missing" if scales is None else f"{scales.dtype} {scales.shape}"
+            is_now = "nothing" if scales is None else f"{scales.dtype} {scales.shape}"
             problems.append(f"{key}_scales must be U8 {blocks.shape[:-1]}, as the blocks, got {is_now}")
         else:
             experts, outer, groups, _ = blocks.shape

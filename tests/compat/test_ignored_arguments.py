@@ -55,7 +55,7 @@ def test_what_would_change_a_result_is_an_error() -> None:
         EngineArgs(**bad)  # pyright: ignore[reportArgumentType]
     lines = sorted(str(error.value).splitlines())
     assert [line.split(" is ")[0] for line in lines] == sorted(bad)
-    assert "hf_config_path is 'elsewhere'; allowed: None, as this engine can do nothing else" in lines
+    assert "`hf_config_path` must be None because this engine can do nothing else, got 'elsewhere'" in lines
     assert EngineArgs(distributed_executor_backend=None) == EngineArgs()  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="'dask'; allowed: 'uni' or 'mp' or 'ray' or 'external_launcher'"):
         EngineArgs(distributed_executor_backend="dask")  # pyright: ignore[reportArgumentType]
@@ -89,7 +89,7 @@ def test_problems_are_listed_together() -> None:
 
 
 def test_one_token_is_no_model_len() -> None:
-    with pytest.raises(ValueError, match="max_model_len is 1; allowed: an integer of at least 2"):
+    with pytest.raises(ValueError, match=r"`max_model_len` must be an integer of at least 2.*got 1"):
         EngineArgs(max_model_len=1)
     EngineArgs(max_model_len=2)
 

@@ -92,7 +92,7 @@ def test_what_replicas_that_have_gone_still_run_counts_no_more() -> None:
     router.remove_replica(left)
     with pytest.raises(ValueError, match="the number of replicas is 0; allowed: at least 1"):
         router.choose("key")
-    with pytest.raises(ValueError, match="replica_id is 'a'; allowed: one of"):
+    with pytest.raises(ValueError, match=r"`replica_id` must be one of.*got 'a'"):
         router.remove_replica("a")
 
 
@@ -110,9 +110,9 @@ def test_texts_of_clients_may_hold_anything() -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ValueError, match="max_lag is -1; allowed: an integer of at least 0"):
+    with pytest.raises(ValueError, match=r"`max_lag` must be an integer of at least 0.*got -1"):
         ReplicaRouter(["0"], max_lag=-1)
-    with pytest.raises(ValueError, match="replica_id is '0'; allowed: a name that no replica has"):
+    with pytest.raises(ValueError, match=r"`replica_id` must be a name that no replica has.*got '0'"):
         ReplicaRouter(["0", "0"])
 
 

@@ -82,14 +82,14 @@ def test_async_leaving_early_and_cancelling_abort(scripted):
 def test_async_errors_reach_everyone(scripted):
     async def main():
         engine = AsyncLLMEngine(*scripted())
-        with pytest.raises(ValueError, match="prompt is ''"):
+        with pytest.raises(ValueError, match=r"`prompt` must be .*got ''"):
             await engine.submit("", None, "empty")
         gate = threading.Event()
         engine.engine.executor.during_step = lambda output: gate.wait()
         first = await engine.submit("abc?", None, "a")
         same_id = await engine.submit("abc?", None, "a")
         gate.set()
-        with pytest.raises(ValueError, match="request_id is 'a'"):
+        with pytest.raises(ValueError, match=r"`request_id` must be .*got 'a'"):
             await anext(same_id)
         assert [p async for p in first][-1].finished
 

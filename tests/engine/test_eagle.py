@@ -386,27 +386,27 @@ def test_features_are_not_taken_over_from_broken_requests(
 @pytest.mark.parametrize(
     ("config", "tensors", "messages"),
     [
-        ({"num_hidden_layers": 2}, {}, ["num_hidden_layers is 2; allowed: 1"]),
-        ({"draft_vocab_size": 999}, {}, ["draft_vocab_size is 999; allowed: at most vocab_size"]),
+        ({"num_hidden_layers": 2}, {}, ["`num_hidden_layers` must be 1, got 2"]),
+        ({"draft_vocab_size": 999}, {}, ["`draft_vocab_size` must be at most vocab_size, got 999"]),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}},
             {},
-            ["eagle_config.eagle_aux_hidden_state_layer_ids is [1, 2]; allowed: 3 indices"],
+            ["`eagle_config.eagle_aux_hidden_state_layer_ids` must be 3 indices, got [1, 2]"],
         ),
         (
             {"vocab_size": 400, "target_hidden_size": 32, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
             {"d2t": None, "midlayer.hidden_norm.weight": None, "x": np.zeros(3, np.float32)},
             [
-                "vocab_size is 400; allowed: that of the model, 384",
-                "target_hidden_size is 32; allowed: that of the model, 64",
-                "allowed: at most 2",
+                "`vocab_size` must be that of the model, 384, got 400",
+                "`target_hidden_size` must be that of the model, 64, got 32",
+                "must be at most 2",
                 "d2t is missing",
                 "midlayer.hidden_norm.weight is missing",
                 "x is unexpected",
                 "fc.weight has shape (64, 192); config.json makes it (64, 96)",
             ],
         ),
-        ({}, {"d2t": np.zeros(300, np.float32)}, ["d2t is F32 (300,); allowed: I64 or I32"]),
+        ({}, {"d2t": np.zeros(300, np.float32)}, ["`d2t` must be I64 or I32, got F32 (300,)"]),
         ({}, {"d2t": np.full(300, 100)}, ["d2t makes 384 of token 284; allowed: in [0, 383]"]),
         ({}, {"d2t": np.array([1, *[0] * 299])}, ["d2t makes the same token of several"]),
         (

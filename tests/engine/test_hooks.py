@@ -306,7 +306,7 @@ def test_other_arguments_trace_nothing(llm: LLM) -> None:
             {"other": 1.0},
             r"hook_args names is 'other'; allowed: the hooks of this engine: \['steer', 'read', ",
         ),
-        ({"steer": [1.0, 2.0]}, r"hook_args\['steer'\] is \[1.0, 2.0\]; allowed: 1 numbers"),
+        ({"steer": [1.0, 2.0]}, r"`hook_args\['steer'\]` must be 1 numbers, got \[1.0, 2.0\]"),
         ({"steer": float("nan")}, r"hook_args\['steer'\] is nan"),
         ({"steer": "much"}, r"hook_args\['steer'\] is 'much'"),
         ([1.0], "hook_args is "),
@@ -320,8 +320,8 @@ def test_arguments_that_no_hook_takes(llm: LLM, args: Any, message: str) -> None
 @pytest.mark.parametrize(
     ("hook", "message"),
     [
-        (Hook("layers.9.mlp", steer, DIRECTION), "path is 'layers.9.mlp'; allowed: .*'layers.[01].mlp'"),
-        (Hook("lm_head", steer, DIRECTION), "path is 'lm_head'; allowed: .*a head has no such rows"),
+        (Hook("layers.9.mlp", steer, DIRECTION), "`path` must be .*'layers.[01].mlp', got 'layers.9.mlp'"),
+        (Hook("lm_head", steer, DIRECTION), "`path` must be .*a head has no such rows, got 'lm_head'"),
         (Hook("norm", lambda p, y, a: y[:, :3]), r"'norm' returns, as its activation, shape \(2, 3\)"),
         (Hook("norm", lambda p, y, a: (y, y[0])), r"'norm' returns, as its capture, shape \(64,\)"),
     ],
@@ -332,7 +332,7 @@ def test_hooks_that_fit_no_module(checkpoint: Path, hook: Hook, message: str) ->
 
 
 def test_two_hooks_of_one_name(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="allowed: a name for each"):
+    with pytest.raises(ValueError, match="must be a name for each"):
         LLM(str(checkpoint), hooks=[HOOKS[0], HOOKS[0]], **SETTINGS)
-    with pytest.raises(ValueError, match="num_args is -1"):
+    with pytest.raises(ValueError, match=r"`num_args` must be .*got -1"):
         Hook("norm", steer, num_args=-1)

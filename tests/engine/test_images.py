@@ -141,7 +141,7 @@ def test_smaller_images_have_fewer_tiles() -> None:
         _, stand_ins = ImageReader(settings, tokenizer).read([spec.token_id], {"image": picture})
         assert len(stand_ins) == num_tiles
     for bad in ({"size": 64}, {"size": {"longest_edge": 0}}, [], {"do_resize": False}):
-        with pytest.raises(ValueError, match=r"mm_processor_kwargs.* is .*; allowed: "):
+        with pytest.raises(ValueError, match=r"`mm_processor_kwargs.*` must be .*got .*"):
             EngineArgs(str(FOLDER), mm_processor_kwargs=bad)
 
 
@@ -149,7 +149,7 @@ def test_a_model_without_images_refuses_one_in_every_form() -> None:
     without: Any = SimpleNamespace(images=None)
     content = [{"type": "text", "text": "a"}, {"type": "image"}]
     with pytest.raises(
-        ValueError, match=r"messages\[1\].content is .*; allowed: text, as the model reads no im"
+        ValueError, match=r"`messages\[1\].content` must be text because the model reads no im.*got .*"
     ):
         conversation([{"role": "user", "content": "a"}, {"role": "user", "content": content}], without)
     messages = [{"role": "user", "content": content[:1]}]
@@ -619,7 +619,7 @@ def test_wrong_configs() -> None:
     config = json.loads((FOLDER / "config.json").read_text())
     assert Idefics3Config.from_hf(config).vision.num_patches == 81
     for change, message in (
-        ({"scale_factor": 2}, "scale_factor is 2; allowed: a divisor of 9"),
+        ({"scale_factor": 2}, "`scale_factor` must be a divisor of 9, got 2"),
         ({"image_token_id": 10**6}, "image_token_id is 1000000"),
         ({"text_config": config["text_config"] | {"model_type": "mistral"}}, "text_config.model_type"),
         ({"vision_config": config["vision_config"] | {"num_channels": 1}}, "vision_config.num_channels"),

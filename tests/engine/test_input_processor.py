@@ -87,11 +87,11 @@ def test_forms_of_prompts(processor: InputProcessor, tokenizer: Tokenizer) -> No
         ({"cache_salt": "s"}, "one of the keys"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, "one of the keys"),
         ({"prompt_embeds": [[1.0]]}, "without enable_prompt_embeds=True"),
-        ({"prompt": 5}, "prompt is 5; allowed: text"),
-        ({"prompt": "a", "cache_salt": 5}, "cache_salt is 5; allowed: a string"),
-        ({"prompt": ["a"]}, r"prompt is \['a'\]; allowed: text"),
+        ({"prompt": 5}, "`prompt` must be text, got 5"),
+        ({"prompt": "a", "cache_salt": 5}, "`cache_salt` must be a string, got 5"),
+        ({"prompt": ["a"]}, r"`prompt` must be text, got \['a'\]"),
         ({"encoder_prompt": "a", "decoder_prompt": "b"}, "a prompt without an encoder's part"),
-        (np.array(5), r"prompt is array\(5\); allowed: text, a list of token ids"),
+        (np.array(5), r"`prompt` must be text, a list of token ids, got array\(5\)"),
     ],
 )
 def test_bad_prompts(processor: InputProcessor, prompt: Any, message: str) -> None:
@@ -101,7 +101,7 @@ def test_bad_prompts(processor: InputProcessor, prompt: Any, message: str) -> No
 
 def test_salts_must_agree(processor: InputProcessor) -> None:
     assert processor.check({"prompt": "a", "cache_salt": "s"}, None, "s").cache_salt == "s"
-    with pytest.raises(ValueError, match=r"cache_salt is \['s', 't'\]"):
+    with pytest.raises(ValueError, match=r"`cache_salt` must be .*got \['s', 't'\]"):
         processor.check({"prompt": "a", "cache_salt": "s"}, None, "t")
 
 
@@ -152,13 +152,13 @@ def test_the_engine_works_on_its_own_copy(processor: InputProcessor) -> None:
     params.stop.append("y")
     assert request.params.stop == ["x"]
     assert (request.params.max_tokens, request.params.temperature) == (16, 1.0)
-    with pytest.raises(ValueError, match="temperature is -1"):
+    with pytest.raises(ValueError, match=r"`temperature` must be .*got -1"):
         processor.check("abc", params)
     beams = BeamSearchParams(2)
     request = processor.check("abc", beams)
     beams.beam_width = 0
     assert request.beam_params == BeamSearchParams(2)
-    with pytest.raises(ValueError, match="beam_width is 0"):
+    with pytest.raises(ValueError, match=r"`beam_width` must be .*got 0"):
         processor.check("abc", beams)
 
 
@@ -172,13 +172,13 @@ def test_defaults_are_the_models_and_nobody_can_change_them(processor: InputProc
 
 def test_minus_one_is_the_vocabulary(tokenizer: Tokenizer, processor: InputProcessor) -> None:
     params = SamplingParams(logprobs=-1, prompt_logprobs=-1)
-    message = "logprobs is -1, the vocabulary of 300 tokens; allowed: up to max_logprobs, 20"
+    message = "`logprobs` must be up to max_logprobs, 20, got -1, the vocabulary of 300 tokens"
     with pytest.raises(ValueError, match=f"^{message}\nprompt_{message}$"):
         processor.check("abc", params)
     everything = InputProcessor(dataclasses.replace(CONFIG, max_logprobs=300), tokenizer)
     checked = everything.check("abc", params).params
     assert (checked.logprobs, checked.prompt_logprobs, params.logprobs) == (300, 300, -1)
-    with pytest.raises(ValueError, match=r"logprobs is 21; allowed: an integer in \[0, 20\]"):
+    with pytest.raises(ValueError, match=r"`logprobs` must be an integer in \[0, 20\].*got 21"):
         processor.check("abc", SamplingParams(logprobs=21))
 
 
@@ -204,9 +204,11 @@ def test_bad_words_become_token_ids(processor: InputProcessor, tokenizer: Tokeni
     assert no_tokenizer.check([5], SamplingParams(bad_words_token_ids=[[9]])).params.bad_words_token_ids == [
         [9]
     ]
-    with pytest.raises(ValueError, match=r"bad_words is .*; allowed: None, as the engine has no tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"`bad_words` must be None because the engine has no tokenizer.*got .*"
+    ):
         no_tokenizer.check([5], SamplingParams(bad_words=["ab"]))
-    with pytest.raises(ValueError, match="bad_words is ' '; allowed: words of at least one token"):
+    with pytest.raises(ValueError, match=r"`bad_words` must be words of at least one token.*got ' '"):
         ids("a", " ")
 
 
@@ -282,7 +284,7 @@ def test_all_problems_of_a_request_are_listed(processor: InputProcessor) -> None
     ]
     lines = str(error.value).splitlines()
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=False)] == [True] * 5
-    assert lines[5:] == ["prompt_token_ids[1] is -1; allowed: an integer in [0, 299]"]
+    assert lines[5:] == ["`prompt_token_ids[1]` must be an integer in [0, 299], got -1"]
 
 
 CHECKS_A_REQUEST = f"""

@@ -266,7 +266,7 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(engine: LLMEngine, 
     engine.step()
     too_large = LoRARequest("large", 70, str(write_random(tmp_path / "large", BASE, 17, 0)))
     for request, part in (
-        ("rank1", "lora_request is 'rank1'; allowed: None or a LoRARequest"),
+        ("rank1", "`lora_request` must be None or a LoRARequest, got 'rank1'"),
         (LoRARequest("gone", 71, str(tmp_path / "gone")), "can't be read"),
         (too_large, "has rank 17; allowed: max_lora_rank, 16"),
         (LoRARequest("rank1", good.lora_int_id, str(ADAPTERS / "rank3_mlp")), "lora_int_id is 1 with"),
@@ -311,7 +311,7 @@ def test_llm_takes_one_adapter_for_all_prompts_or_one_for_each(engine: LLMEngine
     check([one], cases[1:2])
     with pytest.raises(ValueError, match="the length of lora_request is 2; allowed: 10, one per prompt"):
         llm.generate(prompts, GREEDY, lora_request=adapters[:2], use_tqdm=False)
-    with pytest.raises(ValueError, match=r"prompts\[1\]: lora_request is 'x'"):
+    with pytest.raises(ValueError, match=r"prompts\[1\]: `lora_request` must be .*got 'x'"):
         llm.generate(prompts[:2], GREEDY, lora_request=[None, "x"], use_tqdm=False)  # pyright: ignore
 
 

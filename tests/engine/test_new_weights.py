@@ -360,7 +360,7 @@ def test_outputs_name_the_weights_that_drew_them(served: tuple[LLM, Any, LLM], m
     assert outputs["a"].weight_versions == ("first", "second")
     assert outputs["a"].weight_version == outputs["b"].weight_version == "second"
     assert outputs["b"].weight_versions == ("second",)
-    with pytest.raises(ValueError, match="weight_version is ''; allowed: None or a text"):
+    with pytest.raises(ValueError, match=r"`weight_version` must be None or a text.*got ''"):
         llm.update_weights(other, weight_version="")
     llm.update_weights(other)
     output = generate(llm)
@@ -415,5 +415,5 @@ def test_from_module_reads_what_lies_beside_its_tokenizer(tmp_path: Path) -> Non
     with LLM.from_module(loaded.model, "pagelet", **SETTINGS) as llm:
         assert llm.llm_engine.config.eos_token_ids == loaded.eos_token_ids
         assert llm.get_default_sampling_params().temperature == 0
-    with pytest.raises(ValueError, match="dtype is 'bfloat16'; allowed: 'auto' or 'float32'"):
+    with pytest.raises(ValueError, match=r"`dtype` must be 'auto' or 'float32'.*got 'bfloat16'"):
         make(loaded.model, dtype="bfloat16")

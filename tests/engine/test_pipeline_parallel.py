@@ -256,7 +256,7 @@ def test_who_asks_a_server_is_answered_by_all_engines_together(one: LLM, checkpo
     try:
         outputs = asyncio.run(run(engine))
         counts = [replica.statistics.num_steps for replica in engine.replicas]
-        with pytest.raises(ValueError, match="pipeline_parallel_size is 2; allowed: 1 to sleep"):
+        with pytest.raises(ValueError, match=r"`pipeline_parallel_size` must be 1 to sleep.*got 2"):
             asyncio.run(engine.sleep())
     finally:
         engine.close()
@@ -341,7 +341,7 @@ def test_attention_sampler_and_processors_of_ones_own(checkpoint: Path) -> None:
 
 def test_hooks_are_refused(checkpoint: Path) -> None:
     settings = LIMITS | {"pipeline_parallel_size": 2}
-    with pytest.raises(ValueError, match=r"hooks is .*; allowed: \(\) with pipeline_parallel_size above 1"):
+    with pytest.raises(ValueError, match=r"`hooks` must be \(\) with pipeline_parallel_size above 1.*got .*"):
         LLM(str(checkpoint), hooks=[Hook("a", "layers.0", lambda x, *_: x)], **settings)
 
 
@@ -362,7 +362,7 @@ def test_what_concerns_one_engine_is_refused(two: LLM, tmp_path: Path, one: LLM)
         lambda: engine.update_weights({}),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match="pipeline_parallel_size is 2; allowed: 1 "):
+        with pytest.raises(ValueError, match=r"`pipeline_parallel_size` must be 1 .*got 2"):
             call()
     assert not engine.is_sleeping()
 
@@ -372,7 +372,7 @@ def test_running_requests_are_not_looked_into(two: LLM) -> None:
     engine.add_request("a", [1, 2, 3, 4], KINDS[0])
     engine.step()
     for call in (lambda: engine.kv("a", 0), lambda: engine.inspect("a")):
-        with pytest.raises(ValueError, match="pipeline_parallel_size is 2; allowed: 1 to "):
+        with pytest.raises(ValueError, match=r"`pipeline_parallel_size` must be 1 to .*got 2"):
             call()
     while engine.has_unfinished_requests():
         engine.step()
@@ -381,44 +381,44 @@ def test_running_requests_are_not_looked_into(two: LLM) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size is 0; allowed: an integer of at least 1"),
-        ({"pipeline_parallel_size": True}, "pipeline_parallel_size is True; allowed: an integer of at"),
-        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size is 3; allowed: at most 2, the layers of "),
+        ({"pipeline_parallel_size": 0}, "`pipeline_parallel_size` must be an integer of at least 1, got 0"),
+        ({"pipeline_parallel_size": True}, "`pipeline_parallel_size` must be an integer of at, got True"),
+        ({"pipeline_parallel_size": 3}, "`pipeline_parallel_size` must be at most 2, the layers of , got 3"),
         (
             {"pipeline_parallel_size": 5},
-            "pipeline_parallel_size is 5; allowed: at most 4, as JAX sees 4 devices, and each stage takes 1",
+            "`pipeline_parallel_size` must be at most 4 because JAX sees 4 devices, and each stage takes 1, got 5",
         ),
         (
             {"pipeline_parallel_size": 4, "tensor_parallel_size": 2},
-            "pipeline_parallel_size is 4; allowed: at most 2, as JAX sees 4 devices, and each stage takes 2",
+            "`pipeline_parallel_size` must be at most 2 because JAX sees 4 devices, and each stage takes 2, got 4",
         ),
         (
             {"pipeline_parallel_size": 2, "data_parallel_size": 3},
-            "data_parallel_size is 3; allowed: at most 2, as JAX sees 4 devices, and each engine takes 2",
+            "`data_parallel_size` must be at most 2 because JAX sees 4 devices, and each engine takes 2, got 3",
         ),
         (
             {"pipeline_parallel_size": 2, "num_scheduler_steps": 4},
-            "num_scheduler_steps is 4; allowed: 1 with pipeline_parallel_size above 1",
+            "`num_scheduler_steps` must be 1 with pipeline_parallel_size above 1, got 4",
         ),
         (
             {"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram"}},
-            "speculative_config is .*; allowed: None with pipeline_parallel_size above 1",
+            "`speculative_config` must be None with pipeline_parallel_size above 1, got .*",
         ),
         (
             {"pipeline_parallel_size": 2, "enable_lora": True},
-            "enable_lora is True; allowed: False with pipeline_parallel_size above 1",
+            "`enable_lora` must be False with pipeline_parallel_size above 1, got True",
         ),
         (
             {"pipeline_parallel_size": 2, "enable_prompt_embeds": True},
-            "enable_prompt_embeds is True; allowed: False with pipeline_parallel_size above 1",
+            "`enable_prompt_embeds` must be False with pipeline_parallel_size above 1, got True",
         ),
         (
             {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
-            "distributed_executor_backend is 'ray'; allowed: 'uni', 'mp' or 'external_launcher' with pipe",
+            "`distributed_executor_backend` must be 'uni', 'mp' or 'external_launcher' with pipe, got 'ray'",
         ),
         (
             {"pipeline_parallel_size": 2, "num_gpu_blocks_override": 3},
-            r"num_gpu_blocks_override is 3; allowed: an integer in \[4, ",
+            r"`num_gpu_blocks_override` must be an integer in \[4, , got 3",
         ),
     ],
 )
@@ -435,19 +435,23 @@ def test_what_can_t_be(
 @pytest.mark.parametrize("name", WHOLE)
 def test_layers_that_share_keys_and_values_are_not_parted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jax_paged.models.weights.read_weights", None)
-    message = "pipeline_parallel_size is 2; allowed: 1, as Gemma4For.* must be whole: its last layers attend"
+    message = (
+        "`pipeline_parallel_size` must be 1 because Gemma4For.* must be whole: its last layers attend, got 2"
+    )
     with pytest.raises(ValueError, match=message):
         LLM(str(FIXTURES / name), skip_tokenizer_init=True, pipeline_parallel_size=2, max_model_len=64)
 
 
 def test_an_encoder_decoder_model_has_no_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jax_paged.models.weights.read_weights", None)
-    with pytest.raises(ValueError, match=r"pipeline_parallel_size is 2; allowed: 1, as T5.* is no decoder"):
+    with pytest.raises(
+        ValueError, match=r"`pipeline_parallel_size` must be 1 because T5.* is no decoder.*got 2"
+    ):
         LLM(str(FIXTURES / "t5_tied"), skip_tokenizer_init=True, pipeline_parallel_size=2, max_model_len=64)
 
 
 def test_an_engine_alone_has_no_stages(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="pipeline_parallel_size is 2; allowed: 1 for one engine; LLM, "):
+    with pytest.raises(ValueError, match=r"`pipeline_parallel_size` must be 1 for one engine; LLM, .*got 2"):
         LLMEngine(EngineArgs(str(checkpoint), pipeline_parallel_size=2))
 
 

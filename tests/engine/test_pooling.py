@@ -167,21 +167,25 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
         (
             "llama_mean",
             lambda llm: llm.classify([[1]]),
-            "task is 'classify'; allowed: what LlamaModel can do",
+            "`task` must be what LlamaModel can do, got 'classify'",
         ),
-        ("llama_classifier", lambda llm: llm.embed([[1]]), "task is 'embed'; allowed: what LlamaForSeq"),
+        ("llama_classifier", lambda llm: llm.embed([[1]]), "`task` must be what LlamaForSeq, got 'embed'"),
         (
             "llama_classifier",
             lambda llm: llm.generate([[1]]),
-            "sampling_params is None; allowed: PoolingParams",
+            "`sampling_params` must be PoolingParams, got None",
         ),
         ("llama_mean", lambda llm: llm.generate("no", SamplingParams()), "sampling_params is SamplingParams"),
-        ("bert_embedder", lambda llm: llm.generate([[1]]), "sampling_params is None; allowed: PoolingParams"),
+        (
+            "bert_embedder",
+            lambda llm: llm.generate([[1]]),
+            "`sampling_params` must be PoolingParams, got None",
+        ),
         ("bert_embedder", lambda llm: llm.embed([[1] * 65]), "the prompt has 65 tokens; allowed: max_model_"),
-        ("bert_reranker", lambda llm: llm.embed([[1]]), "task is 'embed'; allowed: what BertForSequence"),
-        ("llama_mean", lambda llm: llm.embed([]), "prompts is .*; allowed: at least one prompt"),
-        ("llama_mean", lambda llm: llm.embed(""), "prompt is ''; allowed: text that is not empty"),
-        ("llama_mean", lambda llm: llm.embed([[]]), "prompt_token_ids is .*; allowed: at least one"),
+        ("bert_reranker", lambda llm: llm.embed([[1]]), "`task` must be what BertForSequence, got 'embed'"),
+        ("llama_mean", lambda llm: llm.embed([]), "`prompts` must be at least one prompt, got .*"),
+        ("llama_mean", lambda llm: llm.embed(""), "`prompt` must be a non-empty string, got ''"),
+        ("llama_mean", lambda llm: llm.embed([[]]), "`prompt_token_ids` must be at least one, got .*"),
         (
             "llama_mean",
             lambda llm: llm.embed([[1] * 65]),
@@ -190,12 +194,12 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
         (
             "llama_mean",
             lambda llm: llm.embed([[1]], pooling_params=PoolingParams(dimensions=8)),
-            "dimensions is 8; allowed: None, as the model is not known",
+            "`dimensions` must be None because the model is not known, got 8",
         ),
         (
             "qwen3_embedder",
             lambda llm: llm.embed([[1]], pooling_params=PoolingParams(dimensions=9)),
-            "dimensions is 9; allowed: 8 or 16",
+            "`dimensions` must be 8 or 16, got 9",
         ),
         (
             "llama_mean",
@@ -211,7 +215,7 @@ def test_scores_of_an_embedder_are_cosines(make: Callable[..., LLM]) -> None:
         (
             "qwen2_classifier",
             lambda llm: llm.score("no", ""),
-            "data_2 is ''; allowed: text that is not empty",
+            "`data_2` must be a non-empty string, got ''",
         ),
     ],
 )

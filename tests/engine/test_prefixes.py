@@ -131,7 +131,7 @@ def test_prefix_that_does_not_fit(shared_engine: LLMEngine) -> None:
         shared_engine.pin_prefix(other)
     with pytest.raises(ValueError, match="max_model_len"):
         shared_engine.pin_prefix([1] * 400)
-    with pytest.raises(ValueError, match="cache_salt is 5; allowed: a string"):
+    with pytest.raises(ValueError, match=r"`cache_salt` must be a string.*got 5"):
         shared_engine.pin_prefix([1], cache_salt=5)  # pyright: ignore[reportArgumentType]
     assert list(manager.pinned) == [name]
     assert manager.num_free_blocks == 5
@@ -163,7 +163,9 @@ def test_errors(shared_engine: LLMEngine) -> None:
         shared_engine.pin_prefix(PREFIX)
     shared_engine.abort_request("a")
     reschedule(shared_engine, enable_prefix_caching=False)
-    with pytest.raises(ValueError, match="enable_prefix_caching is False; allowed for pinned prefixes: True"):
+    with pytest.raises(
+        ValueError, match=r"`enable_prefix_caching` must be True for pinned prefixes.*got False"
+    ):
         shared_engine.pin_prefix(PREFIX)
     assert_no_block_lost(shared_engine)
 
@@ -214,6 +216,6 @@ def test_priorities(scripted: Any, make_llm: Any) -> None:
         outputs = llm.generate(["abc?", "de?"], LONG, priority=[5, 1], use_tqdm=False)
         assert [o.outputs[0].text for o in outputs] == ["abc", "de"]
     with make_llm() as llm:
-        with pytest.raises(ValueError, match=r"prompts\[1\]: priority is 2; allowed with .*'fcfs': 0"):
+        with pytest.raises(ValueError, match=r"prompts\[1\]: `priority` must be 0 with .*'fcfs'.*got 2"):
             llm.generate(["abc?", "abc?"], LONG, priority=[0, 2], use_tqdm=False)
         assert llm.llm_engine.executor.num_steps == 0  # pyright: ignore[reportAttributeAccessIssue]

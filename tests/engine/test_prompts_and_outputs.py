@@ -70,7 +70,7 @@ BAD = [
     (7, {}, "prompt is 7"),
     ("\ud800", {}, "Unicode"),
     ([5, -1], {}, r"prompt_token_ids\[1\] is -1"),
-    ([5, VOCAB_SIZE], {}, r"prompt_token_ids\[1\] is 300; allowed: an integer in \[0, 299\]"),
+    ([5, VOCAB_SIZE], {}, r"`prompt_token_ids\[1\]` must be an integer in \[0, 299\], got 300"),
     ([5, True], {}, r"prompt_token_ids\[1\] is True"),
     ([5, 2**40], {}, r"prompt_token_ids\[1\] is 1099511627776"),
     ([5, 1.0], {}, r"prompt_token_ids\[1\] is 1.0"),
@@ -81,9 +81,13 @@ BAD = [
     (np.zeros((2, 2), int), {}, r"prompt_token_ids\[0\] is \[0, 0\]"),
     ([5] * 400, {"max_tokens": 1}, "400 tokens and needs room for one more; allowed: max_model_len, 400"),
     ([5] * 400, {"max_tokens": None}, "400 tokens"),
-    ("a", {"logprobs": 20}, r"logprobs is 20; allowed: an integer in \[0, 19\]"),
+    ("a", {"logprobs": 20}, r"`logprobs` must be an integer in \[0, 19\], got 20"),
     ("a", {"prompt_logprobs": 20}, "prompt_logprobs is 20"),
-    ("a", {"logprobs": -1}, "logprobs is -1, the vocabulary of 300 tokens; allowed: up to max_logprobs, 19"),
+    (
+        "a",
+        {"logprobs": -1},
+        "`logprobs` must be up to max_logprobs, 19, got -1, the vocabulary of 300 tokens",
+    ),
     ("a", {"allowed_token_ids": [5, 300]}, "a token id of allowed_token_ids is 300"),
     ("a", {"bad_words_token_ids": [[5], [6, 300]]}, "a token id of bad_words_token_ids is 300"),
     ("a", {"bad_words": ["x"] * 129}, "the number of bad words is 129"),
@@ -119,10 +123,10 @@ def test_text_of_a_larger_vocabulary_names_prompt_and_tokenizer(scripted):
 
 
 def test_bad_prompt_in_a_list_runs_nothing(llm):
-    with pytest.raises(ValueError, match=r"prompts\[1\]: prompt is ''"):
+    with pytest.raises(ValueError, match=r"prompts\[1\]: `prompt` must be .*got ''"):
         llm.generate(["abc?", ""], use_tqdm=False)
     assert llm.llm_engine.executor.num_steps == 0
-    with pytest.raises(ValueError, match="sampling_params is 5"):
+    with pytest.raises(ValueError, match=r"`sampling_params` must be .*got 5"):
         llm.generate("a", 5)
     with pytest.raises(ValueError, match="prompts is None"):
         llm.generate(None)
@@ -140,7 +144,7 @@ def test_prompt_that_never_fits_the_pool_names_the_blocks(scripted):
 def test_duplicate_request_id(scripted):
     with LLMEngine(*scripted()) as engine:
         engine.add_request("a", "abc?")
-        with pytest.raises(ValueError, match="request_id is 'a'"):
+        with pytest.raises(ValueError, match=r"`request_id` must be .*got 'a'"):
             engine.add_request("a", "abc?")
         run(engine)
         engine.add_request("a", "abc?")

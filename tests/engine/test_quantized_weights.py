@@ -209,7 +209,7 @@ def test_experts_on_two_devices(name: str, other: dict[str, Any], by_expert: boo
 def test_groups_that_devices_can_not_share_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     write_quantized("fp8_block", checkpoint, tmp_path / "blocks")
     with pytest.raises(
-        ValueError, match=r"tensor_parallel_size is 2; allowed: .*a divisor of 1 \(.*down_proj"
+        ValueError, match=r"`tensor_parallel_size` must be .*a divisor of 1 \(.*down_proj.*got 2"
     ):
         make_engine(tmp_path / "blocks", tensor_parallel_size=2, **SIZES)
     write_quantized("awq_32", checkpoint, tmp_path / "groups")

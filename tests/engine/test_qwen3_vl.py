@@ -466,10 +466,10 @@ def test_what_can_not_be_had(monkeypatch: pytest.MonkeyPatch, settings: dict[str
 
 def test_arguments_of_another_processor() -> None:
     args = EngineArgs(str(FOLDER), mm_processor_kwargs={"size": {"longest_edge": 64}})
-    with pytest.raises(ValueError, match="allowed: min_pixels and max_pixels with this model"):
+    with pytest.raises(ValueError, match="must be min_pixels and max_pixels with this model"):
         ImageSettings.of(args, spec_of(FOLDER))
     with pytest.raises(
-        ValueError, match=r"mm_processor_kwargs is .*; allowed: None, as Llama\w* reads no im"
+        ValueError, match=r"`mm_processor_kwargs` must be None because Llama\w* reads no im.*got .*"
     ):
         LLMEngine(EngineArgs("pagelet", mm_processor_kwargs={"max_pixels": 512}))
 

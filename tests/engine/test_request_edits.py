@@ -160,7 +160,7 @@ def test_what_is_rolled_back_is_drawn_again(engine, expected, name):
 def test_a_rollback_before_the_first_step_and_of_a_fork(engine, expected):
     add(engine, "a", PARAMS["drawn"])
     engine.rollback("a", 0)
-    with pytest.raises(ValueError, match=r"num_tokens is 1; allowed: an integer in \[0, 0\]"):
+    with pytest.raises(ValueError, match=r"`num_tokens` must be an integer in \[0, 0\].*got 1"):
         engine.rollback("a", 1)
     for _ in range(3):
         engine.step()
@@ -295,7 +295,7 @@ def test_forks_without_a_seat_or_without_blocks_wait(checkpoint):
         for _ in range(3):
             engine.step()
         names = [engine.fork("a", seed=PARAMS["drawn"].seed) for _ in range(5)]
-        with pytest.raises(ValueError, match="allowed: a request that runs"):
+        with pytest.raises(ValueError, match="must be a request that runs"):
             engine.page_table(names[-1])
         engine.rollback(names[-1], 2)
         outputs = finished_outputs(engine)
@@ -389,20 +389,26 @@ def test_windows_and_encoders_are_exact(tmp_path):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda e: e.fork("nobody"), "request_id is 'nobody'; allowed: that of a request that has not ended"),
-        (lambda e: e.fork("a", "beams"), "new_id is 'beams'; allowed: a string that is not taken"),
+        (
+            lambda e: e.fork("nobody"),
+            "`request_id` must be that of a request that has not ended, got 'nobody'",
+        ),
+        (lambda e: e.fork("a", "beams"), "`new_id` must be a string that is not taken, got 'beams'"),
         (lambda e: e.fork("a", seed=-2), "seed is -2"),
-        (lambda e: e.fork("beams"), "request_id is 'beams'; allowed: a request that is no beam search"),
-        (lambda e: e.rollback("samples", 1), "request_id is 'samples'; allowed: a request with one sequence"),
-        (lambda e: e.rollback("a", 50), r"num_tokens is 50; allowed: an integer in \[0, "),
-        (lambda e: e.verify("a", []), r"draft is \[\]; allowed: 1 to 7 token ids from 0 to 383"),
-        (lambda e: e.verify("a", [1] * 8), "allowed: 1 to 7 token ids"),
-        (lambda e: e.verify("a", [384]), "allowed: 1 to 7 token ids from 0 to 383"),
-        (lambda e: e.verify("a", [1.5]), "allowed: 1 to 7 token ids"),
-        (lambda e: e.verify("penalties", [1]), "allowed: one without penalties"),
+        (lambda e: e.fork("beams"), "`request_id` must be a request that is no beam search, got 'beams'"),
+        (
+            lambda e: e.rollback("samples", 1),
+            "`request_id` must be a request with one sequence, got 'samples'",
+        ),
+        (lambda e: e.rollback("a", 50), r"`num_tokens` must be an integer in \[0, , got 50"),
+        (lambda e: e.verify("a", []), r"`draft` must be 1 to 7 token ids from 0 to 383, got \[\]"),
+        (lambda e: e.verify("a", [1] * 8), "must be 1 to 7 token ids"),
+        (lambda e: e.verify("a", [384]), "must be 1 to 7 token ids from 0 to 383"),
+        (lambda e: e.verify("a", [1.5]), "must be 1 to 7 token ids"),
+        (lambda e: e.verify("penalties", [1]), "must be one without penalties"),
         (
             lambda e: e.verify("waiting", [1]),
-            "allowed: a request that runs and has one token to compute; this one is waiting",
+            "must be a request that runs and has one token to compute; this one is waiting",
         ),
     ],
 )

@@ -97,10 +97,10 @@ def test_forced_tokens_are_the_output_until_they_end(llm: LLM) -> None:
     ("arguments", "message"),
     [
         (([[1, 2], [3]],), r"the number of tokens of token_lists\[1\] is 1; allowed: .*2"),
-        (([[1, 2]], 2), "num_prompt_tokens is 2; allowed: .*1"),
+        (([[1, 2]], 2), "`num_prompt_tokens` must be .*1, got 2"),
         (
             ([[1, 2]], [1, 1]),
-            r"num_prompt_tokens is \[1, 1\]; allowed: an integer, or one for each of 1 texts",
+            r"`num_prompt_tokens` must be an integer, or one for each of 1 texts, got \[1, 1\]",
         ),
         (([[1, 2], [1, 999]],), r"token_lists\[1\]: a token id of forced_token_ids is 999"),
         (([[1] * 65],), r"the number of tokens of token_lists\[0\] is 65"),
@@ -160,6 +160,6 @@ def test_processed_logprobs_are_of_what_is_drawn_from(checkpoint: Path) -> None:
 
 def test_modes_that_there_are_not(checkpoint: Path) -> None:
     with pytest.raises(
-        ValueError, match="logprobs_mode is 'raw_logits'; allowed: 'raw_logprobs' or 'processed_"
+        ValueError, match=r"`logprobs_mode` must be 'raw_logprobs' or 'processed_.*got 'raw_logits'"
     ):
         LLM(str(checkpoint), logprobs_mode="raw_logits")

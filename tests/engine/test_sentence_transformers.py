@@ -141,7 +141,7 @@ def test_lower_case_and_a_prompt_in_front(config: EngineConfig, tmp_path: Path) 
     assert ids_of(inputs, "The Quick FOX") == want
     assert ids_of(inputs, {"prompt": "the quick fox"}) == want
     assert ids_of(inputs, {"prompt_token_ids": [5, 6]}) == [5, 6]
-    with pytest.raises(ValueError, match=r"prompt is ''; allowed: text that is not empty"):
+    with pytest.raises(ValueError, match=r"`prompt` must be a non-empty string.*got ''"):
         ids_of(inputs, "")
     other = write_folder(
         tmp_path / "other", config_sentence_transformers=prompts | {"default_prompt_name": "document"}
@@ -154,7 +154,10 @@ def test_lower_case_and_a_prompt_in_front(config: EngineConfig, tmp_path: Path) 
     ("values", "message"),
     [
         ({"max_seq_length": 0}, "max_seq_length of .* is 0; allowed: 1 or more"),
-        ({"transformer_task": "fill-mask"}, "transformer_task is 'fill-mask'; allowed: 'feature-extraction'"),
+        (
+            {"transformer_task": "fill-mask"},
+            "`transformer_task` must be 'feature-extraction', got 'fill-mask'",
+        ),
         (
             {"modality_config": {"message": {"method": "forward"}}},
             "modality_config is .*; allowed for 'text'",

@@ -138,7 +138,7 @@ def test_what_needs_all_of_the_pool_is_refused(pair: LLMEngine) -> None:
         lambda: pair.sleep(mode="abort"),
     ]
     for call in refused:
-        with pytest.raises(ValueError, match="distributed_executor_backend is 'mp'; allowed: 'uni' to "):
+        with pytest.raises(ValueError, match=r"`distributed_executor_backend` must be 'uni' to .*got 'mp'"):
             call()
     params = SamplingParams(logits_processors=[lambda tokens, logits: logits])
     with pytest.raises(ValueError, match="logits_processors is"):
@@ -207,9 +207,9 @@ def test_processes_with_other_arguments(checkpoint: Path, port: int) -> None:
 
 def test_what_a_worker_can_not_serve_is_an_error_here(checkpoint: Path, tmp_path: Path) -> None:
     others = set(workers())  # of the pair
-    with pytest.raises(ValueError, match="max_model_len is 4000; allowed"):
+    with pytest.raises(ValueError, match=r"`max_model_len` must be .*got 4000"):
         LLMEngine(two_processes(checkpoint, **TINY | {"max_model_len": 4000}))
-    with pytest.raises(ValueError, match=r"tensor_parallel_size is 3; allowed: a divisor"):
+    with pytest.raises(ValueError, match=r"`tensor_parallel_size` must be a divisor.*got 3"):
         LLMEngine(two_processes(checkpoint, **TINY, tensor_parallel_size=3))
     with pytest.raises(ValueError, match=r"config\.json"):
         LLMEngine(two_processes(tmp_path, **TINY))
@@ -218,7 +218,7 @@ def test_what_a_worker_can_not_serve_is_an_error_here(checkpoint: Path, tmp_path
 
 def test_without_ray_its_executor_is_an_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    message = r"distributed_executor_backend is 'ray'; allowed: .* pip install 'jax-paged\[ray\]'"
+    message = r"`distributed_executor_backend` must be .* pip install 'jax-paged\[ray\]', got 'ray'"
     with pytest.raises(ValueError, match=message):
         LLMEngine(two_processes(checkpoint, **TINY, distributed_executor_backend="ray"))
 

@@ -122,7 +122,7 @@ def test_tags_wake_up_one_after_the_other(awake: LLMEngine) -> None:
             awake.wake_up([first])
             with pytest.raises(EngineAsleepError, match=rf"the engine sleeps \({second}\)"):
                 awake.add_request("a", PROMPT, GREEDY)
-            with pytest.raises(ValueError, match=f"a tag is '{first}'; allowed: what sleeps"):
+            with pytest.raises(ValueError, match=f"a `tag` must be what sleeps.*got '{first}'"):
                 awake.wake_up([first])
             awake.wake_up([second])
             assert tokens(awake) == before
@@ -203,21 +203,21 @@ def test_a_request_may_be_aborted_while_it_is_kept(awake: LLMEngine) -> None:
 
 def test_what_is_wrong_is_said_at_once_and_changes_nothing(awake: LLMEngine) -> None:
     before = tokens(awake)
-    with pytest.raises(ValueError, match=r"level is 3; allowed: 1 or 2\nmode is 'now'; allowed: 'wait' or"):
+    with pytest.raises(ValueError, match=r"`level` must be 1 or 2\nmode is 'now'; allowed: 'wait' or.*got 3"):
         awake.sleep(3, "now")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="allowed: something to wake up"):
+    with pytest.raises(ValueError, match="must be something to wake up"):
         awake.wake_up()
-    with pytest.raises(ValueError, match="a tag is 'weights'; allowed: what sleeps: "):
+    with pytest.raises(ValueError, match=r"a `tag` must be what sleeps: .*got 'weights'"):
         awake.wake_up(["weights"])
     assert tokens(awake) == before
     awake.sleep()
     with pytest.raises(ValueError, match="sleeps already is 'weights, kv_cache'; allowed: nothing; wake_up"):
         awake.sleep()
     with pytest.raises(
-        ValueError, match=r"a tag is 'pool'; .*\na tag is 7; allowed: 'weights' or 'kv_cache'"
+        ValueError, match=r"a `tag` must be 'weights' or 'kv_cache'.*got 'pool'; .*\na tag is 7"
     ):
         awake.wake_up(["pool", 7, "weights"])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"tags is \[\]; allowed: None, or one tag"):
+    with pytest.raises(ValueError, match=r"`tags` must be None, or one tag.*got \[\]"):
         awake.wake_up([])
     refused: list[Callable[[], Any]] = [
         lambda: awake.add_request("a", PROMPT, GREEDY),
@@ -377,7 +377,7 @@ def test_a_server_engine_sleeps_under_way(async_engine: AsyncLLMEngine) -> None:
         task = await begun(engine, "abort")
         await engine.sleep(1, "abort")
         assert (await task).outputs[0].finish_reason == "abort"
-        with pytest.raises(ValueError, match="a tag is 'x'"):
+        with pytest.raises(ValueError, match=r"a `tag` must be .*got 'x'"):
             await engine.wake_up(["x"])
         await engine.wake_up()
         assert list((await whole(engine, "last")).outputs[0].token_ids) == want

@@ -71,7 +71,9 @@ def test_two_processes_draw_what_one_does(one: LLM, two: LLM) -> None:
 def test_what_needs_one_process_is_refused(two: LLM) -> None:
     engine = two._replicas[1]
     for call in (engine.state, engine.sleep, lambda: engine.update_weights({})):
-        with pytest.raises(ValueError, match=r"pipeline_parallel_size is 2; allowed: 1 |allowed: 'uni' to "):
+        with pytest.raises(
+            ValueError, match=r"`pipeline_parallel_size` must be 1 |allowed: 'uni' to .*got 2"
+        ):
             call()
     assert "decode 8" in engine.compile_plan()
 
@@ -249,7 +251,7 @@ def test_processes_of_a_launcher(checkpoint: Path, one: LLM) -> None:
 def test_processes_of_a_launcher_that_do_not_fit(checkpoint: Path) -> None:
     with reserved_port() as port:
         _, problem = launched(checkpoint, 0, port, size=1).communicate(timeout=300)
-        assert "pipeline_parallel_size is 2; allowed: 1, the number of processes (WORLD_SIZE)" in problem
+        assert "`pipeline_parallel_size` must be 1, the number of processes (WORLD_SIZE), got 2" in problem
         processes = [launched(checkpoint, rank, port, seed=rank) for rank in (0, 1)]
         for process in processes:
             _, problem = process.communicate(timeout=300)
@@ -259,10 +261,14 @@ def test_processes_of_a_launcher_that_do_not_fit(checkpoint: Path) -> None:
 @slow
 def test_what_stages_can_not_serve_is_an_error_here(checkpoint: Path) -> None:
     others = set(workers())
-    with pytest.raises(ValueError, match="max_model_len is 4000; allowed"):
+    with pytest.raises(ValueError, match=r"`max_model_len` must be .*got 4000"):
         staged(checkpoint, 2, max_model_len=4000)
-    with pytest.raises(ValueError, match="pipeline_parallel_size is 3; allowed: at most 2, the layers of "):
+    with pytest.raises(
+        ValueError, match=r"`pipeline_parallel_size` must be at most 2, the layers of .*got 3"
+    ):
         staged(checkpoint, 3)
-    with pytest.raises(ValueError, match="tensor_parallel_size is 2; allowed: 1, the devices of each stage"):
+    with pytest.raises(
+        ValueError, match=r"`tensor_parallel_size` must be 1, the devices of each stage.*got 2"
+    ):
         staged(checkpoint, 2, tensor_parallel_size=2)
     wait_until(lambda: set(workers()) <= others, "the workers have ended")

@@ -240,7 +240,7 @@ def test_schemas(request: pytest.FixtureRequest, model: str, seeds: range) -> No
     [
         ({}, "exactly one"),
         ({"regex": "a", "choice": ["b"]}, "exactly one"),
-        ({"json": "[1"}, "allowed: JSON"),
+        ({"json": "[1"}, "must be JSON"),
         ({"json": "[1]"}, "a JSON object"),
         ({"json": {"const": math.nan}}, "not a JSON object"),
         ({"json": {"const": {1, 2}}}, "not a JSON object"),

@@ -244,9 +244,9 @@ def test_no_device_ever_has_more_than_its_part(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "size", "message"),
     [
-        ("gqa2_tied", 3, r"tensor_parallel_size is 3; allowed: .*a divisor of 4 \(layers.0.self_attn.*"),
-        ("gqa2_tied", 5, r"tensor_parallel_size is 5; allowed: at most 4, the devices that JAX sees .*"),
-        ("gqa2_tied", 0, r"tensor_parallel_size is 0; allowed: an integer of at least 1"),
+        ("gqa2_tied", 3, r"`tensor_parallel_size` must be .*a divisor of 4 \(layers.0.self_attn.*, got 3"),
+        ("gqa2_tied", 5, r"`tensor_parallel_size` must be at most 4, the devices that JAX sees .*, got 5"),
+        ("gqa2_tied", 0, r"`tensor_parallel_size` must be an integer of at least 1, got 0"),
     ],
 )
 def test_sizes_that_can_not_be(name: str, size: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_sizes_that_can_not_be(name: str, size: int, message: str, monkeypatch: 
 @pytest.mark.skipif(products.problem(jnp.dtype("float32")) is not None, reason="there is no oneDNN")
 def test_packed_weights_are_not_divided() -> None:
     with pytest.raises(
-        ValueError, match=r"matmul_backend is 'onednn'; allowed: 'auto' or 'xla' with tensor_.*"
+        ValueError, match=r"`matmul_backend` must be 'auto' or 'xla' with tensor_.*.*got 'onednn'"
     ):
         engine_of(FIXTURES / "gqa2_tied", 2, matmul_backend="onednn")
 
@@ -283,5 +283,5 @@ def test_hooks_have_whole_outputs() -> None:
 def test_outputs_in_the_order_of_devices_have_no_hooks() -> None:
     name = next(name for name in NAMES if name.startswith("phi3"))
     hook = Hook("layers.0.self_attn.qkv_proj", lambda params, y, args: y, num_args=0, name="look")
-    with pytest.raises(ValueError, match=r"path is 'layers.0.self_attn.qkv_proj'; allowed: modules whose"):
+    with pytest.raises(ValueError, match=r"`path` must be modules whose.*got 'layers.0.self_attn.qkv_proj'"):
         LLM(str(FIXTURES / name), hooks=[hook], tensor_parallel_size=2, skip_tokenizer_init=True)

@@ -142,7 +142,7 @@ def test_attention_that_is_looked_at(running: tuple[str, LLMEngine]) -> None:
     for rows in found.attention.values():
         np.testing.assert_allclose(rows.sum(-1), 1, atol=1e-5)
     if name == "gemma4_shared":
-        with pytest.raises(ValueError, match=r"layer is 3; allowed: an integer in \[0, 2\]"):
+        with pytest.raises(ValueError, match=r"`layer` must be an integer in \[0, 2\].*got 3"):
             engine.kv("0", 3)
 
 

@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from jax_paged.checks import TooLongError
 from jax_paged.core.model_runner_output import TokenLogprobs
 from jax_paged.engine.sample_output import logprob_dict
 from jax_paged.engine.text.detokenizer import Detokenizer
 from jax_paged.engine.text.tokenizer import Tokenizer
 from jax_paged.engine.text.vocabulary import Vocabulary
+from jax_paged.errors import TooLongError
 from jax_paged.outputs import CompletionOutput
 from jax_paged.server.protocol.logprobs import TextOffsets, TokenBytes, chat_logprobs, completion_logprobs
 

@@ -161,15 +161,19 @@ def test_only_gpus_with_wgmma_have_the_kernel():
 def test_bad_input():
     x, kernels, sizes = make_case([3, 1], 4, 64, 128, "bfloat16")
     run = functools.partial(grouped_matmul, backend="pallas_interpret")
-    with pytest.raises(ValueError, match=r"x has shape \(64,\); allowed: \[1 row or more, columns\]"):
+    with pytest.raises(ValueError, match=r"the shape of `x` must be \[1 row or more, columns\].*got \(64,\)"):
         run(x[0], kernels, sizes)
-    with pytest.raises(ValueError, match=r"kernels has shape .*; allowed with x: \[groups, 64, columns\]"):
+    with pytest.raises(
+        ValueError, match=r"the shape of `kernels` must be \[groups, 64, columns\] with x.*got .*"
+    ):
         run(x, kernels[:, :32], sizes)
-    with pytest.raises(ValueError, match=r"kernels has dtype float32; allowed with x: bfloat16"):
+    with pytest.raises(ValueError, match=r"the dtype of `kernels` must be bfloat16 with x.*got float32"):
         run(x, kernels.astype(jnp.float32), sizes)
-    with pytest.raises(ValueError, match=r"group_sizes has shape \(1,\); allowed with kernels: \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"the shape of `group_sizes` must be \(2,\) with kernels.*got \(1,\)"
+    ):
         run(x, kernels, sizes[:1])
-    with pytest.raises(ValueError, match="group_sizes has dtype float32; allowed: int32"):
+    with pytest.raises(ValueError, match=r"the dtype of `group_sizes` must be int32.*got float32"):
         run(x, kernels, sizes.astype(jnp.float32))
     with pytest.raises(ValueError, match=r"kernels have 32 rows; allowed .* multiples of 64\. Backend 'xla'"):
         run(x[:, :32], kernels[:, :32], sizes)

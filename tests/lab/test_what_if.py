@@ -141,7 +141,9 @@ def test_a_step_takes_what_the_recorded_ones_took() -> None:
 
 def test_mistakes_are_errors(own: LLMEngine) -> None:
     lines = serve(own)
-    with pytest.raises(ValueError, match="there is no setting 'blocks'; allowed: block_size, burst_size, "):
+    with pytest.raises(
+        ValueError, match=r"`there` must be block_size, burst_size, .*got no setting 'blocks'"
+    ):
         replay(lines, blocks=3)
     with pytest.raises(ValueError, match=r"the length of request 'r\d+' is \d+; allowed: "):
         replay(lines, max_model_len=5)

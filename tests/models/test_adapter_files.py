@@ -116,16 +116,16 @@ def test_the_message_lists_everything_that_is_wrong(limits: Any, tmp_path: Path)
         read_adapter(tmp_path, limits)
     message = str(caught.value)
     for part in (
-        "use_dora is True; allowed: False",
-        "bias is 'all'; allowed: 'none'",
-        "modules_to_save is ['lm_head']",
-        "init_lora_weights is 'pissa_niter_4'",
-        "target_modules has 'c_attn'; allowed: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj",
-        "model.layers.0.mlp.up_proj has rank 20; allowed: max_lora_rank, 16",
-        "model.layers.0.mlp.down_proj has lora_A alone",
-        "model.layers.0.self_attn.q_proj has lora_A of shape (2, 63); allowed: (2, 64)",
-        "is for model.layers.0.mlp.experts.up_proj",
-        "the tensor base_model.model.lm_head.weight is no part of a LoRA",
+        "`use_dora` must be False or None, got True",
+        "`bias` must be 'none', got 'all'",
+        "`modules_to_save` must be None or [], got ['lm_head']",
+        "`init_lora_weights` must not change the model, got 'pissa_niter_4'",
+        "each of `target_modules` must be one of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, ",
+        "model.layers.0.mlp.up_proj must have at most rank 16 (max_lora_rank), got 20",
+        "model.layers.0.mlp.down_proj must have lora_A and lora_B, got lora_A alone",
+        "model.layers.0.self_attn.q_proj.lora_A must have shape (2, 64), got (2, 63)",
+        "for model.layers.0.mlp.experts.up_proj",
+        "each tensor must be lora_A or lora_B of a linear map, got base_model.model.lm_head.weight",
     ):
         assert part in message
     assert len(message.splitlines()) == 11
@@ -134,14 +134,20 @@ def test_the_message_lists_everything_that_is_wrong(limits: Any, tmp_path: Path)
 @pytest.mark.parametrize(
     ("config", "part"),
     [
-        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"r": 0}, "r is 0"),
-        ({"r": True}, "r is True"),
-        ({"lora_alpha": float("inf")}, "lora_alpha is inf"),
-        ({"lora_alpha": None}, "lora_alpha is None"),
-        ({"rank_pattern": {"up_proj": "2"}}, "rank_pattern is {'up_proj': '2'}"),
-        ({"alpha_pattern": {"(": 2}}, "alpha_pattern is {'(': 2}"),
-        ({"use_rslora": "yes"}, "use_rslora is 'yes'"),
+        ({"peft_type": "IA3"}, "`peft_type` must be 'LORA' or 'PROMPT_TUNING', got 'IA3'"),
+        ({"r": 0}, "`r` must be an integer above 0, got 0"),
+        ({"r": True}, "`r` must be an integer above 0, got True"),
+        ({"lora_alpha": float("inf")}, "`lora_alpha` must be a finite number, got inf"),
+        ({"lora_alpha": None}, "`lora_alpha` must be a finite number, got None"),
+        (
+            {"rank_pattern": {"up_proj": "2"}},
+            "`rank_pattern` must be an object of names or patterns with numbers, got {'up_proj': '2'}",
+        ),
+        (
+            {"alpha_pattern": {"(": 2}},
+            "`alpha_pattern` must be an object of names or patterns with numbers, got {'(': 2}",
+        ),
+        ({"use_rslora": "yes"}, "`use_rslora` must be true or false, got 'yes'"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"target_parameters": ["mlp.experts.up_proj"]}, "target_parameters"),
@@ -163,7 +169,9 @@ def test_numbers_that_are_not_finite(value: float, limits: Any, tmp_path: Path) 
     tensors = half("A", 2, 64) | half("B", 64, 2)
     tensors[f"{LAYER}mlp.up_proj.lora_B.weight"][3, 1] = value
     write(tmp_path, tensors, r=2)
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(
+        ValueError, match=r"the numbers of model.layers.0.mlp.up_proj must be finite in float32"
+    ):
         read_adapter(tmp_path, limits)
 
 
@@ -173,7 +181,7 @@ def test_files_that_are_no_adapter(limits: Any, tmp_path: Path) -> None:
             read_adapter(tmp_path / "adapter", limits)
         return str(caught.value)
 
-    assert "adapter_config.json: No such file" in message()
+    assert "must have adapter_config.json, which PEFT saves: No such file" in message()
     (tmp_path / "adapter").mkdir()
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text("[1")
@@ -195,15 +203,19 @@ def test_soft_prompts(limits: Any, tmp_path: Path) -> None:
     assert read.prompt.shape == (5, 64)
     config = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3}
     for tensors, more, part in (
-        ({"prompt_embeddings": np.ones((3, 65), np.float32)}, {}, r"shape \(3, 65\); allowed: \(3, 64\)"),
+        (
+            {"prompt_embeddings": np.ones((3, 65), np.float32)},
+            {},
+            r"must have shape \(3, 64\), got \(3, 65\)",
+        ),
         ({"prompt_embeddings": np.ones((2, 64), np.float32)}, {}, r"shape \(2, 64\)"),
-        ({"prompt_embeddings": np.full((3, 64), np.nan, np.float32)}, {}, "not finite"),
-        ({"other": np.ones((3, 64), np.float32)}, {}, "the tensors are"),
-        ({"prompt_embeddings": np.ones((200, 64), np.float32)}, {"num_virtual_tokens": 200}, "1 to 100"),
+        ({"prompt_embeddings": np.full((3, 64), np.nan, np.float32)}, {}, "must have finite numbers"),
+        ({"other": np.ones((3, 64), np.float32)}, {}, "the tensors must be"),
+        ({"prompt_embeddings": np.ones((200, 64), np.float32)}, {"num_virtual_tokens": 200}, r"\[1, 100\]"),
         (
             {"prompt_embeddings": np.ones((3, 64), np.float32)},
             {"num_transformer_submodules": 2},
-            "allowed: 1",
+            "must be 1",
         ),
     ):
         write(tmp_path, tensors, **(config | more))

@@ -185,7 +185,7 @@ def test_experts_in_one_tensor_of_bytes_are_refused(tmp_path: Path) -> None:
     scale = {f"{key}_scale_inv": np.ones(len(tensors[key]), np.float32)}
     save_file(tensors | {key: tensors[key].astype(FP8)} | scale, folder / "model.safetensors")
     with pytest.raises(
-        ValueError, match=r"down_proj is of type F8_E4M3; allowed: F32, (.|\n)*_scale_inv is une"
+        ValueError, match=r"`down_proj` must be F32, (.|\n)*_scale_inv is une.*got of type F8_E4M3"
     ):
         load_model(folder, "float32")
 
@@ -254,21 +254,24 @@ def edited(folder: Path, out: Path, config: dict[str, Any] | None = None, **tens
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"bits": 4}, "quantization_config.quant_method is None; allowed: 'awq' or 'compressed-tensors' or"),
-        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; allowed: 'awq' or"),
-        ({"quant_method": "hqq"}, "quant_method is 'hqq'; allowed: .* 'fp8' or 'gptq'"),
-        ({"quant_method": "gguf"}, "quant_method is 'gguf'; allowed"),
-        (AWQ | {"version": "gemv"}, "quantization_config.version is 'gemv'; allowed: 'gemm'"),
-        (AWQ | {"bits": 3}, "quantization_config.bits is 3; allowed: 4"),
-        (AWQ | {"zero_point": False}, "quantization_config.zero_point is False; allowed: True"),
-        (AWQ | {"group_size": 0}, "group_size is 0; allowed: -1 or a positive integer"),
-        (GPTQ | {"bits": 8}, "quantization_config.bits is 8; allowed: 4"),
-        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; allowed: 'gptq' or"),
+        (
+            {"bits": 4},
+            "`quantization_config.quant_method` must be 'awq' or 'compressed-tensors' or, got None",
+        ),
+        ({"quant_method": "bitsandbytes"}, "`quant_method` must be 'awq' or, got 'bitsandbytes'"),
+        ({"quant_method": "hqq"}, "`quant_method` must be .* 'fp8' or 'gptq', got 'hqq'"),
+        ({"quant_method": "gguf"}, "`quant_method` must be "),
+        (AWQ | {"version": "gemv"}, "`quantization_config.version` must be 'gemm', got 'gemv'"),
+        (AWQ | {"bits": 3}, "`quantization_config.bits` must be 4, got 3"),
+        (AWQ | {"zero_point": False}, "`quantization_config.zero_point` must be True, got False"),
+        (AWQ | {"group_size": 0}, "`group_size` must be -1 or a positive integer, got 0"),
+        (GPTQ | {"bits": 8}, "`quantization_config.bits` must be 4, got 8"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "`checkpoint_format` must be 'gptq' or, got 'marlin'"),
         (GPTQ | {"dynamic": {"-:q_proj": {}}}, "dynamic is .* allowed: {} or null"),
-        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'; allowed: 'e4m3'"),
-        ({"quant_method": "fp8", "scale_fmt": "e5m2"}, "scale_fmt is 'e5m2'; allowed: 'float' or 'ue8m0'"),
-        (scheme(4, "float", "tensor_group"), "group_0.weights.type is 'float'; allowed: 'int'"),
-        (scheme(8, "int", "channel") | {"format": "marlin-24"}, "format is 'marlin-24'; allowed"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "`fmt` must be 'e4m3', got 'e5m2'"),
+        ({"quant_method": "fp8", "scale_fmt": "e5m2"}, "`scale_fmt` must be 'float' or 'ue8m0', got 'e5m2'"),
+        (scheme(4, "float", "tensor_group"), "`group_0.weights.type` must be 'int', got 'float'"),
+        (scheme(8, "int", "channel") | {"format": "marlin-24"}, "`format` must be "),
         (scheme(8, "int", "channel") | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config is"),
         (scheme(8, "int", "channel") | {"transform_config": {"config_groups": {}}}, "transform_config is"),
     ],
@@ -295,7 +298,7 @@ def test_scales_of_powers_of_two_are_read_if_they_are_floats(made: Path, tmp_pat
     key = "model.layers.0.self_attn.q_proj.weight_scale_inv"
     exponents = np.full(read_headers(tmp_path / "q")[key].shape, 120, np.uint8)
     bad = edited(tmp_path / "q", tmp_path / "bytes", config, weight_scale_inv=exponents)
-    with pytest.raises(ValueError, match="weight_scale_inv is of type U8; allowed: F32"):
+    with pytest.raises(ValueError, match=r"`weight_scale_inv` must be F32.*got of type U8"):
         load_model(bad, "float32")
 
 
@@ -314,7 +317,7 @@ def test_tensors_that_do_not_fit_are_all_listed(made: Path, tmp_path: Path) -> N
     stem = "  model.layers.0.self_attn.q_proj."
     assert [line for line in str(error.value).splitlines() if line.startswith(stem)] == [
         f"{stem}bits is unexpected",
-        f"{stem}qweight is of type I8; allowed: I32",
+        f"`{stem}qweight` must be I32, got of type I8",
         f"{stem}qzeros is missing",
         f"{stem}scales has shape (1, 64); config.json makes it (2, 64)",
     ]
@@ -345,9 +348,9 @@ def test_biases_of_zeros_are_not_read(made: Path, tmp_path: Path) -> None:
 def test_the_argument_has_to_fit_the_checkpoint(made: Path, tmp_path: Path) -> None:
     write_quantized("awq_32", made, tmp_path / "q")
     assert load_model(tmp_path / "q", "float32", quantization="awq").weight_bytes
-    with pytest.raises(ValueError, match=r"quantization is 'int8'; allowed .*: None or 'awq'"):
+    with pytest.raises(ValueError, match=r"`quantization` must be None or 'awq'.*.*got 'int8'"):
         load_model(tmp_path / "q", "float32", quantization="int8")
-    with pytest.raises(ValueError, match=r"quantization is 'gptq'; allowed .*: None or 'int8' or 'fp8'"):
+    with pytest.raises(ValueError, match=r"`quantization` must be one of None, 'int8', 'fp8'.*.*got 'gptq'"):
         load_model(made, "float32", quantization="gptq")
 
 
@@ -356,10 +359,10 @@ def test_mxfp4_becomes_floats_and_nothing_else(made: Path, tmp_path: Path) -> No
     model = load_model(folder, "float32", quantization="mxfp4").model
     assert not any(isinstance(kernel, SmallKernel) for kernel in kernels(model).values())
     assert kind_to_make([model], "mxfp4") is None
-    with pytest.raises(ValueError, match=r"quantization is 'int8'; allowed .*: None or 'mxfp4'"):
+    with pytest.raises(ValueError, match=r"`quantization` must be None or 'mxfp4'.*.*got 'int8'"):
         load_model(folder, "float32", quantization="int8")
     with pytest.raises(
-        ValueError, match="quant_method is 'mxfp4'; allowed: 'awq' or 'compressed-tensors' or"
+        ValueError, match=r"`quant_method` must be 'awq' or 'compressed-tensors' or.*got 'mxfp4'"
     ):
         load_model(edited(made, tmp_path / "bad", {"quant_method": "mxfp4"}))
 

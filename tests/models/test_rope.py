@@ -118,9 +118,13 @@ def test_dynamic_frequencies() -> None:
 @pytest.mark.parametrize(
     ("values", "changes", "message"),
     [
-        ({}, {}, "factor is missing"),
-        ({"factor": 0.5}, {}, "factor is 0.5; allowed: a finite number of at least 1.0"),
-        ({"factor": 4.0}, {"head_dim": 2}, "rope_type is 'dynamic'; allowed: another type for heads of 2"),
+        ({}, {}, "`rope_parameters.factor` must be a finite number of at least 1.0, but it is missing"),
+        ({"factor": 0.5}, {}, "`rope_parameters.factor` must be a finite number of at least 1.0, got 0.5"),
+        (
+            {"factor": 4.0},
+            {"head_dim": 2},
+            "`rope_parameters.rope_type` must be another type for heads of 2 dimensions, got 'dynamic'",
+        ),
     ],
 )
 def test_dynamic_values_that_are_rejected(
@@ -210,7 +214,5 @@ def test_both_passes_take_texts_of_the_maximum_length(name: str) -> None:
     dense = nnx.jit(lambda model, tokens: model(tokens[None])[0])(model, tokens)
     assert float(jnp.ptp(dense[-1])) > 0.1
     np.testing.assert_allclose(paged(model, tokens), dense, atol=1e-4)
-    with pytest.raises(
-        ValueError, match=f"tokens holds texts of {limit + 1} tokens; allowed: at most {limit}"
-    ):
+    with pytest.raises(ValueError, match=f"the length of `tokens` must be at most {limit}, got {limit + 1}"):
         model(jnp.zeros((1, limit + 1), jnp.int32))

@@ -80,7 +80,7 @@ def test_saved_and_loaded_is_the_same(tmp_path: Path, config: dict[str, Any], dt
     assert nnx.graphdef(loaded.model) == nnx.graphdef(made.model)
     assert loaded.weight_bytes == made.weight_bytes == sum(v.nbytes for v in before.values())
     assert (loaded.vocab_size, loaded.max_model_len, loaded.architecture) == (64, 256, "LlamaForCausalLM")
-    with pytest.raises(ValueError, match="hf_config is"):
+    with pytest.raises(ValueError, match="`hf_config` must be the config of the model, LlamaConfig"):
         save_model(made.model, tmp_path / "new", config | {"hidden_size": 64})
 
 
@@ -134,7 +134,7 @@ def test_bad_shards_are_named(tmp_path: Path) -> None:
         load_model(folder)
     for weight_map in (None, ["a"], {"lm_head.weight": 3}):
         (folder / stored_tensors.INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
-        with pytest.raises(ValueError, match="weight_map of"):
+        with pytest.raises(ValueError, match="`weight_map` of"):
             load_model(folder)
     shutil.copy(SHARDED / "model-00001-of-00004.safetensors", tmp_path / "outside.safetensors")
     (folder / stored_tensors.INDEX_FILE).write_text(
@@ -162,15 +162,17 @@ def test_all_wrong_weights_are_in_one_message(folder: Path, monkeypatch: pytest.
     assert str(error.value).splitlines()[1:] == [
         "  lm_head.weight is missing, and config.json does not tie it",
         f"  {q_proj}.bias is missing",
-        f"  {q_proj}.weight has shape (32, 16); config.json makes it (32, 32)",
+        f"  {q_proj}.weight must have shape (32, 32) by config.json, got (32, 16)",
         "  model.layers.1.mlp.other_proj.weight is unexpected",
-        "  model.norm.weight is of type I8; allowed: F32, BF16, F16",
+        "  model.norm.weight must be of type F32, BF16, F16, got I8",
     ]
 
 
 def test_vocabulary_larger_than_the_embedding(folder: Path) -> None:
     edit_config(folder, vocab_size=65)
-    with pytest.raises(ValueError, match=r"embed_tokens.weight has shape \(64, 32\).* makes it \(65, 32\)"):
+    with pytest.raises(
+        ValueError, match=r"embed_tokens.weight must have shape \(65, 32\) by config.json, got \(64, 32\)"
+    ):
         load_model(folder)
 
 
@@ -204,7 +206,9 @@ def test_float16_is_read_in_other_types(folder: Path) -> None:
         np.testing.assert_array_equal(kernel, halves["lm_head.weight"].T.astype(ml_dtypes.bfloat16))
     kernel = values(load_model(folder, "float32").model)["lm_head.kernel"]
     np.testing.assert_array_equal(kernel, halves["lm_head.weight"].T)
-    with pytest.raises(ValueError, match="dtype is 'float16'; allowed: 'auto' or 'float32' or 'bfloat16'"):
+    with pytest.raises(
+        ValueError, match=r"`dtype` must be one of 'auto', 'float32', 'bfloat16'.*got 'float16'"
+    ):
         weights._choose_dtype("float16", {}, {})
 
 
@@ -223,10 +227,10 @@ def test_a_declared_type_goes_before_stored_ones(folder: Path) -> None:
         (2, [5, 6], {5, 6}),
         (None, 7, {7}),
         (None, None, set()),
-        (64, None, "eos_token_id is 64; allowed: null, an id in [0, 63]"),
-        (2, [-1], "eos_token_id is [-1]"),
-        (True, None, "eos_token_id is True"),
-        ("</s>", None, "eos_token_id is '</s>'"),
+        (64, None, "`eos_token_id` must be null, an id in [0, 63] or a list of ids, got 64"),
+        (2, [-1], "`eos_token_id` must be null, an id in [0, 63] or a list of ids, got [-1]"),
+        (True, None, "`eos_token_id` must be null, an id in [0, 63] or a list of ids, got True"),
+        ("</s>", None, "`eos_token_id` must be null, an id in [0, 63] or a list of ids, got '</s>'"),
     ],
 )
 def test_end_tokens(folder: Path, config_id: Any, generation_id: Any, expected: set[int] | str) -> None:
@@ -251,7 +255,7 @@ def test_overrides_of_the_text_model() -> None:
         weights.outline(folder, "float32", None, {"text_config": text}).config.max_position_embeddings == 32
     )
     assert read_config(SHARDED, text) == read_config(SHARDED, {}) | text
-    with pytest.raises(ValueError, match=r"text_config of config.json is 5; allowed: an object"):
+    with pytest.raises(ValueError, match=r"`text_config` of config.json must be an object, got 5"):
         weights.outline(folder, "float32", None, {"text_config": 5})
     for bad in (text, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}):
         with pytest.raises(ValueError, match=r"hf_overrides has \['\w+'\]; allowed .*: in its text_config"):
@@ -310,7 +314,7 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config.json is not JSON"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"config.json holds a list; allowed: an object"):
+    with pytest.raises(ValueError, match=r"config.json must hold an object, got a list"):
         load_model(tmp_path)
 
 
@@ -335,7 +339,7 @@ def test_stacked_experts(tmp_path: Path) -> None:
         load_model(folder)
     assert str(error.value).splitlines()[1:] == [
         f"  {key.format(3)} is missing",
-        f"  {key.format(5)} has shape (24, 32); config.json makes it (32, 24)",
+        f"  {key.format(5)} must have shape (32, 24) by config.json, got (24, 32)",
         f"  {key.format(8)} is unexpected",
     ]
 

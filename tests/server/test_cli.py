@@ -110,21 +110,21 @@ def kept_process():
         ("--scheduling-policy lifo", "invalid choice"),
         (
             "--scheduler-delay-factor -1",
-            "scheduler_delay_factor is -1.0; allowed: a finite number in [0, inf]",
+            "`scheduler_delay_factor` must be a finite number in [0, inf], got -1.0",
         ),
         ("--max-seqs 3", "unrecognized arguments: --max-seqs"),
-        ("serve m --model n", "MODEL is 'm' and --model is 'n'; allowed: one of them"),
+        ("serve m --model n", "`MODEL` must be one of them, got 'm' and --model is 'n'"),
         ("serve m --model pagelet", "MODEL is 'm' and --model is 'pagelet'"),
         ("serve m n", "unrecognized arguments: n"),
         ("bench m", "unrecognized arguments: m"),
-        ("--block-size 16 serve", "serve follows an option; allowed: serve as the first argument"),
-        ("--block-size 16 serve m", "serve follows an option; allowed: serve as the first argument"),
-        ("m", "the command is 'm'; allowed: serve, or no command and --model MODEL"),
-        ("--block-size 3", "block_size is 3; allowed: 1 or 2"),
-        ("--port 65536", "port is 65536; allowed: an integer in [0, 65535]"),
+        ("--block-size 16 serve", "serve must be the first argument"),
+        ("--block-size 16 serve m", "serve must be the first argument"),
+        ("m", "the command must be serve, or no command with --model MODEL, got 'm'"),
+        ("--block-size 3", "`block_size` must be 1 or 2, got 3"),
+        ("--port 65536", "`port` must be an integer in [0, 65535], got 65536"),
         ("--host 300.1.1.1 --port 0", "can't listen on 300.1.1.1, port 0"),
         ("--model {empty} --port 0", "the folder holds none; a model folder holds config.json"),
-        ("--ray 0", "ray is 0; allowed: an integer of at least 1"),
+        ("--ray 0", "`ray` must be an integer of at least 1, got 0"),
         ("--ray 2 --port {taken}", "a port that nobody uses for --port"),
         ("--port {taken}", "a port that nobody uses for --port"),
         ("--model /nowhere/at/all --port 0", "model is '/nowhere/at/all'"),
@@ -220,6 +220,6 @@ def test_replicas_get_the_gpus_of_their_engines():
     assert launch._check_room(args, options, {"GPU": 8.0, "CPU": 1.0}) == 4
     assert launch._check_room(EngineArgs(), options, {"CPU": 2.0}) == 0
     with pytest.raises(
-        ValueError, match="ray is 2; allowed: up to 1 replicas, as there are 7 GPUs and each "
+        ValueError, match=r"`ray` must be up to 1 replicas because there are 7 GPUs and each .*got 2"
     ):
         launch._check_room(args, options, {"GPU": 7.0, "CPU": 16.0})

@@ -235,7 +235,7 @@ def test_too_many(canary: int) -> None:
         answer = ask(canary, post(dumps(body)))
         check_refused(answer, 400)
         assert (
-            "the number of prompts in prompt is 5; allowed: an integer in [0, 4]" in answer.error["message"]
+            "the number of prompts in `prompt` must be an integer in [0, 4], got 5" in answer.error["message"]
         )
         assert answer.error["param"] == "prompt"
 

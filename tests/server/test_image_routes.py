@@ -93,7 +93,7 @@ def bomb(width: int, height: int) -> str:
         (["data:image/png;base64,AAAA"], "holds no image"),
         (["data:image/png;base64,?"], "not base64"),
         ([url_of(1)[:-80]], "image"),
-        ([url_of(1)] * 3, "the number of images is 3; allowed: an integer in [0, 2]"),
+        ([url_of(1)] * 3, "the number of images in `messages` must be an integer in [0, 2], got 3"),
         ([5], "image_url"),
     ],
 )

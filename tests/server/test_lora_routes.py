@@ -119,13 +119,18 @@ def test_what_can_not_be_loaded_is_refused_and_the_server_goes_on(
     large = str(write_random(tmp_path / "large", checkpoint, 17, 0))
     for path, body, status, part in (
         ("load", {"lora_name": "x", "lora_path": str(tmp_path / "gone")}, 400, "can't be read"),
-        ("load", {"lora_name": "x", "lora_path": large}, 400, "has rank 17; allowed: max_lora_rank, 16"),
+        (
+            "load",
+            {"lora_name": "x", "lora_path": large},
+            400,
+            "must have at most rank 16 (max_lora_rank), got 17",
+        ),
         ("load", {"lora_name": "first", "lora_path": str(folders[2])}, 400, "a name that is not served yet"),
         ("load", {"lora_name": "base", "lora_path": str(folders[2])}, 400, "a name that is not served yet"),
         ("load", {"lora_name": "x"}, 400, "lora_path is missing"),
         ("load", {"lora_name": "", "lora_path": "x"}, 400, "lora_name"),
         ("load", {"lora_name": 5, "lora_path": "x"}, 400, "lora_name is 5"),
-        ("unload", {"lora_name": "x"}, 404, "lora_name is 'x'; allowed: 'first', 'second'"),
+        ("unload", {"lora_name": "x"}, 404, "`lora_name` must be 'first', 'second', got 'x'"),
         ("unload", {}, 400, "lora_name is missing"),
     ):
         answer = client.post(f"/v1/{path}_lora_adapter", json=body)
@@ -135,12 +140,15 @@ def test_what_can_not_be_loaded_is_refused_and_the_server_goes_on(
         body = {"lora_name": f"adapter {i}", "lora_path": str(folders[i])}
         answer = client.post("/v1/load_lora_adapter", json=body)
         assert answer.status_code == status
-    assert "is 4; allowed: max_cpu_loras, 3" in answer.json()["error"]["message"]
+    assert (
+        "`max_cpu_loras` must be an integer of at least 4 to add another adapter, got 3"
+        in answer.json()["error"]["message"]
+    )
     for body in ({"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
         path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
         answer = client.post(path, json={"model": "other", **body})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-        assert "allowed: 'base' or 'first' or 'second'" in answer.json()["error"]["message"]
+        assert "must be one of 'base', 'first', 'second'" in answer.json()["error"]["message"]
     assert complete(client, "first") == wanted
 
 

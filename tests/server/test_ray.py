@@ -214,9 +214,9 @@ def test_nothing_is_left_running() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ray", "0"], "ray is 0; allowed: an integer of at least 1"),
-        (["--ray", "1", "--developer-routes"], "developer_routes is True; allowed with Ray: False"),
-        (["--ray", "999"], "ray is 999; allowed: up to"),
+        (["--ray", "0"], "`ray` must be an integer of at least 1, got 0"),
+        (["--ray", "1", "--developer-routes"], "`developer_routes` must be False with Ray, got True"),
+        (["--ray", "999"], "`ray` must be up to, got 999"),
         (["--ray", "1", "--host", "0.0.0.0"], "host is '0.0.0.0', which others can reach"),
     ],
 )
@@ -241,10 +241,10 @@ def test_build_checks_its_arguments() -> None:
     bad: list[tuple[dict[str, Any], str]] = [
         ({"modle": "pagelet"}, "args has 'modle'"),
         ({"port": -1}, "port is -1"),
-        ({"model": "pagelet"}, "api_key_file is None; allowed: a file of keys"),
+        ({"model": "pagelet"}, "`api_key_file` must be a file of keys, got None"),
         (
             {"allow_runtime_lora_updating": True, "allow_unauthenticated": True},
-            "allow_runtime_lora_updating is True; allowed with Ray",
+            "`allow_runtime_lora_updating` must be False with Ray",
         ),
     ]
     for args, message in bad:

@@ -182,7 +182,10 @@ def test_an_input_that_can_be_read_only_once_is_refused(command, tmp_path):
     os.close(writing)
     for path in (f"/dev/fd/{reading}", str(tmp_path)):
         message = command("-i", path, load=never)
-        assert message == f"jax-paged: input_file is {path!r}; allowed: a regular file, as it is read twice"
+        assert (
+            message
+            == f"jax-paged: `input_file` must be a regular file because it is read twice, got {path!r}"
+        )
     os.close(reading)
     assert not (tmp_path / "out").exists()
     assert "No such file" in command("-i", str(tmp_path / "missing"), load=never)
@@ -273,7 +276,7 @@ def test_an_engine_that_fails_ends_the_run_and_writes_no_errors(tmp_path, script
 
 
 def test_the_files_must_differ(tmp_path):
-    with pytest.raises(ValueError, match="allowed: another file than input_file"):
+    with pytest.raises(ValueError, match="must be another file than input_file"):
         BatchOptions(tmp_path / "a", tmp_path / "x" / ".." / "a")
 
 

@@ -61,8 +61,8 @@ def test_all_that_differs_is_named_in_both(tasks: list[Task]) -> None:
     for error in errors:
         assert isinstance(error, ValueError)
         assert str(error).splitlines() == [
-            "block_size is 8 in worker 1; allowed: 16, as in worker 0",
-            "seed is 3 in worker 1; allowed: 0, as in worker 0",
+            "`block_size` must be 16 because in worker 0, got 8 in worker 1",
+            "`seed` must be 0 because in worker 0, got 3 in worker 1",
         ]
 
 
@@ -82,7 +82,7 @@ def test_other_versions_and_checkpoints(
     with pytest.raises(ValueError) as error:
         handshake.lead(tasks[0])
     follower.join()
-    assert str(error.value).startswith(f"{name} is 9.9 in worker 1; allowed: ")
+    assert str(error.value).startswith(f"`{name}` must be , got 9.9 in worker 1")
     assert str(found[0]) == str(error.value)
 
 
@@ -122,7 +122,9 @@ def test_a_port_that_is_taken(tasks: list[Task]) -> None:
 
 def test_those_that_do_not_come(tasks: list[Task]) -> None:
     alone, lost = (changed(task, distributed_timeout_seconds=0.3) for task in tasks)
-    with pytest.raises(ValueError, match=r"WORLD_SIZE is 2; allowed: 1, as only the ranks \[0\] have come"):
+    with pytest.raises(
+        ValueError, match=r"`WORLD_SIZE` must be 1 because only the ranks \[0\] have come.*got 2"
+    ):
         handshake.lead(alone)
     with pytest.raises(ValueError, match=r"MASTER_ADDR is '127.0.0.1', port \d+ \(MASTER_PORT\), where no"):
         handshake.follow(lost)
@@ -184,8 +186,8 @@ def test_what_a_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert launch_of_environment() == Launch(1, 2, "node0", 29501, local_rank=1)
     monkeypatch.setenv("RANK", "2")
-    with pytest.raises(ValueError, match=r"RANK is 2; allowed: an integer in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"`RANK` must be an integer in \[0, 1\].*got 2"):
         launch_of_environment()
     monkeypatch.setenv("RANK", "one")
-    with pytest.raises(ValueError, match=r"RANK is 'one'; allowed: an integer in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"`RANK` must be an integer in \[0, 1\].*got 'one'"):
         launch_of_environment()

@@ -278,13 +278,13 @@ def _pair(
     num_in, num_out = limits.maps[name]
     known = len(problems)
     if rank > limits.max_rank:
-        problems.append(f"the rank of {name} must be at most max_lora_rank, {limits.max_rank}, got {rank}")
+        problems.append(f"{name} must have at most rank {limits.max_rank} (max_lora_rank), got {rank}")
     for letter, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
         tensor = half[letter]
         if tensor.shape != shape:
-            problems.append(f"the shape of {name}.lora_{letter} must be {shape}, got {tensor.shape}")
+            problems.append(f"{name}.lora_{letter} must have shape {shape}, got {tensor.shape}")
         elif not np.issubdtype(tensor.dtype, np.floating) and tensor.dtype.name != "bfloat16":
-            problems.append(f"the dtype of {name}.lora_{letter} must be a float type, got {tensor.dtype}")
+            problems.append(f"{name}.lora_{letter} must be of a float type, got {tensor.dtype}")
     if len(problems) > known:
         return None
     with np.errstate(over="ignore"):  # what is too large is found below
@@ -293,7 +293,7 @@ def _pair(
         pair = LoraPair(*(np.ascontiguousarray(x.astype(limits.dtype)) for x in (a, b)))
     if not all(np.isfinite(x.astype(np.float32)).all() for x in pair):
         # Rows of others are multiplied by these numbers too, and by 0.
-        problems.append(f"the numbers of {name} must be finite in {limits.dtype}")
+        problems.append(f"{name} must have finite numbers in {limits.dtype}")
         return None
     return pair
 
@@ -314,12 +314,12 @@ def _read_prompt(
     prompt, tokens = tensors["prompt_embeddings"].astype(np.float32), config.get("num_virtual_tokens")
     shape = (tokens, limits.hidden_size)
     if prompt.shape != shape:
-        problems.append(f"the shape of prompt_embeddings must be {shape}, got {prompt.shape}")
+        problems.append(f"prompt_embeddings must have shape {shape}, got {prompt.shape}")
     elif not 0 < prompt.shape[0] <= limits.max_prompt_tokens:
         allowed = f"in [1, {limits.max_prompt_tokens}] so that max_model_len has room for a prompt"
         problems.append(f"`num_virtual_tokens` must be {allowed}, got {tokens}")
     elif not np.isfinite(prompt).all():
-        problems.append("the numbers of prompt_embeddings must be finite")
+        problems.append("prompt_embeddings must have finite numbers")
     return None if problems else Adapter(_key({"": LoraPair(prompt, prompt[:0])}), {}, prompt)
 
 
