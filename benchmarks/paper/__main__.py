@@ -26,7 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     names = list(FIGURES) if args.all else names_of(args.figure)
     if not names:
-        parser.error(f"the figure is {args.figure!r}; allowed: {', '.join(FIGURES)}")
+        parser.error(f"the figure must be one of {', '.join(FIGURES)}, got {args.figure!r}")
     store = Store(args.results)
     points = [point for name in names for point in FIGURES[name].points]
     try:

@@ -18,7 +18,7 @@ def main() -> None:
     args = parser.parse_args()
     unknown = set(args.scenarios) - set(SCENARIOS)
     if unknown:
-        parser.error(f"SCENARIO is {sorted(unknown)}; allowed: {', '.join(SCENARIOS)}")
+        parser.error(f"SCENARIO must be one of {', '.join(SCENARIOS)}, got {sorted(unknown)}")
     lines = ["| scenario | figure | value | at most |", "|---|---|---|---|"]
     holds = True
     print(*lines, sep="\n", flush=True)

@@ -53,7 +53,7 @@ def main() -> None:
         parser.error(str(error))
     for name in args.scenarios.split(","):
         if name not in SCENARIOS:
-            parser.error(f"the scenario is {name!r}; allowed: {', '.join(SCENARIOS)}")
+            parser.error(f"the scenario must be one of {', '.join(SCENARIOS)}, got {name!r}")
     model = (args.model or ROOT / "benchmarks" / "checkpoints" / "serving").resolve()
     if args.model is None:
         write_checkpoint(model)

@@ -49,18 +49,18 @@ def parse_engine(text: str) -> EngineSpec:
     head, *pairs = text.split(":")
     kind, _, tree = head.partition("@")
     if kind not in KINDS:
-        raise ValueError(f"the engine is {kind!r}; allowed: {', '.join(KINDS)}")
+        raise ValueError(f"the engine must be one of {', '.join(KINDS)}, got {kind!r}")
     if tree and kind not in OF_A_TREE:
         raise ValueError(
-            f"{kind} is given the tree {tree!r}; allowed: a tree for {' and '.join(OF_A_TREE)} only"
+            f"the tree of {kind} must be unset, as only {' and '.join(OF_A_TREE)} have one, got {tree!r}"
         )
     if tree and not (Path(tree) / "jax_paged").is_dir():
-        raise ValueError(f"the tree is {tree!r}; allowed: a folder that holds jax_paged")
+        raise ValueError(f"the tree must be a folder that holds jax_paged, got {tree!r}")
     arguments = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"an argument of {kind} is {pair!r}; allowed: NAME=VALUE")
+            raise ValueError(f"an argument of {kind} must be NAME=VALUE, got {pair!r}")
         arguments[name] = _value(value)
     return EngineSpec(text, kind, Path(tree).resolve() if tree else ROOT, arguments)
 

@@ -34,7 +34,7 @@ class Script:
             ValueError: If one is to arrive later.
         """
         if any(request.arrival_s for request in requests):
-            raise ValueError("a request arrives later; allowed for LLM.generate: all at once")
+            raise ValueError("all requests must arrive at once for LLM.generate")
         salt = str(next(self._runs))
         prompts = [{"prompt_token_ids": request.prompt, "cache_salt": salt} for request in requests]
         params = [
